@@ -1,8 +1,8 @@
 """`python -m actors launch|watch|status|scale|report|doctor ...`: start a run, watch it, scale it, sum it up, check the
 machine.
 
-The launcher runs under a guard (`supervise/guard.py`) and this process only forwards signals to it: so neither Ray nor
-any process of the run is left when one of the two dies. Waits for the subcommand.
+The launcher runs under a guard (`supervise/guard.py`) and this process only forwards signals to it: so no process of
+the run is left when one of the two dies. Waits for the subcommand.
 """
 
 import importlib
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from actors.supervise.guard import Guarded
 from configs.entrypoint import ABOVE, BAD_INPUT, DONE, FORCING, StopSignals, run_and_exit, split_flags
+from configs.plain_text import print_visible
 
 COMMANDS = {
     "launch": ("actors.supervise.launch", "start all processes of a run, keep them, and report at its end"),
@@ -23,7 +24,7 @@ COMMANDS = {
     "report": ("actors.report.summary", "rewards, samples and settings of a run, as text and as a page"),
     "doctor": ("actors.doctor.findings", "check this machine's installation"),
 }
-"""Module of each command, imported when it is called: launching needs no page, status no Ray."""
+"""Module of each command, imported when it is called: launching needs no page, status no keepers."""
 PRINTING = ("status", "report", "doctor")
 """These only print. The others write to sockets: they must outlive a peer that leaves."""
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         is_help = bool(argv) and argv[0] in ("-h", "--help")
         commands = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
         usage = ["usage: python -m actors COMMAND ...", *commands, "`python -m actors launch --help` lists every key"]
-        print("\n".join(usage), file=sys.stdout if is_help else sys.stderr)
+        print_visible("\n".join(usage), sys.stdout if is_help else sys.stderr)
         return DONE if is_help else BAD_INPUT
     name = argv[0]
     flags, rest = split_flags(argv[1:], "python -m actors", under_guard={"action": "store_true"})

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from configs.plain_text import concealed
+
 Role = Literal["buffer", "learner", "rollout", "reward"]
 EventKind = Literal["line", "started", "failed", "ended", "refused", "gave_up"]
 FINAL: tuple[EventKind, ...] = ("ended", "refused", "gave_up")
@@ -47,18 +49,20 @@ class Process:
     argv: tuple[str, ...]
     log: Path
     cwd: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     gpus: int = 0
     nodes: int = 1
     """Nodes that a learner's ranks are spread over, evenly: each runs the command and has `gpus / nodes` GPUs."""
     drain_s: float = 30.0
     """Timeout between SIGTERM and SIGKILL when the process is drained."""
     restarts: Restarts = Restarts()
+    concealed: Mapping[str, str] = field(default_factory=concealed, repr=False)
+    """Credentials of the run, and what stands in their place in the process's log (`configs.plain_text.conceal`)."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a process; `number` grows from event to event. `code`: exit code of a process that ended.
+    """What happened to a process; `number` grows from event to event of a keeper. `code`: exit code of the process.
 
     Example: `Event(17, "line", "version 3 ...")`, `Event(18, "failed", "exit code 1 after 3 s; again in 2 s", 1)`.
     """

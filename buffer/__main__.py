@@ -1,4 +1,4 @@
-"""`python -m buffer CONFIG`: a run's buffer, until told to stop. Also `tail|show|export` of a run, and `keys`.
+"""`python -m buffer CONFIG`: a run's buffer, until told to stop. Also `tail|show|export|quarantine|scrub`, and `keys`.
 
 The first SIGINT or SIGTERM stops it cleanly (exit 0: all that was received is committed and answered), the second at
 once. Exit 2: something is wrong with config, data, keys, port or file, found before anything was started. Exit 1: the
@@ -16,29 +16,34 @@ from pathlib import Path
 
 import uvloop
 
-from buffer import inspect
+from buffer import inspect, scrub
 from buffer.curve import KeysError, make_keys, server_keys_for
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
 from buffer.resources import collect_rarely, keep_memory, raise_open_files
-from buffer.store.past import past
+from buffer.store.failures import remedy
+from buffer.store.faults import StoreGone
+from buffer.store.opening import is_damage
+from buffer.store.past import accept_loss, losses, past
 from buffer.store.sqlite import Store
 from buffer.wire.clock import ListeningClock
 from buffer.wire.handlers import Handlers, Limits
 from buffer.wire.requests import PendingRequests
 from buffer.wire.server import BufferServer, ListenError
+from buffer.wire.values import Bounds
 from configs import load, resume
 from configs.checks import check, existing
 from configs.data.sources import needs_truth
-from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit
+from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit, split_flags
+from configs.plain_text import print_visible
 from configs.schema import Config
 
 log = logging.getLogger("buffer")
 PROG = "python -m buffer"
 MISSED = 5
 """Heartbeats a server may miss before its leases end."""
-REMEDY = "Make room on its disk, or move the run's folder to a sound one, and start the buffer again."
+REMEDY = "Move the run's folder to a sound disk, and start the buffer again."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,29 +52,34 @@ def main(argv: Sequence[str]) -> int:
     command = argv[0] if argv else ""
     if command in inspect.COMMANDS:
         return inspect.main(argv)
+    if command == "scrub":
+        return scrub.main(argv[1:])
     if command == "stats":
-        print(f"{PROG} stats: there is no such command; `python -m actors status RUN` answers it", file=sys.stderr)
+        print_visible(f"{PROG} stats: there is no such command; `python -m actors status RUN` answers it", sys.stderr)
         return BAD_INPUT
     if command == "keys":
-        print(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
+        print_visible(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
         return DONE
     if command in ("-h", "--help"):
-        commands = inspect.COMMANDS | {"keys": "make the run's CURVE keys", "stats": "`python -m actors status RUN`"}
-        print(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
-        print("\n".join(f"  {name:<8} {what}" for name, what in commands.items()), end="\n\n")
+        commands = inspect.COMMANDS | {"scrub": scrub.WHAT, "keys": "make the run's CURVE keys"}
+        commands |= {"stats": "`python -m actors status RUN`"}
+        print_visible(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
+        print_visible("\n".join(f"  {name:<10} {what}" for name, what in commands.items()), end="\n\n")
+    flags, argv = split_flags(argv, PROG, accept_loss={"action": "store_true"})
     config = load.read(argv, PROG, partial(check, files=("data.train", "data.image_dir", "run.folder")))
     try:
-        uvloop.run(run(config))
+        uvloop.run(run(config, flags.accept_loss))
     except (ListenError, KeysError, LedgerError, load.ConfigError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print_visible(f"{PROG}: {error}", sys.stderr)
         return BAD_INPUT
     except (sqlite3.Error, OSError) as error:
-        print(f"{PROG}: {store_path(config)}: {error}; nothing unsaved was acknowledged. {REMEDY}", file=sys.stderr)
+        problem = f"{store_path(config)}: {error}; nothing unsaved was acknowledged"
+        print_visible(f"{PROG}: {problem}{advice_for(error)}", sys.stderr)
         return FAILED
     return DONE
 
 
-async def run(config: Config) -> None:
+async def run(config: Config, loss_accepted: bool = False) -> None:
     """Listen, read everything back, serve until the first signal."""
     raise_open_files(config)
     keep_memory()
@@ -80,6 +90,12 @@ async def run(config: Config) -> None:
         index = path and path.with_name(f"{path.name}-rows")
         problems = load_problems(config.data.train, config.data, room, truth=truth, index=index)
         check_images(config, problems)
+        if lost := losses(config):
+            if not loss_accepted:
+                raise load.ConfigError(lost)
+            log.warning("accepted: %s", "; ".join(lost))
+        if loss_accepted:
+            accept_loss(config)
         changed = resume.changes(past(config).settings, config)
         with Store(path, config.buffer.fsync, problems, problems.digest) as store:
             store.record_settings(resume.settings(config), changed)
@@ -104,6 +120,17 @@ async def run(config: Config) -> None:
                 await asyncio.wait({serving})
             if not serving.cancelled():
                 serving.result()
+
+
+def advice_for(error: sqlite3.Error | OSError) -> str:
+    """What to do about an error of the ledger's file while it was served."""
+    if isinstance(error, StoreGone):
+        return ""  # its own text says it
+    if is_damage(error):
+        damage = "The file is damaged: `python -m buffer scrub RUN` names what is"
+        return f". {damage}; bring back a copy of it, or begin anew with another run.name."
+    cause = remedy(error)
+    return f". To go on, {cause}, and start the buffer again." if cause else f". {REMEDY}"
 
 
 def store_path(config: Config) -> Path | None:
@@ -131,7 +158,7 @@ def restored(config: Config, store: Store, problems: Problems, clock: ListeningC
         max_failed_share=config.rollout.max_failed_share,
         shares=problems.shares,
         eval_every=config.eval.every if config.data.eval else None,
-        recall=store.dropped,
+        recall=store.closed,
     )
     ledger.restore(store.load(), clock.now())
     ledger.upcoming(1)  # the order of the epoch is drawn now, and not when the first server asks
@@ -147,6 +174,7 @@ def limits_of(config: Config) -> Limits:
         max_bytes=int(config.buffer.max_gib * 2**30),
         max_message=config.buffer.max_message_mib * 2**20,
         keep=config.buffer.keep,
+        bounds=Bounds.of_model(config.model.path, config.rollout.routing_replay),
     )
 
 

@@ -1,4 +1,5 @@
-"""What a run's buffer holds, for people: `python -m buffer tail [-f] | show ITEM | export OUT.parquet RUN`.
+"""What a run's buffer holds, for people: `python -m buffer tail [-f] | show ITEM | export OUT.parquet | quarantine`
+of RUN.
 
 RUN is the run's folder or its config. Reads the SQLite file of a live or a dead run without disturbing it. Waits for
 nothing; `tail --follow` goes on until it is interrupted. What a live run waits for is in `python -m actors status`.
@@ -22,12 +23,13 @@ from rich.console import Console
 from rich.text import Text
 
 from buffer import transcript
+from buffer.dead_letters import quarantine
 from buffer.ledger.types import LedgerError, server_name
 from buffer.store.sqlite import reading
 from buffer.wire.sample import Sample, num_turns
 from configs import load
 from configs.entrypoint import BAD_INPUT, DONE
-from configs.plain_text import visible
+from configs.plain_text import print_visible, visible
 from configs.schema import Config
 
 if TYPE_CHECKING:
@@ -39,13 +41,14 @@ COMMANDS = {
     "tail": "the groups that came in last",
     "show": "one item: its problem, and its samples as people read them",
     "export": "all samples as a parquet file",
+    "quarantine": "the groups that could not be trained, and why",
 }
 FOLLOW_S = 1.0
 """Between two looks of `tail --follow`."""
 ROWS = 256
 """Samples that `export` holds in memory at a time."""
 
-SAMPLES = "SELECT idx, data_of(segment, position, bytes) FROM samples WHERE item = ? ORDER BY idx"
+SAMPLES = "SELECT idx, data_of(segment, position, bytes, crc32c) FROM samples WHERE item = ? ORDER BY idx"
 COLUMNS = pa.schema(
     [
         ("item", pa.int64()), ("index", pa.int32()), ("row", pa.int64()), ("epoch", pa.int32()), ("state", pa.string()),
@@ -73,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("--tokens", action="store_true", help="each token with its version and log-probability")
     command = commands.add_parser("export", help=COMMANDS["export"], allow_abbrev=False)
     command.add_argument("out", type=Path, help="file to write")
+    commands.add_parser("quarantine", help=COMMANDS["quarantine"], allow_abbrev=False)
     for command in commands.choices.values():
         command.add_argument(
             "run", nargs="+", help="the run's folder, or its config files; --section.key=value as elsewhere"
@@ -86,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
             db, given.item, tokenizer_of(config.model.path), given.sample, given.full, given.tokens
         ),
         "export": lambda db, config: export(db, given.out),
+        "quarantine": lambda db, config: quarantine(db, tokenizer_of(config.model.path)),
     }
     try:
         config, file = found([*given.run, *overrides])
@@ -94,11 +99,11 @@ def main(argv: Sequence[str]) -> int:
                 if isinstance(line, Text):
                     console.print(line)
                 else:
-                    print(visible(line, LONGEST_LINE), flush=True)
+                    print_visible(line, most=LONGEST_LINE)
     except KeyboardInterrupt:
         return 130
     except (LedgerError, sqlite3.Error, OSError) as error:
-        print(f"python -m buffer {given.command}: {error}", file=sys.stderr)
+        print_visible(f"python -m buffer {given.command}: {error}", sys.stderr)
         return BAD_INPUT
     return DONE
 
@@ -109,9 +114,8 @@ def found(words: Sequence[str]) -> tuple[Config, Path]:
     Raises LedgerError if the ledger is in no file.
     """
     first = Path(words[0])
-    config = load.read(
-        [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words, "python -m buffer COMMAND"
-    )
+    argv = [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words
+    config = load.read(argv, "python -m buffer COMMAND", lenient=True)
     if config.buffer.path is None:
         raise LedgerError(
             "buffer.path is null: this run's ledger is in its process only; see `python -m actors status` while it runs"
@@ -130,7 +134,7 @@ def tokenizer_of(model: str) -> "Tokenizer | None":
         cached = None if file.exists() else try_to_load_from_cache(model, file.name)
         return Tokenizer.from_file(str(cached or file))
     except Exception as error:  # the library raises just this, also where there is no file
-        print(f"no text of the tokens: {file}: {error}", file=sys.stderr)
+        print_visible(f"no text of the tokens: {file}: {error}", sys.stderr)
         return None
 
 
@@ -189,8 +193,15 @@ def show(
     for idx in samples if only is None else [only]:
         yield ""
         data = samples[idx]
-        removed = [f"sample {idx}     removed (buffer.keep: checkpoints)"]
-        yield from removed if data is None else _sample(idx, Sample.unpack(data), tokenizer, full, tokens)
+        if not data:
+            why = (
+                "removed (buffer.keep: checkpoints)"
+                if data is None
+                else "damaged on disk; see `python -m buffer scrub`"
+            )
+            yield f"sample {idx}     {why}"
+            continue
+        yield from _sample(idx, Sample.unpack(data), tokenizer, full, tokens)
 
 
 def _sample(
@@ -218,7 +229,8 @@ def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
     columns = (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs)
     for position, (token, sampled, version, logprob) in enumerate(zip(*(a.numpy() for a in columns), strict=True)):
         figures = f"{version:>8} {logprob:>10.4f}" if sampled else f"{'given':>8} {'':>10}"
-        text = json.dumps(tokenizer.decode([token], skip_special_tokens=False), ensure_ascii=False) if tokenizer else ""
+        known = [token] if token >= 0 else []  # a group in quarantine may have others
+        text = json.dumps(tokenizer.decode(known, skip_special_tokens=False), ensure_ascii=False) if tokenizer else ""
         yield f"    {position:>8} {token:>8} {figures}  {visible(text)}".rstrip()
 
 
@@ -226,18 +238,20 @@ def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
     """Write all samples that are there to `out`, one row each (COLUMNS)."""
     query = """
         SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem,
-            data_of(segment, position, s.bytes)
+            data_of(segment, position, s.bytes, s.crc32c)
         FROM samples s JOIN items i ON s.item = i.item LEFT JOIN problems p ON i.row = p.row
         ORDER BY s.item, s.idx"""
-    number, draft = 0, out.with_name(f".{out.name}.part")
+    number, damaged, draft = 0, 0, out.with_name(f".{out.name}.part")
     with pq.ParquetWriter(draft, COLUMNS) as writer:
         rows = db.execute(query)
         while found := rows.fetchmany(ROWS):
-            some = [row for row in found if row[-1] is not None]  # else removed meanwhile
+            some = [row for row in found if row[-1]]  # else removed meanwhile, or damaged
             number += len(some)
+            damaged += sum(row[-1] == b"" for row in found)
             writer.write_table(pa.Table.from_pylist([_row(*row) for row in some], COLUMNS))
     draft.replace(out)
-    yield f"{out}: {number} samples"
+    left_out = f"; {damaged} are damaged and left out, see `python -m buffer scrub`" if damaged else ""
+    yield f"{out}: {number} samples{left_out}"
 
 
 def _row(*fields: Any) -> dict[str, Any]:

@@ -58,9 +58,11 @@ class OpenFiles:
 
 
 def raise_open_files(config: Config) -> None:
-    """Take as many open files as the system lets the process have; warn if the run needs more."""
+    """Take as many open files as the system lets the process have, but for a reserve that only the store uses
+    (`buffer/store/reserve.py`); warn if the run needs more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft = hard if hard == resource.RLIM_INFINITY else max(hard - capacity.RESERVED_FILES, hard // 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     needed = capacity.open_files(config)
     if needed > _soft_limit():
         who = f"rollout.servers {config.rollout.servers} and learner.ranks {config.learner.ranks} are"

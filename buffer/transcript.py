@@ -158,7 +158,8 @@ def _messages(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> list[np.ndar
 
 
 def _text(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> str:
-    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False) if tokenizer else ""
+    known = tokens[tokens >= 0].tolist()  # a group in quarantine may have others
+    text = tokenizer.decode(known, skip_special_tokens=False) if tokenizer else ""
     return visible(text, 16 * len(text) + 1)  # not shortened here: the caller that shows it does that
 
 

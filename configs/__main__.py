@@ -15,7 +15,8 @@ from configs.data.sources import count_rows
 from configs.entrypoint import DONE, run_and_exit
 from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
-from configs.load import read
+from configs.load import dump, read
+from configs.plain_text import print_visible
 from configs.resume import fingerprint
 
 
@@ -23,11 +24,11 @@ def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run that may start, 2 for one that may not."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
     config = read(argv, "python -m configs")
-    print("\n".join(explain(config, count_rows(config.data.train), gpu_bytes())), flush=True)
+    print_visible("\n".join(explain(config, count_rows(config.data.train), gpu_bytes())))
     command = [sys.executable, "-m", "actors.doctor.run_file"]
-    code = subprocess.run(command, input=config.model_dump_json(), encoding="utf-8").returncode
+    code = subprocess.run(command, input=dump(config), encoding="utf-8").returncode
     if code == DONE:
-        print(f"valid, fingerprint {fingerprint(config)}")
+        print_visible(f"valid, fingerprint {fingerprint(config)}")
     return code
 
 

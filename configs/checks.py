@@ -22,6 +22,8 @@ from configs.load import ConfigError
 from configs.model_facts import model_facts
 from configs.schema import Config
 
+OWN_RAY = "local"
+"""The `cluster.address`, or RAY_ADDRESS, with which the launcher starts a Ray on this machine, as in Ray itself."""
 TOKEN_BYTES = 13
 """Bytes per token of a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
 
@@ -112,7 +114,26 @@ def check(
 def _variables(config: Config) -> list[str]:
     """What is wrong with this process's environment. Interfaces are not checked with a cluster: its nodes have their
     own."""
-    return variables.problems(os.environ, interfaces=not (config.cluster.address or os.environ.get("RAY_ADDRESS")))
+    return variables.problems(os.environ, interfaces=not cluster_of(config), own_ray=starts_ray(config))
+
+
+def cluster_of(config: Config) -> str:
+    """The Ray cluster that the run is launched on; empty: this machine."""
+    return "" if starts_ray(config) else _address(config)
+
+
+def starts_ray(config: Config) -> bool:
+    """Whether the launcher starts a Ray of its own on this machine."""
+    return _address(config) == OWN_RAY
+
+
+def named_by(config: Config) -> str:
+    """What names the cluster of `cluster_of`, for people."""
+    return "cluster.address" if config.cluster.address else "RAY_ADDRESS"
+
+
+def _address(config: Config) -> str:
+    return config.cluster.address or os.environ.get("RAY_ADDRESS", "")
 
 
 def own_hosts(config: Config) -> list[str]:
@@ -542,11 +563,17 @@ def _model(key: str, path: str) -> Iterator[str]:
 
 
 def _template(path: Path) -> Iterator[str]:
-    import jinja2  # only a run with a template pays for the import
+    """Parses the template and runs nothing of it: even to compile one would compute its constants."""
+    from jinja2 import TemplateSyntaxError, nodes  # only a run with a template pays for the import
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    jinja = ImmutableSandboxedEnvironment()
     try:
-        jinja2.Environment().from_string(path.read_text(encoding="utf-8"))
-    except jinja2.TemplateSyntaxError as error:
+        for node in jinja.parse(path.read_text(encoding="utf-8")).find_all((nodes.Filter, nodes.Test)):
+            kind, known = ("filter", jinja.filters) if isinstance(node, nodes.Filter) else ("test", jinja.tests)
+            if node.name not in known:
+                yield f"data.format_prompt: {path}:{node.lineno}: No {kind} named {node.name!r}."
+    except TemplateSyntaxError as error:
         yield f"data.format_prompt: {path}:{error.lineno}: {error.message}"
     except (OSError, UnicodeDecodeError) as error:
         yield f"data.format_prompt: {path}: cannot be read as text: {error}"

@@ -14,13 +14,15 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from multiprocessing import resource_tracker, spawn
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from configs import variables
+from configs.log_floods import FloodFilter
 from configs.plain_text import PlainFormatter
 
 T = TypeVar("T")
@@ -50,6 +52,7 @@ def configure_logging(tag: str = "") -> None:
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
     handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"))
+    handler.addFilter(FloodFilter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
@@ -201,6 +204,12 @@ def notice_s() -> float | None:
     return None
 
 
+def _log_thread(log: logging.Logger, failed: threading.ExceptHookArgs) -> None:
+    """Log the exception of a thread: Python would print it as it is."""
+    if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
+        log.error("thread %s failed", failed.thread and failed.thread.name, exc_info=failed.exc_value)
+
+
 def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_rank: bool = False) -> NoReturn:
     """Call `main(sys.argv[1:])` and end the process with its exit code, whatever threads still run.
 
@@ -208,6 +217,7 @@ def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_r
     The environment is made safe first (`variables.py`). `is_rank`: keep variables that make this process a rank.
     """
     variables.prepare(is_rank)
+    threading.excepthook = partial(_log_thread, log)
     try:
         code = main(sys.argv[1:])
     except SystemExit as error:

@@ -12,8 +12,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial, reduce
-from operator import getitem
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, key_of, keys, sections, show, suggest, text
+from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, key_of, keys, sections, suggest, text
+from configs.help import show as in_yaml
+from configs.origins import MissingVariable, Origin, Place, at, credentials, resolved, traced, written
+from configs.plain_text import print_visible
 from configs.schema import Config
+from configs.variables import open_private, run_folder
 
 log = logging.getLogger(__name__)
 TIMES = "times"
@@ -79,8 +82,9 @@ class MergedTree:
                 self.places[place + key.removeprefix(old)] = self.places.pop(key)
 
 
-def load(argv: Sequence[str]) -> Config:
-    """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", "--learner.lr", "4e-4", ...]`.
+def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ, lenient: bool = False) -> Config:
+    """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", "--learner.lr", "4e-4", ...]`. `${oc.env:KEY}` is a
+    variable of `environment`; `lenient`: a credential's may be missing.
 
     Raises ConfigError with every problem found, one line each.
     """
@@ -98,39 +102,57 @@ def load(argv: Sequence[str]) -> Config:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return _validate(_resolve(merged), merged)
+    return _validate(merged, environment, lenient)
 
 
-def read(argv: Sequence[str], prog: str, checks: Callable[[Config], object] = lambda config: None) -> Config:
+def parse(text: str) -> Config:
+    """The config that another process of this machine gave as `dump`. Raises ConfigError as `load` does."""
+    merged = MergedTree()
+    merged.add(_parse(text, "the run file"), lambda key: "")
+    return _validate(merged, os.environ, False)
+
+
+def dump(config: Config) -> str:
+    """The text of `config.yaml`: values from environment variables stand in it as `${oc.env:KEY}`."""
+    return OmegaConf.to_yaml(OmegaConf.create(written(config, _literal)))
+
+
+def read(
+    argv: Sequence[str], prog: str, checks: Callable[[Config], object] = lambda config: None, lenient: bool = False
+) -> Config:
     """`load` for an entry point such as `python -m buffer` (`prog`): problems go to stderr, then exit code 2.
 
-    `--help` prints every key and exits 0. `checks` may raise ConfigError too, e.g. `configs.checks.check`.
+    `--help` prints every key and exits 0. `checks` may raise ConfigError too, e.g. `configs.checks.check`. `lenient`:
+    for commands that only look at a run, which need no credentials.
     """
     width = min(max(shutil.get_terminal_size().columns, 40), 120)
     usage = f"usage: {prog} RUN.yaml [MORE.yaml ...] [--section.key=value ...]"
     if "-h" in argv or "--help" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-        print(f"{usage}\n\nFiles are merged left to right, then the overrides. Values are YAML.")
-        print(f"${{section.key}} refers to another key.\n{text(width)}")
+        print_visible(f"{usage}\n\nFiles are merged left to right, then the overrides. Values are YAML.")
+        print_visible("${section.key} refers to another key, ${oc.env:NAME} to a variable.\n" + text(width))
         sys.exit(0)
     if not argv:
-        print(f"{usage}\n{prog} --help lists every key", file=sys.stderr)
+        print_visible(f"{usage}\n{prog} --help lists every key", sys.stderr)
         sys.exit(2)
     try:
-        config = load(argv)
+        config = load(argv, lenient=lenient)
         checks(config)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print_visible(error, sys.stderr)
         sys.exit(2)
     return config
 
 
 def write(config: Config, path: Path) -> None:
     """Write every key of `config` as YAML that `load` reads back to an equal Config. Atomic: a reader sees all or
-    nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    nothing. Only the user can read a file that holds credentials; for another one RUN_UMASK holds."""
+    run_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(OmegaConf.to_yaml(OmegaConf.create(_literal(config.model_dump(mode="json")))), encoding="utf-8")
+    with open(draft, "w", encoding="utf-8", opener=open_private) as file:
+        if any(credentials(config)):
+            os.fchmod(file.fileno(), 0o600)
+        file.write(dump(config))
     draft.replace(path)
 
 
@@ -185,7 +207,9 @@ def _parse(source: str, name: str) -> dict[str, Any]:
         key = getattr(error, "full_key", None)
         raise ConfigError([f"{name}: {f'{key}: ' if key else ''}{str(error).splitlines()[0]}"]) from None
     if not isinstance(parsed, dict) or (len(parsed) == 1 and parsed == {source.strip(): None}):
-        raise ConfigError([f"{name}: must be a map of sections ({', '.join(sections())}), is {show(source.strip())}"])
+        raise ConfigError(
+            [f"{name}: must be a map of sections ({', '.join(sections())}), is {in_yaml(source.strip())}"]
+        )
     # a section whose lines are all commented out is an empty section
     return {str(key): {} if value is None and key in sections() else value for key, value in parsed.items()}
 
@@ -204,7 +228,7 @@ def _read_override(name: str, value: str) -> tuple[dict[str, Any], Callable[[str
         tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError([f"--{name}: {show(value)} is not a YAML value: {reason}"]) from None
+        raise ConfigError([f"--{name}: {in_yaml(value)} is not a YAML value: {reason}"]) from None
     return {str(key): inner for key, inner in tree.items()}, lambda _: f"--{name}"
 
 
@@ -243,19 +267,32 @@ def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int,
             yield from _lines(value, f"{prefix}{key.value}.")
 
 
-def _resolve(merged: MergedTree) -> dict[str, Any]:
-    """The merged tree over the defaults, with `${...}` replaced: an interpolation may refer to a default."""
+def _resolve(
+    merged: MergedTree, environment: Mapping[str, str], lenient: bool
+) -> tuple[dict[str, Any], dict[Place, Origin]]:
+    """The merged tree over the defaults, with `${...}` replaced: an interpolation may refer to a default. And the
+    origins of what came from variables of `environment`."""
     tree = {
         name: section.annotation.model_construct().model_dump(mode="json")  # type: ignore[union-attr]
         for name, section in Config.model_fields.items()
     }
     try:
-        resolved: Any = OmegaConf.to_container(OmegaConf.create(_lay(tree, merged.tree)), resolve=True)
+        found, origins = resolved(_lay(tree, merged.tree), environment, lenient)
+    except MissingVariable as error:
+        key, name = error.args
+        raise ConfigError([_missing(key, name, merged)]) from None
     except OmegaConfBaseException as error:
-        key, reason = error.full_key or "the run file", str(error).splitlines()[0]
+        key, reason = str(error.full_key or "the run file"), str(error).splitlines()[0]
+        if variable := re.search(r"Environment variable '(.+)' not found", reason):
+            raise ConfigError([_missing(key, variable[1], merged)]) from None
         remedy = "${section.key} must name a key that has a value"
-        raise ConfigError([f"{key}: {reason}{merged.where(str(key))}; {remedy}"]) from None
-    return {str(key): _multiplied(value) for key, value in resolved.items()}
+        raise ConfigError([f"{key}: {reason}{merged.where(key)}; {remedy}"]) from None
+    return {str(key): _multiplied(value) for key, value in found.items()}, origins
+
+
+def _missing(key: str, variable: str, merged: MergedTree) -> str:
+    remedy = f"export {variable} where the run is started"
+    return f"{key}: Environment variable '{variable}' not found{merged.where(key)}; {remedy}"
 
 
 def _multiplied(section: Any) -> Any:
@@ -270,14 +307,15 @@ def _multiplied(section: Any) -> Any:
     return section
 
 
-def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
+def _validate(merged: MergedTree, environment: Mapping[str, str], lenient: bool) -> Config:
+    tree, origins = _resolve(merged, environment, lenient)
     problems = {}
     for place, value in _values(tree):
         key = keys().get(key_of(place))
         whole = key and key.name.count(".") == len(place) - 1
         if key and whole and isinstance(value, bool) and TYPES["boolean"] not in key.type:  # `on` must not become 1
             name = ".".join(map(str, place))
-            problems[name] = f"{name}: {show(value)} is not {key.type}{merged.where(name)}"
+            problems[name] = f"{name}: {in_yaml(value)} is not {key.type}{merged.where(name)}"
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -285,10 +323,16 @@ def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
         for place, found in errors:
             deeper = [other for other, _ in errors if len(other) > len(place) > 1 and other[: len(place)] == place]
             if not deeper:  # else the other forms of a value of several forms
-                problems |= _problems(found["type"], place, found["input"], merged)
+                value = next((origins[above].text for above in _above(place) if above in origins), found["input"])
+                problems |= _problems(found["type"], place, value, merged)
     if problems:
         raise ConfigError(list(problems.values()))
-    return config
+    return traced(config, origins, environment)
+
+
+def _above(place: tuple[int | str, ...]) -> Iterator[tuple[int | str, ...]]:
+    """The place and all that it is in."""
+    return (place[:end] for end in range(len(place), 0, -1))
 
 
 def _within(loc: Sequence[int | str], tree: Any, kind: str) -> tuple[int | str, ...]:
@@ -300,11 +344,6 @@ def _within(loc: Sequence[int | str], tree: Any, kind: str) -> tuple[int | str, 
             place.append(part)
             tree = tree.get(part) if isinstance(tree, dict) else tree[part]
     return tuple(place)
-
-
-def _at(tree: Any, place: Sequence[int | str]) -> Any:
-    """What stands at `place`."""
-    return reduce(getitem, place, tree)
 
 
 def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: MergedTree) -> dict[str, str]:
@@ -319,23 +358,19 @@ def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: Merge
         return {loc: f"{loc}: missing{merged.where(above)}; set it, e.g. {loc}: {EXAMPLES[name]}"}
     if name not in keys():
         remedy = f"write its keys below it, e.g. {next(key for key in keys() if key.startswith(f'{name}.'))}"
-        return {name: f"{name}: {show(value)} is not a section{merged.where(name)}; {remedy}"}
+        return {name: f"{name}: {in_yaml(value)} is not a section{merged.where(name)}; {remedy}"}
     held = place[: len(name.split("."))]
-    where, whole = ".".join(map(str, held)), _at(merged.tree, held)
+    where, whole = ".".join(map(str, held)), at(merged.tree, held)
     quote = f"; put it in quotes: '{value}'" if kind == "string_type" and isinstance(value, int | float) else ""
     if isinstance(whole, dict) and set(whole) == {TIMES}:
         whole = value = whole[TIMES][0]  # as it was written, under the old name of the key
-    shown, wanted = show(whole), keys()[name].type
+    shown, wanted = in_yaml(whole), keys()[name].type
     if value is not whole and value != whole:  # an entry of a list
-        shown, wanted = f"{show(value)} in {shown}", wanted.partition(", each ")[2] or wanted
+        shown, wanted = f"{in_yaml(value)} in {shown}", wanted.partition(", each ")[2] or wanted
     said = merged.where(where) or merged.where(above)
     return {where: f"{where}: {shown} is not {wanted}{said}{quote}"}
 
 
-def _literal(value: Any) -> Any:
-    """`value` with `${` escaped in all texts, so that OmegaConf reads them back as they are."""
-    if isinstance(value, dict):
-        return {key: _literal(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_literal(inner) for inner in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+def _literal(text: str) -> str:
+    """`text` with `${` escaped, so that OmegaConf reads it back as it is."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)

@@ -56,6 +56,12 @@ class ModelFacts:
     """Reasons in config.json why the learner would not train the model exactly."""
     head_size: int | None = None
     """Size of an attention head."""
+    vocabulary: int | None = None
+    """Tokens, counted from 0."""
+    routed: tuple[int, int] | None = None
+    """Layers with experts, and the experts that a token takes in each; None for a dense model."""
+    image_token: int | None = None
+    """Token that stands for a token of an image; None for a text model."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         """Parameters of the adapter `model.lora`."""
@@ -103,7 +109,7 @@ def model_facts(path: str) -> ModelFacts:
             linear[found[1]] += sum(shape)
     parameters = sum(prod(shape) for _, shape in shapes)
     experts = num_experts(text)
-    routes = len(expert_layers(text)) * (text.get("num_experts_per_tok") or 0) if experts else 0
+    routed = (len(expert_layers(text)), text.get("num_experts_per_tok") or 0) if experts else (0, 0)
     return ModelFacts(
         parameters or None,
         text.get("num_attention_heads"),
@@ -112,10 +118,13 @@ def model_facts(path: str) -> ModelFacts:
         linear,
         text.get("model_type") or kind,
         experts,
-        routes * (1 if experts <= 256 else 2),
+        prod(routed) * (1 if experts <= 256 else 2),
         *_kept_of_a_token(text),
         refused,
         _head_size(text),
+        text.get("vocab_size"),
+        routed if all(routed) else None,
+        config.get("image_token_id") if config.get("vision_config") else None,
     )
 
 

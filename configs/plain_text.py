@@ -1,35 +1,83 @@
-"""Makes text of users and policies safe to show in a terminal, a log or a page, and bounds figures. Pure functions.
+"""Makes text of users, policies and peers safe to show in a terminal, a log or a page, and bounds figures.
 
-Each place that shows such text passes it through `visible` just before the text leaves the process: the log's formatter
-(`entrypoint.py`), the keeper's log file, the display, `status`, the screen, the report, the page's JSON, `python -m
-buffer show`, Prometheus, and the last lines about a run. Before that point the text may hold any character.
+Each text passes through `visible` just before it leaves the process: in the log's formatter, in `print_visible`, which
+prints for all commands (a test refuses `print`), in the keeper's and the warden's log files, rich's texts, the page's
+JSON and Prometheus. Before that point it may hold any character. `visible` also replaces the credentials that
+`conceal` was given, so that none of these places shows one.
 """
 
+import json
 import logging
 import re
-from typing import Any
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, TextIO
+from urllib.parse import quote
 
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed; escape sequences begin with one
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of nearby text
-    "\u2028\u2029\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # other line breaks, invisible marks and tags
+    "\u2028\u2029\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\U000e0100-\U000e01ef"  # line breaks, invisible marks, tags
+    "\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\uffa0"  # nothing to see, no join
     "\ud800-\udfff]"  # lone surrogates, which no encoding can hold
 )
 COLOUR = re.compile("\x1b\\[[0-9;:]*m")
+FURTHER = re.compile("\n(?!Traceback [(]most recent call last[)]:\n)")
+USER_OF_URL = re.compile(r"(?<=://)[^\s/@:\"']*:[^\s/@\"']+(?=@)")
+_CONCEALED: dict[str, str] = {}
+_SECRETS: list[re.Pattern[str]] = []
 MOST_CHARS = 4000
 """Most characters of a shown text, unless a place has its own limit."""
 MOST_LOGGED = 1 << 15
 """Most characters of a log record, with its traceback."""
+MOST_PRINTED = 1 << 22
+"""Most characters of a printed text: a command's whole answer."""
 MOST_DIGITS = 14
 """Most characters of a figure."""
+
+
+def conceal(table: Mapping[str, str]) -> None:
+    """Show each text of `table` as its value from now on, in this process: credentials, as `${oc.env:KEY}`."""
+    for secret, shown in table.items():
+        for form in {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret), quote(secret, safe="")}:
+            _CONCEALED.setdefault(form, shown)
+    longest_first = sorted(_CONCEALED, key=len, reverse=True)
+    _SECRETS[:] = [re.compile("|".join(map(re.escape, longest_first)))] if longest_first else []
+
+
+def concealed() -> dict[str, str]:
+    """What `conceal` was given: for another process."""
+    return dict(_CONCEALED)
+
+
+def without_credentials(text: str) -> str:
+    """Return `text` without the texts that `conceal` was given, and without user and password in URLs."""
+    for secrets in _SECRETS:
+        text = secrets.sub(lambda found: _CONCEALED[found[0]], text)
+    return USER_OF_URL.sub("***", text) if "://" in text else text
 
 
 def visible(text: str, most: int = MOST_CHARS) -> str:
     """Return `text` with control characters written as numbers: `"a\\x1b[2J"` -> `"a\\\\u001b[2J"`.
 
-    Keeps tabs and line feeds. A text of more than `most` characters loses its middle.
+    Keeps tabs and line feeds. A text of more than `most` characters loses its middle. Credentials are replaced.
     """
+    text = without_credentials(text)
     return folded(UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", folded(text, 2 * most)), most)
+
+
+def visible_line(text: str, most: int = MOST_CHARS) -> str:
+    """`visible`, with line feeds written as numbers too: for a text that must not begin another line."""
+    return visible(text, most).replace("\n", "\\u000a")
+
+
+def print_visible(text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED) -> None:
+    """Print `text`, made visible, on stdout or `stream`, and flush: the only print of Headrace's processes."""
+    stream = sys.stdout if stream is None else stream
+    print(visible(str(text), most), end=end, file=stream)
+    with suppress(OSError):  # it stays in the buffer, and the end of the process reports it (`entrypoint.py`)
+        stream.flush()
 
 
 def colourless(text: str) -> str:
@@ -62,7 +110,8 @@ def figure(value: float, form: str) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Log records as `visible` text: whatever a user's function or a policy wrote, a log stays a text file."""
+    """Log records as `visible` text: whatever a user's function or a policy wrote, a log stays a text file. Further
+    lines of a record are indented, so that no text can look like a record of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record), MOST_LOGGED)
+        return visible(FURTHER.sub("\n  ", super().format(record).rstrip("\n")), MOST_LOGGED)

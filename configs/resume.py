@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from configs.help import FACTORS, RENAMED_KEYS, keys, show
 from configs.load import ConfigError, load
+from configs.origins import comparable, recorded
 from configs.schema import Config, LoraConfig
 
 CHANGEABLE = (
@@ -60,14 +61,14 @@ def fingerprint(config: Config) -> str:
 
     Only what differs from the defaults counts: a release that adds a key goes on with the runs of the one before.
     """
-    dumped = config.model_dump(mode="json", exclude_defaults=True)
+    dumped = recorded(config, exclude_defaults=True)
     fixed = {key: value for key, value in _flat(dumped) if not is_changeable(key)}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def settings(config: Config) -> Settings:
-    """Every key with its value."""
-    return dict(_flat(config.model_dump(mode="json")))
+    """Every key with its value, as the ledger has it: without credentials (`origins.py`)."""
+    return dict(_flat(recorded(config)))
 
 
 def is_changeable(key: str) -> bool:
@@ -90,7 +91,8 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
     known = dict(_flat({name: section.model_dump(mode="json") for name, section in sections.items()})) | renamed
     if lora := known["model.lora"]:  # the store has it as it was written
         known["model.lora"] = LoraConfig.model_validate(lora).model_dump(mode="json")
-    found = [Change(key, known.get(key), value) for key, value in settings(config).items() if known.get(key) != value]
+    both = {key: comparable(key, known.get(key), value, config) for key, value in settings(config).items()}
+    found = [Change(key, old, new) for key, (old, new) in both.items() if old != new]
     remedy = "it may not change while the run goes on: undo that, or begin another run with run.name and --fork-from"
     if fixed := [change for change in found if not is_changeable(change.key)]:
         raise ConfigError([f"{change}; {remedy}" for change in fixed])
@@ -100,7 +102,7 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
 def written(run: Path) -> Settings | None:
     """The settings in the `config.yaml` of a run's folder, None without one. Raises ConfigError as `load` does."""
     file = run / "config.yaml"
-    return settings(load([str(file)])) if file.exists() else None
+    return settings(load([str(file)], lenient=True)) if file.exists() else None
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ sections. Models are frozen and refuse unknown keys. This package imports no oth
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -553,7 +553,8 @@ class BufferConfig(Section):
 class ClusterConfig(Section):
     address: str | None = None
     """Ray cluster that `python -m actors launch` places the processes on, such as `10.0.0.1:6379`, or `auto` for the
-    one of this machine. null: that of RAY_ADDRESS, else a Ray of its own on this machine."""
+    one of this machine. null: that of RAY_ADDRESS, else this machine without Ray. `local`: this machine, with a Ray
+    that is started for the run, for accelerators that only Ray counts."""
     ship: Literal["auto", "always", "never"] = "auto"
     """Whether Ray copies the working directory to the nodes (at most 512 MiB, `.gitignore` is obeyed): `auto` if a node
     does not see it, as without a shared folder; with `never` it must have a folder of the same path."""
@@ -604,6 +605,8 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+    _origins: dict[tuple[int | str, ...], Any] = PrivateAttr(default_factory=dict)
+    """What `origins.py` knows of values that came from environment variables, by place."""
 
     @model_validator(mode="before")
     @classmethod

@@ -10,6 +10,7 @@ import io
 import ipaddress
 import os
 import pwd
+import re
 import signal
 import socket
 import sys
@@ -36,15 +37,18 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 SOCKET_BYTES = 107
 """Longest path of a Unix socket in Linux."""
-RAY_BYTES = 25
-"""Longest folder for Ray's sockets. Ray appends `/headrace-12345678/session_2026-01-01_00-00-00_123456_1234567/sockets/
-plasma_store`."""
+RAY_BYTES = 23
+"""Longest folder for Ray's sockets. We append `/headrace-12345678/r`, because Ray opens its own folder to all users,
+and Ray `/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store`."""
 VLLM_BYTES = SOCKET_BYTES - 37
 """Longest folder for vLLM's sockets. vLLM appends a slash and a UUID."""
 WEIGHTS_BYTES = SOCKET_BYTES - len("/headrace-12345678/weights")
 """Longest folder for the socket of the weights wire."""
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 RPC_PATH = "VLLM_RPC_BASE_PATH"
+RUN_UMASK = "HEADRACE_RUN_UMASK"
+"""The umask of a run's own files, which a user may set."""
+MASK = re.compile("0?[0-7]{3}")
 
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
@@ -196,12 +200,40 @@ def apply_umask(folder: Path) -> None:
             path.chmod(0o666 & ~umask)
 
 
-def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True) -> list[str]:
+def run_umask(environment: Mapping[str, str] = os.environ) -> int:
+    """The umask of a run's own files: 077, unless RUN_UMASK is set. Downloads and exports have the process's umask."""
+    value = environment.get(RUN_UMASK, "")
+    return int(value, 8) & 0o077 if MASK.fullmatch(value) else 0o077
+
+
+def open_private(path: str | Path, flags: int) -> int:
+    """An `opener` for a run's own files."""
+    return os.open(path, flags, 0o666 & ~run_umask())
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder for a run's own files, unless it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(0o777 & ~run_umask())
+
+
+def run_folder(path: Path) -> None:
+    """Make a run's folder, unless it is there. Whom the umask admits may pass through it to exports, not list it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(0o711 | 0o777 & ~run_umask())
+
+
+def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True, own_ray: bool = False) -> list[str]:
     """Return a line for each variable with which a process of a run cannot work, with value and remedy.
 
-    `interfaces`: check network interfaces, which are this machine's unless a cluster is used.
+    `interfaces`: check network interfaces, which are this machine's unless a cluster is used. `own_ray`: the launcher
+    starts Ray, whose sockets have longer names than all others.
     """
-    found = [*_folders(environment), *_threads(environment), *_proxies(environment)]
+    found = [*_folders(environment, own_ray), *_threads(environment), *_proxies(environment)]
+    if (mask := environment.get(RUN_UMASK)) is not None and not MASK.fullmatch(mask):
+        found.append(f"{RUN_UMASK}: {mask!r} is not a umask; write 077 for files that only you read, 027 for the group")
     return found + (list(_interfaces(environment)) if interfaces else [])
 
 
@@ -231,14 +263,15 @@ def warnings(environment: Mapping[str, str], model: str) -> list[str]:
     return found
 
 
-def _folders(environment: Mapping[str, str]) -> Iterator[str]:
+def _folders(environment: Mapping[str, str], own_ray: bool) -> Iterator[str]:
     if temporary() is None:
         named = environment.get("TMPDIR", "not set")
         yield f"TMPDIR: {named}: neither this folder nor /tmp is writable; free some space, or name another folder"
         return
-    if socket_folder(RAY_BYTES, environment) is None:
+    whose, most = ("Ray's", RAY_BYTES) if own_ray else ("vLLM's", VLLM_BYTES)
+    if socket_folder(most, environment) is None:
         folder = temporary() or ""
-        long = f"TMPDIR: {folder} has {len(os.fsencode(folder))} bytes, but Ray's sockets allow {RAY_BYTES}"
+        long = f"TMPDIR: {folder} has {len(os.fsencode(folder))} bytes, but {whose} sockets allow {most}"
         yield f"{long}, and none of {', '.join(SHORT)} can be written; set TMPDIR to a shorter folder"
     if path := environment.get(RPC_PATH):
         size = len(os.fsencode(path))

@@ -43,7 +43,8 @@ from configs.entrypoint import (
     run_and_exit,
 )
 from configs.load import ConfigError, read
-from configs.plain_text import visible
+from configs.origins import disclosed
+from configs.plain_text import print_visible
 from configs.resume import fingerprint
 from configs.schema import Config
 from learner import loop, ranks, watchdog
@@ -68,6 +69,7 @@ from learner.record.metrics import Metrics
 from learner.record.observer import Observer
 from learner.record.trackers import Tracker
 from learner.saved import base_digest, merge
+from learner.sound import SoundSteps, bounds_of
 from learner.train import collectives
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import PictureMismatch, one_shown
@@ -100,13 +102,13 @@ def main(argv: Sequence[str]) -> int:
             return ranks.start(argv, config.learner)
         finished = train(config, configure_process(config, device), form)
     except (ConfigError, KeysError, RefusedError, OutOfMemory, *OVER) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print_visible(f"{PROG}: {error}", sys.stderr)
         over = isinstance(error, OVER)
         return FAILED if isinstance(error, OutOfMemory) else GIVEN_UP if over else BAD_INPUT
     if finished is None:
         return DONE
     if os.environ.get("RANK", "0") == "0":
-        print(f"{PROG}: {visible(finished.why)}", file=sys.stderr)
+        print_visible(f"{PROG}: {finished.why}", sys.stderr)
     return ENDINGS[finished.outcome]
 
 
@@ -166,8 +168,9 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         checkpoints = Checkpoints(*saved)
         checkpoints.check_folder()
         weights = open_weights_wire(config, policy, mesh, form)
-        record = config.model_dump(mode="json")
-        trackers = [Tracker(name, path, config.run.name, record) for name in config.log.trackers if rank == 0]
+        trackers = [
+            Tracker(name, path, config.run.name, disclosed(config)) for name in config.log.trackers if rank == 0
+        ]
         for tracker in trackers:
             parts.callback(tracker.close)
         peak = flops.peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -183,7 +186,8 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
             gpus = world if device.type == "cuda" else 0
             parts.enter_context(Observer(config, buffer_keys, gpus, metrics.log_servers))
         with StopSignals(draining.begin):
-            loop.run(policy, algorithm, draining, weights, checkpoints, metrics, versions)
+            sound = SoundSteps(algorithm, draining, bounds_of(policy, form))
+            loop.run(policy, sound, draining, weights, checkpoints, metrics, versions)
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()
         if not draining.interrupted:

@@ -1,12 +1,13 @@
 """Checkpoints that cannot be lost: sharded, written while training goes on, complete or absent.
 
 torch.distributed.checkpoint fills `checkpoints/v000100.tmp` in a thread of each rank. Once all ranks are done, rank 0
-adds the Hugging Face export and a manifest (all files with their sizes, the batch's mean reward), and renames the
-folder. With `model.lora` state and export are the adapter's, each checkpoint has an export, and the manifest says what
-the adapter was trained beside: it is restored beside nothing else. Each public method is a collective: all ranks must
-call it. `save` waits for the previous writing, `finish` for all; `restore` takes the newest complete checkpoint. All
-ranks write their shards into one folder, or, with `learner.checkpoint_on: first_node`, the ranks of the first replica
-alone, which hold a whole copy and hand it to the other replicas when it is restored.
+adds the Hugging Face export and a manifest (all files with sizes and checksums, the batch's mean reward), and renames
+the folder. With `model.lora` state and export are the adapter's, each checkpoint has an export, and the manifest says
+what the adapter was trained beside: it is restored beside nothing else. Each public method is a collective: all ranks
+must call it. `save` waits for the previous writing, `finish` for all; `restore` takes the newest checkpoint that is
+complete and whose shards have their checksums: each rank reads its share of them first, and the ranks agree. All ranks
+write their shards into one folder, or, with `learner.checkpoint_on: first_node`, the ranks of the first replica alone,
+which hold a whole copy and hand it to the other replicas when it is restored.
 """
 
 import logging
@@ -24,10 +25,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
+from configs.checkpoint_files import complete, damage, folder_of, listed, newest
 from configs.help import show
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES, checkpoint_bytes
 from configs.schema import LearnerConfig, ModelConfig
+from configs.variables import private_folder
 from learner.model.loading import ADAPTER
 from learner.model.lora.base import digest
 from learner.model.policy import Policy
@@ -35,14 +38,14 @@ from learner.saved import adapter_files, export
 from learner.saved.manifest import (
     AdapterOf,
     adapter_of,
-    complete,
     discard,
-    folder_of,
-    newest,
+    recover,
     reward_of,
     seal,
+    set_aside,
     versions_to_keep,
 )
+from learner.saved.shards import Planner, Reader, Writer, refusal, refused_value
 from learner.train.collectives import all_reduce_max, broadcast_from_rank0, broadcast_state
 from learner.train.optimizer import Optimizer
 
@@ -107,15 +110,16 @@ class Checkpoints:
 
     def restore(self, policy: Policy) -> int:
         """Load the newest complete checkpoint into `policy` and optimizer; returns its version, 0 if there is none."""
-        version = self._last = self._newest()
+        version = self._last = self._sound()
         if version == 0:
             log.info("no checkpoint in %s: version 0, the initial model", self.folder)
             return 0
         folder = folder_of(self.folder, version)
         self._check_adapter(folder, self._adapter(policy))
+        self._require(refusal(folder / "state") if dist.get_rank() == 0 else None)
         state = self._state(policy, version)
         if self._writes:
-            load(state, checkpoint_id=folder / "state", process_group=self._writers)
+            self._load(state, folder / "state")
         if self._by_first:
             broadcast_state(state, policy.mesh["replicate"].get_group())
         options = StateDictOptions(strict=self.model.lora is None)
@@ -138,10 +142,51 @@ class Checkpoints:
 
     def _check_adapter(self, folder: Path, wanted: AdapterOf | None) -> None:
         """Raise ConfigError, on every rank, if the checkpoint that rank 0 sees is not of this adapter."""
-        judged = [_refusal(folder, self.model, wanted) if dist.get_rank() == 0 else None]
+        self._require(_refusal(folder, self.model, wanted) if dist.get_rank() == 0 else None)
+
+    def _require(self, problem: str | None) -> None:
+        """Raise ConfigError, on every rank, if rank 0 has found a `problem`."""
+        judged = [problem]
         dist.broadcast_object_list(judged, src=0, group=self._group)
         if judged[0]:
             raise ConfigError([judged[0]])
+
+    def _load(self, state: dict[str, Any], folder: Path) -> None:
+        """Load the shards in `folder` into `state`. Raises ConfigError if they hold more than plain values."""
+        try:
+            load(state, storage_reader=Reader(folder), planner=Planner(), process_group=self._writers)
+        except CheckpointException as error:
+            if refused := refused_value(folder, error):
+                raise ConfigError([refused]) from None
+            raise
+
+    def _sound(self) -> int:
+        """Version of the newest complete checkpoint whose shards are as they were written, 0 if there is none.
+
+        A damaged one is set aside, so that it counts no longer.
+        """
+        if dist.get_rank() == 0 and self.folder.is_dir():
+            recover(self.folder)
+        while version := self._newest():
+            folder = folder_of(self.folder, version)
+            found: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(found, self._damage(folder) if self._writes else None, group=self._group)
+            problem = next((one for one in found if one), None)
+            if problem is None:
+                break
+            if dist.get_rank() == 0:
+                aside = set_aside(folder).name
+                log.error("checkpoint %s is damaged, skipped and now called %s: %s", folder.name, aside, problem)
+        return version
+
+    def _damage(self, folder: Path) -> str | None:
+        """What is wrong with this rank's share of the shards; each that writes checks some."""
+        rank, world = dist.get_rank(self._writers), dist.get_world_size(self._writers)
+        try:
+            names = sorted(name for name in listed(folder).sums if name.startswith("state/"))
+            return damage(folder, names[rank::world])
+        except (OSError, ValueError) as error:  # rank 0 could read its manifest
+            return f"rank {dist.get_rank()} cannot read its manifest: {error}"
 
     def _newest(self) -> int:
         """Version of the newest complete checkpoint. Raises ConfigError if another node has a newer one than the first,
@@ -205,7 +250,8 @@ class Checkpoints:
         adapter = self._adapter(policy)
         state = self._state(policy, version)
         if self._writes:
-            response = async_save(state, checkpoint_id=partial / "state", process_group=self._writers)
+            private_folder(partial / "state")
+            response = async_save(state, storage_writer=Writer(partial / "state"), process_group=self._writers)
             shards = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
             self._writing = self._thread.submit(self._complete, shards, partial, weights, self._reward, adapter)
         self._last = version
@@ -251,8 +297,7 @@ class Checkpoints:
     def _has_space(self, policy: Policy, partial: Path, exported: bool) -> bool:
         """Remove what a killed process left; then whether the disk has space for three fp32 copies and the export."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in [*self.folder.glob("v*.tmp"), *self.folder.glob("v*.old")]:
-            shutil.rmtree(leftover)
+        recover(self.folder)
         saved = (p for p in policy.model.parameters() if p.requires_grad or not self.model.lora)
         needed = checkpoint_bytes(sum(p.numel() for p in saved), self.model, exported) + SPARE_BYTES
         free = shutil.disk_usage(self.folder).free

@@ -48,6 +48,14 @@ class Draining:
         """As in LearnerClient."""
         self.batches.trained(version, oldest_kept)
 
+    def quarantine(self, item: int, reason: str) -> None:
+        """As in LearnerClient."""
+        self.batches.quarantine(item, reason)
+
+    def try_alone(self, version: int, item: int | None) -> None:
+        """As in LearnerClient."""
+        self.batches.try_alone(version, item)
+
     def follow_evaluations(self, known: Sequence[int]) -> None:
         """As in LearnerClient."""
         self.batches.follow_evaluations(known)

@@ -8,13 +8,13 @@ from learner.checkpoint import Checkpoints
 from learner.drain import Draining
 from learner.model.policy import Policy
 from learner.record.metrics import Metrics
-from learner.train.step import Algorithm
+from learner.sound import SoundSteps
 from learner.weights.sender.publish import Bystander, Follower, Sender
 
 
 def run(
     policy: Policy,
-    algorithm: Algorithm,
+    algorithm: SoundSteps,
     batches: Draining,
     weights: Sender | Follower | Bystander,
     checkpoints: Checkpoints,
@@ -33,6 +33,8 @@ def run(
             break
         with metrics.span("train"):
             stats = algorithm.step(policy, batch)
+        if stats is None:  # groups that cannot be trained are out of the batch, which is taken again
+            continue
         version += 1
         with metrics.span("publish"):
             weights.publish(policy, version)

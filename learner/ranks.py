@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from configs.entrypoint import ABOVE, DONE, ENDINGS, FAILED, FORCING, PROGRESS, StopSignals
 from configs.load import ConfigError
+from configs.plain_text import print_visible
 from configs.schema import LearnerConfig
 from configs.variables import RANK, TORCHRUN
 from learner.mesh import MEET_S, THERE_IS_A_STORE, UNSET, wait_for
@@ -197,9 +198,9 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
         rank, how = first + failure.local_rank, f"exit code {failure.exitcode}"
         ended = f"rank {rank} failed first{node.of_several} ({how}); all ranks have ended"
         if node.killed:
-            print(f"learner: {node.why}; so those of this one were ended too", file=sys.stderr)
+            print_visible(f"learner: {node.why}; so those of this one were ended too", sys.stderr)
         elif code not in ENDINGS.values():  # else rank 0 has said why the run ended
-            print(f"learner: {ended}{node.why and f'; {node.why}'}", file=sys.stderr)
+            print_visible(f"learner: {ended}{node.why and f'; {node.why}'}", sys.stderr)
             node.tell("failed", code, rank)
     return node.leave(code)
 

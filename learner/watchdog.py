@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,10 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
+from buffer.wire.awake import TICK_S, AwakeClock
 from configs.entrypoint import FAILED
+from configs.plain_text import print_visible
+from configs.variables import private_folder
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -55,7 +58,8 @@ class Watchdog:
         self._asker = ThreadPoolExecutor(1, "watchdog-store")
         self._asked: Future[Any] = Future()
         self._asked.set_result(None)
-        self._gone = False
+        self._every_s = min(max(timeout_s / 10, 0.1), 5.0)
+        self._gone, self._clock, self._waits = False, AwakeClock(), Waits(self._every_s)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -68,13 +72,18 @@ class Watchdog:
         self._stop.set()
 
     def _run(self) -> None:
-        while not self._stop.wait(min(max(self.timeout_s / 10, 0.1), 5.0)):
-            self._check()
+        next_s = self._every_s
+        while not self._stop.wait(min(next_s, TICK_S)):
+            next_s -= TICK_S
+            self._clock.now()
+            if next_s <= 0:
+                self._check()
+                next_s = self._every_s
 
     def _check(self) -> None:
         state = flight_record()
         oldest = min(state["entries"], key=lambda entry: entry["time_created_ns"], default=None)
-        waited = (time.time_ns() - oldest["time_created_ns"]) / 1e9 if oldest else 0.0
+        waited = self._waits.waited_s(oldest, self._clock.now()) if oldest else 0.0
         begun = {name: max(int(group["last_enqueued_collective"]), 0) for name, group in state["pg_status"].items()}
         note = {"begun": begun, "where": current_line(self._main), "at": time.time()}
         if self._ask(lambda: self._exchange(note)):
@@ -93,7 +102,10 @@ class Watchdog:
         try:
             if self._asked.done():
                 self._asked = self._asker.submit(work)
-                answer: T = self._asked.result(ANSWER_S)
+                until = self._clock.now() + ANSWER_S
+                while not self._asked.done() and self._clock.now() < until:
+                    wait([self._asked], TICK_S)
+                answer: T = self._asked.result(0)
                 return answer
         except TimeoutError:
             log.warning("watchdog: the ranks' store does not answer")
@@ -105,18 +117,36 @@ class Watchdog:
 
     def _expire(self, entry: dict[str, Any], waited: float, note: Note) -> None:
         path = self.folder / f"flight-{self.rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
         path.write_text(json.dumps(flight_record(active=False)))
         first = self._ask(lambda: self._store.add("verdicts", 1) == 1)
         if first is not False:  # one line, however many ranks wait; one each, where they cannot agree
             line = verdict(entry, waited, self._ask(self._notes) or {self.rank: note}, self.rank, self.timeout_s, path)
-            print(line, file=sys.stderr, flush=True)
+            print_visible(line, sys.stderr)
             self._ask(lambda: self._store.set("verdict", "1"))
         os._exit(FAILED)
 
     def _notes(self) -> dict[int, Note | None]:
         names = [str(rank) for rank in range(self.world)]
         return {i: json.loads(self._store.get(n)) if self._store.check([n]) else None for i, n in enumerate(names)}
+
+
+class Waits:
+    """How long the oldest collective has waited, by the watchdog's own clock. The recorder notes the time of day, which
+    may be set, and which goes on while this process is stopped: it counts for `at_most_s` before the first look."""
+
+    def __init__(self, at_most_s: float) -> None:
+        self._at_most_s = at_most_s
+        self._seen: tuple[object, float] = None, 0.0
+        """The collective that was the oldest at the last look, and when it began."""
+
+    def waited_s(self, entry: Mapping[str, Any], now: float) -> float:
+        """Seconds that `entry`, the oldest one at the time `now`, has been known to wait."""
+        name = entry["group"], entry.get("collective_seq_id"), entry.get("p2p_seq_id"), entry["time_created_ns"]
+        if self._seen[0] != name:
+            before_s = (time.time_ns() - entry["time_created_ns"]) / 1e9
+            self._seen = name, now - min(max(before_s, 0.0), self._at_most_s)
+        return now - self._seen[1]
 
 
 def flight_record(active: bool = True) -> dict[str, Any]:

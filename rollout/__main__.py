@@ -35,6 +35,7 @@ from configs.entrypoint import (
     tie_children,
 )
 from configs.load import read
+from configs.plain_text import print_visible
 from configs.resume import fingerprint
 from configs.schema import Config
 from configs.variables import around_proxy
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         command = {"evaluate": evaluate.main, "reward": reward_server.main}.get(argv[0] if argv else "")
         return command(argv[1:]) if command else run_server(argv)
     except (ValueError, KeysError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print_visible(f"{PROG}: {error}", sys.stderr)
         return BAD_INPUT
     except Exception as error:  # the outermost boundary of the process
         return explain_failure(error)
@@ -79,10 +80,10 @@ def explain_failure(error: Exception) -> int:
     same way."""
     cause = first_error(error)
     if isinstance(cause, RefusedError):
-        print(f"{PROG}: the buffer refuses this server: {cause}", file=sys.stderr)
+        print_visible(f"{PROG}: the buffer refuses this server: {cause}", sys.stderr)
         return BAD_INPUT
     if getattr(cause, "final", False):  # a WeightsError; importing that class imports torch
-        print(f"{PROG}: {cause}", file=sys.stderr)
+        print_visible(f"{PROG}: {cause}", sys.stderr)
         return BAD_INPUT
     log.error("%s: %s", type(cause).__name__, cause, exc_info=None if isinstance(cause, EngineDead) else error)
     return FAILED

@@ -18,7 +18,9 @@ import uvloop
 from configs.entrypoint import DONE, split_flags
 from configs.flow.sequences import max_sequences
 from configs.load import ConfigError, read
+from configs.plain_text import print_visible
 from configs.schema import Config
+from configs.variables import open_private
 from rollout.concurrency import Places, SparePlaces
 from rollout.engine.arguments import on_cpu
 from rollout.episodes.setup import RolloutSetup, check_server
@@ -55,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
             "models": results,
         }
         flags.out.parent.mkdir(parents=True, exist_ok=True)
-        flags.out.write_text(json.dumps(report, indent=1) + "\n")
+        with open(flags.out, "w", encoding="utf-8", opener=open_private) as file:
+            file.write(json.dumps(report, indent=1) + "\n")
     return DONE
 
 
@@ -151,7 +154,7 @@ class Table:
         self._set = max(len("set"), *(len(each.name) for each in sets)) if [s.name for s in sets] != ["eval"] else 0
         self._more = list(dict.fromkeys(self._estimates(sets)))
         head = [f"{'model':<{self._model}}", *([f"{'set':<{self._set}}"] if self._set else []), "problems"]
-        print("  ".join([*head, "reward", "solved", "failed", *(f"{name:>7}" for name in self._more)]), flush=True)
+        print_visible("  ".join([*head, "reward", "solved", "failed", *(f"{name:>7}" for name in self._more)]))
 
     @staticmethod
     def _estimates(sets: Sequence[ProblemSet]) -> Iterator[str]:
@@ -164,4 +167,4 @@ class Table:
         name = [f"{record['model']:<{self._model}}", *([f"{record['set']:<{self._set}}"] if self._set else [])]
         numbers = f"{record['problems']:>8}  {record['reward']:>6.3f}  {record['solved']:>6.3f}  {record['failed']:>6}"
         more = [f"{record[key]:>7.3f}" if key in record else f"{'':>7}" for key in self._more]
-        print("  ".join([*name, numbers, *more]).rstrip(), flush=True)
+        print_visible("  ".join([*name, numbers, *more]).rstrip())

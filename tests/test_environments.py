@@ -263,10 +263,20 @@ def test_sockets_lie_in_a_short_folder(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_no_folder_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(variables, "SHORT", ())
-    (line,) = variables.problems({"TMPDIR": str(tmp_path)})
-    assert line.startswith(f"TMPDIR: {tmp_path} has ") and line.endswith("set TMPDIR to a shorter folder")
+    for folder, own_ray, says in (
+        (tmp_path, True, "Ray's sockets allow 25"),
+        (tmp_path / ("z" * 71), False, "vLLM's sockets allow 70"),
+        (tmp_path / ("z" * 71), True, "Ray's sockets allow 25"),
+    ):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        (line,) = variables.problems({"TMPDIR": str(folder)}, own_ray=own_ray)
+        assert line.startswith(f"TMPDIR: {folder} has ") and line.endswith("set TMPDIR to a shorter folder")
+        assert says in line
+    with tempfile.TemporaryDirectory(prefix="z" * 30, dir="/tmp") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        assert variables.problems({"TMPDIR": short}) == []
 
 
 def test_caches_that_cannot_be_written_are_warned_of(tmp_path: Path) -> None:

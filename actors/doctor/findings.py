@@ -14,15 +14,17 @@ from typing import Literal
 
 from actors.doctor.host import Machine, judge_visible_gpus, read_machine
 from actors.doctor.mend_torchvision import MEND_TORCHVISION, fitting
-from actors.doctor.run_file import gpus_missing, gpus_needed, judge, named_by
+from actors.doctor.run_file import gpus_missing, gpus_needed, judge
 from actors.doctor.trial import Judgement
 from buffer.resources import REMEDY
+from configs.checks import OWN_RAY, named_by
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.flow.capacity import memory_bytes, open_files
 from configs.load import read
 from configs.model_facts import model_facts
+from configs.plain_text import print_visible
 from configs.schema import Config
-from configs.variables import RAY_BYTES, problems, socket_folder, temporary, warnings
+from configs.variables import VLLM_BYTES, problems, socket_folder, temporary, warnings
 from rollout.engine.vllm_variables import unreadable_variables
 
 PYTHONS = ((3, 11), (3, 13))
@@ -59,9 +61,9 @@ def main(argv: Sequence[str], machine: Machine | None = None) -> int:
     """Exit code: 0 if nothing failed, 2 for a run file that `launch` refuses, 1 if something else failed. `machine`:
     see `doctor`."""
     findings = doctor(read(argv, "python -m actors doctor") if argv else None, machine)
-    print("\n".join(map(str, findings)))
+    print_visible("\n".join(map(str, findings)))
     failed = [finding.what for finding in findings if finding.state == "fail"]
-    print(f"{len(failed)} of {len(findings)} checks failed" if failed else "this machine is ready")
+    print_visible(f"{len(failed)} of {len(findings)} checks failed" if failed else "this machine is ready")
     return BAD_INPUT if RUN_FILE in failed else FAILED if failed else DONE
 
 
@@ -187,7 +189,7 @@ def _room(config: Config | None, machine: Machine) -> Iterator[Finding]:
 def _limits(machine: Machine) -> Iterator[Finding]:
     shm, files, behind_s = machine.shm_free, machine.open_files, machine.clock_behind_s
     free = "does not exist" if shm is None else f"{_gib(shm)} GiB free"
-    remedy = "Ray, NCCL and gloo exchange data there: in a container, --shm-size=8g"
+    remedy = "NCCL, gloo and Ray exchange data there: in a container, --shm-size=8g"
     yield Finding("ok" if shm is not None and shm >= GIB else "warn", "/dev/shm", free, remedy)
     many = f"{files if files >= 0 else 'any number'} may be open"  # a negative number is no limit
     yield Finding("warn" if 0 <= files < 4096 else "ok", "open files", many, "ulimit -n 65536")
@@ -210,10 +212,11 @@ def _buffer(config: Config, machine: Machine) -> Iterator[Finding]:
 
 def _environment(machine: Machine, config: Config | None) -> Iterator[Finding]:
     """Yield what is wrong with environment variables. With a run file, `judge` reports them instead."""
-    folder = socket_folder(RAY_BYTES)
+    folder, own_ray = socket_folder(VLLM_BYTES), machine.cluster == OWN_RAY
     if config is None:
         refused, warned = judge_visible_gpus(os.environ)
-        found = [*problems(os.environ, interfaces=not machine.cluster), *unreadable_variables(), *refused]
+        found = problems(os.environ, interfaces=own_ray or not machine.cluster, own_ray=own_ray)
+        found += [*unreadable_variables(), *refused]
         yield from (Finding("fail", ENVIRONMENT, line) for line in found)
         yield from (Finding("warn", ENVIRONMENT, line) for line in [*warned, *warnings(os.environ, "")])
     if folder and folder != temporary():

@@ -119,6 +119,20 @@ def find_gpus() -> list[Gpu]:
     return [every[number] for number in seen]
 
 
+def gpu_names() -> list[str]:
+    """Words for CUDA_VISIBLE_DEVICES, one for each GPU that processes of this one may be given.
+
+    With a CUDA_VISIBLE_DEVICES these are its own words; parts of a GPU (`MIG-...`) count as GPUs.
+    """
+    value, every = os.environ.get(VISIBLE), list_gpus()
+    seen, _ = visible_gpus(value, [gpu.uuid for gpu in every])
+    if value is None:
+        return list(map(str, seen))
+    words = [word.strip() for word in value.split(",")]
+    parts = bool(every) and all(word.startswith("MIG-") for word in words)
+    return words if parts else words[: len(seen)]
+
+
 def list_gpus() -> list[Gpu]:
     """All GPUs that the driver lists."""
     if not shutil.which("nvidia-smi"):

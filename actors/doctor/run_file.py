@@ -26,15 +26,16 @@ from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
 from configs import variables
 from configs.architecture import PROVEN
-from configs.checks import check, existing, unpublishable
+from configs.checks import check, cluster_of, existing, named_by, unpublishable
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.flow.capacity import open_files
 from configs.flow.kv_room import gpu_bytes
-from configs.load import ConfigError
+from configs.load import ConfigError, parse
 from configs.model_facts import SPARE_BYTES, model_facts
-from configs.plain_text import visible
+from configs.origins import credentials
+from configs.plain_text import print_visible, visible_line
 from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
 from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers, unserved_heads
 from rollout.engine.arguments import problems as engine_problems
@@ -53,11 +54,11 @@ IMAGE_BYTES = 32 * 2**20
 
 
 def main() -> int:
-    """Judge the config on stdin, as JSON: facts and warnings on stdout, refusals on stderr."""
+    """Judge the config on stdin, as `configs.load.dump` writes it: facts and warnings on stdout, refusals on stderr."""
     variables.prepare()
-    judgement = judge(Config.model_validate_json(sys.stdin.buffer.read()))
+    judgement = judge(parse(sys.stdin.buffer.read().decode()))
     for lines, stream in ((judgement.lines(), sys.stdout), (judgement.refused, sys.stderr)):
-        print("\n".join(map(visible, lines)), end="\n" * bool(lines), file=stream)
+        print_visible("\n".join(map(visible_line, lines)), stream, end="\n" * bool(lines))
     return BAD_INPUT if judgement.refused else DONE
 
 
@@ -112,6 +113,7 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     refused, warned = judge_visible_gpus(os.environ)
     further += refused
     judgement.warnings += warned + variables.warnings(os.environ, config.model.path)
+    judgement.warnings += list(plain_credentials(config))
     if not live:
         further += _port("buffer.address", config.buffer.address)
         for url in config.reward.urls:
@@ -125,6 +127,13 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
         judgement.refused += error.problems
     _try(config, rows, judgement)
     return judgement
+
+
+def plain_credentials(config: Config) -> Iterator[str]:
+    """A line for each credential that the run file holds as plain text."""
+    for place, _ in credentials(config):
+        problem = "the run file holds a credential, and so will the run's config.yaml"
+        yield f"{'.'.join(map(str, place))}: {problem}; export it, and write ${{oc.env:NAME}} here"
 
 
 def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:
@@ -173,16 +182,6 @@ def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
         return [f"{line}, but {missing}: servers will be on other machines; {remedy}" for line in found], []
     named = f"{named_by(config)}: {cluster}"
     return [], [f"{line}: if Ray ({named}) places a server on another one, {remedy}" for line in found]
-
-
-def cluster_of(config: Config) -> str:
-    """The Ray cluster that the run is launched on; empty: Ray is started on this machine."""
-    return config.cluster.address or os.environ.get("RAY_ADDRESS", "")
-
-
-def named_by(config: Config) -> str:
-    """What names the cluster of `cluster_of`, for people."""
-    return "cluster.address" if config.cluster.address else "RAY_ADDRESS"
 
 
 def hosts(config: Config) -> dict[str, str]:
@@ -257,6 +256,16 @@ def gpus_missing(config: Config, available: int, where: str) -> str | None:
         return None
     parts = ", ".join(f"{name} {gpus}" for name, gpus in needed.items() if gpus)
     return f"the run needs {total} GPUs ({parts}), {where} {available}"
+
+
+def misfits(config: Config, gpus: int) -> Iterator[str]:
+    """What keeps a launch from this machine alone, which has so many GPUs."""
+    cluster = "name a Ray cluster in cluster.address or RAY_ADDRESS"
+    if config.learner.nodes > 1:
+        yield f"learner.nodes: {config.learner.nodes} take a machine each; {cluster}, or set learner.nodes 1"
+    if missing := gpus_missing(config, gpus, "here are"):
+        keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
+        yield f"{missing}: lower {keys}, set their device to cpu, or {cluster}"
 
 
 def without_place(config: Config, nodes: Sequence[int]) -> str | None:

@@ -27,7 +27,7 @@ import msgpack
 from buffer.image_rows import IMAGES
 from configs.architecture import is_proven
 from configs.data.sources import told
-from configs.load import ConfigError
+from configs.load import ConfigError, dump, parse
 from configs.schema import Config
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def try_out(parts: Iterable[str], config: Config, rows: Rows, number: int | None
 
     `rows` are a sample of `number` rows. Raises TypeError for rows that cannot be sent.
     """
-    given = msgpack.packb({"config": config.model_dump_json(), "rows": rows, "number": number})
+    given = msgpack.packb({"config": dump(config), "rows": rows, "number": number})
     together = Judgement()
     with ExitStack() as running:
         split = [
@@ -179,7 +179,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     trial.found.rows = given["number"]
     key, attempt = PARTS[part]
     try:
-        attempt(trial, Config.model_validate_json(given["config"]), given["rows"], int(which or 0))
+        attempt(trial, parse(given["config"]), given["rows"], int(which or 0))
     except Exception as error:  # the outermost boundary of the process
         trial.found.warnings.append(f"{key}: not judged: {named(error)}")
     trial.end()

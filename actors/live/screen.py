@@ -13,7 +13,7 @@ from rich.text import Text
 from actors.live.watcher import Watcher
 from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
-from configs.plain_text import visible
+from configs.plain_text import visible_line
 
 STYLES = {"bad": "bold red", "warn": "yellow", "running": "green", "waiting": "yellow", "silent": "red", "ended": "dim"}
 SERVER_SHOWN = ("server", "version", "tokens/s", "running", "waiting", "KV use", "last message")
@@ -44,21 +44,24 @@ async def show(watcher: Watcher) -> None:
 
 def screen(overview: Overview, records: Records) -> Group:
     """The whole screen."""
-    shown = [Text.assemble((visible(value), "bold"), (f"\n{name}", "dim")) for name, value in overview.figures.items()]
+    shown = [
+        Text.assemble((visible_line(value), "bold"), (f"\n{name}", "dim")) for name, value in overview.figures.items()
+    ]
     figures = Columns(shown, padding=(0, 3))
-    status = Text.assemble((overview.status, STYLES[overview.status]), f"  {visible(overview.told)}")
-    parts: list[RenderableType] = [status, figures, Text(f"\n{visible(overview.advice)}", "bold")]
-    parts += [Text(f"{alert.level}: {visible(alert.text)}", STYLES[alert.level]) for alert in overview.alerts]
+    status = Text.assemble((overview.status, STYLES[overview.status]), f"  {visible_line(overview.told)}")
+    parts: list[RenderableType] = [status, figures, Text(f"\n{visible_line(overview.advice)}", "bold")]
+    parts += [Text(f"{alert.level}: {visible_line(alert.text)}", STYLES[alert.level]) for alert in overview.alerts]
     if curve := spark(records.column("reward/mean")[1]):
         parts.append(Text(f"\nreward  {curve}", "cyan"))
     if records.evaluations:
         version = max(records.evaluations)
         parts += [
-            Text(visible(f"version {version} on {line}")) for line in evaluation_lines(records.evaluations[version])
+            Text(visible_line(f"version {version} on {line}"))
+            for line in evaluation_lines(records.evaluations[version])
         ]
     for name, shares in overview.processes:
         said = ", ".join(f"{phase} {100 * share:.0f} %" for phase, share in shares.items() if share >= 0.005)
-        parts.append(Text.assemble((visible(f"{name}: "), "bold"), said))
+        parts.append(Text.assemble((visible_line(f"{name}: "), "bold"), said))
     chosen = [SERVER_COLUMNS.index(name) for name in SERVER_SHOWN]
     servers = [tuple(row[index] for index in chosen) for row in overview.servers]
     tables = [(WAIT_COLUMNS, overview.waits), (SERVER_SHOWN, servers)]
@@ -83,5 +86,5 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     for column in columns:
         table.add_column(column, no_wrap=column != "why")
     for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
+        table.add_row(*(Text(visible_line(cell)) for cell in row))
     return table

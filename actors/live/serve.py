@@ -11,8 +11,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from ipaddress import ip_address
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,18 @@ from actors.report.page import MOST_SHOWN, render
 from actors.report.page_data import drawn_look, evaluation_row, overview_data, page_data, samples_data, version_row
 from actors.watch.metrics_log import EVALUATED, Position, Record, bytes_after, is_of_servers, read_after, sets_of
 from actors.watch.run_state import find_run
-from buffer.store.sqlite import StoreError
+from buffer.store.faults import StoreError
 from configs.entrypoint import BAD_INPUT, DONE, StopSignals, split_flags
+from configs.http_limits import LimitedSite, add_headers, is_loopback_host, only_for, settings
 from configs.load import ConfigError
-from configs.plain_text import all_visible
+from configs.plain_text import all_visible, print_visible, visible
 
 REPLACED = b"event: replaced\ndata: {}\n\n"
 """The page is to ask for all its data again."""
 PROG = "python -m actors watch"
 PORT = 5680
+MOST_CONNECTIONS, MOST_BODY = 256, 1024
+"""Browsers and their tabs at a time, and bytes of a request's body: nobody has to send one."""
 CLOSE_S = 1.0
 """Time that open streams get at the end."""
 WRITE_S = 60.0
@@ -58,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         asyncio.run(until_stopped(show(watcher) if flags.terminal else serve(watcher, flags.host, flags.port)))
     except ConfigError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print_visible(f"{PROG}: {error}", sys.stderr)
         return BAD_INPUT
     return DONE
 
@@ -74,14 +76,14 @@ async def until_stopped(work: Awaitable[None]) -> None:
 
 async def serve(watcher: Watcher, host: str, port: int) -> None:
     """Serve until cancelled; prints the address once it listens. Raises ConfigError where it cannot."""
-    runner = web.AppRunner(application(watcher, host), access_log=None, shutdown_timeout=CLOSE_S)
+    runner = web.AppRunner(application(watcher, host), shutdown_timeout=CLOSE_S, **settings())
     await runner.setup()
     try:
         await listen(runner, host, port)
         bound = runner.addresses[0][1]
-        print(f"run {watcher.config.run.name}: http://{host}:{bound}/  (Prometheus: /metrics; Ctrl-C ends)", flush=True)
+        print_visible(f"run {watcher.config.run.name}: http://{host}:{bound}/  (Prometheus: /metrics; Ctrl-C ends)")
         if not is_loopback_host(host):
-            print(f"anybody who reaches {host}:{bound} may read samples and settings", flush=True)
+            print_visible(f"anybody who reaches {host}:{bound} may read samples and settings")
         await watcher.follow()
     finally:
         await runner.cleanup()
@@ -94,7 +96,7 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> None:
     if not 0 <= port <= 65535:  # the system would take another port for it without a word
         raise ConfigError([f"--port {port}: not from 0 to 65535"])
     try:
-        await web.TCPSite(runner, host, port).start()
+        await LimitedSite(runner, host, port, MOST_CONNECTIONS).start()
     except OSError as error:
         problem = f"--host {host} --port {port}: {error.strerror or error}"
         raise ConfigError([f"{problem}; choose another port, 0 for a free one"]) from None
@@ -103,7 +105,8 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> None:
 def application(watcher: Watcher, host: str) -> web.Application:
     """The paths."""
     pages = Pages(watcher)
-    app = web.Application(middlewares=[only_for(host)])
+    app = web.Application(middlewares=[only_for(host)], client_max_size=MOST_BODY)
+    app.on_response_prepare.append(add_headers)
     app.add_routes(
         [
             web.get("/", pages.page),
@@ -114,29 +117,6 @@ def application(watcher: Watcher, host: str) -> web.Application:
         ]
     )
     return app
-
-
-def only_for(host: str) -> Any:
-    """On loopback, refuse requests under another name: a web site may have made that name mean this machine."""
-
-    @web.middleware
-    async def check(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        if is_loopback_host(host) and not is_loopback_host(request.host.rpartition(":")[0] or request.host):
-            raise web.HTTPForbidden(text=f"open it as http://localhost, not as {request.host}; or give --host")
-        return await handler(request)
-
-    return check
-
-
-def is_loopback_host(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
-    name = host.strip("[]")
-    try:
-        return name == "localhost" or ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 class Pages:
@@ -162,7 +142,7 @@ class Pages:
         try:
             return page_data(watcher.config, watcher.run, watcher.records, watcher.overview, live=True)
         except ConfigError as error:  # evaluation.json
-            raise web.HTTPInternalServerError(text=str(error)) from None
+            raise web.HTTPInternalServerError(text=visible(str(error))) from None
 
     async def samples(self, request: web.Request) -> web.Response:
         """Answers of one batch."""
@@ -172,7 +152,7 @@ class Pages:
         try:
             found = await asyncio.to_thread(samples_data, self.watcher.config, file, int(batch))
         except StoreError as error:
-            raise web.HTTPNotFound(text=str(error)) from None
+            raise web.HTTPNotFound(text=visible(str(error))) from None
         return web.json_response(all_visible(found, MOST_SHOWN))
 
     async def metrics(self, request: web.Request) -> web.Response:

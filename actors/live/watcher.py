@@ -15,7 +15,7 @@ from actors.watch.overview import Overview, look_over
 from actors.watch.run_state import ending, last_life, stored, when
 from actors.watch.state_poll import EVERY_S, StatePoll
 from buffer.curve import KeysError
-from buffer.store.sqlite import StoreError
+from buffer.store.faults import StoreError
 from buffer.wire.connection import RefusedError
 from buffer.wire.protocol import State
 from configs.schema import Config

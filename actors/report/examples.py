@@ -26,8 +26,8 @@ SELECT version, samples FROM evaluations WHERE state = 'done' AND samples <> ''
 ORDER BY due
 """
 FIRST_SAMPLES = """
-SELECT batch, problem, data_of(segment, position, bytes), reward FROM (
-    SELECT items.batch, problem, segment, position, samples.bytes, reward
+SELECT batch, problem, data_of(segment, position, bytes, crc32c), reward FROM (
+    SELECT items.batch, problem, segment, position, samples.bytes, crc32c, reward
     FROM items JOIN samples USING (item) LEFT JOIN problems USING (row)
     WHERE items.batch >= 0 AND samples.idx = 0 AND segment IS NOT NULL
     ORDER BY items.batch {order}, items.item {order} LIMIT ?
@@ -35,7 +35,7 @@ SELECT batch, problem, data_of(segment, position, bytes), reward FROM (
 """
 BATCHES = "SELECT DISTINCT batch FROM items WHERE bytes > 0 AND batch >= 0 ORDER BY batch"
 OF_BATCH = """
-SELECT item, problem, data_of(segment, position, samples.bytes), reward
+SELECT item, problem, data_of(segment, position, samples.bytes, crc32c), reward
 FROM (SELECT item, row FROM items WHERE batch = ?1 AND bytes > 0 ORDER BY item LIMIT ?2)
     JOIN samples USING (item) LEFT JOIN problems USING (row)
 WHERE idx < ?3 AND segment IS NOT NULL ORDER BY item, idx

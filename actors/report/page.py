@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from configs.plain_text import all_visible, visible
@@ -46,7 +47,7 @@ def embedded(data: dict[str, Any]) -> str:
 
 @cache
 def _template() -> jinja2.Template:
-    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_text("page.html"))
+    return SandboxedEnvironment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_text("page.html"))
 
 
 @cache

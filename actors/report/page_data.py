@@ -21,7 +21,8 @@ from actors.report.examples import (
 )
 from actors.watch.metrics_log import MOST_VERSIONS, Record, Records, sets_of, shares, short_look
 from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
-from buffer.store.sqlite import StoreError
+from buffer.store.faults import StoreError
+from configs.origins import disclosed
 from configs.schema import Config
 
 DIGITS = 6
@@ -54,7 +55,7 @@ def page_data(config: Config, run: Path, records: Records, overview: Overview, l
         "overview": overview_data(overview),
         "settings": [
             [f"{section}.{key}", str(value)]
-            for section, values in config.model_dump(mode="json").items()
+            for section, values in disclosed(config).items()
             for key, value in values.items()
         ],
         **answers(config, run, frozen=not live),

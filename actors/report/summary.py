@@ -22,12 +22,13 @@ from actors.watch.figures import without_effect
 from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.overview import Overview, look_over
 from actors.watch.run_state import ending, failures, find_run, last_life, stored, when
-from buffer.store.sqlite import StoreError
+from buffer.store.faults import StoreError
 from buffer.transcript import lines
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.load import ConfigError
-from configs.plain_text import figure, visible
+from configs.plain_text import figure, print_visible, visible_line
 from configs.schema import Config
+from configs.variables import open_private
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         report = read_report(config, run, records)
         if not records.by_version:
-            print(f"{records.path}: no records yet, nothing to report", file=sys.stderr)
+            print_visible(f"{records.path}: no records yet, nothing to report", sys.stderr)
             return FAILED
         page = render(page_data(config, run, records, report.overview, live=False))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print_visible(error, sys.stderr)
         return BAD_INPUT
-    (run / "report.html").write_text(page, encoding="utf-8")
+    with open(run / "report.html", "w", encoding="utf-8", opener=open_private) as file:
+        file.write(page)
     console = Console(highlight=False, soft_wrap=True)
     for line in [*summary(report), *outputs(run)]:
-        console.print(Text(visible(line)) if isinstance(line, str) else line)
+        console.print(Text(spaced(line)) if isinstance(line, str) else line)
     return DONE
 
 
@@ -75,13 +77,19 @@ def read_report(config: Config, run: Path, records: Records) -> Report:
         try:
             held, examples = stored(file), stored_examples(file, config.model.path)
         except StoreError as error:  # the records are enough for a report
-            print(error, file=sys.stderr)
+            print_visible(error, sys.stderr)
     if len(models) > 1 and models[0].examples and models[-1].examples:
         examples = {"before": models[0].examples[:EXAMPLES], "after": models[-1].examples[:EXAMPLES]}
     ended = ending(config, run, held, say_ago=False, records=records)
     ended = ended or f"not finished; last sign of life at {when(last_life(config, run), say_ago=False)}"
     overview = look_over(config, records, held, time.time(), ended)
     return Report(config, records, models, examples, failures(held) if held else "", overview)
+
+
+def spaced(line: str) -> str:
+    """The line made visible. Empty lines before it stay."""
+    words = line.lstrip("\n")
+    return line[: len(line) - len(words)] + visible_line(words)
 
 
 def summary(report: Report) -> Iterator[str | Text]:

@@ -17,6 +17,7 @@ from buffer.curve import KeysError, client_keys_for
 from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import Ack, Kept, Scale, State, Status
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, split_flags
+from configs.plain_text import print_visible
 from configs.schema import Config, ServerRange
 
 PROG = "python -m actors scale"
@@ -32,19 +33,21 @@ def main(argv: Sequence[str]) -> int:
     words = str(flags.servers)
     if words != "auto" and not (words.isdigit() and int(words) >= 1):
         problem = "missing" if flags.servers is None else f"{words} is not a whole number >= 1 or auto"
-        print(f"--servers: {problem}; write --servers=4, or --servers=auto for what the run file says", file=sys.stderr)
+        print_visible(
+            f"--servers: {problem}; write --servers=4, or --servers=auto for what the run file says", sys.stderr
+        )
         return BAD_INPUT
     try:
         return asyncio.run(scale(config, None if words == "auto" else int(words), waits=not flags.no_wait))
     except RefusedError as error:
-        print(f"--servers: {error.reason}", file=sys.stderr)
+        print_visible(f"--servers: {error.reason}", sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print(f"no longer waited for; what is wanted stays wanted: see `status {run}`", file=sys.stderr)
+        print_visible(f"no longer waited for; what is wanted stays wanted: see `status {run}`", sys.stderr)
         return 128 + signal.SIGINT
     except (TimeoutError, KeysError) as error:
         silence = f"the buffer at {config.buffer.address} does not answer: is the run launched? See `status {run}`"
-        print(error if isinstance(error, KeysError) else silence, file=sys.stderr)
+        print_visible(error if isinstance(error, KeysError) else silence, sys.stderr)
         return FAILED
 
 
@@ -59,11 +62,11 @@ async def scale(config: Config, servers: int | None, waits: bool) -> int:
             connection = Connection(config.buffer.address, "scale", "observer", keys=keys)
             await stack.enter_async_context(connection)
         if (kept := await launchers_word(connection)) is None:
-            print("no launcher keeps this run's servers: start and stop them by hand", file=sys.stderr)
+            print_visible("no launcher keeps this run's servers: start and stop them by hand", sys.stderr)
             return FAILED
         async with asyncio.timeout(ANSWER_S):
             await connection.expect(Scale(servers=servers), Ack)
-        print("\n".join(prospect(config, kept, servers)), flush=True)
+        print_visible("\n".join(prospect(config, kept, servers)))
         broken = [name for name, life in kept.servers.items() if life in FINAL]
         return await arrival(config, connection, servers, broken) if waits and servers else DONE
 
@@ -112,16 +115,16 @@ async def arrival(config: Config, connection: Connection, servers: int, broken: 
         state = await connection.expect(Status(), State)
         if (state.wanted_servers, state.wanted_by_person) != (servers, True):
             by = "by another `scale`" if state.wanted_by_person else "as the run file says"
-            print(f"{state.wanted_servers} servers are wanted now, {by}, and no longer {servers}")
+            print_visible(f"{state.wanted_servers} servers are wanted now, {by}, and no longer {servers}")
             return FAILED
         now = lives(state, config)
         for name, life in {**dict.fromkeys(told.keys() - now.keys(), "has left"), **now}.items():
             if told.get(name) != life and state.kept:
-                print(f"{name} {life.replace('_', ' ')}", flush=True)
+                print_visible(f"{name} {life.replace('_', ' ')}")
         told = now if state.kept else told
         others = {name: life for name, life in told.items() if name not in broken}
         if failed := [name for name, life in others.items() if life in FINAL]:
-            print(f"{', '.join(failed)} could not be kept: see logs/; scale down and up again to try anew")
+            print_visible(f"{', '.join(failed)} could not be kept: see logs/; scale down and up again to try anew")
             return FAILED
         if state.kept and state.kept.wanted == servers == len(told) and {*others.values()} <= {"generates"}:
             return DONE

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from buffer.store.lock import InUse, lock_of, locked
-from buffer.store.past import Past, past
+from buffer.store.past import Past, begin_with, losses, past
 from configs import resume
+from configs.checkpoint_files import complete, damage, fault, folder_of, newest
 from configs.load import ConfigError
 from configs.schema import Config, ServerRange
-from learner.saved.manifest import complete, fault, folder_of, newest
 
 SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 """Names in a model's `config.json`. A checkpoint fits no model that has other ones."""
@@ -52,11 +52,16 @@ def hold(config: Config) -> int | None:
     return held
 
 
-def judge(config: Config) -> tuple[list[str], str | None]:
+def judge(config: Config, loss_accepted: bool = False) -> tuple[list[str], str | None]:
     """Lines about what is new since the last launch, and, of a finished run, why there is nothing to do.
 
-    Raises ConfigError or buffer.store.sqlite.StoreError if the run may not go on with this run file.
+    `loss_accepted`: what would be lost is news, and no reason to refuse.
+
+    Raises ConfigError or buffer.store.faults.StoreError if the run may not go on with this run file.
     """
+    lost = losses(config)
+    if lost and not loss_accepted:
+        raise ConfigError(lost)
     known, checkpoints = past(config), config.run.path / "checkpoints"
     changed, version = resume.changes(known.settings, config), newest(checkpoints)
     if version < known.oldest:
@@ -64,7 +69,8 @@ def judge(config: Config) -> tuple[list[str], str | None]:
         remedy = "bring the checkpoints back, or begin anew with another run.name"
         problem = f"{checkpoints}: {found}, but the run was trained to version {known.trained}"
         raise ConfigError([f"{problem} and its samples from before version {known.oldest} are gone; {remedy}"])
-    news = [f"changed since the last launch: {change}" for change in changed]
+    news = [f"accepted: {line}" for line in lost]
+    news += [f"changed since the last launch: {change}" for change in changed]
     if known.trained and not version:
         again = f"the {known.trained} versions trained so far are trained again, on the same batches"
         news.append(f"{checkpoints}: no checkpoint yet; {again}")
@@ -112,7 +118,7 @@ def source(config: Config, words: str) -> Source:
     folder = run / "checkpoints"
     version = int(number or newest(folder))
     checkpoint = folder_of(folder, version)
-    if version == 0 or (why := fault(checkpoint)):
+    if version == 0 or (why := fault(checkpoint) or damage(checkpoint)):
         has = ", ".join(f"v{one}" for one in complete(folder)) or "none"
         broken = f"{checkpoint.name}: {why}" if version and checkpoint.exists() else f"no checkpoint {number}".strip()
         raise ConfigError([f"--fork-from: {run} has {broken}; complete checkpoints: {has}"])
@@ -148,6 +154,7 @@ def copy(source: Source, run: Path) -> None:
     partial = final.with_suffix(".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source.checkpoint, partial, copy_function=_link)
+    begin_with(run, source.version)
     partial.rename(final)
 
 

@@ -28,7 +28,7 @@ MOST_SERVERS = 4096
 
 
 class Fleet:
-    """`server` makes the process of this number, `room` says how many more like it Ray has room for; None: any number.
+    """`server` makes the process of this number, `room` says for how many more like it there is room; None: any number.
 
     `supervisor` keeps servers 0 to N - 1 already; `wanted` are those that the run file or its rule asks for.
     """
@@ -42,9 +42,9 @@ class Fleet:
         say: Callable[[str], None],
         wanted: int,
     ) -> None:
-        self.config, self._supervisor, self._server, self._ask_ray, self._say = config, supervisor, server, room, say
+        self.config, self._supervisor, self._server, self._ask_room, self._say = config, supervisor, server, room, say
         self.room: int | None = 0
-        """What Ray said last."""
+        """What `room` said last."""
         servers = config.rollout.servers
         self.wanted = sum(process.role == "rollout" for process in supervisor.processes)
         self._own = wanted
@@ -58,10 +58,10 @@ class Fleet:
 
     async def follow(self, poll: StatePoll) -> None:
         """Do what is wanted, with each answer that `poll` gets, until cancelled; wait while the buffer is silent."""
-        ask_ray, patience, wish = partial(asyncio.to_thread, self._ask_ray), Patience(self._say), None
+        ask_room, patience, wish = partial(asyncio.to_thread, self._ask_room), Patience(self._say), None
         while True:
             state, connection = await poll.answer()
-            self.room = await patience.ask(ask_ray, self.room)
+            self.room = await patience.ask(ask_room, self.room)
             wish = self.adapt(state, time.monotonic()) or wish
             if state.kept != (kept := self.kept()):
                 await connection.request(kept)
@@ -147,7 +147,7 @@ class Fleet:
         return sorted((name for name in lives if lives[name] != "draining"), key=lambda name: lives[name] in FINAL)
 
     def _free(self) -> int | None:
-        """Servers for which Ray has room beyond those that it is placing already; None: any number."""
+        """Servers for which there is room beyond those that it is placing already; None: any number."""
         placing = sum(life == "placing" for life in self._supervisor.servers().values())
         return None if self.room is None else max(0, self.room - placing)
 
@@ -161,5 +161,5 @@ class Fleet:
             most, bound = 1, f"rollout.chat.port is {port}, for one server"
         placed = sum(life not in ("placing", *FINAL) for life in self._supervisor.servers().values())
         if self.room is not None and placed + self.room < most:
-            most, bound = placed + self.room, f"Ray has GPUs for {placed + self.room} of them"
+            most, bound = placed + self.room, f"there are GPUs for {placed + self.room} of them"
         return least, max(most, least), bound

@@ -26,6 +26,8 @@ from typing import Any
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that a scheduler or a terminal may send to all processes of a run. A guard leaves them to its owner."""
 GRACE_S = 2.0
 """Time that descendants get to end by themselves after the command has ended."""
 STUCK_S = 30.0
@@ -46,8 +48,13 @@ class Guarded:
 
     def __init__(self, name: str, argv: Sequence[str], **options: Any) -> None:
         self._socket, guards_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with guards_end:
-            starter = subprocess.Popen([sys.executable, "-I", __file__, name], stdin=guards_end.fileno(), **options)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # the guard inherits it until it has handlers
+        try:
+            with guards_end:
+                line = [sys.executable, "-I", __file__, name]
+                starter = subprocess.Popen(line, stdin=guards_end.fileno(), **options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         starter.wait()  # it has forked the guard, which is no child of ours: see `main`
         self._socket.sendall(json.dumps(argv).encode())
         self.pid: int | None = receive(self._socket, {}).get("pid")
@@ -186,9 +193,9 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
-    signal.pthread_sigmask(signal.SIG_SETMASK, set())  # the command would inherit a mask
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+    for number in (*STOPPING, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())  # the command would inherit a mask
     with socket.socket(fileno=0) as owner:
         Guard(owner).run()
 

@@ -1,12 +1,13 @@
 """A keeper: runs one process of a run, logs its output, restarts it when it fails, drains it on request.
 
-Consumes a `Process` (a plain command, such as `python -m buffer runs/x/config.yaml`). `ray_cluster.py` makes it a Ray
-actor on the node and with the GPUs of its process; nothing in this file knows of Ray. One thread waits for the end of
-the process and starts it again, a second one reads its output. `events` waits for the next event, `drain` until the
-process is gone.
+Consumes a `Process` (a plain command, such as `python -m buffer runs/x/config.yaml`). On one machine it is in the
+launcher's process (`one_machine.py`), on a cluster in a Ray actor on the node of its process (`ray_cluster.py`); this
+file knows of neither. One thread waits for the end of the process and starts it again, a second one reads its output.
+`events` waits for the next event, `drain` until the process is gone.
 """
 
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -15,14 +16,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from typing import BinaryIO
 
 from actors.process import FINAL, PROGRESS, Event, EventKind, Process
 from actors.supervise.guard import Guarded
 from configs import entrypoint
 from configs.entrypoint import ABOVE, BAD_INPUT, DONE, ENDINGS, PARENT
-from configs.plain_text import colourless, visible
-from configs.variables import for_children
+from configs.plain_text import colourless, conceal, visible
+from configs.variables import for_children, open_private, private_folder
 
+COUNTER_BITS, INCARNATION_BITS = 40, 80
+"""An event's number is its keeper's incarnation, drawn at random, and a counter. No clock: one may be set back."""
 LINE_BYTES = 1 << 16
 """A longer line is split."""
 LOG_BYTES, LOG_FILES = 64 << 20, 3
@@ -40,20 +44,24 @@ class Keeper:
         self.process = process
         self._changed = threading.Condition()
         self._events: deque[Event] = deque(maxlen=4000)
-        self._number = time.time_ns()  # so that the keeper that replaces this one continues above it
+        self._incarnation = secrets.randbits(INCARNATION_BITS)
+        self._number = self._incarnation << COUNTER_BITS
         self._last_lines: deque[str] = deque(maxlen=12)
         self._guarded: Guarded | None = None
         self._ending = threading.Event()
         self._writing = threading.Lock()
         self._progress = process.log.absolute().with_suffix(".progress")
         self._notice = self._progress.with_suffix(".notice")
-        process.log.parent.mkdir(parents=True, exist_ok=True)
+        conceal(process.concealed)
+        private_folder(process.log.parent)
         self._thread = threading.Thread(target=self._keep, name=f"keep-{process.name}", daemon=True)
         self._thread.start()
 
     def events(self, after: int, timeout_s: float) -> list[Event]:
         """Events later than number `after`; waits up to `timeout_s` for one."""
         with self._changed:
+            if after >> COUNTER_BITS != self._incarnation:  # of a keeper that this one replaces: all of these are new
+                after = 0
             self._changed.wait_for(lambda: bool(self._events) and self._events[-1].number > after, timeout_s)
             return [event for event in self._events if event.number > after]
 
@@ -105,33 +113,46 @@ class Keeper:
     def _run_once(self) -> int:
         """Run the process once and return its exit code."""
         self._last_lines.clear()
-        source, sink = os.pipe()
-        reader = threading.Thread(target=self._read, args=(source,), daemon=True)
-        reader.start()
         try:
-            with self._changed:
-                if self._ending.is_set():
-                    return DONE
-                name, argv, cwd = self.process.name, self.process.argv, self.process.cwd or None
-                told = {entrypoint.PROGRESS: str(self._progress), entrypoint.NOTICE: str(self._notice)}
-                env = environment(self.process) | told
-                self._guarded = Guarded(name, argv, cwd=cwd, env=env, stdout=sink, stderr=sink)
-        except OSError as error:
-            os.write(sink, f"cannot start {sys.executable}: {error}\n".encode())
+            guarded, reader = self._start()
+        except (OSError, RuntimeError) as error:  # no more files, processes or threads, which may pass
+            text = f"cannot start {sys.executable}: {error}"
+            self._write_log(f"{text}\n".encode())
+            self._last_lines.append(text)
+            self._report("line", text)
             return 127
-        finally:
-            os.close(sink)
-        self._report("started", f"pid {self._guarded.pid}")
+        if guarded is None:
+            return DONE
+        self._report("started", f"pid {guarded.pid}")
         try:
-            return self._guarded.wait()
+            return guarded.wait()
         finally:
             with self._changed:
                 self._guarded = None
             reader.join(5.0)  # for the last lines: every process that could write is gone
 
-    def _read(self, pipe: int) -> None:
+    def _start(self) -> tuple[Guarded | None, threading.Thread]:
+        """The process, or None if it is not wanted any more, and the thread that reads its output."""
+        source, sink = os.pipe()
+        with os.fdopen(sink, "wb"):
+            output = os.fdopen(source, "rb")
+            reader = threading.Thread(target=self._read, args=(output,), daemon=True)
+            try:
+                reader.start()
+            except RuntimeError:
+                output.close()
+                raise
+            with self._changed:
+                if not self._ending.is_set():
+                    name, argv, cwd = self.process.name, self.process.argv, self.process.cwd or None
+                    told = {entrypoint.PROGRESS: str(self._progress), entrypoint.NOTICE: str(self._notice)}
+                    env = environment(self.process) | told
+                    self._guarded = Guarded(name, argv, cwd=cwd, env=env, stdout=sink, stderr=sink)
+                return self._guarded, reader
+
+    def _read(self, source: BinaryIO) -> None:
         shown, since = 0, time.monotonic()
-        with open(pipe, "rb") as source:
+        with source:
             while line := source.readline(LINE_BYTES):
                 states = colourless(line.decode(errors="replace")).rstrip().split("\r")  # a progress bar writes several
                 self._write_log("".join(f"{visible(state, LINE_BYTES)}\n" for state in states).encode())
@@ -166,7 +187,7 @@ class Keeper:
         """
         log = self.process.log
         with self._writing, suppress(OSError):
-            with open(log, "ab", buffering=0) as file:
+            with open(log, "ab", buffering=0, opener=open_private) as file:
                 file.write(data)
                 full = file.tell() >= LOG_BYTES
             if full:
@@ -211,7 +232,8 @@ def last_words(lines: Sequence[str]) -> Sequence[str]:
 
 
 def environment(process: Process) -> dict[str, str]:
-    """Return the environment of a process started by hand, plus the accelerators that Ray assigned to this keeper.
+    """Return the environment of a process started by hand, plus the accelerators that Ray assigned to this keeper, or
+    that `process.env` names.
 
     Variables that give this node a place in another job are removed, and so is the variable that names a parent process
     of the launcher.

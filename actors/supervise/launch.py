@@ -1,70 +1,77 @@
 """`python -m actors launch RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: a whole run, from check to report.
 
 Checks everything first (what the run's folder holds, config, files, the data's columns, the buffer's port, GPUs) and
-explains the run. Nothing of the run is written before it is accepted. Then it places a keeper for each process
-(`ray_cluster.py`) and waits for their events (`supervisor.py`). The run ends when the learner does. Started by
-`actors/__main__.py` under a guard, so that nothing outlives it. `--fork-from RUN[@vN]` begins a new run from a
-checkpoint of another one.
+explains the run. Nothing of the run is written before it is accepted. Then it places a keeper for each process, on this
+machine (`one_machine.py`) or on a cluster (`ray_cluster.py`), and waits for their events (`supervisor.py`). The run
+ends when the learner does. Started by `actors/__main__.py` under a guard, so that nothing outlives it.
+`--fork-from RUN[@vN]` begins a new run from a checkpoint of another one.
+`--accept-loss` goes on with a run that has lost commits of its ledger, or all of it.
 """
 
 import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from actors.doctor.run_file import check_here, cluster_of
+from actors.doctor.run_file import check_here
 from actors.process import Process, Role
 from actors.supervise import accept
 from actors.supervise.cluster.addresses import on_cluster
 from actors.supervise.cluster.arrival import handed_over
 from actors.supervise.fleet import Fleet
-from actors.supervise.ray_cluster import Cluster, ray_cluster
+from actors.supervise.one_machine import OneMachine
+from actors.supervise.placement import Placement
+from actors.supervise.ray_cluster import ray_cluster
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from actors.watch.state_poll import StatePoll
 from buffer.curve import is_loopback, make_keys
 from buffer.ledger.types import LedgerError
+from buffer.store.past import accept_loss
 from buffer.wire.protocol import LAUNCHER
-from configs.checks import own_hosts
+from configs.checks import cluster_of, own_hosts, starts_ray
 from configs.entrypoint import BAD_INPUT, DONE, split_flags
 from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
 from configs.load import ConfigError, read, write
-from configs.plain_text import visible
+from configs.origins import variables
+from configs.plain_text import print_visible
 from configs.schema import Config
-from configs.variables import for_children
+from configs.variables import for_children, run_folder
 
 PROG = "python -m actors launch"
 REPORT_S = 10.0
 """Time after `rollout.drain_s` for a server to give back what is unfinished, and to end."""
 ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Ray assigns these, so a process gets them from its keeper and not from the launcher."""
+"""A process gets these from its keeper, with the GPUs that it was given."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 when the run is done or was before, 2: bad input, 1: a process cannot be kept or the run was given
     up, 3: the data ended before `run.versions`, 128 + N: signal N."""
-    flags, argv = split_flags(argv, PROG, no_report={"action": "store_true"}, fork_from={"metavar": "RUN[@vN]"})
+    switches = {name: {"action": "store_true"} for name in ("no_report", "accept_loss")}
+    flags, argv = split_flags(argv, PROG, fork_from={"metavar": "RUN[@vN]"}, **switches)
     config = read(argv, PROG)
     if cluster := cluster_of(config):
         config = on_cluster(config, cluster)
     try:
         held = accept.hold(config)
-        news, finished = accept.judge(config)
+        news, finished = accept.judge(config, flags.accept_loss)
         source = accept.source(config, flags.fork_from) if flags.fork_from else None
         if finished:
-            print(visible(finished))
+            print_visible(finished)
             return DONE
         judgement = check_here(config)
         if held is None:
-            config.run.path.mkdir(parents=True, exist_ok=True)
+            run_folder(config.run.path)
             accept.hold(config)
     except (ConfigError, LedgerError) as error:
-        print(error, file=sys.stderr)
+        print_visible(error, sys.stderr)
         return BAD_INPUT
     logging.getLogger("buffer").setLevel(logging.ERROR)  # the display shows when the buffer does not answer
     display = Display(config)
@@ -73,7 +80,8 @@ def main(argv: Sequence[str]) -> int:
     if source:
         display.say(f"forked from {source}")
     started, wanted = accept.servers(config)
-    code = keep(processes(config, started), display, partial(prepare, config, source), partial(server, config), wanted)
+    prepared = partial(prepare, config, source, flags.accept_loss)
+    code = keep(processes(config, started), display, prepared, partial(server, config), wanted)
     if code > 128 and config.buffer.path:  # a signal
         display.say(f"stopped; go on with: {PROG} {config.run.path / 'config.yaml'}")
     if not flags.no_report and code == DONE and display.records.path.exists():
@@ -83,8 +91,10 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def prepare(config: Config, source: accept.Source | None = None) -> Path:
+def prepare(config: Config, source: accept.Source | None = None, loss_accepted: bool = False) -> Path:
     """Make the keys, the checkpoint to begin from and the config file that every process reads. Returns that file."""
+    if loss_accepted:
+        accept_loss(config)
     if not is_loopback(config.buffer.address):
         make_keys(config.run.path / "keys")
     if source:
@@ -120,7 +130,7 @@ def _process(
     config: Config, name: str, role: Role, flags: Sequence[str] = (), gpus: int = 0, drain_s: float = 30.0
 ) -> Process:
     file, log = str(config.run.path / "config.yaml"), config.run.path / "logs" / f"{name}.log"
-    given = handed_over(os.environ, config.cluster.env) if cluster_of(config) else os.environ
+    given = handed_over(os.environ, [*config.cluster.env, *variables(config)]) if cluster_of(config) else os.environ
     cleaned = for_children(given, own_hosts(config))
     env = {key: value for key, value in cleaned.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
     module = ("rollout", "reward") if role == "reward" else (role,)
@@ -135,35 +145,45 @@ def keep(
     server: Callable[[int], Process] | None = None,
     servers: int = 1,
 ) -> int:
-    """Call `prepare` once Ray has room for the run, and keep `processes` until it ends; the exit code.
+    """Call `prepare` once there is room for the run, and keep `processes` until it ends; the exit code.
 
     `server` makes further rollout servers by their number, `servers` are wanted; without it their number stays. Tests
     call it with commands of their own.
     """
     try:
-        with display.shown(), ray_cluster(display.config) as cluster:
+        with display.shown(), placement(display.config) as machines:
 
             def fitted(process: Process) -> Process:
-                return process if any(cluster.gpus) else replace(process, gpus=0)  # the device `auto` means CPU then
+                return process if any(machines.gpus) else replace(process, gpus=0)  # the device `auto` means CPU then
 
             prepare()
-            cluster.pack()
-            placing = [fitted(process) for process in processes], cluster.place
+            machines.pack()
+            placing = [fitted(process) for process in processes], machines.place
             supervisor = Supervisor(*placing, display.show_event, display.say)
             fleet = None
             if server:
                 make, each = (lambda number: fitted(server(number))), fitted(server(0)).gpus
-                room = partial(cluster.room, each)
+                room = partial(machines.room, each)
                 fleet = Fleet(display.config, supervisor, make, room, display.say, servers)
-            return asyncio.run(_supervise(supervisor, display, cluster, fleet))
+            return asyncio.run(_supervise(supervisor, display, machines, fleet))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print_visible(error, sys.stderr)
         return BAD_INPUT
 
 
-async def _supervise(supervisor: Supervisor, display: Display, cluster: Cluster, fleet: Fleet | None) -> int:
+@contextmanager
+def placement(config: Config) -> Iterator[Placement]:
+    """Where the run's processes are placed. Raises ConfigError if it has no room for them."""
+    if cluster_of(config) or starts_ray(config):
+        with ray_cluster(config) as cluster:
+            yield cluster
+    else:
+        yield OneMachine.take(config)
+
+
+async def _supervise(supervisor: Supervisor, display: Display, machines: Placement, fleet: Fleet | None) -> int:
     poll = StatePoll(display.config, LAUNCHER)
-    watches = [poll.follow(), display.watch(poll), cluster.watch(display.say)]
+    watches = [poll.follow(), display.watch(poll), machines.watch(display.say)]
     watches += [fleet.follow(poll)] if fleet else []
     watching = list(map(asyncio.create_task, watches))
     for task in watching:

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
-from actors.process import Event, Process
+from actors.process import Process
+from actors.supervise.placement import Placed
 
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
@@ -47,20 +48,10 @@ class NodeNews:
     """Seconds until a node that leaves is gone."""
 
 
-class Placed(Protocol):
-    """A keeper of a process on another node, or a gang of them."""
+class OnNodes(Placed, Protocol):
+    """A keeper of a process on a node of a cluster, or a gang of them."""
 
     process: Process
-
-    async def events(self, after: int) -> list[Event]: ...
-
-    async def drain(self, timeout_s: float) -> None: ...
-
-    async def kill(self) -> None: ...
-
-    def release(self) -> None:
-        """Let go of what Ray gave it, once its process is gone."""
-        ...
 
     @property
     def nodes(self) -> Collection[str]:
@@ -114,7 +105,7 @@ class NodeWatch:
     def __init__(
         self,
         look: Callable[[], Awaitable[Mapping[str, ClusterNode]]],
-        keepers: Callable[[], Collection[Placed]],
+        keepers: Callable[[], Collection[OnNodes]],
         say: Callable[[str], None],
         hear: Callable[[NodeNews], None] = lambda news: None,
     ) -> None:
@@ -182,7 +173,7 @@ class NodeWatch:
                 self._say(f"{name} waits for {needs(process)}, since {now - since:.0f} s")
                 self._waits[name] = since, now + max(REMIND_S, now - since)
 
-    def _is_homeless(self, keeper: Placed) -> bool:
+    def _is_homeless(self, keeper: OnNodes) -> bool:
         return not keeper.nodes or any(not self._is_alive(node) for node in keeper.nodes)
 
 

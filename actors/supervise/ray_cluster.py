@@ -1,9 +1,9 @@
 """Ray, which places one keeper per process, as an actor on a node with the GPUs of the process.
 
-Used by `launch.py`; besides it only `cluster/` imports ray, for both ends of its calls. `cluster.address` or
-RAY_ADDRESS names a cluster to use; without it a small Ray is started on this machine and stopped again. A keeper that
-dies takes its process along; Ray makes a new keeper, which starts the process again, on another node if its own is
-lost.
+Used by `launch.py` where a cluster is named; besides it only `cluster/` imports ray, for both ends of its calls.
+`cluster.address` or RAY_ADDRESS names the cluster; with `local` a small Ray is started on this machine and stopped
+again. A keeper that dies takes its process along; Ray makes a new keeper, which starts the process again, on another
+node if its own is lost.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from weakref import WeakSet
 
 import psutil
 
-from actors.doctor.run_file import cluster_of, gpus_missing, named_by, unreachable, without_place
+from actors.doctor.run_file import gpus_missing, unreachable, without_place
 from actors.process import Process
 from actors.supervise.cluster.arrival import Delivery
 from actors.supervise.cluster.gang_member import GangMember
@@ -33,6 +33,7 @@ from actors.supervise.cluster.survey import survey
 from actors.supervise.gang import Gang
 from actors.supervise.nodes import ClusterNode, NodeWatch, in_a_line
 from buffer.curve import split
+from configs.checks import cluster_of, named_by
 from configs.entrypoint import blocked
 from configs.load import ConfigError
 from configs.schema import Config
@@ -47,6 +48,7 @@ LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill keepers, the smallest processes of all
     "RAY_enable_metrics_collection": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on loopback only
 }
 CPU_SHARE = 0.01
 """Of a CPU, for what takes no GPU but is to be spread over nodes: Ray counts what is taken."""
@@ -277,11 +279,11 @@ def ray_cluster(config: Config) -> Iterator[Cluster]:
                 os.environ.setdefault(key, value)
             parent = socket_folder(RAY_BYTES)  # `configs.variables.problems` refuses a machine without one
             temporary = tempfile.TemporaryDirectory(prefix="headrace-", dir=parent, ignore_cleanup_errors=True)
-            folder = stack.enter_context(temporary)
+            folder = Path(stack.enter_context(temporary), "r")  # Ray opens its own folder to all users
         import ray  # reads the environment on import
 
         stack.callback(ray.shutdown if named else stop)
-        connect(config, named) if named else start(folder)
+        connect(config, named) if named else start(str(folder))
         cluster = Cluster(config, named)
         cluster.check()
         yield cluster

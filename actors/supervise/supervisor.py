@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from traceback import extract_tb
 
 from actors.process import FINAL, Event, Process
-from actors.supervise.nodes import Placed, in_a_line
+from actors.supervise.nodes import in_a_line
+from actors.supervise.placement import Placed
 from buffer.wire.protocol import ServerLife
 from configs.entrypoint import BAD_INPUT, DATA_ENDED, DONE, FAILED, GIVEN_UP, StopSignals
 
@@ -190,7 +191,7 @@ class Supervisor:
                 return Verdict(FAILED if event.code == GIVEN_UP else DATA_ENDED, why, event.text)
             return Verdict(DONE, "the learner is done; draining servers and buffer")
         if process.role in ("rollout", "reward") and (keeper := self._keepers.pop(process.name, None)):
-            keeper.release()  # else it holds its GPUs, and another one that Ray makes of it starts the process again
+            keeper.release()  # else it holds its GPUs, and on a cluster Ray makes another one, which starts it again
         return None
 
     def _alive(self, role: str) -> list[Process]:

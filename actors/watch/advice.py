@@ -210,6 +210,10 @@ def find_alerts(
     if live and since_s is not None and pace_s is not None and since_s > max(STALLED * pace_s, STALLED_S):
         remedy = "who waits for whom is below; else see logs/learner.log"
         found.append(Alert("bad", f"no version for {since_s:.0f} s, one usually takes {pace_s:.1f} s: {remedy}"))
+    if state is not None and (number := state.counts.get("quarantined")):
+        what = "1 group is" if number == 1 else f"{number} groups are"
+        remedy = "`python -m buffer quarantine RUN` says why"
+        found.append(Alert("bad", f"{what} in quarantine, because the learner cannot train on them: {remedy}"))
     if state is not None and FEW_FAIL < _failed_share(state) <= MOST_FAIL:  # of more the recommendation speaks
         found.append(Alert("bad", f"{failures(state)}: {TRACEBACKS}"))
     ordered = records.ordered()

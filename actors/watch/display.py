@@ -21,7 +21,7 @@ from actors.watch.metrics_log import EVALUATED, Record, Records, evaluation_line
 from actors.watch.run_state import failures, fullness, silent, waits
 from actors.watch.state_poll import StatePoll
 from buffer.wire.protocol import State
-from configs.plain_text import colourless, figure, visible
+from configs.plain_text import colourless, figure, visible, visible_line
 from configs.schema import Config
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
@@ -65,7 +65,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line of the launcher itself."""
-        self._print(Text(visible(text), style="bold" if self._live else ""))
+        self._print(Text(visible_line(text), style="bold" if self._live else ""))
 
     def show_event(self, process: Process, event: Event) -> None:
         """Print a process's line or another event of it."""
@@ -177,7 +177,7 @@ class Display:
             rows += [row for row in full if row[1]][:MOST_SERVERS]
         rows += [("waits", line) for line in waiting(waits(self.state, self.config) if self.state else None)]
         for name, value in rows:
-            table.add_row(Text(name, style="dim"), Text(visible(value, MOST_SHOWN)))
+            table.add_row(Text(visible_line(name), style="dim"), Text(visible_line(value, MOST_SHOWN)))
         processes = Text("  ").join(
             Text(f"{name} {kind}", style=KIND_STYLES.get(kind, "red")) for name, kind in self.processes.items()
         )

@@ -20,6 +20,7 @@ from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import State, Status
 from configs.entrypoint import BAD_INPUT
 from configs.load import read
+from configs.plain_text import print_visible
 from configs.schema import Config
 
 VERSIONS = "SELECT COALESCE(MAX(version) FILTER (WHERE trained), -1), COALESCE(MAX(version), -1) FROM batches"
@@ -53,12 +54,14 @@ def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
     """
     folder = Path(argv[0]) if argv else Path()
     if not argv or not folder.is_dir():
-        config = read(argv, prog)
+        config = read(argv, prog, lenient=True)
         return config, config.run.path
     if not (folder / "config.yaml").exists():
-        print(f"{folder}: no config.yaml in it, so it is not a run's folder; name one, or its config", file=sys.stderr)
+        print_visible(
+            f"{folder}: no config.yaml in it, so it is not a run's folder; name one, or its config", sys.stderr
+        )
         sys.exit(BAD_INPUT)
-    return read([str(folder / "config.yaml"), *argv[1:]], prog), folder
+    return read([str(folder / "config.yaml"), *argv[1:]], prog, lenient=True), folder
 
 
 async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
@@ -75,7 +78,7 @@ async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
 def stored(file: Path) -> State:
     """The State that the SQLite file of a buffer holds. Its servers are those with leases; nobody waits.
 
-    Raises buffer.store.sqlite.StoreError for a file that is not a buffer's.
+    Raises buffer.store.faults.StoreError for a file that is not a buffer's.
     """
     with closing(reading(file)) as db:
         trained, formed = db.execute(VERSIONS).fetchone()
@@ -104,7 +107,7 @@ def stored(file: Path) -> State:
         lengths={
             f"{what}: {which}" if which else what: sums
             for (what, which), sums in totals.items()
-            if what in ("generated", "trained", "dropped", "discarded")
+            if what in ("generated", "trained", "dropped", "discarded", "quarantined")
         },
         ages=dict(sorted((int(age), groups) for age, groups in groups_by("age").items())),
         bytes_stored=untrained_bytes,
@@ -277,6 +280,8 @@ def failures(state: State) -> str:
         lines.append(f"{state.retried} of {made} groups retried")
     if state.dropped:
         lines.append(f"{sum(state.dropped.values())} items dropped, most often {_most_frequent(state.dropped)}")
+    if number := state.counts.get("quarantined"):
+        lines.append(f"{number} group{'s' * (number > 1)} in quarantine")
     return "; ".join(lines)
 
 

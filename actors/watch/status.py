@@ -30,12 +30,13 @@ from actors.watch.run_state import (
     waits,
     when,
 )
+from buffer.store.faults import StoreError
 from buffer.store.lock import holder
 from buffer.store.past import history
-from buffer.store.sqlite import StoreError, reading
+from buffer.store.sqlite import reading
 from buffer.wire.protocol import State
 from configs.entrypoint import DONE, FAILED
-from configs.plain_text import visible
+from configs.plain_text import visible_line
 from configs.schema import Config
 
 REWARD_S = 2.0
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False, markup=False, soft_wrap=True)
 
     def show(*lines: str, style: str = "") -> None:
-        console.print(*map(visible, lines), sep="\n", style=style)
+        console.print(*map(visible_line, lines), sep="\n", style=style)
 
     answer, held, trouble = asyncio.run(ask(config)), None, ""
     if config.buffer.path:
@@ -155,5 +156,5 @@ def _servers_table(state: State, config: Config) -> Table:
         full = "" if name in gone else fullness(state, name)
         shown_version = "?" if version is None else str(version)
         cells = (name, shown_version, str(server.get("leases", "?")), heard, full, stats)
-        table.add_row(*map(visible, cells))
+        table.add_row(*map(visible_line, cells))
     return table

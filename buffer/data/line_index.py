@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.variables import private_folder
+
 FORMAT = 2
 """Version of the index and of the rules for rows. An index of an earlier format is made again."""
 DIGEST_BYTES = 32
@@ -41,7 +43,7 @@ class LineIndex:
     def write(self, bounds: "array[int]") -> None:
         """Whole or not at all. Raises OSError."""
         body = bounds.tobytes()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(self.path.parent)
         begun = self.path.with_suffix(".begun")
         with begun.open("wb") as file:
             file.write(hashlib.sha256(body).digest() + body)

@@ -7,13 +7,17 @@ import heapq
 from collections import Counter
 
 from buffer.ledger.rules import ZERO_VARIANCE, Ledger
-from buffer.ledger.state import GIVEN_UP_FLAT
+from buffer.ledger.state import GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED
 from buffer.ledger.types import ItemState, server_name
 
 SHOWN = 3
 FLAT_REMEDY = (
     "every sample of a group had the same reward: take easier problems if all fail, harder ones if all are solved, "
     "raise batch.samples or sampling.temperature, look at the reward, or set batch.skip_zero_variance: false"
+)
+QUARANTINE_REMEDY = (
+    "`python -m buffer quarantine RUN` lists them; compare the models and the software of servers and learner, then "
+    "start the run again"
 )
 MOST_COUNTS = 5
 """Reasons of failed attempts that the end of a run is explained with."""
@@ -63,12 +67,17 @@ def ended(ledger: Ledger) -> str:
         row = f"{ledger.state.flat_in_row} groups in a row had no variance"
         first = f"the run was given up {after}: {row} (batch.skip_zero_variance leaves such groups out)"
         return f"{first}\n  {FLAT_REMEDY}; those need another run.name"
+    if ledger.state.given_up == GIVEN_UP_QUARANTINED:
+        row = f"{ledger.state.quarantined_in_row} groups were put into quarantine and none was trained meanwhile"
+        last = f"the last one: {ledger.state.last_quarantined}; " if ledger.state.last_quarantined else ""
+        return f"the run was given up {after}: {row}\n  {last}{QUARANTINE_REMEDY}"
     if ledger.state.given_up:
         row = f"{ledger.state.failures_in_row} attempts failed and no group was made meanwhile"
         first = f"the run was given up {after}: {row} (rollout.max_failed_share {ledger.max_failed_share:g})"
     else:
         epochs = "1 epoch" if ledger.epochs == 1 else f"{ledger.epochs} epochs"
         counts = f"{ledger.state.num_formed} trained, {sum(ledger.dropped().values())} dropped{_dropped(ledger)}"
+        counts += f", {ledger.num_quarantined} in quarantine" if ledger.num_quarantined else ""
         first = f"the data ended {after}: {epochs} of {ledger.problems} problems, {counts}"
     if outcome == "data":
         return first

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from buffer.ledger import schedule
 from buffer.ledger.evaluations import Evaluations, Reach
-from buffer.ledger.state import GIVEN_UP_FAILED, GIVEN_UP_FLAT, LedgerState, ServerRecord
+from buffer.ledger.state import GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, LedgerState, ServerRecord
+from buffer.ledger.suspicion import MOST_ENDS, Suspicion
 from buffer.ledger.types import (
     OPEN,
     Changes,
@@ -34,6 +35,9 @@ LEAST_FLAT, LEAST_FLAT_BATCHES = 1000, 10
 """The same for groups in a row that `skip_zero_variance` leaves out. The limit is higher because such a group is not a
 fault: if one group in 100 has variance, 1,000 in a row without variance come once in 2 million groups; if one in 200
 has, once in 30,000."""
+LEAST_QUARANTINED = 10
+"""A run is given up after so many groups, and the groups of a batch, were put into quarantine and none was trained:
+then it is not the groups that are at fault."""
 
 
 class Ledger:
@@ -41,7 +45,8 @@ class Ledger:
 
     Item s is problem `order(seed, epoch)[s % problems]` of epoch `s // problems`, and keeps its number for life; with
     `shares`, the rows and the weight of each source, it is `mixed(shares, seed, epoch)[s % problems]`.
-    `recall` reads a dropped item back from where `drain` was written: the ledger itself forgets it.
+    `recall` reads an item that was dropped or put into quarantine back from where `drain` was written: the ledger
+    itself forgets it.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Ledger:
         self.max_failed_share, self.shares = max_failed_share, shares
         self.state = LedgerState()
         self.evaluations = Evaluations(eval_every, lease_s)
+        self.suspicion = Suspicion()
         self._recall = recall
         self._epoch: tuple[int, Sequence[int]] = (-1, ())  # the epoch last drawn from, and its rows
         self._following: tuple[int, schedule.Drawing] | None = None  # the next one, which is being drawn
@@ -130,12 +136,15 @@ class Ledger:
         """
         if not samples:
             raise LedgerError(f"item {number}: a group without samples; report what went wrong with Fail instead")
-        item = self.state.items.get(number) or self.state.dropped_since_drain(number) or self._recall(number)
+        item = self._find(number)
         if item is None:
             return f"item {number} is not known here: it was never dispatched, or was closed and pruned long ago"
         if (item.server, item.lease) != (server, lease) or not (item.state == "leased" or item.accepted):
             return item.lease_over(lease)
         if item.state == "leased":
+            if wrong := self._wrong_versions(item, samples):
+                self._end(item, wrong, now, "engine")
+                return item.lease_over(lease)
             oldest = min((sample.oldest for sample in samples if sample.oldest is not None), default=item.version)
             if oldest < item.version and not self._redate(item, oldest):
                 reason = f"sampled under version {oldest}, it could not be trained within {self.max_staleness} versions"
@@ -255,6 +264,8 @@ class Ledger:
                 return None
             self.state.form(self.groups)
         self.state.raise_ceiling(version + 1)
+        if version > self.last_trained:
+            self.suspicion.take(version)
         return self.state.batches[version]
 
     def trained(self, version: int) -> list[int]:
@@ -269,6 +280,7 @@ class Ledger:
             return []
         newly = range(self.last_trained + 1, version + 1)
         self.state.mark(version)
+        self.suspicion.clear(version)
         return [item for batch in newly for item in self.state.batches[batch].items]
 
     def rewind(self, version: int) -> int:
@@ -291,7 +303,55 @@ class Ledger:
             raise LedgerError(self._pruned(version))
         self.state.rewind(version)
         self.state.forgive()
+        self.suspicion.clear(version - 1)
+        culprit = self.suspicion.begin()
+        if culprit is not None and culprit in self.items:
+            self.quarantine(culprit, f"the learner ended {MOST_ENDS} times while it tried this group by itself")
         return self.version - version
+
+    def try_alone(self, version: int, number: int | None) -> None:
+        """The learner, which has batch `version`, tries the group of this item by itself; None: it has tried all."""
+        if number is not None and (version >= self.version or number not in self._batch_items(version)):
+            raise LedgerError(f"item {number} is not in batch {version}: take the batch again")
+        self.suspicion.try_alone(number)
+
+    def suspect(self, version: int) -> bool:
+        """Whether MOST_ENDS starts of the learner ended with this batch."""
+        return self.suspicion.ends(version) >= MOST_ENDS
+
+    def _batch_items(self, version: int) -> tuple[int, ...]:
+        return self.state.batches[version].items if version in self.state.batches else ()
+
+    def quarantine(self, number: int, reason: str) -> bool:
+        """Put the group of this item into quarantine: it is kept and never trained. Returns whether that is news.
+
+        Its batch is trained without it; no other batch changes. A batch that loses its last group is formed anew, and
+        those after it too. Raises LedgerError for an item that has no group, or whose batch was trained.
+        """
+        item = self._find(number)
+        if item is not None and item.state == "quarantined":
+            return False
+        if item is None or item.state not in ("stored", "batched"):
+            now = "not known here" if item is None else item.state
+            raise LedgerError(f"item {number} is {now}: only a group that is stored or batched goes into quarantine")
+        if item.state == "batched" and item.batch <= self.last_trained:
+            raise LedgerError(f"item {number} was trained in batch {item.batch}: it cannot go into quarantine any more")
+        if item.state == "batched":
+            self._take_out(item)
+        self.state.quarantine(item, reason)
+        if self.state.quarantined_in_row >= self.most_quarantined and not self.state.given_up:
+            self.state.give_up_run(GIVEN_UP_QUARANTINED)
+        return True
+
+    def _take_out(self, item: ItemState) -> None:
+        """Out of its batch, which is formed anew if that was its last group. So are the later ones then: batch v must
+        not be missing between v - 1 and v + 1. What is too new for it is dispatched again."""
+        batch = item.batch
+        self.state.take_out(item)
+        self.suspicion.clear(batch)
+        if not self.state.batches[batch].items:
+            self.state.unform(batch)
+            self._take_back_too_old(but=item.number)
 
     def prune(self, oldest_kept: int) -> int:
         """Forget batches before `oldest_kept`, trained ones only; returns the oldest batch that is left.
@@ -300,6 +360,10 @@ class Ledger:
         """
         self.state.prune(max(self.state.oldest, min(oldest_kept, self.last_trained + 1)))
         return self.state.oldest
+
+    def _find(self, number: int) -> ItemState | None:
+        """An item in memory or, if it is closed, what is written down of it."""
+        return self.state.items.get(number) or self.state.closed_since_drain(number) or self._recall(number)
 
     def finished(self) -> bool:
         """No further batch can be formed."""
@@ -318,7 +382,7 @@ class Ledger:
             return "failed"
         if not self.used_up() or self.state.pool.num_open:
             return None
-        return "data" if self.state.num_formed or not self.failed() else "failed"
+        return "data" if self.state.num_formed or not (self.failed() or self.num_quarantined) else "failed"
 
     # what is asked of it, without changing it
 
@@ -362,7 +426,8 @@ class Ledger:
         return self.state.items[number].state if number in self.state.items else None
 
     def counts(self) -> dict[str, int]:
-        """Items by state: leased, stored, waiting; batched (not yet trained), trained, dropped in the whole run."""
+        """Items by state: leased, stored, waiting; batched (not yet trained), trained, dropped and, if there are some,
+        quarantined in the whole run."""
         pool, totals = self.state.pool, self.state.totals
         now = {"leased": pool.num_open - pool.num_stored, "stored": pool.num_stored, "waiting": pool.num_waiting}
         trained = totals.groups("trained")
@@ -370,7 +435,13 @@ class Ledger:
             "batched": self.state.num_formed - trained,
             "trained": trained,
             "dropped": totals.groups("dropped"),
+            **({"quarantined": self.num_quarantined} if self.num_quarantined else {}),
         }
+
+    @property
+    def num_quarantined(self) -> int:
+        """Groups put into quarantine in the whole run."""
+        return self.state.totals.groups("quarantined")
 
     def dropped(self) -> dict[str, int]:
         """Dropped items by reason, in the whole run."""
@@ -385,7 +456,8 @@ class Ledger:
         return dict(sorted((int(age), lengths.groups) for age, lengths in self.state.totals.by("age").items()))
 
     def lengths(self) -> dict[str, Lengths]:
-        """Lengths by what became of the samples: `generated`, `trained`, `dropped: REASON`, `discarded: REASON`."""
+        """Lengths by what became of the samples: `generated`, `trained`, `quarantined`, `dropped: REASON`,
+        `discarded: REASON`."""
         return self.state.totals.lengths()
 
     def leased(self) -> Iterator[ItemState]:
@@ -422,6 +494,11 @@ class Ledger:
         """Number of groups in a row without variance that ends the run."""
         return max(LEAST_FLAT, LEAST_FLAT_BATCHES * self.groups)
 
+    @property
+    def most_quarantined(self) -> int:
+        """Number of groups put into quarantine in a row, none trained between them, that ends the run."""
+        return max(LEAST_QUARANTINED, self.groups)
+
     def ready(self) -> bool:
         """Whether batch v' can be formed."""
         if self.state.given_up or (self.versions is not None and self.version >= self.versions):
@@ -439,7 +516,8 @@ class Ledger:
 
     def drain(self) -> Changes:
         """What changed since the last call. The ledger forgets it: the caller must write it."""
-        changes = self.state.drain({name: int(getattr(self, name)) for name in FIXED})
+        fixed = {name: int(getattr(self, name)) for name in FIXED}
+        changes = self.state.drain(fixed | self.suspicion.counters())
         changes.evaluations = self.evaluations.drain()
         return changes
 
@@ -458,6 +536,7 @@ class Ledger:
                 )
         self.state.restore(saved, now)
         self.evaluations.restore(saved.evaluations, now)
+        self.suspicion = Suspicion.restored(saved.scalars)
         self._take_back_too_old()
 
     # the rules behind
@@ -519,6 +598,18 @@ class Ledger:
             failures > self.max_failed_share * attempts
         )
 
+    def _wrong_versions(self, item: ItemState, samples: Sequence[SampleStats]) -> str:
+        """Why no server can have had the policies that sampled these tokens: newer than any there is, or older than its
+        server's at the dispatch, to which only a rewind leads back; "" where one can."""
+        state, d = self.state, item.version
+        newest = max((sample.newest for sample in samples if sample.newest is not None), default=0)
+        oldest = min((sample.oldest for sample in samples if sample.oldest is not None), default=d)
+        if newest > (most := max(state.ceiling, state.reached)):
+            return f"sampled under version {newest}, and no policy above version {most} exists"
+        if oldest < (least := state.restored if state.restored < d <= state.reached else d):
+            return f"sampled under version {oldest}, and its server had version {least} or a later one"
+        return ""
+
     def _redate(self, item: ItemState, version: int) -> bool:
         """Have the open item count as dispatched under the older `version`, if all stay within the bound."""
         counts = dict(self.state.pool.open)
@@ -533,9 +624,10 @@ class Ledger:
         for number in list(server.leases.values()):
             self._end(self.state.items[number], reason, now)
 
-    def _take_back_too_old(self) -> None:
-        """Take back the open items that cannot be trained within the bound: v' or the bound was set from outside."""
-        opened = (item for item in self.items.values() if item.state in OPEN)
+    def _take_back_too_old(self, but: int = -1) -> None:
+        """Take back the open items that cannot be trained within the bound, `but` one: v' or the bound was set from
+        outside."""
+        opened = (item for item in self.items.values() if item.state in OPEN and item.number != but)
         items = sorted(opened, key=lambda item: (item.version, item.number))
         sound = [item for item in items if item.version <= self.state.ceiling]
         kept = schedule.keepable([item.version for item in sound], self.version, self.groups, self.max_staleness)

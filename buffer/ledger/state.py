@@ -11,14 +11,14 @@ from typing import TypeVar
 
 from buffer.ledger.pool import Pool
 from buffer.ledger.totals import Totals
-from buffer.ledger.types import Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
+from buffer.ledger.types import CLOSED, Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
 
 COUNTERS = (
     *("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease", "failures_in_row", "given_up"),
-    *("wanted_servers", "wanted_by_person", "flat_in_row", "restored", "reached"),
+    *("wanted_servers", "wanted_by_person", "flat_in_row", "restored", "reached", "quarantined_in_row"),
 )
-GIVEN_UP_FAILED, GIVEN_UP_FLAT = 1, 2
-"""Why a run was given up: all attempts fail; all groups lack variance."""
+GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED = 1, 2, 3
+"""Why a run was given up: all attempts fail; all groups lack variance; none can be trained."""
 EXAMPLES = 3
 """Rows kept whose attempts failed last."""
 REMEMBERED = 1024
@@ -81,7 +81,12 @@ class LedgerState:
         self.flat_in_row = 0
         """Groups without variance in a row, since a group had variance or the learner was started."""
         self.given_up = 0
-        """0, or why the run was given up: GIVEN_UP_FAILED for `failures_in_row`, GIVEN_UP_FLAT for `flat_in_row`."""
+        """0, or why the run was given up: GIVEN_UP_FAILED for `failures_in_row`, GIVEN_UP_FLAT for `flat_in_row`,
+        GIVEN_UP_QUARANTINED for `quarantined_in_row`."""
+        self.quarantined_in_row = 0
+        """Groups put into quarantine since a batch was trained or the learner was started."""
+        self.last_quarantined = ""
+        """Why the last one was; not written down."""
         self.wanted_servers = self.wanted_by_person = 0
         """Rollout servers that are wanted, 0 before anybody said so; 1 while the number is a person's."""
         self.told = False
@@ -153,7 +158,7 @@ class LedgerState:
 
     def forgive(self) -> None:
         """The learner was started: reset the counts of failures and of groups without variance."""
-        self.failures_in_row = self.flat_in_row = self.given_up = 0
+        self.failures_in_row = self.flat_in_row = self.quarantined_in_row = self.given_up = 0
         self.told = False
 
     def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0, held_back: bool = False) -> None:
@@ -208,11 +213,50 @@ class LedgerState:
             self._touched.remove(item.number)
             self._changes.items[item.number] = item.row_values()
 
-    def dropped_since_drain(self, number: int) -> ItemState | None:
-        """An item that was dropped and is not in the store yet."""
+    def quarantine(self, item: ItemState, reason: str) -> None:
+        """Stored -> quarantined. The item leaves memory; its row and its samples in the store stay."""
+        item.state, item.reason = "quarantined", reason
+        item.batch = self.version if item.batch < 0 else item.batch
+        self.totals.add("quarantined", item.lengths)
+        self.quarantined_in_row += 1
+        self.last_quarantined = reason
+        self._changes.quarantined.add(item.number)
+        self._touched.add(item.number)
+        self._forget(item)
+        self.pool = Pool(self.items.values())
+        self.revision += 1
+
+    def take_out(self, item: ItemState) -> None:
+        """Batched -> stored: the group leaves its batch. The batch keeps its other groups."""
+        left = [(other.version, other.number) for other in self._members(item.batch) if other is not item]
+        self.batches[item.batch] = _batch(item.batch, left)
+        self._unbatch(item)
+
+    def unform(self, version: int) -> None:
+        """Batched -> stored: all groups of batch `version` and of later ones; v' is `version` again."""
+        for later in range(version, self.version):
+            for item in self._members(later):
+                self._unbatch(item)
+                item.batch = -1
+                self._touched.add(item.number)
+            del self.batches[later]
+            self._changes.batches.pop(later, None)
+        self.version, self.ceiling = version, min(self.ceiling, version)
+        self.pool = Pool(self.items.values())
+        self.revision += 1
+
+    def _unbatch(self, item: ItemState) -> None:
+        self.totals.add("age", item.lengths, str(item.batch - item.version), times=-1)
+        item.state = "stored"
+
+    def _members(self, version: int) -> list[ItemState]:
+        return [self.items[number] for number in self.batches[version].items]
+
+    def closed_since_drain(self, number: int) -> ItemState | None:
+        """An item that was dropped or put into quarantine and is not in the store yet."""
         row = self._changes.items.get(number)
         item = ItemState(*row) if row and number not in self.items else None  # type: ignore[arg-type]
-        return item if item and item.state == "dropped" else None
+        return item if item and item.state in CLOSED else None
 
     def take_back(self, items: Sequence[ItemState], reason: str) -> None:
         """Leased or stored -> waiting, through no fault of the dispatch: it does not count as an attempt."""
@@ -258,6 +302,8 @@ class LedgerState:
             for number in self.batches[version].items:
                 self.totals.add("trained", self.items[number].lengths, times=1 if version <= last else -1)
             self._changes.batches[version] = version <= last
+        if last > self.last_trained:
+            self.quarantined_in_row = 0
         self.last_trained = last
         self.revision += 1
 

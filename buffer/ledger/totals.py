@@ -20,6 +20,7 @@ class Totals:
     - `generated`: accepted groups, whatever became of them;  `trained`: groups of trained batches;
     - `retried`: accepted groups that were not made at the first attempt;
     - `dropped`, by reason;  `discarded`, by reason: groups generated, then thrown away, whose problem is tried again;
+    - `quarantined`: groups generated and kept, that are never trained;
     - `failed`, by `KIND: REASON`: attempts;  `age`, by age: groups of formed batches, trained or about to be.
     """
 
@@ -49,8 +50,9 @@ class Totals:
         return sum(lengths.groups for lengths in self._totals[what].values())
 
     def lengths(self) -> dict[str, Lengths]:
-        """What became of the samples: by `generated`, `trained`, `dropped: REASON`, `discarded: REASON`."""
-        kinds = ("generated", "trained", "dropped", "discarded")
+        """What became of the samples: by `generated`, `trained`, `quarantined`, `dropped: REASON`,
+        `discarded: REASON`."""
+        kinds = ("generated", "trained", "dropped", "discarded", "quarantined")
         return {f"{kind}: {which}" if which else kind: n for kind in kinds for which, n in self.by(kind).items()}
 
     def drain(self) -> dict[tuple[str, str], Lengths]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 OPEN = ("leased", "stored")
+CLOSED = ("dropped", "quarantined")
+"""States of items that have left memory; their rows in the store stay."""
 FailureKind = Literal["reward", "task", "prompt", "engine", "infrastructure"]
 """Whose fault a failed attempt is: the reward function's, the task's, the row's, vLLM's, or anything else's."""
 Outcome = Literal["versions", "data", "failed"]
@@ -34,6 +36,8 @@ class SampleStats:
     """Tokens before the first sampled one; written down in the sample only."""
     row_images: int = field(default=0, compare=False)
     """Images of its row that it shows; written down in the sample only."""
+    newest: int | None = field(default=None, compare=False)
+    """Policy version of its newest sampled token; not written down."""
 
     def row_values(self) -> tuple[int | float, ...]:
         """What the store writes, in the order of the fields."""
@@ -87,9 +91,9 @@ class ItemState:
     number: int
     row: int
     epoch: int
-    state: Literal["waiting", "leased", "stored", "batched", "dropped"] = "waiting"
+    state: Literal["waiting", "leased", "stored", "batched", "dropped", "quarantined"] = "waiting"
     reason: str = ""
-    """Why it was dropped, or why the last attempt failed."""
+    """Why it was dropped or put into quarantine, or why the last attempt failed."""
     version: int = -1
     """Dispatch version d; -1 before the first dispatch."""
     server: str = ""
@@ -99,7 +103,8 @@ class ItemState:
     """Number of the Ask that was answered with it."""
     attempts: int = 0
     batch: int = -1
-    """Batch it went into; for a dropped item the batch that was being collected then; -1 while neither."""
+    """Batch it went into; for an item that was dropped, or put into quarantine before it was in a batch, the batch that
+    was being collected then; -1 while neither."""
     samples: int = 0
     tokens: int = 0
     sampled: int = 0
@@ -128,7 +133,7 @@ class ItemState:
     @property
     def accepted(self) -> bool:
         """Its last lease ended with an accepted group."""
-        return self.state in ("stored", "batched") or (self.state == "dropped" and self.samples > 0)
+        return self.state in ("stored", "batched") or (self.state in CLOSED and self.samples > 0)
 
     def lease_over(self, lease: int) -> str:
         """Why a group under the ended `lease` is refused, in one line."""
@@ -138,6 +143,7 @@ class ItemState:
             "stored": f"the item was delivered by {server_name(self.server)} under lease {self.lease}",
             "batched": f"the item is in batch {self.batch}",
             "dropped": f"the item was dropped: {self.reason}",
+            "quarantined": f"its group was put into quarantine: {self.reason}",
         }[self.state]
         reason = f" ({self.reason})" if self.reason and self.state in ("waiting", "leased") else ""
         return f"lease {lease} of item {self.number} is over{reason}; {now}"
@@ -172,6 +178,8 @@ class Changes:
     """Samples of newly accepted groups, by item."""
     discarded: set[int] = field(default_factory=set)
     """Items whose stored samples are void."""
+    quarantined: set[int] = field(default_factory=set)
+    """Items whose samples are kept and never trained."""
     batches: dict[int, bool] = field(default_factory=dict)
     """By batch: has it been trained?"""
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)

@@ -1,18 +1,27 @@
-"""What is known of a run before it is started again: from its ledger's file and its `config.yaml`. Reads only.
+"""What is known of a run before it is started again: from its ledger's file, its checkpoints and its `config.yaml`.
 
-Used by the launcher and by the buffer before they write anything, and by `python -m actors status`.
+Used by the launcher and by the buffer before they write anything, and by `python -m actors status`. Only `accept_loss`
+and `begin_with` write: what a person has accepted, and with which checkpoint a run without a ledger begins.
 """
 
 import json
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import NamedTuple
 
+from buffer.store import witness
+from buffer.store.faults import ACCEPT, LostCommits
+from buffer.store.opening import explained
 from buffer.store.sqlite import reading
+from configs.checkpoint_files import newest
+from configs.load import ConfigError
 from configs.resume import Change, Settings, written
 from configs.schema import Config
 
+BEGINS = "begins.json"
+"""File of a run's folder: the version of the checkpoint with which its ledger begins."""
 OPEN = "SELECT COUNT(*) FROM items WHERE batch = -1 AND state IN ('waiting', 'leased', 'stored')"
 """By the index of `batch`: a run may have millions of items."""
 
@@ -38,7 +47,7 @@ def past(config: Config) -> Past:
     file = config.buffer.path and config.run.path / config.buffer.path
     if file is None or not file.exists():
         return Past(written(config.run.path))
-    with closing(reading(file)) as db:
+    with closing(reading(file)) as db, explained(file):
         meta = dict(db.execute("SELECT name, value FROM meta"))
         (num_open,) = db.execute(OPEN).fetchone()
     known = json.loads(meta["settings"]) if "settings" in meta else written(config.run.path)
@@ -47,6 +56,63 @@ def past(config: Config) -> Past:
     used_up = dispatched and not num_open and trained == meta["version"]
     wanted = meta.get("wanted_servers", 0), bool(meta.get("wanted_by_person", 0))
     return Past(known, meta.get("oldest", 0), trained, used_up, *wanted)
+
+
+def losses(config: Config) -> list[str]:
+    """What a start would lose for ever, a line each, and none for a run that is whole or new: commits that the ledger
+    lacks, or the whole ledger of a run that has checkpoints. Raises StoreError for a file that cannot be read."""
+    file = config.buffer.path and config.run.path / config.buffer.path
+    if file is None:
+        return []
+    found = list[str]()
+    with suppress(ValueError):  # a witness that is damaged knows nothing; the buffer says so
+        known = witness.noted(file)
+        try:
+            witness.require_all(file, known, _counted(file))
+        except LostCommits as error:
+            found.append(str(error))
+    checkpoints = config.run.path / "checkpoints"
+    if not file.exists() and (version := newest(checkpoints)) > begins_with(config.run.path):
+        problem = f"{checkpoints} has version {version}, and the ledger is gone: the run would begin again with the"
+        remedy = f"bring the file back, or begin so on purpose with {ACCEPT}"
+        found.append(f"buffer.path {file}: {problem} first problem under that version; {remedy}")
+    return found
+
+
+def accept_loss(config: Config) -> None:
+    """Have `losses` find nothing: the ledger is right as it is, and a new one begins with the newest checkpoint."""
+    file = config.buffer.path and config.run.path / config.buffer.path
+    if file is None:
+        return
+    if commits := _counted(file):
+        witness.Witness(file, commits).close()
+    else:
+        witness.file_of(file).unlink(missing_ok=True)
+    if not file.exists() and (version := newest(config.run.path / "checkpoints")):
+        begin_with(config.run.path, version)
+
+
+def begin_with(run: Path, version: int) -> None:
+    """The ledger of `run`, which has none, begins with the checkpoint of this version: a fork's, or after a loss."""
+    (run / BEGINS).write_text(json.dumps({"version": version}), encoding="utf-8")
+
+
+def begins_with(run: Path) -> int:
+    """The version of the checkpoint with which the ledger of `run` may begin; 0: with the initial model."""
+    try:
+        return int(json.loads((run / BEGINS).read_text(encoding="utf-8"))["version"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError([f"{run / BEGINS}: cannot be read ({error}); remove it, and start with {ACCEPT}"]) from None
+
+
+def _counted(file: Path) -> witness.Commits | None:
+    """How often the ledger was committed; None: there is none, or it does not count."""
+    if not file.exists():
+        return None
+    with closing(reading(file)) as db, explained(file):
+        return witness.counted(db)
 
 
 def history(db: sqlite3.Connection) -> Iterator[tuple[int, Change]]:

@@ -20,6 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from buffer.ledger.types import SampleStats
+from buffer.store.faults import StoreGone
+from buffer.store.reserve import open_file
+from buffer.store.same_files import identity
+from configs.variables import private_folder
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
 """Size at which the next segment is begun, and the space allocated at a time."""
@@ -48,11 +52,13 @@ class Segments:
     def __init__(self, folder: Path, number: int, end: int, fsync: bool = True) -> None:
         self.folder, self.number, self.end, self._fsync = folder, number, end, fsync
         if not folder.is_dir():
-            folder.mkdir(parents=True)
+            private_folder(folder)
             if fsync:
                 _sync_folder(folder.parent)
         self._open: tuple[int, int] | None = None
         """Number and descriptor of the segment written last."""
+        self._identity: tuple[int, int] | None = None
+        """Which file that is."""
         self._allocated = 0
         """Up to where its space is allocated."""
         self._spare: list[Path] = []
@@ -72,6 +78,10 @@ class Segments:
         """Samples of these sizes from `place` on. Raises OSError if the file does not have them."""
         data = read(self.folder, place, sum(sizes))
         return [data[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
+
+    def path_of(self, number: int) -> Path:
+        """The file of a segment."""
+        return path_of(self.folder, number)
 
     def missing(self, ends: Mapping[int, int]) -> Path | None:
         """The first file of `ends`, by number, that does not exist or is shorter than its end; None: all are sound."""
@@ -153,14 +163,17 @@ class Segments:
 
     def _descriptor(self) -> int:
         """File descriptor of the segment being written, which is created if it does not exist."""
+        path = path_of(self.folder, self.number)
         if self._open and self._open[0] == self.number:
+            if identity(path) != self._identity:
+                raise StoreGone(path)
             return self._open[1]
         self._close_file()
-        path = path_of(self.folder, self.number)
         if self._spare and not path.exists():
             self._spare.pop().rename(path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._open, self._allocated = (self.number, descriptor), os.fstat(descriptor).st_size
+        self._identity = identity(descriptor)
         if self._fsync:
             _sync_folder(self.folder)
         return descriptor
@@ -186,6 +199,10 @@ class InMemory:
         """As `Segments.read`."""
         ends = list(accumulate(sizes, initial=place.position))
         return [self._groups[place.segment][begin:end] for begin, end in pairwise(ends)]
+
+    def path_of(self, number: int) -> Path:
+        """As `Segments.path_of`; there is no such file."""
+        return Path("memory")
 
     def missing(self, ends: Mapping[int, int]) -> None:
         """None is."""
@@ -215,7 +232,7 @@ def path_of(folder: Path, number: int) -> Path:
 def read(folder: Path, place: Place, size: int) -> bytes:
     """`size` bytes from `place` on. Raises OSError if the file does not have them, FileNotFoundError once removed."""
     path = path_of(folder, place.segment)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_file(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = os.pread(descriptor, size, place.position)
     finally:
@@ -242,7 +259,7 @@ def _written(descriptor: int, buffers: Sequence[bytes], position: int) -> int:
 
 def _sync_folder(folder: Path) -> None:
     """A new file survives a power cut only once its folder is synced."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = open_file(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

@@ -4,29 +4,34 @@ Readable with any SQLite tool, also while the buffer runs:
 `sqlite3 buffer.sqlite "SELECT state, COUNT(*) FROM items GROUP BY state"`
 
     items     item, row, epoch     number for life, row of the data set, pass over the data set
-              state, reason        waiting, leased, stored, batched, trained, dropped; why dropped or failed last
+              state, reason        waiting, leased, stored, batched, trained, dropped, quarantined; why dropped, put
+                                   into quarantine, or failed last
               version, server      dispatch version and server of the last lease
               lease, request       number of the last lease; number of the Ask that was answered with it
               attempts             dispatches so far
-              batch                batch it went into; dropped: the one then collected; else -1
+              batch                batch it went into, or was taken out of; dropped: the one then collected; else -1
               samples, tokens, sampled, truncated   sums over its group
               leased_at, stored_at, changed_at      Unix time
               bytes                size of its samples here; 0 once removed
     samples   item, idx, tokens, sampled, reward, truncated
               segment, position, bytes   where it is: in the file `buffer.sqlite-samples/SEGMENT.samples` (six digits),
                                          from byte `position` on, MessagePack of `buffer.wire.sample.Sample`
+              crc32c                     CRC32C of those bytes; NULL: stored by a release that computed none
     segments  segment, size, live  those files: bytes that count of each, bytes that are still named
     batches   version, trained, formed_at, trained_at
     problems  row, problem         JSON of each problem that was dispatched
     totals    what, which, groups, samples, tokens, sampled, truncated   running sums, see `buffer/ledger/totals.py`
-    meta      name, value          counters of the ledger, digest of the data, the run's settings as JSON by key
+    meta      name, value          counters of the ledger, digest of the data, the run's settings as JSON by key;
+                                   `ledger`: a random name of this file, `commits`: how often it was committed
     evaluations  due, state, version, server   version at which it was due; running, lost, done, failed; what was
                                                evaluated, where
               attempts, reason, results, samples, changed_at   claims; why given up; JSON by set: figures, answers
     changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
 """
 
-APPLICATION, SCHEMA = 0x48445243, 3
+APPLICATION, SCHEMA = 0x48445243, 4
+READABLE = (3, SCHEMA)
+"""Schemas that are read; a file of an earlier one is brought to SCHEMA when a buffer opens it."""
 TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE problems (row INTEGER PRIMARY KEY, problem TEXT NOT NULL);
@@ -42,7 +47,7 @@ CREATE INDEX items_with_samples ON items (batch) WHERE bytes > 0;
 CREATE TABLE samples (
     item INTEGER NOT NULL, idx INTEGER NOT NULL, tokens INTEGER NOT NULL, sampled INTEGER NOT NULL,
     reward REAL NOT NULL, truncated INTEGER NOT NULL,
-    segment INTEGER NOT NULL, position INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    segment INTEGER NOT NULL, position INTEGER NOT NULL, bytes INTEGER NOT NULL, crc32c INTEGER,
     PRIMARY KEY (item, idx)
 ) WITHOUT ROWID;
 CREATE TABLE segments (segment INTEGER PRIMARY KEY, size INTEGER NOT NULL, live INTEGER NOT NULL);
@@ -53,6 +58,15 @@ CREATE TABLE totals (
     sampled INTEGER NOT NULL, truncated INTEGER NOT NULL, PRIMARY KEY (what, which)
 ) WITHOUT ROWID;
 """
+MIGRATIONS = {3: "ALTER TABLE samples ADD COLUMN crc32c INTEGER"}
+"""By schema: what brings a file to the next one."""
+AS_NOW = "CREATE TEMP VIEW samples AS SELECT *, NULL AS crc32c FROM main.samples"
+"""For readers of a file with schema 3: hides its table behind one with the column that it lacks."""
+FIRST_COMMIT = "INSERT OR IGNORE INTO meta VALUES ('ledger', ?), ('commits', 0)"
+NEXT_COMMIT = "UPDATE meta SET value = value + 1 WHERE name = 'commits'"
+"""In a table that nearly every transaction writes to anyway: a table of its own would be one more page to write."""
+COMMITS = "SELECT (SELECT value FROM meta WHERE name = 'ledger'), value FROM meta WHERE name = 'commits'"
+SCALARS = "SELECT name, value FROM meta WHERE typeof(value) = 'integer' AND name <> 'commits'"
 ITEM = """
 INSERT INTO items VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15,
     ?16, CASE WHEN ?12 THEN ?16 END, ?16, 0)
@@ -67,18 +81,19 @@ SELECT item, row, epoch, CASE state WHEN 'trained' THEN 'batched' ELSE state END
     request, attempts, batch, samples, tokens, sampled, truncated FROM items
 """
 """In the order of the fields of `ItemState`."""
-KEPT = f"{ITEM_STATE} WHERE state <> 'dropped' AND (batch = -1 OR batch >= ?)"
-DROPPED = f"{ITEM_STATE} WHERE item = ? AND state = 'dropped'"
+KEPT = f"{ITEM_STATE} WHERE state NOT IN ('dropped', 'quarantined') AND (batch = -1 OR batch >= ?)"
+CLOSED = f"{ITEM_STATE} WHERE item = ? AND state IN ('dropped', 'quarantined')"
 UNTRAINED = "SELECT item, bytes FROM items WHERE bytes > 0 AND state IN ('stored', 'batched')"
 BATCHED_SINCE = "SELECT item, bytes FROM items WHERE bytes > 0 AND batch >= ? AND state IN ('batched', 'trained')"
 FAILED_ROWS = """
 SELECT row, reason FROM items WHERE state IN ('waiting', 'dropped') AND samples = 0 AND reason <> ''
 ORDER BY changed_at DESC, item DESC LIMIT ?
 """
-VOID = "SELECT item FROM items WHERE bytes > 0 AND batch >= 0 AND batch < ?"
+VOID = "SELECT item FROM items WHERE bytes > 0 AND batch >= 0 AND batch < ? AND state <> 'quarantined'"
+UNFORMED = "DELETE FROM batches WHERE version >= ?"
 KNOWN = "SELECT 1 FROM problems WHERE row = ?"
-GROUP = "SELECT segment, position, bytes FROM samples WHERE item = ? ORDER BY idx"
-SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+GROUP = "SELECT segment, position, bytes, crc32c FROM samples WHERE item = ? ORDER BY idx"
+SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 SEGMENT = """
 INSERT INTO segments VALUES (?1, ?2, ?3)
 ON CONFLICT (segment) DO UPDATE SET size = MAX(size, ?2), live = live + ?3

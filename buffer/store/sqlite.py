@@ -1,10 +1,14 @@
 """The store: the ledger in one SQLite file, a transaction for each commit, the samples beside it in segments.
 
 Used by `buffer/wire/handlers.py`; the tables are in `sql.py`, the samples' files in `segments.py`. Only one process may
-write: it holds a lock on FILE.lock until it ends, however it ends.
+write: it holds a lock on FILE.lock until it ends, however it ends. No byte is believed unchecked: a sample has its
+CRC32C in its row, the number of commits is compared with the witness's (`witness.py`), pages and rows with each other
+(`opening.py`), and a file that was deleted or replaced while it was open ends the process (`same_files.py`).
 """
 
+import errno
 import json
+import logging
 import os
 import sqlite3
 import time
@@ -13,19 +17,22 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from google_crc32c import value as crc32c
+
 from buffer.ledger.state import EXAMPLES
-from buffer.ledger.types import Changes, EvaluationRow, ItemState, LedgerError, Lengths, Saved, Transaction
-from buffer.store import segments, sql
+from buffer.ledger.types import Changes, EvaluationRow, ItemState, Lengths, Saved, Transaction
+from buffer.store import segments, sql, witness
+from buffer.store.faults import DamagedSample, StoreError
 from buffer.store.lock import InUse, lock_of, locked
+from buffer.store.opening import explained, opened, read_only
+from buffer.store.same_files import SameFiles
 from buffer.store.segments import Groups, InMemory, Place, Segments
 from configs.resume import Change, Settings
+from configs.variables import open_private, run_folder
 
-LOG_PAGES = 4096
-"""The write-ahead log is copied into the file when it has so many pages, and then written anew from its start."""
-
-
-class StoreError(LedgerError):
-    """The file cannot be the ledger's; the text names it and the remedy."""
+log = logging.getLogger(__name__)
+UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
+"""Errors of reading a sample that mean that its bytes are lost."""
 
 
 class Store:
@@ -44,13 +51,20 @@ class Store:
         digest: str = "",
     ) -> None:
         self.path, self._problems = path, problems
-        with ExitStack() as ends, _explained(path):
+        self._witness: witness.Witness | None = None
+        with ExitStack() as ends, explained(path):
             if path:
                 ends.callback(os.close, _locked(path))
-            self._db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
+                ends.callback(self._close_witness)
+            known = _witnessed(path) if path else None
+            if path and not path.exists():
+                os.close(open_private(path, os.O_CREAT | os.O_RDWR))  # SQLite gives its other files the same mode
+            self._db = opened(path, fsync)
             ends.callback(self._db.close)
-            self._open(fsync)
             self._require_same_problems(digest)
+            if path:
+                self._open_witness(path, known)
+            self._files = SameFiles([path, path.with_name(f"{path.name}-wal")] if path else [])
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
             self._known_rows: set[int] = set()
@@ -58,26 +72,16 @@ class Store:
             ends.callback(self._shorten_log)
             self._ends = ends.pop_all()
 
-    def _open(self, fsync: bool) -> None:
-        db, where = self._db, self.path
-        (application,) = db.execute("PRAGMA application_id").fetchone()
-        (schema,) = db.execute("PRAGMA user_version").fetchone()
-        new = not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-        if not new and application != sql.APPLICATION:
-            raise StoreError(f"buffer.path {where}: an SQLite file of another program; name another file")
-        if not new:
-            _require_schema(schema, where)
-        db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would overwrite deleted content with zeros
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
-        db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
-        if new:
-            with self._transaction():
-                for statement in sql.TABLES.split(";"):
-                    db.execute(statement)
-                db.execute(f"PRAGMA application_id = {sql.APPLICATION}")
-                db.execute(f"PRAGMA user_version = {sql.SCHEMA}")
-        db.execute(sql.EVALUATIONS)
+    def _close_witness(self) -> None:
+        if self._witness:
+            self._witness.close()
+
+    def _open_witness(self, path: Path, known: witness.Commits | None) -> None:
+        """Raises LostCommits if the witness has `known` of more commits than the file has."""
+        found = witness.counted(self._db)
+        assert found, "every ledger of this schema counts its commits"
+        witness.require_all(path, known, found)
+        self._witness = witness.Witness(path, found)
 
     def _require_same_problems(self, digest: str) -> None:
         """Refuse a file that was begun with other problems; an empty digest is not compared."""
@@ -117,23 +121,26 @@ class Store:
         return found
 
     def load(self) -> Saved:
-        """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged."""
-        with _explained(self.path):
-            scalars = dict(self._db.execute("SELECT name, value FROM meta WHERE typeof(value) = 'integer'"))
+        """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged. After this, a commit raises
+        at once where another program has locked the file."""
+        with explained(self.path):
+            scalars = dict(self._db.execute(sql.SCALARS))
             items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
             failed = tuple(self._db.execute(sql.FAILED_ROWS, [EXAMPLES]))
             evaluations = tuple(EvaluationRow(*row) for row in self._db.execute(sql.EVALUATED))
+            self._db.execute("PRAGMA busy_timeout = 0")  # SQLite would wait, and with it the buffer's event loop
         return Saved(items, totals, scalars, failed[::-1], evaluations)
 
-    def dropped(self, item: int) -> ItemState | None:
-        """An item that was dropped, which the ledger does not keep in memory."""
-        row = self._db.execute(sql.DROPPED, [item]).fetchone()
+    def closed(self, item: int) -> ItemState | None:
+        """An item that was dropped or put into quarantine, which the ledger does not keep in memory."""
+        row = self._db.execute(sql.CLOSED, [item]).fetchone()
         return ItemState(*row) if row else None
 
     def commit(self, transaction: Transaction) -> None:
         """Write the changes, name the samples of the groups accepted in them, and no longer those that are void: all of
         it or, with sqlite3.Error or OSError raised, nothing."""
+        self._files.require()
         changes, payloads = transaction.changes, transaction.payloads
         groups = {item: payloads[item] for item in changes.sample_stats if item in payloads}
         with self._segments.appended(groups) as places, self._transaction():
@@ -162,7 +169,7 @@ class Store:
         for item, samples in groups.items():
             segment, position = places[item]
             for index, (stats, data) in enumerate(zip(changes.sample_stats[item], samples, strict=True)):
-                rows.append((item, index, *stats.row_values(), segment, position, len(data)))
+                rows.append((item, index, *stats.row_values(), segment, position, len(data), crc32c(data)))
                 position += len(data)
             size = position - places[item].position
             ends.append((segment, position, size))
@@ -170,6 +177,8 @@ class Store:
         db.executemany(sql.SAMPLE, rows)
         db.executemany(sql.SEGMENT, ends)
         db.executemany("UPDATE items SET bytes = ? WHERE item = ?", sizes)
+        if changes.quarantined and "version" in changes.scalars:  # a batch lost its last group
+            db.execute(sql.UNFORMED, [changes.scalars["version"]])
         for version, trained in sorted(changes.batches.items()):
             db.execute(sql.BATCH, (version, trained, now))
             db.execute(sql.TRAINED, (version, trained, now))
@@ -186,16 +195,34 @@ class Store:
             self._db.executemany(statement, rows)
 
     def group(self, item: int) -> list[bytes]:
-        """The packed samples of a group, in order; empty if it has none or they were removed. Raises OSError."""
+        """The packed samples of a group, in order; empty if it has none or they were removed. Raises DamagedSample."""
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
-        return self._segments.read(Place(*rows[0][:2]), [size for *_, size in rows]) if rows else []
+        return self._read(item, 0, rows) if rows else []
 
     def samples(self, item: int, indexes: Sequence[int]) -> list[bytes]:
-        """Some packed samples of a group that is stored, by their places in it. Raises OSError."""
+        """Some packed samples of a group that is stored, by their places in it. Raises DamagedSample."""
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
         if len(indexes) == len(rows):
-            return self._segments.read(Place(*rows[0][:2]), [size for *_, size in rows])
-        return [self._segments.read(Place(*rows[index][:2]), [rows[index][2]])[0] for index in indexes]
+            return self._read(item, 0, rows)
+        return [self._read(item, index, rows[index : index + 1])[0] for index in indexes]
+
+    def _read(self, item: int, first: int, rows: Sequence[tuple[int, int, int, int | None]]) -> list[bytes]:
+        """The samples of `rows`, which lie one after the other, from sample `first` of the item on."""
+        place, path = Place(*rows[0][:2]), self._segments.path_of(rows[0][0])
+        try:
+            found = self._segments.read(place, [size for _, _, size, _ in rows])
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            raise DamagedSample(item, first, path, str(error.strerror)) from None
+        for index, (data, (*_, crc)) in enumerate(zip(found, rows, strict=True), first):
+            if crc is not None and (now := crc32c(data)) != crc:
+                raise DamagedSample(item, index, path, f"its CRC32C is {now:08x}, and was {crc:08x} when it was stored")
+        return found
+
+    def require_same_files(self) -> None:
+        """Raise StoreGone if the ledger was deleted, moved or replaced since it was opened."""
+        self._files.require()
 
     def untrained_bytes(self) -> dict[int, int]:
         """Bytes of samples that are yet to be trained, by item."""
@@ -232,63 +259,57 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute(sql.NEXT_COMMIT)
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:  # SQLite itself rolls back for some errors
                 self._db.execute("ROLLBACK")
             raise
+        if self._witness:
+            self._witness.note()
 
 
 def reading(path: Path) -> sqlite3.Connection:
     """A connection that only reads the file of a live or a dead buffer. Raises StoreError if there is none.
 
-    Its SQL knows `data_of(segment, position, bytes)`: a packed sample, NULL once it was removed.
+    Its SQL knows `data_of(segment, position, bytes, crc32c)`: a packed sample, NULL once it was removed, and an empty
+    one where its bytes are damaged. Without `crc32c` the bytes are not checked.
     """
-    if not path.is_file():
-        raise StoreError(f"{path}: no such file; a buffer writes it from its start on, unless buffer.path is null")
-    with _explained(path):
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        with ExitStack() as refused:
-            refused.callback(db.close)
-            if db.execute("PRAGMA application_id").fetchone()[0] != sql.APPLICATION:
-                raise StoreError(f"{path}: not the file of a Headrace buffer")
-            _require_schema(db.execute("PRAGMA user_version").fetchone()[0], path)
-            refused.pop_all()
-    folder = segments.folder_of(path)
-    db.create_function("data_of", 3, lambda segment, *at: segment and _data(folder, segment, *at))
+    db, folder = read_only(path), segments.folder_of(path)
+    db.create_function("data_of", -1, lambda segment, *at: segment and _data(folder, segment, *at))
     return db
 
 
-def _require_schema(schema: int, path: Path | None) -> None:
-    if schema != sql.SCHEMA:
-        raise StoreError(
-            f"buffer.path {path}: written with schema {schema}, this Headrace has {sql.SCHEMA}; finish that run with "
-            "the Headrace that wrote it, or choose another run.name"
-        )
-
-
-def _data(folder: Path, segment: int, position: int, size: int) -> bytes | None:
-    """None if it was removed since the query began."""
+def _data(folder: Path, segment: int, position: int, size: int, crc: int | None = None) -> bytes | None:
+    """None if it was removed since the query began, empty if it is damaged."""
     try:
-        return segments.read(folder, Place(segment, position), size)
+        data = segments.read(folder, Place(segment, position), size)
     except FileNotFoundError:
         return None
+    if crc is not None and crc32c(data) != crc:
+        where = segments.path_of(folder, segment)
+        log.warning("%s: the %d bytes from %d on are damaged; see `python -m buffer scrub RUN`", where, size, position)
+        return b""
+    return data
 
 
-@contextmanager
-def _explained(path: Path | None) -> Iterator[None]:
-    """Turn SQLite's errors about a file into a StoreError with the remedy."""
+def _witnessed(path: Path) -> witness.Commits | None:
+    """What the witness knows. Raises LostCommits if it knows of a ledger, and there is none."""
     try:
-        yield
-    except sqlite3.DatabaseError as error:
-        remedy = "is it the buffer's file, on a sound disk? Move it away to begin the run anew"
-        raise StoreError(f"buffer.path {path}: {error}; {remedy}") from None
+        known = witness.noted(path)
+    except ValueError as error:
+        log.warning("%s; it is written anew", error)
+        return None
+    if not path.exists():
+        witness.require_all(path, known, None)
+    witness.require_same_bytes(path, known)
+    return known
 
 
 def _locked(path: Path) -> int:
     """Lock out other buffers until this process ends, in a file beside it: closing this one ends SQLite's own locks."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        run_folder(path.parent)
         return locked(lock_of(path))
     except InUse as error:
         raise StoreError(f"buffer.path {path}: {error}; stop that buffer, or choose another run.name") from None

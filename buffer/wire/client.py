@@ -217,6 +217,16 @@ class LearnerClient:
             raise ProtocolFault.of(take, answer)
         return answer
 
+    def quarantine(self, item: int, reason: str) -> None:
+        """The group of `item`, which is in a batch that this learner has taken, cannot be trained; the batch is to be
+        taken again."""
+        reason = " ".join(reason.split())[: protocol.MOST_REASON]
+        self._wait(self.client.expect(protocol.Quarantine(item=item, reason=reason), protocol.Ack), "Quarantine")
+
+    def try_alone(self, version: int, item: int | None) -> None:
+        """This learner tries the group of `item` of batch `version` by itself from now on; None: it has tried all."""
+        self._wait(self.client.expect(protocol.Trial(version=version, item=item), protocol.Ack), "Trial")
+
     def interrupt(self) -> None:
         """From now on, and where they wait now, `rewind` returns 0, `take` None and `last_evaluations` what has come. A
         signal's handler may call it: nothing is raised into what it interrupts."""

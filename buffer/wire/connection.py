@@ -12,6 +12,7 @@ import struct
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Literal, TypeVar
 
 import zmq
@@ -56,11 +57,18 @@ LOST = {
 async def broken(socket: zmq.asyncio.Socket) -> AsyncGenerator[int, None]:
     """The file descriptor of each connection of `socket` that breaks, until cancelled: the kernel tells at once when a
     process ends, however it does. The descriptor over which a message came is `frame.get(zmq.SRCFD)`."""
-    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    async with aclosing(events_of(socket, zmq.EVENT_DISCONNECTED)) as events:
+        async for _, descriptor in events:
+            yield descriptor
+
+
+async def events_of(socket: zmq.asyncio.Socket, kinds: int) -> AsyncGenerator[tuple[int, int], None]:
+    """Kind and file descriptor of each event of these kinds at a connection of `socket`, until cancelled."""
+    monitor = socket.get_monitor_socket(kinds)
     try:
         while True:
-            _, descriptor = struct.unpack("=hi", (await monitor.recv_multipart())[0])
-            yield descriptor
+            kind, descriptor = struct.unpack("=hi", (await monitor.recv_multipart())[0])
+            yield kind, descriptor
     finally:
         socket.disable_monitor()
         monitor.close(0)

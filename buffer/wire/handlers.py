@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,12 +24,16 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import FormedBatch, SampleStats, Transaction, server_name
 from buffer.problems import READ_AHEAD, Problems
 from buffer.resources import OpenFiles
+from buffer.store.faults import DamagedSample
 from buffer.store.segments import GroupCache
 from buffer.store.sqlite import Store
 from buffer.wire import protocol
+from buffer.wire.bounds import MOST_RANKS
 from buffer.wire.message import Message
-from buffer.wire.sample import sample_stats
+from buffer.wire.quotas import MOST_OBSERVERS, Remembered, crowded, longest_silent, renamed
+from buffer.wire.sample import stats_of
 from buffer.wire.split import BatchCut
+from buffer.wire.values import ANY, Bounds, WrongValue
 from configs.flow.capacity import CACHE_BYTES
 from configs.resume import Change
 
@@ -61,6 +65,8 @@ class Limits:
     max_bytes: int
     max_message: int
     keep: Literal["checkpoints", "all"]
+    bounds: Bounds = ANY
+    """Of the values of samples."""
 
 
 @dataclass
@@ -76,6 +82,8 @@ class Peer:
     """When its connection broke; None: it was heard of since."""
     world: int | None = None
     """A learner rank's, of its latest Take."""
+    hellos: int = 0
+    """Other names under which its connection has said Hello."""
 
     @cached_property
     def key(self) -> str:
@@ -133,6 +141,8 @@ class Handlers:
         """Identities that are no longer among them: whatever they wait for may be forgotten."""
         self._named: defaultdict[tuple[str, str], set[bytes]] = defaultdict(set)
         """Identities by name and role."""
+        self._roles: Counter[str] = Counter()
+        """Number of processes by role."""
         self.learner_waiting = False
         """A Take is pending: Puts above `buffer.max_gib` are accepted until it is answered."""
         self.weights: str | None = None
@@ -142,7 +152,7 @@ class Handlers:
         self._noted: list[Change] = []
         """Of run-file keys, to be written with the next commit."""
         self._revision = 0
-        self._replaced: set[str] = set()
+        self._replaced: Remembered[str] = Remembered(MOST_RANKS)
         """Tokens of processes whose name another one has taken over."""
         self._starts: defaultdict[str, int] = defaultdict(count().__next__)
         """Learner ranks in the order in which they first said Hello, by token: those that said it later are newer."""
@@ -159,16 +169,20 @@ class Handlers:
         """By identity of a server whose connection broke: when its leases end."""
         self._away: tuple[float, str] | None = None
         """Until when no Ask or Take is answered, because image files could not be read, and what was said of one."""
-        self._warned_at = -math.inf
+        self._warned_at = self._unfit_at = -math.inf
+        self.unfit = 0
+        """Groups refused since the start because they cannot be trained."""
         self._next_end: tuple[tuple[int, int], float | None] = (-1, -1), None
         """Revision and next lease at which `Ledger.expire` was called last, and what it said."""
         self.turn, self.files = LoopTurn(), OpenFiles()
         self._figures: dict[int, Sequence[SampleStats]] = {}
         """By item: of the groups whose samples were opened since the start and are not yet trained."""
-        self._cut: tuple[tuple[int, int, bool], BatchCut] | None = None
+        self._cut: tuple[tuple[int, int, bool, tuple[int, ...]], BatchCut] | None = None
+        """Of a batch by version, ranks, whether whole groups, items: a batch may lose a group."""
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
+            protocol.Quarantine: self._quarantine, protocol.Trial: self._trial,
             protocol.Evaluate: self._evaluate, protocol.Evaluated: self._evaluated, protocol.Results: self._results,
             protocol.Goodbye: self._goodbye, protocol.Scale: self._scale, protocol.Kept: self._note_kept,
         }  # fmt: skip
@@ -217,22 +231,42 @@ class Handlers:
         welcome, twins = protocol.Welcome(max_message=limits.max_message), self._twins(identity, hello)
         if identity.startswith(MADE) and any(not twin.startswith(MADE) for twin in twins):
             return welcome  # a late word of a connection that this process has replaced
-        if identity not in self.peers and (refusal := self.files.refusal(hello.name)):
+        if refusal := self._crowded(identity, hello):
             raise ValueError(refusal)
         for twin in twins:
             self._drop(twin)  # a process has one connection, and the end of an earlier one ends nothing
         self._replace(hello, now)
         if hello.role == "learner" and hello.token not in self._starts:  # a new start: all ranks end and start together
             self._starts[hello.token]
+            while len(self._starts) > MOST_RANKS:
+                del self._starts[next(iter(self._starts))]
             self._forget_ranks(lambda rank: rank.broke is not None)
-        if known := self.peers.get(identity):  # it may have another name now
-            self._named[known.hello.name, known.hello.role].discard(identity)
-        self.peers[identity] = Peer(hello, now, *((known.beat, known.stats, None, known.world) if known else ()))
-        self._named[hello.name, hello.role].add(identity)
+        self._revision += self._enter(identity, hello, now) or bool(twins)
         if hello.serves:
             self.weights = hello.serves
-        self._revision += 1
         return welcome
+
+    def _enter(self, identity: bytes, hello: protocol.Hello, now: float) -> bool:
+        """Note a process under the name that it has now; False: that was known."""
+        if known := self.peers.get(identity):
+            self._unname(identity, known)
+        further = known.hellos + (known.hello != hello) if known else 0
+        kept = (known.beat, known.stats, None, known.world, further) if known else ()
+        self.peers[identity] = Peer(hello, now, *kept)
+        self._named[hello.name, hello.role].add(identity)
+        self._roles[hello.role] += 1
+        return known is None or known.hello != hello
+
+    def _crowded(self, identity: bytes, hello: protocol.Hello) -> str:
+        """Why there is no room for this process; "" where there is. Observers make room."""
+        if known := self.peers.get(identity):
+            return renamed(hello.name, known.hellos) if known.hello != hello else ""
+        number = self._roles[hello.role]
+        if hello.role == "observer" and number >= MOST_OBSERVERS:
+            heard = [(one.heard, who) for who, one in self.peers.items() if one.hello.role == "observer"]
+            for who in longest_silent(heard, number + 1 - MOST_OBSERVERS):
+                self._drop(who)
+        return crowded(hello.role, number) or self.files.refusal(hello.name)
 
     def answer(self, peer: Peer, number: int, message: Message, now: float) -> Message | None:
         """The answer to a request of `peer`, or None: not yet."""
@@ -285,7 +319,7 @@ class Handlers:
         changes = self.ledger.drain()
         if (ended := reasons.ended(self.ledger)) != self._ended:
             self._ended = changes.scalars["ended"] = ended
-        self._forget_samples(changes.discarded)
+        self._forget_samples(changes.discarded | changes.quarantined)
         payloads = {item: self._payloads[item] for item in changes.sample_stats}  # of what was not discarded since
         void_before, self._void_before, self._payloads = self._void_before, None, {}
         noted, self._noted = tuple(self._noted), []
@@ -367,7 +401,7 @@ class Handlers:
         )
 
     def _launcher_gone_s(self, now: float) -> float | None:
-        broke = [self.peers[identity].broke for identity in self._named[protocol.LAUNCHER, "observer"]]
+        broke = [self.peers[identity].broke for identity in self._named.get((protocol.LAUNCHER, "observer"), ())]
         ended = [now - moment for moment in broke if moment is not None]
         return min(ended) if ended and len(ended) == len(broke) else None
 
@@ -384,7 +418,7 @@ class Handlers:
 
     def _twins(self, identity: bytes, hello: protocol.Hello) -> list[bytes]:
         """Other identities of the same process."""
-        same = self._named[hello.name, hello.role] - {identity}
+        same = self._named.get((hello.name, hello.role), set()) - {identity}
         return [who for who in same if self.peers[who].hello.token == hello.token]
 
     def _replace(self, hello: protocol.Hello, now: float) -> None:
@@ -396,7 +430,7 @@ class Handlers:
                 if one.hello.role == "observer" and one.hello.name != protocol.LAUNCHER and now - one.heard > OBSERVER_S
             ]
         else:
-            same = self._named[hello.name, hello.role]
+            same = self._named.get((hello.name, hello.role), set())
             gone = [who for who in same if self.peers[who].hello.token != hello.token]
         for identity in gone:
             peer = self._drop(identity)
@@ -413,10 +447,17 @@ class Handlers:
     def _drop(self, identity: bytes) -> Peer:
         """Forget a process."""
         peer = self.peers.pop(identity)
-        self._named[peer.hello.name, peer.hello.role].discard(identity)
+        self._unname(identity, peer)
         self._broken.pop(identity, None)
         self.left.append(identity)
         return peer
+
+    def _unname(self, identity: bytes, peer: Peer) -> None:
+        name = peer.hello.name, peer.hello.role
+        self._named[name].discard(identity)
+        self._roles[peer.hello.role] -= 1
+        if not self._named[name]:
+            del self._named[name]
 
     def _where(self, peer: Peer, where: protocol.Where, now: float) -> Message | None:
         if self.weights is None or self.weights == where.known:
@@ -468,12 +509,10 @@ class Handlers:
             log.warning("images cannot be read now, and are tried again: %s", away)
 
     def _put(self, peer: Peer, put: protocol.Put, now: float) -> Message | None:
-        if len(put.samples) != self.limits.samples:
-            raise ValueError(
-                f"Put of item {put.item}: {len(put.samples)} samples, batch.samples is {self.limits.samples}"
-            )
-        stats = put.figures
-        self._check_images(put.item, max(sample.row_images for sample in stats))
+        try:
+            stats = self._judged(put)
+        except WrongValue as error:
+            return self._unfit(peer, put, error, now)
         if self.full:
             return None
         leased = self.ledger.state_of(put.item) == "leased"
@@ -487,11 +526,50 @@ class Handlers:
                 self.bytes_stored += self._bytes[put.item]
         return protocol.Stored(accepted=refusal is None, reason=refusal or "")
 
-    def _check_images(self, item: int, shown: int) -> None:
-        """Raises ValueError if a sample shows more images of its row than it has: the learner could not see them."""
-        known = self.ledger.items.get(item)
+    def _judged(self, put: protocol.Put) -> Sequence[SampleStats]:
+        """What is known of its samples. Raises WrongValue if they cannot be trained."""
+        if len(put.samples) != self.limits.samples:
+            what = f"{len(put.samples)} samples, batch.samples is {self.limits.samples}"
+            raise WrongValue(f"item {put.item}", what)
+        stats = put.figures(self.limits.bounds)
+        shown, known = max(sample.row_images for sample in stats), self.ledger.items.get(put.item)
         if shown and known and shown > (has := len(self._images_of(known.row))):
-            raise ValueError(f"Put of item {item}: a sample shows {shown} images of row {known.row}, which has {has}")
+            what = f"a sample shows {shown} images of row {known.row}, which has {has}"
+            raise WrongValue("images", what).within(f"item {put.item}")
+        return stats
+
+    def _unfit(self, peer: Peer, put: protocol.Put, error: WrongValue, now: float) -> protocol.Stored:
+        """The attempt has failed, if the lease is the server's; the server goes on."""
+        reason = str(error)
+        self.ledger.fail(peer.key, put.item, put.lease, reason, now, kind=error.kind)
+        self.unfit += 1
+        if now >= self._unfit_at + WARN_S:
+            self._unfit_at = now
+            log.warning(
+                "%s delivered a group that cannot be trained, %d so far: %s", peer.hello.name, self.unfit, reason
+            )
+        return protocol.Stored(accepted=False, reason=reason, unfit=True)
+
+    def _quarantine(self, peer: Peer, message: protocol.Quarantine, now: float) -> Message:
+        self._require_learner(peer, message)
+        self.quarantine(message.item, message.reason)
+        return protocol.Ack()
+
+    def quarantine(self, item: int, reason: str) -> None:
+        """Put a group into quarantine, and write so to the log."""
+        row = self.ledger.items[item].row if item in self.ledger.items else None
+        if self.ledger.quarantine(item, " ".join(reason.split())):
+            log.error("item %d (row %s) is in quarantine and is not trained: %s", item, row, reason)
+
+    def _trial(self, peer: Peer, trial: protocol.Trial, now: float) -> Message:
+        self._require_learner(peer, trial)
+        self.ledger.try_alone(trial.version, trial.item)
+        return protocol.Ack()
+
+    def _require_learner(self, peer: Peer, message: Message) -> None:
+        if peer.hello.role != "learner":
+            what = f"{type(message).__name__} of {peer.hello.name}, a {peer.hello.role}"
+            raise ValueError(f"{what}: only the learner judges groups")
 
     def _fail(self, peer: Peer, fail: protocol.Fail, now: float) -> Message:
         self.ledger.fail(
@@ -585,20 +663,38 @@ class Handlers:
         batch = self.ledger.take(take.version)
         if batch is None:
             return self._finished()
-        key = take.version, take.world, take.share_prompts
+        try:
+            return self._sound_part(take, batch, now)
+        except DamagedSample as damage:
+            self._leave_out(damage, take)
+            return None  # the Take is tried again at once, because the ledger changed
+
+    def _sound_part(self, take: protocol.Take, batch: FormedBatch, now: float) -> protocol.Part | None:
+        """`_part`, once all groups of the batch are opened. Raises DamagedSample."""
+        key = take.version, take.world, take.share_prompts, batch.items
         if (self._cut is None or self._cut[0] != key) and not self._opened(batch):
             return None
         with self.turn.counted():
             return self._part(take, batch, now)
 
+    def _leave_out(self, damage: DamagedSample, take: protocol.Take) -> None:
+        """Put a damaged group into quarantine: its batch is served without it. Ranks that have a part of the batch with
+        that group take it again before they train (`learner/sound.py`)."""
+        if self.ledger.quarantine(damage.item, damage.reason):
+            where = f"item {damage.item} is put into quarantine, batch {take.version} is served without it"
+            log.error("%s: %s", where, damage)
+        self._cut = None
+        self._forget_samples([damage.item])
+
     def _part(self, take: protocol.Take, batch: FormedBatch, now: float) -> protocol.Part | None:
         """The part of a rank; None: not in this turn, or not while images are away. A batch is cut once for all."""
-        key = take.version, take.world, take.share_prompts
+        key = take.version, take.world, take.share_prompts, batch.items
         if self.turn.over():
             return None
         if self._cut is None or self._cut[0] != key:
             groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
-            self._cut = key, BatchCut(take.version, take.world, groups, self._counts(), take.share_prompts)
+            counts = self._counts() | {"suspect": self.ledger.suspect(take.version)}
+            self._cut = key, BatchCut(take.version, take.world, groups, counts, take.share_prompts)
             if take.version <= self.ledger.last_trained:  # no Trained will follow that would forget them
                 for item in batch.items:
                     self._figures.pop(item, None)
@@ -616,20 +712,24 @@ class Handlers:
     def _counts(self) -> dict[str, int]:
         """What a part says of the run, as of the moment at which its batch was cut."""
         totals = self.ledger.state.totals
-        counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
+        counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated", "quarantined")}
         serving = [peer for peer in self.peers.values() if peer.key in self.ledger.servers]
         counts |= {"restored": self.ledger.state.restored, "reached": self.ledger.state.reached}
         return counts | {name: int(sum(peer.stats.get(name, 0) for peer in serving)) for name in ("running", "places")}
 
     def _opened(self, batch: FormedBatch) -> bool:
         """Have the figures of all its groups: those from before a restart are read from their samples, as many as the
-        turn allows. False: not all yet."""
+        turn allows. False: not all yet, or one went into quarantine, so that the batch is another one."""
         for item in batch.items:
             if item not in self._figures:
                 if self.turn.over():
                     return False
                 with self.turn.counted():
-                    self._figures[item] = [sample_stats(data) for data in self.store.group(item)]
+                    try:
+                        self._figures[item] = stats_of(item, self.store.group(item), self.limits.bounds)
+                    except WrongValue as error:
+                        self.quarantine(item, str(error))
+                        return False
         return True
 
     def _fetch(self, item: int, indexes: Sequence[int]) -> list[bytes]:

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from buffer.data.servable import MOST_ENTRIES, MOST_KEYS
+from buffer.wire.bounds import Count as Count  # part of the wire
 
 LIMITS: dict[str, Any] = {
     "strict_map_key": False,
@@ -24,7 +25,6 @@ LIMITS: dict[str, Any] = {
 """Of what is unpacked before anything is known of it."""
 Frame = bytes | memoryview
 """A message as it travels."""
-Count = Annotated[int, Field(ge=0, lt=2**62)]
 TEXT: dict[str, Any] = {"unicode_errors": "backslashreplace"}
 """Options for packing. Users' code and policies may write half a surrogate pair into an answer or a reason, where an
 escape is good enough. A row with half a pair is refused when it is loaded."""

@@ -6,28 +6,47 @@ same `id`, as often as it likes. A request that cannot be answered yet is parked
     rollout:  Hello -> Welcome   Where -> WeightsAddress   Ask -> Work | Finished   Put -> Stored   Fail -> Ack
               Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored   Goodbye -> Ack
     learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Ack
-              Results -> EvaluationResult | Ack
+              Quarantine -> Ack   Trial -> Ack   Results -> EvaluationResult | Ack
     observer: Scale -> Ack   Kept -> Ack
     anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
 
 Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
 """
 
-from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, FiniteFloat
+from pydantic import Field, FiniteFloat, PrivateAttr
 
+from buffer.data.servable import MOST_KEYS
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.ledger.types import Outcome, SampleStats
-from buffer.wire.message import Array, Count, Message
-from buffer.wire.sample import sample_stats
+from buffer.wire.bounds import (
+    MOST_RANKS,
+    ByLabel,
+    ByName,
+    Count,
+    Few,
+    Figures,
+    Held,
+    Known,
+    LongName,
+    Many,
+    Name,
+    Report,
+    Row,
+    Stats,
+    Text,
+    VersionOrNone,
+)
+from buffer.wire.message import Array, Message
+from buffer.wire.sample import stats_of
+from buffer.wire.values import Bounds
 
-PROTOCOL = 9
+PROTOCOL = 10
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
-MOST_RANKS = 2**16
-"""A batch is not cut for more: the cut takes memory for each."""
+MOST_REASON = 1000
+"""Characters of a reason for a quarantine."""
 LAUNCHER = "launcher"
 """Name of the observer that keeps the rollout servers."""
 ServerLife = Literal["placing", "started", "failed", "draining", "gave_up", "refused", "ended"]
@@ -41,17 +60,17 @@ class WorkItem(Message):
     lease: Count
     version: Count
     """Version it was dispatched under: the group's age counts from here."""
-    problem: dict[str, Any]
+    problem: Row
     """The row of the data set; its `images`, if it has some, are encoded files."""
 
 
 class Waiter(Message):
     """Who waits in the buffer, for what, and for how long."""
 
-    who: str
-    kind: str
-    why: str
-    seconds: float
+    who: Name
+    kind: Name
+    why: Text
+    seconds: FiniteFloat
 
 
 # requests
@@ -60,20 +79,20 @@ class Waiter(Message):
 class Hello(Message):
     """First message of a process. `token` is new at each start; under a known name it ends the old one's leases."""
 
-    name: str
-    token: str
+    name: Name
+    token: Name
     role: Literal["rollout", "learner", "observer"]
-    protocol: int
-    fingerprint: str
+    protocol: Count
+    fingerprint: Name
     """Of the shared config (`configs.load.fingerprint`); observers send an empty one."""
-    serves: str | None = None
+    serves: LongName | None = None
     """The learner's weights wire."""
 
 
 class Where(Message):
     """Where is the learner's weights wire? Parked until there is one other than `known`."""
 
-    known: str | None = None
+    known: LongName | None = None
 
 
 class Ask(Message):
@@ -81,7 +100,7 @@ class Ask(Message):
 
     request: Count
     version: Count
-    room: Annotated[int, Field(ge=1)]
+    room: Annotated[int, Field(ge=1, lt=2**62)]
 
 
 class Put(Message):
@@ -90,12 +109,15 @@ class Put(Message):
 
     item: Count
     lease: Count
-    samples: list[bytes]
+    samples: Held[bytes]
 
-    @cached_property
-    def figures(self) -> list[SampleStats]:
-        """Statistics of each sample, parsed once however often the Put is tried. Raises ValueError with one line."""
-        return [sample_stats(data) for data in self.samples]
+    _figures: list[SampleStats] = PrivateAttr(default_factory=list)
+
+    def figures(self, bounds: Bounds) -> list[SampleStats]:
+        """Statistics of each sample, parsed once however often the Put is tried. Raises WrongValue with one line."""
+        if not self._figures:
+            self._figures.extend(stats_of(self.item, self.samples, bounds))
+        return self._figures
 
 
 class Fail(Message):
@@ -107,7 +129,7 @@ class Fail(Message):
 
     item: Count
     lease: Count
-    reason: str
+    reason: Text
     failure_kind: FailureKind = "infrastructure"
     permanent: bool = False
     returned: bool = False
@@ -117,8 +139,8 @@ class Heartbeat(Message):
     """The server is alive, runs `version` and works on the leases `holding`."""
 
     version: Count
-    holding: list[Count]
-    stats: dict[str, FiniteFloat] = Field(default_factory=dict)
+    holding: Held[Count]
+    stats: Stats = Field(default_factory=dict)
     """Figures to display: tokens/s, running and waiting sequences, places for them and what bounds their number."""
     evaluating: Count | None = None
     """The evaluation that it makes, by the version at which that was due."""
@@ -133,11 +155,11 @@ class Evaluate(Message):
 class SetResult(Message):
     """What came of one set."""
 
-    figures: dict[str, FiniteFloat]
+    figures: Figures
     """By name, as in `mean@8`."""
-    reasons: list[str] = Field(default_factory=list)
+    reasons: Few[Text] = Field(default_factory=list)
     """Why attempts failed, where some did."""
-    examples: list[dict[str, Any]] = Field(default_factory=list)
+    examples: Few[Row] = Field(default_factory=list)
     """Some answers: `problem` (the row), `answer`, `reward`, `finish`."""
 
 
@@ -146,14 +168,14 @@ class Evaluated(Message):
 
     due: Count
     version: Count
-    sets: dict[str, SetResult]
+    sets: ByName[SetResult]
 
 
 class Results(Message):
     """A rank of the learner asks for the result of an evaluation that is not among `known`. Parked until there is one;
     Ack: there will be no more."""
 
-    known: list[Count]
+    known: Known[Count]
 
 
 class Goodbye(Message):
@@ -183,6 +205,23 @@ class Trained(Message):
     oldest_kept: Count
 
 
+class Quarantine(Message):
+    """The group of `item`, which is in a batch that is not trained, cannot be trained. The batch is to be taken again:
+    it is served without that group."""
+
+    item: Count
+    reason: Annotated[str, Field(max_length=MOST_REASON)]
+    """One line."""
+
+
+class Trial(Message):
+    """The learner tries the group of `item` of batch `version` by itself, because the batch is suspect; null: it has
+    tried all of them. Should it end meanwhile, that group is the culprit."""
+
+    version: Count
+    item: Count | None
+
+
 class Scale(Message):
     """So many rollout servers are wanted, until the next Scale, also over restarts; null: as many as the run file says.
 
@@ -192,25 +231,25 @@ class Scale(Message):
 
     servers: Annotated[int, Field(ge=1, lt=2**62)] | None
     by: Literal["person", "rule"] = "person"
-    why: str = ""
+    why: Text = ""
     """In a few words."""
 
 
 class Kept(Message):
     """The launcher's word on the rollout servers that it keeps; each replaces the one before."""
 
-    servers: dict[str, ServerLife]
+    servers: ByName[ServerLife]
     """By name, those that have left apart."""
-    left: list[str] = Field(default_factory=list)
+    left: Held[Name] = Field(default_factory=list)
     """Names of those that were drained and are gone: what they had goes to others, and counts no attempt."""
     wanted: Count
     """Servers that the launcher works towards."""
     least: Count
     most: Count
     """What `Scale` may ask for."""
-    bound: str = ""
+    bound: Text = ""
     """Why not more."""
-    advice: str = ""
+    advice: Text = ""
     """What would help where the number of servers does not."""
 
 
@@ -227,18 +266,20 @@ class Welcome(Message):
 
 
 class WeightsAddress(Message):
-    address: str
+    address: LongName
 
 
 class Work(Message):
-    items: list[WorkItem]
+    items: Many[WorkItem]
 
 
 class Stored(Message):
     """`accepted` is false for a group whose lease moved on: the answer is final, the group is not trained."""
 
     accepted: bool
-    reason: str = ""
+    reason: Text = ""
+    unfit: bool = False
+    """Its values cannot be trained, and `reason` names one: the attempt has failed."""
 
 
 class Later(Message):
@@ -257,7 +298,7 @@ class Ack(Message):
 class News(Message):
     """What a server should know by now."""
 
-    revoked: list[Count]
+    revoked: Many[Count]
     """Leases that are over; the server may abort their generations."""
     learner_waits: bool
     """A Take is parked: more sequences at a time would bring the next batch sooner."""
@@ -276,9 +317,9 @@ class EvaluationResult(Message):
 
     due: Count
     version: Count
-    server: str
-    figures: dict[str, dict[str, FiniteFloat]]
-    reason: str = ""
+    server: Name
+    figures: ByName[Figures]
+    reason: Text = ""
     """Why it was given up; then there are no figures."""
 
 
@@ -303,7 +344,7 @@ class SampleRows(Message):
     """int64: trainable tokens, which are all sampled ones except a sample's first token."""
     truncated: Array
     """uint8: 1 where the answer was cut at `sampling.max_tokens`."""
-    metrics: dict[str, Array]
+    metrics: ByLabel[Array]
     """float64 by name, NaN for samples without that metric."""
 
 
@@ -311,7 +352,7 @@ class RowImages(Message):
     """The images of an item's row, as encoded files: those that its samples have no data of."""
 
     item: Count
-    images: list[bytes]
+    images: Held[bytes]
 
 
 class Part(Message):
@@ -319,13 +360,13 @@ class Part(Message):
 
     version: Count
     rank: Count
-    world: Annotated[int, Field(ge=1)]
+    world: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     rows: SampleRows
     positions: Array
     """int64 [len(samples)]: the row of each of `samples`."""
-    samples: list[bytes]
+    samples: Many[bytes]
     """`Sample.pack()` each."""
-    images: list[RowImages] = Field(default_factory=list)
+    images: Many[RowImages] = Field(default_factory=list)
     """Of each item that has a sample here and images in its row, once."""
     failed: Count = 0
     """Attempts that failed in the run so far."""
@@ -342,6 +383,10 @@ class Part(Message):
     restored: Count = 0
     reached: Count = 0
     """A token whose version is above `restored` and at most `reached` may come from a policy that a rewind undid."""
+    quarantined: Count = 0
+    """Groups put into quarantine in the run so far."""
+    suspect: bool = False
+    """Starts of the learner ended with this batch, and nobody knows why: its groups are to be tried one by one."""
     FRAMED: ClassVar[str] = "samples"
 
     def size_hint(self) -> int:
@@ -356,7 +401,7 @@ class Finished(Message):
     (`batch.skip_zero_variance`)."""
 
     outcome: Outcome
-    why: str
+    why: Report
     """For people. If nothing could be trained: several lines, with counts by kind and reason, and example rows."""
     last: Count | None = None
     """The run's last version, where it ends with one."""
@@ -367,37 +412,37 @@ class State(Message):
 
     version: Count
     """Next batch to be formed."""
-    trained: int
+    trained: VersionOrNone
     """Last batch reported trained; -1 before the first."""
-    counts: dict[str, int]
+    counts: ByLabel[Count]
     """Items by state: leased, stored, batched, trained, waiting, dropped."""
-    dropped: dict[str, int]
+    dropped: ByLabel[Count]
     """Dropped items by reason."""
-    failed: dict[str, int] = Field(default_factory=dict)
+    failed: ByLabel[Count] = Field(default_factory=dict)
     """Failed attempts of the whole run by `KIND: REASON`, dropped ones included; returned ones do not count."""
-    recent_failed: dict[str, int] = Field(default_factory=dict)
+    recent_failed: ByLabel[Count] = Field(default_factory=dict)
     """The same since the last batch was formed."""
-    recent_groups: dict[str, int] = Field(default_factory=dict)
+    recent_groups: ByLabel[Count] = Field(default_factory=dict)
     """Groups made since the last batch was formed: `varied`, and by reason those that a filter left out."""
     retried: Count = 0
     """Groups that were not made at the first attempt."""
-    ended: str = ""
+    ended: Report = ""
     """Why no further batch will be formed, as in `Finished`; empty while one may be."""
-    lengths: dict[str, list[int]] = Field(default_factory=dict)
+    lengths: ByLabel[Few[Count]] = Field(default_factory=dict)
     """[groups, samples, tokens, sampled, truncated] by what became of them, whole run: `generated`, `trained`,
     `dropped: REASON`, `discarded: REASON`. Means that differ show a loss of long or short answers."""
-    ages: dict[int, int]
+    ages: Annotated[dict[Count, Count], Field(max_length=MOST_KEYS)]
     """Trained groups by age."""
     bytes_stored: Count
-    servers: dict[str, dict[str, Any]]
+    servers: ByName[Row]
     """By server: version, leases held, seconds since its last message, its stats; `gone_s`, seconds since it ended, if
     it has not been started again."""
-    learner_gone_s: float | None = None
+    learner_gone_s: FiniteFloat | None = None
     """Seconds since the learner ended, or a rank of it, until it is started again."""
-    waiters: list[Waiter]
+    waiters: Many[Waiter]
     errors: Count
     """Messages refused since the start."""
-    evaluation: str = ""
+    evaluation: Text = ""
     """The one that is being made, in words."""
     wanted_servers: Count | None = None
     """Rollout servers that are wanted; null while nobody has said so."""
@@ -405,14 +450,14 @@ class State(Message):
     """`Scale` said so, and not the run file or its rule."""
     kept: Kept | None = None
     """The launcher's last word; null without a launcher."""
-    launcher_gone_s: float | None = None
+    launcher_gone_s: FiniteFloat | None = None
     """Seconds since the launcher ended, if it kept servers: they are kept no longer."""
 
 
 class Refused(Message):
     """`reason` is one line for people: what, which value, what to do."""
 
-    reason: str
+    reason: Text
 
 
 class NotRegistered(Message):
@@ -422,8 +467,8 @@ class NotRegistered(Message):
 REQUESTS: dict[str, type[Message]] = {
     m.__name__: m
     for m in (
-        Hello, Where, Ask, Put, Fail, Heartbeat, Evaluate, Evaluated, Rewind, Take, Trained, Results, Goodbye, Scale,
-        Kept, Status,
+        Hello, Where, Ask, Put, Fail, Heartbeat, Evaluate, Evaluated, Rewind, Take, Trained, Quarantine, Trial, Results,
+        Goodbye, Scale, Kept, Status,
     )
 }  # fmt: skip
 ANSWERS: dict[str, type[Message]] = {

@@ -10,7 +10,7 @@ the first of a group that gets no answer speaks for all of it, and Asks are trie
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -20,6 +20,7 @@ from buffer.ledger.types import Transaction
 from buffer.wire import protocol
 from buffer.wire.handlers import AwaitedNews, Handlers, LoopTurn
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
+from buffer.wire.quotas import MOST_PENDING, MOST_PUTS
 from configs.entrypoint import made_progress
 from configs.flow.capacity import PARKED_BYTES
 
@@ -61,6 +62,8 @@ class ParkedRequests:
 
     def __init__(self) -> None:
         self._groups: dict[AwaitedNews, dict[Key, PendingRequest]] = {}
+        self._of: defaultdict[tuple[bytes, str], dict[Key, PendingRequest]] = defaultdict(dict)
+        """By process and kind, the oldest first."""
         self._wait_of: dict[Key, AwaitedNews] = {}
         self._places = count()
 
@@ -74,6 +77,12 @@ class ParkedRequests:
         request.place = known.place if known else next(self._places)
         self._wait_of[request.key] = wait
         self._groups.setdefault(wait, {})[request.key] = request
+        self._of[request.identity, request.kind][request.key] = request
+
+    def beyond_quota(self, request: PendingRequest) -> list[PendingRequest]:
+        """The oldest requests of this process and kind, where there are too many."""
+        own = self._of.get((request.identity, request.kind), {})
+        return list(own.values())[: max(0, len(own) - MOST_PENDING.get(request.kind, len(own)))]
 
     def pop(self, key: Key) -> PendingRequest | None:
         """Take it out."""
@@ -82,6 +91,10 @@ class ParkedRequests:
         request = self._groups[wait].pop(key)
         if not self._groups[wait]:
             del self._groups[wait]
+        own = request.identity, request.kind
+        del self._of[own][key]
+        if not self._of[own]:
+            del self._of[own]
         return request
 
     def waits(self, *kinds: str) -> list[AwaitedNews]:
@@ -108,8 +121,12 @@ class PendingRequests:
         self._parked = ParkedRequests()
         self.parked_bytes = 0
         """Of the groups in parked Puts."""
+        self.unsent_bytes = 0
+        """Of large answers on their way: they share PARKED_BYTES with the groups."""
         self._put_off: dict[Key, tuple[PendingRequest, int]] = {}
         """Puts beyond that, without their groups, and the sizes of those: their clients repeat them when asked to."""
+        self._num_put_off: Counter[bytes] = Counter()
+        """By process."""
         self._asked_for: dict[Key, tuple[float, int]] = {}
         """Those that were asked for and have not come yet: when, and their size."""
         self._tried = -1
@@ -130,7 +147,7 @@ class PendingRequests:
         self.handlers.heard(identity, now)
         peer = self.handlers.peers.get(identity)
         if isinstance(message, protocol.Put):
-            self._put_off.pop((identity, number), None)
+            self._drop_put_off((identity, number))
             self._asked_for.pop((identity, number), None)
         self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)
         if isinstance(message, protocol.Heartbeat) and peer and (ask := self._parked.get((identity, "Ask"))):
@@ -198,7 +215,7 @@ class PendingRequests:
         for key, (request, size) in list(self._put_off.items()):
             if self._asked_for and sum(size for _, size in self._asked_for.values()) + size > PARKED_BYTES:
                 return
-            del self._put_off[key]
+            self._drop_put_off(key)
             self._asked_for[key] = now, size
             if request.identity in self.handlers.peers:
                 self._answer(request, protocol.Again())
@@ -258,6 +275,8 @@ class PendingRequests:
             return
         if answer is None:
             self._park(request)
+            for older in self._parked.beyond_quota(request):
+                self._unpark(older)
         else:
             self._unpark(request)
             self._answer(request, answer)
@@ -285,13 +304,22 @@ class PendingRequests:
         """Whether a Put may wait here: it is parked already, or it fits into PARKED_BYTES."""
         assert isinstance(request.message, protocol.Put)
         parked = self._parked.get(request.key) is request
-        return parked or self.parked_bytes + _size(request.message) <= PARKED_BYTES
+        return parked or self.parked_bytes + self.unsent_bytes + _size(request.message) <= PARKED_BYTES
 
     def _put_it_off(self, request: PendingRequest, put: protocol.Put) -> protocol.Later:
-        """Drop the group without parsing it; the client sends it again."""
+        """Drop the group without parsing it; the client sends it again. Raises ValueError beyond MOST_PUTS."""
+        if self._num_put_off[request.identity] >= MOST_PUTS and request.key not in self._put_off:
+            raise ValueError(f"Put of item {put.item}: {MOST_PUTS:,} groups of this process wait for room already")
         request.message = protocol.Put(item=put.item, lease=put.lease, samples=[])
+        self._num_put_off[request.identity] += request.key not in self._put_off
         self._put_off[request.key] = request, _size(put)
         return protocol.Later()
+
+    def _drop_put_off(self, key: Key) -> None:
+        if self._put_off.pop(key, None):
+            self._num_put_off[key[0]] -= 1
+            if not self._num_put_off[key[0]]:
+                del self._num_put_off[key[0]]
 
     def _unpark(self, request: PendingRequest) -> None:
         if known := self._parked.pop(request.key):
@@ -312,7 +340,7 @@ class PendingRequests:
             if request.identity in left:
                 self._unpark(request)
         for key in [key for key in self._put_off if key[0] in left]:
-            del self._put_off[key]
+            self._drop_put_off(key)
 
     def _answer(self, request: PendingRequest, answer: Message) -> None:
         self._out.append((request.identity, *pack_frames(request.number, answer)))

@@ -6,6 +6,7 @@ time at full load; but everything that `Sample.pack` writes for a given number o
 of bytes; used by `handlers.py`.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import count, pairwise
 from math import isfinite
@@ -13,10 +14,22 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgpack
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, FiniteFloat, ValidationError, model_validator
 
 from buffer.ledger.types import SampleStats
 from buffer.wire.message import LIMITS, TEXT, Array, Count, Message, in_words, open_map
+from buffer.wire.values import (
+    ANY,
+    MOST_REWARD,
+    SIGNED,
+    UNSIGNED,
+    Bounds,
+    Columns,
+    WrongValue,
+    judge,
+    judge_rewards,
+    plausible,
+)
 
 
 class SampleImage(Message):
@@ -50,19 +63,19 @@ class Sample(Message):
     """float32: behaviour log-probability of each sampled token under the sampling temperature; 0 elsewhere."""
     versions: Array
     """int32: policy version that sampled each token; -1 elsewhere."""
-    reward: Annotated[float, Field(allow_inf_nan=False)]
+    reward: FiniteFloat
     finish: Literal["stop", "length"]
     """`length`: cut at `sampling.max_tokens`."""
     answer: str = ""
     """The sampled text, for people."""
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, FiniteFloat] = Field(default_factory=dict)
     """Further numbers of the reward function or task, averaged into the metrics of the batch."""
     images: list[SampleImage] = Field(default_factory=list)
     """In order of `start`."""
     starts: list[Count] = Field(default_factory=lambda: [0])
     """Where each segment begins among the tokens. A segment is a text by itself: its tokens were sampled with those
     before them in the segment as context, and with no others."""
-    turn_rewards: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=list)
+    turn_rewards: list[FiniteFloat] = Field(default_factory=list)
     """A reward for each turn, in order, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
     routes: Array | None = None
     """[tokens, layers, k], uint8 or, of more than 256 experts, uint16: the k experts that the server chose for each
@@ -84,7 +97,10 @@ class Sample(Message):
                 raise ValueError(
                     f"{name} must be {dtype}{self.tokens.shape}, one-dimensional; is {array.dtype}{array.shape}"
                 )
-        sampled = self.sampled.numpy() != 0
+        flags = self.sampled.numpy()
+        if flags.max(initial=0) > 1:
+            raise ValueError(f"sampled is {flags.max()} at token {flags.argmax()}; it is 1, or 0 for a token given")
+        sampled = flags != 0
         if not sampled.any():
             raise ValueError("a sample without a sampled token")
         before = -1
@@ -165,6 +181,8 @@ def num_turns(sampled: np.ndarray) -> int:
 ROUTE_DTYPES = ("uint8", "uint16")
 SCALARS = [name for name in Sample.model_fields if name not in Sample.DTYPES]
 """The fields that follow the arrays."""
+ZEROS, ONES = bytes(2**18), b"\xff" * 2**18
+"""Of tokens that were given: log-probabilities of 0, versions of -1."""
 NO_ROUTES = msgpack.packb({"routes": None})[1:]
 """How a sample without them ends."""
 MOST_OFF = 1e-6
@@ -172,17 +190,28 @@ MOST_OFF = 1e-6
 BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values())
 
 
-def sample_stats(data: bytes) -> SampleStats:
-    """Tokens, reward, oldest version, metrics and prompt's length of a packed sample.
+def sample_stats(data: bytes, bounds: Bounds = ANY) -> SampleStats:
+    """Tokens, reward, oldest and newest version, metrics and prompt's length of a packed sample.
 
-    Raises ValueError, in one line, for what is not a sample, or has a sampled token without a policy version.
+    Raises WrongValue, in one line, for what is not a sample, or has a value that cannot be, of a model with `bounds`.
     """
-    return _parse_fast(data) or _parse_checked(data)
+    return _parse_fast(data, bounds) or _parse_checked(data, bounds)
 
 
-def _parse_fast(data: bytes) -> SampleStats | None:
+def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[SampleStats]:
+    """`sample_stats` of each sample of a group. Raises WrongValue that names the item and the sample too."""
+    found = list[SampleStats]()
+    for index, data in enumerate(samples):
+        try:
+            found.append(sample_stats(data, bounds))
+        except WrongValue as error:
+            raise error.within(f"item {item}, sample {index}") from None
+    return found
+
+
+def _parse_fast(data: bytes, bounds: Bounds = ANY) -> SampleStats | None:
     """The same for what `Sample.pack` wrote of a sample of one segment, without images or routes; None: look closer."""
-    if not data.endswith(NO_ROUTES):
+    if not data.endswith(NO_ROUTES) or bounds.replayed:
         return None
     number = _num_tokens(data)
     headers, places, end = _layout(number)
@@ -190,31 +219,66 @@ def _parse_fast(data: bytes) -> SampleStats | None:
         if not data.startswith(fixed, position):
             return None
     flags = data[places["sampled"] : places["sampled"] + number]
-    versions = np.frombuffer(data, "<i4", number, places["versions"])
+    versions = np.frombuffer(data, SIGNED, number, places["versions"])
     try:
         rest = msgpack.unpackb(HEAD_OF_SCALARS + data[end:], **LIMITS)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
         return None
     if not _sound(rest) or (versions >= 0).tobytes() != flags or 1 not in flags or flags[0]:
         return None
-    oldest = int(np.minimum.reduce(versions.view("<u4")))  # of those that are not -1
-    trainable, truncated = flags.count(1), rest["finish"] == "length"
-    return SampleStats(number, trainable, rest["reward"], truncated, oldest, rest["metrics"], flags.index(1))
+    tokens = np.frombuffer(data, UNSIGNED, number, places["tokens"])
+    logprobs = np.frombuffer(data, UNSIGNED, number, places["behaviour_logprobs"])
+    trainable, prompt, own = flags.count(1), flags.index(1), bounds.placeholder
+    if not plausible(tokens, logprobs, bounds) or not _blank(data, flags, places, prompt, trainable):
+        return None
+    if own is not None and ((tokens == own) > np.frombuffer(flags, np.bool_)).any():
+        return None
+    oldest = int(np.minimum.reduce(versions.view(UNSIGNED)))  # of those that are not -1
+    newest, truncated = int(np.maximum.reduce(versions)), rest["finish"] == "length"
+    return SampleStats(number, trainable, rest["reward"], truncated, oldest, rest["metrics"], prompt, newest=newest)
 
 
-def _parse_checked(data: bytes) -> SampleStats:
+def _blank(data: bytes, flags: bytes, places: Mapping[str, int], prompt: int, trainable: int) -> bool:
+    """Whether tokens that were given have no log-probability and version -1. Usually they are the first `prompt` ones,
+    and their bytes are compared."""
+    number, logprobs, versions = len(flags), places["behaviour_logprobs"], places["versions"]
+    size = 4 * prompt
+    if trainable == number - prompt and size <= len(ZEROS):
+        return data.startswith(ZEROS[:size], logprobs) and data.startswith(ONES[:size], versions)
+    given = np.frombuffer(flags, np.uint8) == 0
+    without = np.frombuffer(data, "<f4", number, logprobs)[given] == 0
+    return bool(without.all() and (np.frombuffer(data, "<i4", number, versions)[given] == -1).all())
+
+
+def _parse_checked(data: bytes, bounds: Bounds = ANY) -> SampleStats:
     try:
         sample = Sample.unpack(data)
     except ValidationError as error:
-        raise ValueError(f"Put.samples: {in_words(error)}") from None
+        raise _in_words(error) from None
+    except ValueError as error:
+        raise WrongValue("", str(error)) from None
     sampled = sample.sampled.numpy().astype(bool)
-    oldest = int(sample.versions.numpy()[sampled].min())
-    if oldest < 0:
-        raise ValueError("a sampled token without the policy version that sampled it")
+    tokens, logprobs, versions = (
+        array.numpy() for array in (sample.tokens, sample.behaviour_logprobs, sample.versions)
+    )
+    routes = None if sample.routes is None else sample.routes.numpy()
+    columns = Columns(tokens, sampled, logprobs, versions)
+    judge_rewards([sample.reward, *sample.turn_rewards])
+    judge(columns, bounds, [image.start for image in sample.images], sample.starts, routes)
+    oldest, newest = int(versions[sampled].min()), int(versions.max())
     trainable = int(sampled.sum())  # none of them is a segment's first token, which nothing predicts
     truncated, prompt = sample.finish == "length", int(sampled.argmax())
     images = 1 + max((number for number in sample.row_images if number is not None), default=-1)
-    return SampleStats(sampled.size, trainable, sample.reward, truncated, oldest, sample.metrics, prompt, images)
+    known = oldest, sample.metrics, prompt, images, newest
+    return SampleStats(sampled.size, trainable, sample.reward, truncated, *known)
+
+
+def _in_words(error: ValidationError) -> WrongValue:
+    """The first thing that is wrong: the field, its value if that is a number, and the rule."""
+    name, _, rule = in_words(error).partition(": ")
+    given = error.errors(include_url=False)[0]["input"]
+    value = f"{given!r:.40}; " if isinstance(given, int | float) else ""
+    return WrongValue(name, value + rule.removeprefix("Value error, "))
 
 
 def _sound(rest: dict[str, Any]) -> bool:
@@ -223,7 +287,7 @@ def _sound(rest: dict[str, Any]) -> bool:
     return (
         list(rest) == SCALARS
         and type(reward) is float
-        and isfinite(reward)
+        and abs(reward) <= MOST_REWARD  # NaN is not
         and rest["finish"] in ("stop", "length")
         and type(rest["answer"]) is str
         and rest["images"] == []
@@ -232,7 +296,7 @@ def _sound(rest: dict[str, Any]) -> bool:
         and rest["turn_rewards"] == []
         and rest["routes"] is None
         and type(metrics) is dict
-        and all(type(name) is str and type(value) is float for name, value in metrics.items())
+        and all(type(name) is str and type(value) is float and isfinite(value) for name, value in metrics.items())
     )
 
 

@@ -9,13 +9,13 @@ disk is full, nothing is received or answered, and the commit is tried again unt
 """
 
 import asyncio
-import errno
 import logging
 import sqlite3
 import struct
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,12 +26,15 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from buffer.curve import ServerKeys, is_loopback, judge_connections, split
 from buffer.resources import MemoryWatch
+from buffer.store.failures import remedy
 from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.connection import DEAD_NETWORK
-from buffer.wire.handlers import LoopTurn
+from buffer.wire.connections import ConnectionLimits, UnsentAnswers
+from buffer.wire.handlers import LoopTurn, Peer
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
-from configs.flow.capacity import COMMIT_BYTES, IN_FLIGHT_BYTES
+from configs.entrypoint import unless
+from configs.flow.capacity import COMMIT_BYTES, IN_FLIGHT_BYTES, PARKED_BYTES
 
 log = logging.getLogger(__name__)
 MAX_MESSAGES = 1024
@@ -43,13 +46,15 @@ TURN_S = 0.005, 0.02
 these bounds."""
 RETRY_S = 1.0, 15.0
 """First and longest wait before a failed commit is tried again."""
-TRANSIENT = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR_SHMSIZE}
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-"""Errors of a commit that end by themselves, or once there is room on the disk: SQLite's, the system's."""
+LOOK_S, IDLE_LOOK_S, LOOK_SHARE = 0.02, 0.1, 20
+"""Shortest time between two looks at the bytes of strangers' connections, the same without strangers, and how many
+times as long as a look."""
 
 OPTIONS = {
     zmq.ROUTER_HANDOVER: 1,  # a client that reconnects keeps its identity
-    zmq.SNDHWM: 0,  # an answer is never dropped; requests bound their number
+    # Small answers that one client has not read. Its connection is closed when it asks for more: an answer that was
+    # dropped, and a group that was to be sent again, would be missed.
+    zmq.SNDHWM: 2048,
     # Most messages of one client that wait to be read: a group has megabytes, and there are thousands of servers.
     # One place is for the ZAP domain, so the end of a connection is noticed although two messages wait.
     zmq.RCVHWM: 3,
@@ -111,6 +116,11 @@ class Speakers:
             del self._over[who]
         return ended
 
+    def close(self, identity: bytes, limits: ConnectionLimits) -> None:
+        """End the connection of a process that does not read."""
+        if (descriptor := self._over.get(identity)) is not None and self._last.get(descriptor) == identity:
+            limits.close(descriptor, "read none of its answers")
+
 
 class BufferServer:
     """Async context manager: bound once entered, closed when left. `address` is the bound one. `clock` must be the
@@ -135,8 +145,10 @@ class BufferServer:
         self._due: float | None = None
         """When the next deadline is reached, by `clock`."""
         self._news = False
-        self._in_flight = 0
-        """Bytes of large answers that ZeroMQ has not yet handed to the network."""
+        self._unsent = UnsentAnswers()
+        self._limits, self._strangers = ConnectionLimits(), asyncio.Event()
+        self._read_events: deque[tuple[int, int]] = deque()
+        """Events of connections that were read and not yet passed to `Speakers`."""
         self._speakers = Speakers()
         self._heard: dict[bytes, int] = {}
         """Identities heard since the last look, and the file descriptors of their connections."""
@@ -150,6 +162,7 @@ class BufferServer:
             self._poller.register(socket, zmq.POLLIN)
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending raises where a client does not read
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_message)  # above max_message it is refused in words
 
@@ -187,29 +200,42 @@ class BufferServer:
     async def serve(self, requests: PendingRequests) -> None:
         """Serve until cancelled. Everything received by then is committed and answered, unless the disk is full."""
         self._loop = asyncio.get_running_loop()
+        tasks = {asyncio.ensure_future(self._serve(requests)), asyncio.ensure_future(self._watch_strangers())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in done:
+            task.result()
+
+    async def _serve(self, requests: PendingRequests) -> None:
         memory = MemoryWatch(self.clock.now())
         while True:
             self.clock.mark()
-            await self._wake(at_once=requests.postponed and self._in_flight < IN_FLIGHT_BYTES)
+            await self._wake(at_once=requests.postponed and self._unsent.total < IN_FLIGHT_BYTES)
             self.clock.mark()
             began = time.monotonic()
             requests.begin_turn(LoopTurn(seconds=0.0))
             received, more = self._receive()
-            now = self.clock.now()
+            if not received:  # a commit looks for itself
+                requests.handlers.store.require_same_files()
+            now, requests.unsent_bytes = self.clock.now(), self._unsent.total
             for frames in received:
                 requests.receive(frames, now)
-            for identity in self._ended():
+            for identity in self._ended(requests.handlers.peers, now):
                 requests.disconnected(identity, now)
             if not more:  # a server is silent only if no message of it waits to be read
                 requests.expire(now)
             await self._answer(requests, now, more)
-            if requests.postponed and self._in_flight < IN_FLIGHT_BYTES:
+            if requests.postponed and self._unsent.total < IN_FLIGHT_BYTES:
                 seconds = min(max(time.monotonic() - began, TURN_S[0]), TURN_S[1])
-                requests.begin_turn(LoopTurn(seconds, IN_FLIGHT_BYTES - self._in_flight))
+                requests.begin_turn(LoopTurn(seconds, IN_FLIGHT_BYTES - self._unsent.total))
                 await self._answer(requests, now, more)
             requests.handlers.ledger.draw_ahead()
             requests.handlers.let_go()
-            memory.look(requests.held | {"parts on their way": self._in_flight}, now)
+            memory.look(requests.held | {"answers on their way": self._unsent.total}, now)
 
     async def _answer(self, requests: PendingRequests, now: float, more: bool) -> None:
         """Try what is parked, write what changed, and send the answers. `more`: messages wait to be read."""
@@ -244,15 +270,40 @@ class BufferServer:
         """Whether `wake` was called since the last wait."""
         return self._news
 
-    def _ended(self) -> list[bytes]:
-        """Identities whose connections have ended since the last call."""
+    def _ended(self, peers: Mapping[bytes, Peer], now: float) -> list[bytes]:
+        """Identities whose connections have ended since the last call; notes which connections are known ones."""
         heard, self._heard = self._heard, {}
-        return self._speakers.ended(heard, self._told())
+        self._read_new_events(now)
+        events, self._read_events = self._read_events, deque()
+        for identity, descriptor in heard.items():
+            if peer := peers.get(identity):
+                self._limits.admit(descriptor, large=peer.hello.role == "rollout")
+        self._limits.close_silent(now)
+        return self._speakers.ended(heard, events)
 
-    def _told(self) -> Iterator[tuple[int, int]]:
-        """The events of connections since the last call."""
+    def _read_new_events(self, now: float) -> None:
         while self._events.poll(0):
-            yield struct.unpack("=hi", self._events.recv_multipart()[0])
+            kind, descriptor = struct.unpack("=hi", self._events.recv_multipart()[0])
+            self._read_events.append((kind, descriptor))
+            self._limits.on_event(kind, descriptor, now)
+        if self._limits.unknown:
+            self._strangers.set()
+
+    async def _watch_strangers(self) -> None:
+        """Close connections that hold more than they may, also while a commit waits for the disk."""
+        pause_s = LOOK_S
+        while True:
+            self._strangers.clear()
+            await asyncio.sleep(pause_s)
+            if not self._limits.unknown:
+                await unless(self._strangers, asyncio.sleep(IDLE_LOOK_S))
+            began, now = time.monotonic(), self.clock.now()
+            self._read_new_events(now)
+            if self._read_events:
+                self._on_news()
+            self._limits.close_large(now)
+            self._limits.keep_files()
+            pause_s = max(LOOK_S, LOOK_SHARE * (time.monotonic() - began))
 
     def _on_news(self) -> None:
         self._news = True
@@ -269,9 +320,10 @@ class BufferServer:
             except zmq.Again:
                 return received, False
             self._heard.pop(identity.bytes, None)  # a dict keeps the order of first insertions
-            self._heard[identity.bytes] = int(identity.get(zmq.SRCFD))
+            self._heard[identity.bytes] = descriptor = int(identity.get(zmq.SRCFD))
             received.append([identity.bytes, *(frame.buffer for frame in rest)])
-            gathered += sum(map(len, rest))
+            gathered += (size := sum(map(len, rest)))
+            self._limits.on_message(descriptor, size)
         return received, True
 
     async def _commit(self, requests: PendingRequests) -> None:
@@ -283,41 +335,48 @@ class BufferServer:
                 requests.commit(transaction)
                 break
             except (sqlite3.OperationalError, OSError) as error:
-                if not _transient(error):
+                if not (advice := remedy(error)):
                     raise
-                log.error(
-                    "%s: %s; nothing is acknowledged until this ends: make room on its disk", requests.path, error
-                )
+                log.error("%s: %s; nothing is acknowledged until this ends: %s", requests.path, error, advice)
                 await asyncio.sleep(wait_s)  # no event tells of free space
                 wait_s = min(2 * wait_s, longest_s)
+        self._unsent.budget = PARKED_BYTES - requests.parked_bytes
         for answer in requests.answers():
             self._send(answer)
 
     def _send(self, answer: Sequence[Frame]) -> None:
-        """Hand an answer over to ZeroMQ. Large frames are not copied, and count until their bytes have left."""
-        size = sum(map(len, answer))
-        if size < COPY_BELOW:
-            self._plain.send_multipart(answer, zmq.DONTWAIT)
-            return
+        """Hand an answer over to ZeroMQ. Large frames are not copied, and count until their bytes have left. A process
+        that reads none of its answers loses its connection; on its next one it asks again."""
+        identity, size = bytes(answer[0]), sum(map(len, answer))
+        try:
+            if size < COPY_BELOW:
+                self._plain.send_multipart(answer, zmq.DONTWAIT)
+            elif not self._unsent.too_many(identity):
+                return self._send_large(identity, answer, size)
+            else:
+                self._speakers.close(identity, self._limits)
+        except zmq.Again:
+            self._speakers.close(identity, self._limits)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # the process has ended
+                raise
+
+    def _send_large(self, identity: bytes, answer: Sequence[Frame], size: int) -> None:
         largest = max(range(len(answer)), key=lambda at: len(answer[at]))
         tracked = np.frombuffer(answer[largest], np.uint8)
-        weakref.finalize(tracked, self._on_sent, size).atexit = False  # ZeroMQ lets go of it in a thread of its own
-        self._in_flight += size
+        # ZeroMQ lets go of it in a thread of its own
+        weakref.finalize(tracked, self._on_sent, identity, size).atexit = False
+        self._unsent.add(identity, size)
         frames = [*answer[:largest], tracked.data, *answer[largest + 1 :]]
         self._plain.send_multipart(frames, zmq.DONTWAIT, copy=False)
 
-    def _on_sent(self, size: int) -> None:
+    def _on_sent(self, identity: bytes, size: int) -> None:
         with suppress(RuntimeError):  # the loop is closed: nothing is sent any more
             assert self._loop
-            self._loop.call_soon_threadsafe(self._let_go, size)
+            self._loop.call_soon_threadsafe(self._let_go, identity, size)
 
-    def _let_go(self, size: int) -> None:
-        was, self._in_flight = self._in_flight, self._in_flight - size
-        if self._in_flight < IN_FLIGHT_BYTES <= was:
+    def _let_go(self, identity: bytes, size: int) -> None:
+        was = self._unsent.total
+        self._unsent.remove(identity, size)
+        if self._unsent.total < IN_FLIGHT_BYTES <= was:
             self._on_news()
-
-
-def _transient(error: sqlite3.OperationalError | OSError) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in DISK_FULL
-    return bool({error.sqlite_errorcode, error.sqlite_errorcode & 0xFF} & TRANSIENT)  # extended and primary code

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby
 from math import ceil, nan
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -90,7 +91,7 @@ class BatchCut:
     """A batch cut for `world` ranks, from the figures of its samples: the same for all ranks and at every repetition.
     The samples themselves are fetched when a rank asks for its part.
 
-    `groups`: (item, dispatch version, figures of each sample); `counts`: `failed` ... `places`, as in `Part`.
+    `groups`: (item, dispatch version, figures of each sample); `counts`: `failed` ... `suspect`, as in `Part`.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class BatchCut:
         version: int,
         world: int,
         groups: Sequence[tuple[int, int, Sequence[SampleStats]]],
-        counts: Mapping[str, int],
+        counts: Mapping[str, Any],
         share_prompts: bool,
     ) -> None:
         self.version, self.world, self._counts = version, world, counts

@@ -11,6 +11,8 @@ WATCHERS = 8
 """Connections of the launcher and of people who look at the run."""
 OWN_FILES = 96
 """Open files of the buffer that are no connections: ledger, segments, libraries, and some left over to go on with."""
+RESERVED_FILES = 16
+"""Open files that connections do not get: the store opens its segments with them."""
 CACHE_BYTES = 480 * 2**20
 """Of samples that stay in memory until they are trained; others are read back from the store, which takes ten times the
 processor time when their batch is taken."""

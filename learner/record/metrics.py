@@ -24,6 +24,7 @@ import torch
 
 from buffer.wire.protocol import EvaluationResult
 from configs.flow.alerts import alerts
+from configs.variables import open_private
 
 logger = logging.getLogger(__name__)
 Record = dict[str, float]
@@ -114,7 +115,7 @@ class Metrics:
     def _append(self, path: Path, record: Mapping[str, float | str]) -> None:
         """Write one line; what an earlier process left of an unfinished one is removed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+") as file:
+        with open(path, "ab+", opener=open_private) as file:
             if end := file.tell():
                 file.seek(end - 1)
                 if file.read(1) != b"\n":
@@ -147,7 +148,8 @@ class Metrics:
         found = _read_all(path) if path.exists() else []
         kept = [record for record in found if record.get("version", -1) < version]
         partial = path.with_suffix(".tmp")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        with open(partial, "w", encoding="utf-8", opener=open_private) as file:
+            file.writelines(json.dumps(record) + "\n" for record in kept)
         partial.replace(path)
         self._history = [one for one in kept if "version" in one and "eval/due" not in one][-HISTORY:]
         self._opened = True

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from configs.entrypoint import BAD_INPUT, DONE
+from configs.plain_text import print_visible
 from learner.model.loading import read_whole
 from learner.model.lora.base import digest
 from learner.saved.manifest import adapter_of
@@ -29,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
         if (adapter := adapter_of(Path(checkpoint))) is None:
             raise ValueError(f"{checkpoint}: has no adapter")
         model = adapter.model.model_copy(update={"path": path})
-        print(digest(read_whole(model, getattr(torch, model.dtype)).requires_grad_(False)))
+        print_visible(digest(read_whole(model, getattr(torch, model.dtype)).requires_grad_(False)))
     except (ValueError, OSError) as error:
-        print(f"{PROG}: {str(error).splitlines()[0]}", file=sys.stderr)
+        print_visible(f"{PROG}: {str(error).splitlines()[0]}", sys.stderr)
         return BAD_INPUT
     return DONE

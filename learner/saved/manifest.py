@@ -1,11 +1,10 @@
-"""What makes a folder a checkpoint: a manifest of all its files with their sizes, written last. Which checkpoints a run
-has, and which it keeps.
+"""What makes a folder a checkpoint: a manifest of all its files with sizes and checksums, written last. Which ones a
+run keeps.
 
-Cheap to import: `learner/checkpoint.py` writes checkpoints, and the launcher looks for them before it starts anything.
+`learner/checkpoint.py` writes checkpoints; `configs/checkpoint_files.py` reads manifests, also for other processes.
 """
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -13,10 +12,21 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from configs.checkpoint_files import (
+    DAMAGED,
+    MANIFEST,
+    OWN_SUM,
+    REPLACED,
+    SUMS,
+    crc32c_of,
+    fault,
+    manifest_of,
+    sum_of,
+)
 from configs.schema import LearnerConfig, ModelConfig
 
-log = logging.getLogger(__name__)
-MANIFEST = "manifest.json"
+SUM_NOTE = ".crc32c-note"
+"""Ending of the file in which a rank notes the CRC32C of the shard that it has written."""
 
 
 class AdapterOf(BaseModel):
@@ -41,7 +51,7 @@ def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig)
 
 def reward_of(checkpoint: Path) -> float | None:
     """The mean reward that a complete checkpoint was saved with; None if unknown."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest = manifest_of(checkpoint)
     if "files" not in manifest and (checkpoint / "figures.json").exists():  # written by an earlier release
         manifest = json.loads((checkpoint / "figures.json").read_text())
     reward: float | None = manifest.get("reward")
@@ -52,35 +62,68 @@ def adapter_of(checkpoint: Path) -> AdapterOf | None:
     """What the adapter in a complete checkpoint was trained beside; None if it has whole weights. Raises OSError or
     ValueError, with one line, if the manifest cannot be read."""
     try:
-        found = json.loads((checkpoint / MANIFEST).read_text()).get("adapter")
+        found = manifest_of(checkpoint).get("adapter")
         return AdapterOf.model_validate(found) if found else None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, ["adapter", *first["loc"]]))
         raise ValueError(f"{checkpoint / MANIFEST}: {where}: {first['msg']}") from None
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(f"{checkpoint / MANIFEST}: cannot be read ({error})") from None
-
-
-def folder_of(folder: Path, version: int) -> Path:
-    """The folder of the checkpoint of `version`."""
-    return folder / f"v{version:06d}"
 
 
 def seal(partial: Path, reward: float | None = None, adapter: AdapterOf | None = None) -> None:
     """Give `v000100.tmp` its manifest and its name: from now on it is a checkpoint, even after a power cut."""
-    files = sorted(path for path in partial.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
-    of_adapter = {"adapter": adapter.model_dump(mode="json")} if adapter else {}
-    (partial / MANIFEST).write_text(json.dumps({"reward": reward, **of_adapter, "files": sizes}, indent=1))
+    sums = _sums_of_shards(partial)
+    files = sorted(path for path in partial.rglob("*") if path.is_file() and path.name != MANIFEST)
+    names = {str(path.relative_to(partial)): path for path in files}
+    manifest = {
+        "reward": reward,
+        **({"adapter": adapter.model_dump(mode="json")} if adapter else {}),
+        "files": {name: path.stat().st_size for name, path in names.items()},
+        SUMS: {name: sums[name] if name in sums else crc32c_of(path) for name, path in names.items()},
+    }
+    manifest = json.loads(json.dumps(manifest))  # as whoever reads it will see it
+    (partial / MANIFEST).write_text(json.dumps(manifest | {OWN_SUM: sum_of(manifest)}, indent=1), encoding="utf-8")
     for path in [*files, partial / MANIFEST]:
         _fsync(path)
-    final, old = partial.with_suffix(""), partial.with_suffix(".old")
+    final, old = partial.with_suffix(""), partial.with_suffix(REPLACED)
     if final.exists():  # incomplete, or without the export it now gets
         final.rename(old)
     partial.rename(final)
     _fsync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    for before in (old, partial.with_suffix(DAMAGED)):
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def _sums_of_shards(partial: Path) -> dict[str, int]:
+    """The CRC32C of each shard by name, as its rank noted it while it wrote; removes the notes."""
+    sums = {}
+    for note in sorted(partial.rglob(f"*{SUM_NOTE}")):
+        sums[str(note.relative_to(partial)).removesuffix(SUM_NOTE)] = int(note.read_text(encoding="ascii"), 16)
+        note.unlink()
+    return sums
+
+
+def recover(folder: Path) -> None:
+    """Finish what a kill in the middle of `seal` left, and remove what was being written."""
+    for old in folder.glob(f"v*{REPLACED}"):
+        final, partial = old.with_suffix(""), old.with_suffix(".tmp")
+        if not final.exists() and fault(partial) is None:
+            partial.rename(final)
+        if final.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(final)
+    for leftover in folder.glob("v*.tmp"):
+        shutil.rmtree(leftover)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is none any more; returns its folder."""
+    aside = checkpoint.with_suffix(DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    return checkpoint.rename(aside)
 
 
 def _fsync(path: Path) -> None:
@@ -95,37 +138,3 @@ def discard(checkpoint: Path) -> None:
     """Remove a checkpoint: the manifest first, so that it is never mistaken for a complete one."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)
-
-
-def fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, for people; None if all its files are there with their sizes."""
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        files = manifest.get("files", manifest).items()  # an earlier release wrote the files alone
-    except (OSError, ValueError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
-    for name, size in files:
-        try:
-            found = (checkpoint / name).stat().st_size
-        except OSError:
-            return f"{name} is missing"
-        if found != size:
-            return f"{name} has {found} bytes instead of {size}"
-    return None
-
-
-def complete(folder: Path) -> list[int]:
-    """Versions of the complete checkpoints in `folder`, oldest first."""
-    found = (path for path in folder.glob("v*") if path.name[1:].isdigit())
-    return sorted(int(path.name[1:]) for path in found if fault(path) is None)
-
-
-def newest(folder: Path) -> int:
-    """Version of the newest complete checkpoint, 0 if there is none; logs a warning for each newer incomplete one."""
-    for path in sorted(folder.glob("v*"), reverse=True):
-        if not path.name[1:].isdigit():
-            continue
-        if (why := fault(path)) is None:
-            return int(path.name[1:])
-        log.warning("checkpoint %s is incomplete and skipped: %s", path.name, why)
-    return 0

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from configs.checkpoint_files import fault
 from configs.entrypoint import BAD_INPUT, DONE
+from configs.plain_text import print_visible
 from learner.model.loading import read_whole
 from learner.model.lora.base import digest
 from learner.saved import adapter_files, export
-from learner.saved.manifest import adapter_of, fault
+from learner.saved.manifest import adapter_of
 from learner.weights.plan import LORA_A, LORA_B
 
 PROG = "python -m learner merge"
@@ -34,9 +36,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         merge(given.checkpoint, given.out)
     except (ValueError, OSError) as error:
-        print(f"{PROG}: {str(error).splitlines()[0]}", file=sys.stderr)
+        print_visible(f"{PROG}: {str(error).splitlines()[0]}", sys.stderr)
         return BAD_INPUT
-    print(f"vllm serve {given.out}")
+    print_visible(f"vllm serve {given.out}")
     return DONE
 
 

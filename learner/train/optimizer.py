@@ -61,6 +61,14 @@ class Optimizer:
         skipped["gradient/zero"] = float(finite and not norm)
         return {"lr": rate} | skipped | ({"gradient/norm": float(norm)} if finite else {})
 
+    def discard(self) -> bool:
+        """Clear the gradients without applying them; returns whether their norm is finite, on all ranks alike."""
+        parameters = [p for group in self.adamw.param_groups for p in group["params"]]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.adamw.zero_grad()
+        return bool(norm.isfinite())
+
     def _overflowed(self, parameters: Sequence[torch.nn.Parameter]) -> float:
         """Return 1 if every part of the gradient is finite on every rank but the norm is not. A collective."""
         parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]

@@ -90,7 +90,18 @@ def _compared(
         if picture.digest != image.digest:
             problem = f"its pixels have the digest {picture.digest[:12]} here and {image.digest[:12]} on the server"
             raise PictureMismatch(f"{name}: {problem}; {SAME_PILLOW}, or {SAME_DATA}")
+        if not _fits(sample, image.start, picture):
+            problem = f"it takes {picture.num_tokens} tokens, and not so many placeholders begin at token {image.start}"
+            raise PictureMismatch(f"{name}: {problem}; {SAME_PILLOW}, or {SAME_DATA}")
         yield SeenImage(image.start, picture)
+
+
+def _fits(sample: Sample, start: int, picture: Picture) -> bool:
+    """Whether just as many placeholders that were given stand there as the picture takes."""
+    own = (sample.tokens.numpy() == picture.format.image_token) & (sample.sampled.numpy() == 0)
+    stop = start + picture.num_tokens
+    more = stop < own.size and own[stop] and all(image.start != stop for image in sample.images)
+    return stop <= own.size and bool(own[start:stop].all()) and not more
 
 
 def num_patches(images: Iterable[SeenImage]) -> int:

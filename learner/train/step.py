@@ -69,9 +69,7 @@ class Algorithm:
         StepsSkipped if too many steps before this one changed nothing."""
         self.skipped.check()
         times = [time.perf_counter()]
-        costs = policy.attention_cost, policy.patch_cost
-        shared, replayed = policy.share_prompts, policy.replayed
-        batch = Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed)
+        batch = self._packed(policy, part)
         times.append(time.perf_counter())
         sums = self.backward(policy, batch) | per_sample_sums(_of_samples(batch), policy.device)
         tally = sums.pop(TALLY, None)
@@ -84,12 +82,25 @@ class Algorithm:
         rewards = batch.rows.reward.numpy()
         self.skipped.note(batch.version + 1, (float(rewards.min()), float(rewards.max())), metrics, totals)
         metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
-        metrics |= {f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried")}
+        metrics |= {
+            f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried", "quarantined")
+        }
         metrics |= {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
         metrics["buffer/failed_share"] = part.failed / max(part.failed + part.generated, 1)
         flops = policy.costs.total(totals["row_tokens"], metrics["tokens_sampled"], totals["squares"])
         metrics |= {name: totals[name] for name in ("images", "patches") if name in totals}
         return metrics | {"flops": flops + totals.get("tower", 0.0), "tokens_computed": totals["row_tokens"]}
+
+    def rehearse(self, policy: Policy, part: Part) -> bool:
+        """Whether the gradient of `part` is finite. Nothing is trained. A collective, with the same result on all
+        ranks."""
+        self.backward(policy, self._packed(policy, part))
+        return self.optimizer.discard()
+
+    def _packed(self, policy: Policy, part: Part) -> Batch:
+        costs = policy.attention_cost, policy.patch_cost
+        shared, replayed = policy.share_prompts, policy.replayed
+        return Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed)
 
     def backward(self, policy: Policy, batch: Batch) -> dict[str, Tensor]:
         """Leave the gradient of the batch's loss in the parameters; returns this rank's sums."""

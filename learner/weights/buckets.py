@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -19,10 +19,15 @@ from learner.weights.channel import own_stream
 from learner.weights.plan import Plan, Slot
 from learner.weights.protocol import Probe
 
-WORDS = 4096
-"""Words of 8 bytes per row of the checksum."""
+WORDS = 4128
+"""Words of 8 bytes per row of the checksum, 32 KiB and 256 bytes: the words of a column are read one after the other,
+and at a power of two apart all of them would have the same few places in a processor's cache."""
 ROW = 8 * WORDS
+CACHED_ROWS = 16
+"""Rows of half a MiB together, which a processor's cache holds."""
 FACTOR = 0x9E3779B97F4A7C1
+HALVES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
+"""Odd numbers by which the low and the high half of a column's sum are multiplied."""
 
 
 class Allocation:
@@ -35,14 +40,21 @@ class Allocation:
         self._memory = torch.zeros(begins[-1] * ROW, dtype=torch.uint8, device=device)
         self.buckets = [self._memory[at * ROW : at * ROW + size] for at, (size, _) in zip(begins, rows, strict=False)]
         self._ends = torch.tensor(begins[1:], device=device) - 1
-        self._row_weights = torch.cat([_row_weights(count, device) for _, count in rows])
+        self._row_weights = torch.cat([_weights(count, device) for _, count in rows])
+        self._column_weights = _column_weights(device)
+        self._places = [slice(begin, end) for begin, end in pairwise(begins)]
 
     def checksums(self) -> torch.Tensor:
-        """`checksum` of every bucket, `[buckets] int64`, in six operations for all of them: each operation of this
-        thread waits for the GIL, which training or generation holds."""
-        rows = self._memory.view(torch.int64).view(-1, WORDS).sum(1)
+        """`checksum` of every bucket, `[buckets] int64`. On a GPU in one operation for each and ten for all: each
+        operation of this thread waits for the GIL, which training or generation holds."""
+        words = self._memory.view(torch.int64).view(-1, WORDS)
+        if words.device.type == "cpu":
+            found, columns = zip(*(_sums(words[place]) for place in self._places), strict=True)
+            rows = torch.cat(found)
+        else:
+            rows, columns = words.sum(1), tuple(words[place].sum(0) for place in self._places)
         sums = (rows * self._row_weights).cumsum(0)[self._ends]
-        return sums.diff(prepend=sums.new_zeros(1))
+        return sums.diff(prepend=sums.new_zeros(1)) + _sum_of_columns(torch.stack(columns), self._column_weights)
 
 
 class Buckets:
@@ -108,20 +120,50 @@ class Buckets:
 
 
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
-    """`[bytes] uint8 -> [] int64`: the sum of all rows of words, each row's sum weighted by its index, modulo 2^64.
+    """`[bytes] uint8 -> [] int64`: the sums of all rows and of all columns of words, each weighted by its index, modulo
+    2^64.
 
-    One pass over the memory, exact in any order of summation, equal on every device. A flipped bit and exchanged or
-    missing rows change it.
+    Exact in any order of summation, equal on every device. A flipped bit, missing rows and values in another order
+    change it: what stays in its row has moved to another column.
     """
     words = bucket.view(torch.int64)
     whole = len(words) // WORDS * WORDS
-    rows = torch.cat([words[:whole].view(-1, WORDS).sum(1), words[whole:].sum(0, keepdim=True)])
-    return (rows * _row_weights(len(rows), bucket.device)).sum()
+    rest = words[whole:]
+    rows, columns = _sums(words[:whole].view(-1, WORDS))
+    columns[: len(rest)] += rest
+    rows = torch.cat([rows, rest.sum(0, keepdim=True)])
+    return (rows * _weights(len(rows), bucket.device)).sum() + _sum_of_columns(columns, _column_weights(bucket.device))
 
 
-def _row_weights(rows: int, device: torch.device) -> torch.Tensor:
-    """The weights of `rows` rows: all odd, so that no bit is lost modulo 2^64."""
-    return torch.arange(1, 2 * rows, 2, dtype=torch.int64, device=device) * FACTOR
+def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[rows, WORDS] int64 -> [rows], [WORDS] int64`: the sums of the rows and of the columns. A GPU reads the memory
+    twice, a CPU once: there the second sum of a block finds it in the cache."""
+    if words.device.type != "cpu" or len(words) <= CACHED_ROWS:
+        return words.sum(1), words.sum(0)
+    columns, rows = words.new_zeros(WORDS), list[torch.Tensor]()
+    for block in words.split(CACHED_ROWS):
+        rows.append(block.sum(1))
+        columns += block.sum(0)
+    return torch.cat(rows), columns
+
+
+def _sum_of_columns(sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`[..., WORDS] int64 -> [...] int64`: the weighted sum of the columns' sums, of each half for itself.
+
+    A sign that moves from one word to another is the highest bit of both: any even multiple of it is 0 modulo 2^64.
+    """
+    return (sums.view(torch.int32) * weights).sum(-1)
+
+
+def _column_weights(device: torch.device) -> torch.Tensor:
+    """`[2 * WORDS] int64`: the weights of the low and the high half of each column's sum, in turns."""
+    halves = torch.tensor(HALVES, dtype=torch.int64, device=device)
+    return (_weights(WORDS, device)[:, None] * halves).flatten()
+
+
+def _weights(number: int, device: torch.device) -> torch.Tensor:
+    """The weights of so many rows or columns: all odd, so that no bit is lost modulo 2^64."""
+    return torch.arange(1, 2 * number, 2, dtype=torch.int64, device=device) * FACTOR
 
 
 def pending() -> "Future[Any]":

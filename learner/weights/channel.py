@@ -37,7 +37,11 @@ process."""
 
 
 class ChannelError(RuntimeError):
-    """The group could not be formed, broke, or timed out. Build another one."""
+    """The group could not be formed, broke, or timed out. Build another one. `absent`: ranks that did not come."""
+
+    def __init__(self, what: str, absent: Sequence[int] = ()) -> None:
+        super().__init__(what)
+        self.absent = absent
 
 
 class Rendezvous:
@@ -81,13 +85,24 @@ class Channel:
             )
             prefixed = c10d.PrefixStore(f"weights/{self.epoch}", store)
             prefixed.set(f"here/{self.rank}", "")  # NCCL would wait for ever for a rank that never comes
-            prefixed.wait([f"here/{rank}" for rank in range(self.world)], self._timeout)
+            self._meet(prefixed)
             make = self._nccl if self.device.type == "cuda" else self._gloo
             self._group = make(prefixed)
+        except ChannelError:
+            raise
         except RuntimeError as error:
             raise ChannelError(f"group {self.epoch} of {self.world} ranks did not form: {error}") from None
         if self._aborted:
             self.abort()
+
+    def _meet(self, store: Any) -> None:
+        """Wait until all ranks are at the store. Raises ChannelError, which names those that are not."""
+        keys = [f"here/{rank}" for rank in range(self.world)]
+        try:
+            store.wait(keys, self._timeout)
+        except RuntimeError as error:
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise ChannelError(f"group {self.epoch} of {self.world} ranks did not form: {error}", absent) from None
 
     def broadcast(self, buckets: Sequence[torch.Tensor], ahead: int | None = None) -> Iterator[int]:
         """Send (rank 0) or fill (other ranks) `buckets`, at most `ahead` beyond the one yielded. Raises ChannelError.

@@ -24,13 +24,29 @@ from pydantic import Field
 from zmq.auth.thread import ThreadAuthenticator
 
 from buffer.curve import ClientKeys, ServerKeys, judge_connections
-from buffer.wire.message import Count, Message, open_map, validate
+from buffer.wire.bounds import (
+    MOST_WORKERS,
+    Checksum,
+    Count,
+    Flag,
+    LongName,
+    Many,
+    Measured,
+    Name,
+    Seconds,
+    Text,
+    VersionOrNone,
+)
+from buffer.wire.message import Message, open_map, validate
 
 PROTOCOL = 5
 BEATS = 5
 """A peer that misses so many heartbeats is taken for dead."""
 MAX_BYTES = 64 << 20
 """Largest message: a ServerWelcome with 10^5 tensors stays below."""
+FROM_SERVERS = {zmq.MAXMSGSIZE: 1 << 16, zmq.RCVHWM: 64, zmq.SNDHWM: 256}
+"""What one server may have the learner hold: bytes of a message, messages to be read, and messages that it does not
+read, after which it loses further ones. All that servers say is short."""
 
 # from a server
 
@@ -38,16 +54,16 @@ MAX_BYTES = 64 << 20
 class Join(Message):
     """Admit this server. `session` and `version` name the weights it runs, if any: the same ones are not sent again."""
 
-    name: str
-    protocol: int
-    workers: Annotated[int, Field(ge=1)]
-    backend: str
+    name: Name
+    protocol: Count
+    workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)]
+    backend: Flag
     """`nccl` or `gloo`: what its workers can receive with."""
-    digest: str = ""
-    trained: str = ""
+    digest: Name = ""
+    trained: Name = ""
     """Digests of the plans its workers have allocated for; empty at first."""
-    session: str = ""
-    version: int = -1
+    session: Name = ""
+    version: VersionOrNone = -1
 
 
 class Ready(Message):
@@ -72,7 +88,7 @@ class Received(Message):
     buckets received."""
 
     round: Count
-    span_s: float
+    span_s: Seconds
 
 
 class Loaded(Message):
@@ -81,10 +97,10 @@ class Loaded(Message):
     probe was due."""
 
     round: Count
-    load_s: float
-    pause_s: float
-    verify_s: float
-    probe: float | None = None
+    load_s: Seconds
+    pause_s: Seconds
+    verify_s: Seconds
+    probe: Measured | None = None
 
 
 class Failed(Message):
@@ -92,7 +108,7 @@ class Failed(Message):
     exits."""
 
     round: Count
-    reason: str
+    reason: Text
     fatal: bool = False
 
 
@@ -106,23 +122,23 @@ class Leave(Message):
 class TensorSpec(Message):
     """One tensor of the plan. Example: `TensorSpec(name="model.norm.weight", shape=[64], dtype="bfloat16")`"""
 
-    name: str
-    shape: list[Count]
-    dtype: str
+    name: LongName
+    shape: Annotated[list[Count], Field(max_length=16)]
+    dtype: Flag
 
 
 class ServerWelcome(Message):
     """What will be sent: allocate room, then Join again with the digests."""
 
-    tensors: list[TensorSpec]
-    frozen: list[str] = Field(default_factory=list)
+    tensors: Many[TensorSpec]
+    frozen: Many[LongName] = Field(default_factory=list)
     """Names of those that are sent once: to a server that has no weights of this learner."""
     bucket_bytes: Count
-    digest: str
+    digest: Name
     """Of the plan of all tensors."""
-    trained: str
+    trained: Name
     """Of the plan of those that are not frozen; the same digest where none is."""
-    heartbeat_s: float
+    heartbeat_s: Seconds
 
 
 class Joined(Message):
@@ -139,7 +155,7 @@ class Checksums(Message):
     """The learner's checksum of each bucket. A server loads the version if its workers' are the same."""
 
     round: Count
-    checksums: list[int]
+    checksums: Many[Checksum]
 
 
 class ProbeImage(Message):
@@ -149,7 +165,7 @@ class ProbeImage(Message):
     start: Count
     height: Count
     width: Count
-    digest: str
+    digest: Name
 
 
 class Probe(Message):
@@ -158,10 +174,10 @@ class Probe(Message):
 
     round: Count = 0
     """Set when it is sent: one probe may be sent in several rounds."""
-    tokens: list[int]
+    tokens: Many[Count]
     image: ProbeImage | None = None
     """For a model that sees."""
-    logprobs: list[float]
+    logprobs: Many[float]
     tolerance: float
 
 
@@ -172,38 +188,38 @@ class RankAssignment(Message):
     epoch: Count
     offset: Count
     world: Count
-    host: str
-    port: Count
+    host: LongName
+    port: Annotated[int, Field(ge=0, le=65535)]
 
 
 class Go(Message):
     """Every member is ready: receive. `source` is the group to enter, or the folder with files to read instead."""
 
     round: Count
-    session: str
+    session: Name
     """Of the learner: changes with each start of it."""
     version: Count
-    plan: str
+    plan: Name
     """Digest of the plan that is sent: that of all tensors, or of the trained ones."""
-    timeout_s: float
-    source: RankAssignment | str
+    timeout_s: Seconds
+    source: RankAssignment | LongName
     probe: bool = False
     """Whether a Probe follows."""
 
 
 class Cancel(Message):
     round: Count
-    reason: str
+    reason: Text
 
 
 class Rejoin(Message):
-    reason: str
+    reason: Text
 
 
 class JoinRefused(Message):
     """Final: the server exits with `reason`, which is one line for people."""
 
-    reason: str
+    reason: Text
 
 
 class Bye(Message):
@@ -219,9 +235,9 @@ class Staged(Message):
     why not."""
 
     round: Count
-    checksums: list[int] = Field(default_factory=list)
-    span_s: float = 0.0
-    reason: str = ""
+    checksums: Many[Checksum] = Field(default_factory=list)
+    span_s: Seconds = 0.0
+    reason: Text = ""
     fatal: bool = False
 
 
@@ -252,6 +268,8 @@ def router(
     """Bind the learner's socket to a free port of `host`; returns the socket, its authenticator and its address."""
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
+    for option, value in FROM_SERVERS.items():
+        socket.setsockopt(option, value)
     authenticator = judge_connections(context, socket, keys)
     bracketed = f"[{host}]" if ":" in host else host
     try:

@@ -11,10 +11,11 @@ returns travels as MessagePack of plain values; the server unpickles nothing.
 The cage is against accidents. It is no security boundary: a worker has the server's user, files and network.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from configs.plain_text import concealed
 from rollout.errors import EpisodeError
 
 GRACE_S = 4.0
@@ -50,6 +51,8 @@ class CagedFunction:
     max_processes: int = 256
     grace_s: float = GRACE_S
     cancel_again_s: float = 1.0
+    concealed: Mapping[str, str] = field(default_factory=concealed, repr=False)
+    """Credentials of the run, and what stands in their place in the log (`configs.plain_text.conceal`)."""
 
 
 class CagedError(EpisodeError):

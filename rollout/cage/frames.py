@@ -15,13 +15,14 @@ def encode(message: Any) -> bytes:
 
     Raises TypeError, ValueError or OverflowError for other values, and what users' own classes raise.
     """
-    body: bytes = msgpack.packb(message, default=_plain)
+    body: bytes = msgpack.packb(message, default=plain)
     if len(body) > MAX_BYTES:
         raise ValueError(f"{len(body) / 2**20:.1f} MiB are more than the {MAX_BYTES // 2**20} MiB of a message")
     return body
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A plain value for one of numpy. Raises TypeError or OverflowError for what cannot travel."""
     if isinstance(value, int):
         raise OverflowError("an integer of more than 64 bits")
     if not hasattr(value, "tolist"):
@@ -29,6 +30,6 @@ def _plain(value: Any) -> Any:
     return value.tolist()
 
 
-def unpacker() -> msgpack.Unpacker:
+def unpacker(unicode_errors: str = "strict") -> msgpack.Unpacker:
     """Takes bytes with `feed`, and yields the messages that are complete. Raises BAD_BYTES."""
-    return msgpack.Unpacker(strict_map_key=False, max_buffer_size=2 * MAX_BYTES)
+    return msgpack.Unpacker(strict_map_key=False, max_buffer_size=2 * MAX_BYTES, unicode_errors=unicode_errors)

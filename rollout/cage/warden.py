@@ -23,14 +23,19 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from configs.plain_text import colourless, conceal, visible
+from configs.variables import open_private, private_folder
 from rollout.cage import CagedFunction
 from rollout.cage.frames import encode, unpacker
 from rollout.cage.process_table import anonymous_bytes, below, children_of_all, kill_below, proportional_bytes, stopped
 
 TAIL_BYTES = 4096
 """Last output kept for failures."""
+LINE_BYTES = 2**16
+"""A longer line is split in the log."""
 LOG_BYTES = 2**20
 """Size above which a log file is rotated; one old file is kept."""
 WATCH_S = 0.2
@@ -41,6 +46,8 @@ MAX_PROCESSES = 256
 """Processes of one episode apart. A limit of the kernel (RLIMIT_NPROC) would count all processes of the user."""
 OUT_OF_MEMORY, TOO_MANY = signal.SIGUSR1, signal.SIGUSR2
 """What the guard of an episode apart is told when that exceeds a limit."""
+STOPPED_S = 1.0
+"""A wait that ends so much late means that this process was stopped."""
 KILL_S = 5.0
 """Longest wait for killed processes to end; one that is stuck in the kernel is left to init."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3
@@ -82,6 +89,8 @@ class Warden:
             self._poll.register(fd, select.POLLIN)
         signal.signal(signal.SIGTERM, self._on_term)
         self._measure_at = self._scan_at = self._stop_at = 0.0
+        self._begun = b""
+        """Of a line that was printed, and has no end yet."""
         self._processes: dict[int, list[int]] = {}
         """What is watched: all processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
@@ -95,16 +104,28 @@ class Warden:
         end = None
         while end is None:
             until = min(self._measure_at, self.state[DEADLINE] or self._measure_at)
-            ready = {fd for fd, _ in self._poll.poll(max(0.0, until - time.monotonic()) * 1000)}
+            ready = self._wait(until)
             if self.capture in ready:
                 self._drain()
             end = self._answer() if self.status.fileno() in ready else None
             end = end or (self._reap() if self._ended in ready else self._judge())
         kill_all(self.worker)
         self._drain(64)
+        self._log(b"", last=True)
         origin, how = end
         started, current = int(self.state[STARTED]), int(self.state[CURRENT])
         self._tell([origin, how, started, current, self._output()])
+
+    def _wait(self, until: float) -> set[int]:
+        """Return the descriptors that are ready by `until`. A stop of this process, as of a whole container, puts the
+        deadline off: the worker was stopped too."""
+        began = time.monotonic()
+        wait_s = max(0.0, until - began)
+        ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
+        stopped_s = time.monotonic() - began - wait_s
+        if stopped_s > STOPPED_S and self.state[DEADLINE]:
+            self.state[DEADLINE] += stopped_s
+        return ready
 
     def _answer(self) -> tuple[str, str] | None:
         """The server asked for the last output, or wants the worker to end, or is gone."""
@@ -208,25 +229,39 @@ class Warden:
                     self._poll.unregister(self.capture)
                 return False
             self._tail = (self._tail + data[-TAIL_BYTES:])[-TAIL_BYTES:]
-            with suppress(OSError):  # a full disk costs the log, not the worker
-                self._log(data)
+            self._log(data)
         return True
 
-    def _log(self, data: bytes) -> None:
-        if path := self.function.log:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "ab") as log:
-                log.write(data)
+    def _log(self, data: bytes, last: bool = False) -> None:
+        """Write whole lines as visible text, and the `last` one though it has no end. A full disk costs the log."""
+        whole, end, rest = (self._begun + data).rpartition(b"\n")
+        if last or len(rest) > LINE_BYTES:
+            whole, end, rest = whole + end + rest, b"", b""
+        self._begun = rest
+        path = self.function.log
+        if not path or not whole + end:
+            return
+        text = shown(whole + end)
+        with suppress(OSError):
+            private_folder(Path(path).parent)
+            with open(path, "ab", opener=open_private) as log:
+                log.write(text.encode())
                 full = log.tell() > LOG_BYTES
             if full:
                 os.replace(path, f"{path}.1")
 
     def _output(self) -> str:
-        return self._tail.decode(errors="replace")
+        return shown(self._tail)
 
     def _tell(self, message: Any) -> None:
         with suppress(OSError):  # the server is gone
             self.status.sendall(encode(message))
+
+
+def shown(printed: bytes) -> str:
+    """What users' code printed, as text that is safe to show; each state of a progress bar is a line."""
+    text = colourless(printed.decode(errors="replace")).replace("\r\n", "\n").replace("\r", "\n")
+    return visible(text, 16 * len(text) + 1)
 
 
 def exit_text(ended: os.waitid_result | None) -> str:
@@ -279,6 +314,7 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
         return function, control, state
     control.close()
     os.close(printing)
+    conceal(function.concealed)
     try:
         Warden(function, worker, status, capture, state).run()
     except BaseException:  # the outermost frame: a server that is told nothing knows that the warden was lost

@@ -28,6 +28,7 @@ from itertools import count
 from math import inf
 from typing import Any
 
+from configs.plain_text import print_visible
 from rollout.cage import CagedFunction
 from rollout.cage.failure_text import describe_error, describe_load_error, exception_text, one_line
 from rollout.cage.frames import encode, unpacker
@@ -188,7 +189,7 @@ class EpisodeServer:
         if episode.number not in self.episodes:
             return
         if self.loop.time() >= until:
-            print(f"{self.function.name}: an episode that was cancelled does not end; its worker does", flush=True)
+            print_visible(f"{self.function.name}: an episode that was cancelled does not end; its worker does")
             self.state[CURRENT] = episode.number
             os._exit(1)
         episode.task.cancel()

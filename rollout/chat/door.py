@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from buffer.wire.awake import AwakeClock
+from configs.http_limits import BODY_S, LimitedSite, add_headers, name_of, only_for, settings
 from rollout.chat.requested import MODEL, Ignored, Requested, chunks, completion, error_body
 from rollout.chat.session import Reply, Session
 from rollout.errors import ChatRefused, EpisodeError
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_BODY_MIB = 16
 """Largest request."""
+MOST_CONNECTIONS = 16_384
+"""At a time; fewer where the server may have few files open."""
+EARLY_S = 0.001
+"""A timer may fire so much early."""
 SHUTDOWN_S = 1.0
 """Longest wait for connections at the end: every door is closed by then."""
 KEY = re.compile(r"[0-9a-f]{32}")
@@ -44,14 +50,16 @@ class Door:
     agent spent more than `own_s` seconds outside of model calls (then `late`). The clock runs once a worker has it.
     """
 
-    def __init__(self, session: Session, url: str, key: str, own_s: float, late: EpisodeError) -> None:
+    def __init__(
+        self, session: Session, url: str, key: str, own_s: float, late: EpisodeError, clock: AwakeClock
+    ) -> None:
         self.session, self.url, self.key, self.late, self.own_s = session, url, key, late, own_s
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: set[asyncio.Task[Reply]] = set()
         self.connections: set[asyncio.Transport] = set()
         self.ignored = 0
         """Requests that asked for another sampling than the run's."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._clock = asyncio.get_running_loop(), clock
         self._timer: asyncio.TimerHandle | None = None
 
     def on_worker(self, given: bool) -> None:
@@ -63,14 +71,22 @@ class Door:
             self._run_clock()
 
     def _run_clock(self) -> None:
-        self._since = self._loop.time()
-        self._timer = self._loop.call_later(max(0.0, self.left_s), self.end, self.late)
+        self._since = self._clock.now()
+        self._timer = self._loop.call_later(max(0.0, self.left_s), self._on_time)
+
+    def _on_time(self) -> None:
+        """The agent's time is over, unless this process was stopped meanwhile: the agent could not ask."""
+        left_s = self.left_s - (self._clock.now() - self._since)
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s + EARLY_S, self._on_time)
+        else:
+            self.end(self.late)
 
     def _stop_clock(self) -> None:
         if self._timer is None:  # a call from elsewhere: no worker has the agent
             return
         self._timer.cancel()
-        self.left_s -= self._loop.time() - self._since
+        self.left_s -= self._clock.now() - self._since
 
     def start(self, chat: Coroutine[Any, Any, Reply]) -> asyncio.Task[Reply]:
         """Begin a model call; the clock stands while there is one."""
@@ -113,18 +129,21 @@ class ChatServer:
         self._doors: dict[str, Door] = {}
         self._owners: dict[asyncio.Transport, Door] = {}
         """Whose request each connection carried last: a client may use one for several episodes."""
-        app = web.Application(client_max_size=MAX_BODY_MIB * 2**20)
+        self._clock = AwakeClock()
+        known = [name_of(config.public_url)] if config.public_url else []
+        app = web.Application(client_max_size=MAX_BODY_MIB * 2**20, middlewares=[only_for(config.host, known)])
+        app.on_response_prepare.append(add_headers)
         app.router.add_post("/e/{key}/v1/chat/completions", self._complete)
         app.router.add_get("/e/{key}/v1/models", self._models)
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, handle_signals=False
+            app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, handle_signals=False, **settings()
         )
 
     async def __aenter__(self) -> "ChatServer":
         host, port = self.config.host, self.config.port
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            await LimitedSite(self._runner, host, port, MOST_CONNECTIONS).start()
         except OSError as error:
             await self._runner.cleanup()
             key, remedy = "port", "name another, or 0 for a free port"
@@ -132,6 +151,7 @@ class ChatServer:
                 key, remedy = "host", "name an address of this machine"
             reason = f"{host} cannot listen on {port}: {error.strerror}; {remedy}"
             raise ValueError(f"rollout.chat.{key}: {reason}") from None
+        self._ticking = asyncio.create_task(self._clock.tick())
         port = self._runner.addresses[0][1]
         self.url = self.config.public_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if host not in LOOPBACK:
@@ -145,13 +165,14 @@ class ChatServer:
     async def __aexit__(self, *error: object) -> None:
         for door in list(self._doors.values()):
             self._close(door)
+        self._ticking.cancel()
         await self._runner.cleanup()
 
     @contextmanager
     def admit(self, session: Session, own_s: float, late: EpisodeError) -> Iterator[Door]:
         """A door to `session` for the length of the `with` block; `own_s` and `late`: see `Door`."""
         key = secrets.token_hex(16)
-        door = self._doors[key] = Door(session, f"{self.url.rstrip('/')}/e/{key}/v1", key, own_s, late)
+        door = self._doors[key] = Door(session, f"{self.url.rstrip('/')}/e/{key}/v1", key, own_s, late, self._clock)
         try:
             yield door
         finally:
@@ -188,7 +209,11 @@ class ChatServer:
         if isinstance(door, web.Response):
             return door
         try:
-            requested = Requested.of(json.loads(await request.read()))
+            async with asyncio.timeout(BODY_S):
+                body = await request.read()
+            requested = Requested.of(json.loads(body))
+        except TimeoutError:
+            return refusal(408, error_body(f"the body took longer than {BODY_S:g} s", "invalid_request_error"))
         except web.HTTPRequestEntityTooLarge:
             return refusal(413, error_body(f"more than {MAX_BODY_MIB} MiB", "invalid_request_error"))
         except (ChatRefused, ValueError, RecursionError) as error:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import jinja2
-
 from rollout.chat.messages import Message
 from rollout.episodes.prompts import Prompts
 from rollout.errors import ChatRefused
+from rollout.templates.renderer import ChatTexts, Renderer, RenderError
 
 R = TypeVar("R")
 MARK = "Zq7AnswerStoodHereZq7"
@@ -35,7 +34,8 @@ class ChatTemplate:
         self.tokenizer, self.keep = copy.deepcopy(prompts.tokenizer), keep
         self.ends = frozenset(prompts.ends)
         """Tokens by which the model itself ends an answer."""
-        self._plain, self._template, self._system = prompts.plain, prompts.chat_template, prompts.system
+        self._plain, self._system, self._place = prompts.plain, prompts.system, prompts.template_place
+        self._texts = ChatTexts(self.tokenizer, Renderer(), prompts.chat_template)
         self._kwargs, self._thread = dict(kwargs or {}), ThreadPoolExecutor(1, "chat")
         added = self.tokenizer.added_tokens_decoder.values()
         self._special = [token.content for token in added if token.special]
@@ -70,20 +70,11 @@ class ChatTemplate:
         if self._plain:
             return "\n\n".join(message["content"] for message in chat)
         try:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    chat,
-                    tools=tools,
-                    chat_template=self._template,
-                    add_generation_prompt=header,
-                    tokenize=False,
-                    **self._kwargs,
-                )
-            )
+            text = self._texts.render(chat, header, tools, self._kwargs)
             text.encode()  # refused for lone surrogates, which tokenizers cannot take
             return text
-        except jinja2.TemplateError as error:
-            raise ChatRefused(f"messages: the chat template refuses them: {error}") from None
+        except RenderError as error:
+            raise ChatRefused(f"messages: {error.about('them', 'the chat template', self._place)}") from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ChatRefused(f"messages: they cannot be made a chat: {type(error).__name__}: {error}") from error
 

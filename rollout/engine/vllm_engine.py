@@ -27,6 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from buffer.images import ImageFormat
+from buffer.wire.awake import wait_awake
 from configs.entrypoint import blocked
 from configs.load import ConfigError
 from configs.schema import Config
@@ -262,7 +263,7 @@ class Engine:
         with translate_engine_errors():
             answer, death = asyncio.ensure_future(call), asyncio.ensure_future(self.died())
             try:
-                await asyncio.wait([answer, death], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                await wait_awake([answer, death], timeout_s)  # a stop of this process is no silence of vLLM's
                 if answer.done():
                     return answer.result()
                 if death.done():

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from buffer.wire.client import MessageTooLarge, RolloutClient
+from buffer.wire.client import RefusedError, RolloutClient
 from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
+from configs.plain_text import without_credentials
 from rollout.episodes.failure_log import FailureLog
 from rollout.episodes.first_shown import FirstShown
 from rollout.episodes.prompts import Prompts, without_images
@@ -37,17 +38,21 @@ def uncounted(sample: "asyncio.Task[Recorded]") -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of a problem."""
+    """All samples of a problem. `failures`: where it is logged if it cannot be trained."""
 
     samples: list[Sample]
+    failures: FailureLog = field(default_factory=FailureLog)
 
     async def deliver(self, buffer: RolloutClient, item: WorkItem) -> None:
-        """Put it into the buffer, which refuses a group whose lease has ended meanwhile; one that is too large for a
-        message is a failure."""
+        """Put it into the buffer, which refuses a group whose lease has ended meanwhile. A group that cannot be trained
+        has failed there, and the server goes on; one that is too large for a message, or refused, is a failure."""
         try:
-            await buffer.put(item, self.samples)
-        except MessageTooLarge as error:
+            stored = await buffer.put(item, self.samples)
+        except RefusedError as error:
             await Failure(str(error), "task").deliver(buffer, item)
+        else:
+            if stored.unfit:
+                self.failures.record(EpisodeError(stored.reason, origin="Unfit"), stored.reason)
 
 
 @dataclass(frozen=True)
@@ -106,11 +111,11 @@ class Episodes:
     async def attempt(self, row: dict[str, Any], ended: Ended = uncounted) -> Group | Failure:
         """A group from a row of the data set; a failure is logged too."""
         try:
-            return Group(await self._play(row, ended))
+            return Group(await self._play(row, ended), self.failures)
         except* EpisodeError as errors:
             found = [error for error in all_errors(errors) if isinstance(error, EpisodeError)]
             error = min(found, key=lambda error: error.returned)  # the sample that ended a worker, not one beside it
-            reason = " ".join(str(error).split())[:REASON_CHARS]
+            reason = " ".join(without_credentials(str(error)).split())[:REASON_CHARS]
             self.failures.record(error, reason)
             failure = Failure(reason, error.kind, error.permanent, error.returned)
         return failure

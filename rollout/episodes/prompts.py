@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import numpy as np
 
 from buffer.image_rows import IMAGES, MARK
@@ -19,6 +18,7 @@ from configs.load import ConfigError
 from configs.schema import Config
 from rollout.episodes.row_messages import left_out, messages_of
 from rollout.errors import PromptError
+from rollout.templates.renderer import CHANGED, ChatTexts, Renderer, RenderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,10 +46,16 @@ class Prompts:
             remedy = "set data.chat_template: none for plain text, or name a Jinja file"
             problems.append(f"model.path: the tokenizer in {config.model.path} has no chat template; {remedy}")
         self.template_text = self.chat_template or str(tokenizer.chat_template or "")
-        self.template: jinja2.Template | None = None
+        self.template_place = f"data.chat_template {given}" if self.chat_template else f"model.path {config.model.path}"
+        self._renderer = Renderer()
+        self._texts = ChatTexts(tokenizer, self._renderer, self.chat_template)
+        self._format, self._format_name = "", f"data.format_prompt {config.data.format_prompt}"
         if config.data.format_prompt:
-            source = config.data.format_prompt.read_text(encoding="utf-8").strip()
-            self.template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(source)
+            self._format = config.data.format_prompt.read_text(encoding="utf-8").strip()
+            try:
+                self._renderer.check("file", self._format)
+            except RenderError as error:
+                problems.append(f"{self._format_name}: {error}")
         self.ends = sorted(end_tokens(config.model.path, tokenizer))
         try:
             self.stops = self.stop_tokens(config.sampling.stop, "sampling.stop")
@@ -89,8 +95,8 @@ class Prompts:
                 return self._expanded(self._open(self.tokenizer.encode(self._joined(messages))), pictures)
             text = self._rendered(messages)
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
-        except jinja2.TemplateError as error:
-            raise PromptError(f"the chat template refuses the row: {error}") from None
+        except RenderError as error:
+            raise PromptError(error.about("the row", "the chat template", self.template_place)) from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise PromptError(f"the row cannot be made a chat: {type(error).__name__}: {error}") from error
         tokens = self._expanded(tokens, pictures)
@@ -108,19 +114,10 @@ class Prompts:
         if continued and not last["content"].strip():
             messages, continued = messages[:-1], False
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    chat_template=self.chat_template,
-                    add_generation_prompt=not continued,
-                    continue_final_message=continued,
-                    tokenize=False,
-                    **self.template_kwargs,
-                )
-            )
+            return self._texts.render(messages, not continued, kwargs=self.template_kwargs, continued=continued)
         except ValueError as error:
-            if continued and "continue_final_message" in str(error):
-                raise PromptError("the chat template changes its last message, so no answer can continue it") from None
+            if continued and ("continue_final_message" in str(error) or CHANGED in str(error)):
+                raise PromptError(CHANGED) from None
             raise
 
     def closing(self) -> int | None:
@@ -129,12 +126,10 @@ class Prompts:
         if self.plain:
             return None
         try:
-            text = self.tokenizer.apply_chat_template(
-                chat, chat_template=self.chat_template, tokenize=False, **self.template_kwargs
-            )
-        except (jinja2.TemplateError, LookupError, TypeError, ValueError, AttributeError):
+            text = self._texts.render(chat, False, kwargs=self.template_kwargs)
+        except (RenderError, LookupError, TypeError, ValueError, AttributeError):
             return None  # the template refuses this chat, but may accept those of rows
-        behind = self.tokenizer.encode(str(text).partition(ANSWER)[2].lstrip(), add_special_tokens=False)
+        behind = self.tokenizer.encode(text.partition(ANSWER)[2].lstrip(), add_special_tokens=False)
         return behind[0] if behind and behind[0] in self.tokenizer.added_tokens_decoder else None
 
     def _open(self, tokens: list[int]) -> list[int]:
@@ -187,13 +182,20 @@ class Prompts:
         if unmade := row.get("unmade"):
             raise PromptError(str(unmade))
         chat = messages_of(row, self.template_text)
-        if self.template and chat and chat[-1]["role"] == "user":
-            chat[-1]["content"] = self.template.render(content=chat[-1]["content"])
+        if self._format and chat and chat[-1]["role"] == "user":
+            chat[-1]["content"] = self._formatted(chat[-1]["content"])
         if self.system is not None and not any(message["role"] == "system" for message in chat):
             chat.insert(0, {"role": "system", "content": self.system})
         if images:
             chat = [message | {"content": parts(message["content"])} for message in chat]
         return chat
+
+    def _formatted(self, content: str) -> str:
+        """A problem within `data.format_prompt`. Raises PromptError."""
+        try:
+            return self._renderer.render("file", self._format, {"content": content})
+        except RenderError as error:
+            raise PromptError(error.about("the row", self._format_name)) from None
 
     def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
         """The tokens that end an answer: these texts, and the model's own ends. Raises ConfigError naming `name`."""

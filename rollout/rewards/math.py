@@ -9,6 +9,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from configs.plain_text import print_visible
 from rollout.errors import TruthError
 from rollout.rewards.answer_judge import GAVE_UP, AnswerJudge, GaveUpError
 
@@ -40,7 +41,7 @@ def compute_score(
             raise GaveUpError(why)
         solved, formed = _judge()(truth, solution_str)
     except GaveUpError as error:
-        print(f"gave up on an answer: {error}", flush=True)
+        print_visible(f"gave up on an answer: {error}")
         return {"score": min(0.0, score, format_score), "solved": 0.0, "formed": 0.0, GAVE_UP: 1.0}
     reward = score if solved else format_score if formed else 0.0
     return {"score": reward, "solved": float(solved), "formed": float(formed), GAVE_UP: 0.0}

@@ -10,6 +10,7 @@ import signal
 from typing import Any
 
 from buffer.data.entry_maker import MakerEnded, entry_maker
+from configs.plain_text import print_visible
 from rollout.errors import TruthError
 from rollout.rewards.answer_judge import GAVE_UP, LIMITS, TRIES
 
@@ -35,7 +36,7 @@ def compute_score(solution_str: str, extra_info: dict[str, Any]) -> dict[str, fl
         try:
             return _score(*named, solution_str) | {GAVE_UP: 0.0}
         except MakerEnded as error:
-            print(f"gave up on an answer: {error}", flush=True)
+            print_visible(f"gave up on an answer: {error}")
             if error.code == -signal.SIGPROF:
                 break
     return _score(*named, "") | {GAVE_UP: 1.0}

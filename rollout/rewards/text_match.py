@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from configs.plain_text import print_visible
 from configs.schema import Positive, Section
 from rollout.errors import TruthError
 from rollout.rewards.answer_judge import GAVE_UP, AnswerJudge, GaveUpError
@@ -58,7 +59,7 @@ class ExactMatch(Section):
             if self.pattern is not None:
                 answer = LAST_MATCH(self.pattern.pattern, self.pattern.flags, solution_str)
         except GaveUpError as error:
-            print(f"gave up on an answer: {error}", flush=True)
+            print_visible(f"gave up on an answer: {error}")
             return {"score": min(0.0, self.score, self.format_score), "solved": 0.0, "formed": 0.0, GAVE_UP: 1.0}
         formed = answer is not None
         solved = answer is not None and self._plain(answer) in [self._plain(str(truth)) for truth in truths]
@@ -87,7 +88,7 @@ class RegexFormat(Section):
         try:
             found = FITS(self.pattern.pattern, self.pattern.flags, solution_str, self.match == "full")
         except GaveUpError as error:
-            print(f"gave up on an answer: {error}", flush=True)
+            print_visible(f"gave up on an answer: {error}")
             return {"score": min(self.score, self.otherwise), GAVE_UP: 1.0}
         return {"score": self.score if found else self.otherwise, GAVE_UP: 0.0}
 

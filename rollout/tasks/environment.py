@@ -17,6 +17,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any, NoReturn
 
+from configs.plain_text import print_visible
 from rollout.cage import GRACE_S
 from rollout.cage.failure_text import ToldError
 from rollout.tasks.programs import Play, timed_by_server
@@ -121,7 +122,7 @@ class Relay:
                 if answer and not answer.done():
                     answer.set_result(result)
         except Exception as error:
-            print(f"no answer of a host: {type(error).__name__}: {error}")  # to the log
+            print_visible(f"no answer of a host: {type(error).__name__}: {error}")  # to the log
             self.host.kill()
         self._end()
 

@@ -157,7 +157,7 @@ class Trajectory:
         return Sample(
             tokens=Array.of(columns["tokens"].astype(np.int32)),
             sampled=Array.of(columns["sampled"].astype(np.uint8, copy=False)),
-            behaviour_logprobs=Array.of(columns["logprobs"]),
+            behaviour_logprobs=Array.of(np.where(columns["sampled"], columns["logprobs"], np.float32(0))),
             versions=Array.of(columns["versions"]),
             reward=fsum(turns) if turns else score.reward,
             finish=self.finish,

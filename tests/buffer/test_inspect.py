@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from buffer import inspect
-from buffer.wire.client import RolloutClient
-from buffer.wire.protocol import Part, State, Status, Take
+from buffer.wire.client import RefusedError, RolloutClient
+from buffer.wire.protocol import Ack, Part, Quarantine, Rewind, Rewound, State, Status, Take, Trained
 from configs.load import load
 from configs.resume import fingerprint
 from examples.countdown.make_model import make_tokenizer
@@ -119,8 +119,13 @@ def test_show_reads_an_episode_of_two_segments(tmp_path, capsys):
         run_file = it.arguments()[3:]
 
         async def put() -> None:
-            async with client(it.address, fingerprint=fingerprint(load(run_file))) as server:
-                samples = RolloutClient(server, lambda: 2)
+            print_ = fingerprint(load(run_file))
+            async with (
+                client(it.address, "learner-0", "learner", fingerprint=print_) as learner,
+                client(it.address, fingerprint=print_) as server,
+            ):
+                await learner.expect(Rewind(version=2), Rewound)
+                samples = RolloutClient(server, lambda: 1)
                 asked = await samples.ask(1)
                 assert asked is not None
                 await samples.put(asked[0], [made, made.model_copy(update={"turn_rewards": []})])
@@ -152,10 +157,45 @@ def test_show_reads_an_episode_of_two_segments(tmp_path, capsys):
     ]
 
 
+def test_quarantine_lists_the_groups_with_what_they_say(tmp_path, capsys):
+    CHATML.save(str(tmp_path / "tokenizer.json"))
+    with process(tmp_path, **{"rollout.heartbeat_s": 60, "model.path": str(tmp_path)}) as it:
+        run_file = it.arguments()[3:]
+
+        async def put() -> None:
+            print_ = fingerprint(load(run_file))
+            async with (
+                client(it.address, "learner-0", "learner", fingerprint=print_) as learner,
+                client(it.address, fingerprint=print_) as server,
+            ):
+                samples = RolloutClient(server, lambda: 0)
+                for item in await samples.ask(4):
+                    await samples.put(item, group(item.item, tokens=6))
+                await learner.expect(Take(version=0, rank=0, world=1), Part)
+                with pytest.raises(RefusedError, match="only the learner judges groups"):
+                    await server.request(Quarantine(item=2, reason="mine"))
+                await learner.expect(Quarantine(item=2, reason="sample 4 of batch 0: tokens: -5"), Ack)
+                assert len((await learner.expect(Take(version=0, rank=0, world=1), Part)).samples) == 6
+                await learner.expect(Trained(version=0, oldest_kept=1), Ack)
+                with pytest.raises(RefusedError, match="item 1 is not known here"):
+                    await learner.request(Quarantine(item=1, reason="too late"))
+
+        asyncio.run(put())
+        assert inspect.main(["quarantine", *run_file]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "item 2, row 2 of data.train, epoch 0: sample 4 of batch 0: tokens: -5"
+        assert lines[1].startswith("    dispatched at version 0 to rollout-0; out of batch 0 at 20")
+        text = CHATML.decode([0, 1, 2, 3, 4, 2], skip_special_tokens=False)
+        assert lines[2].startswith("    sample 0, ") and lines[2].endswith(f"reward 0, stop, 6 tokens: {text!r}")
+        assert lines[3].startswith("    sample 1, ") and len(lines) == 4
+        _, errors = it.kill()
+        assert "item 2 (row 2) is in quarantine and is not trained: sample 4 of batch 0: tokens: -5" in errors
+
+
 def test_help_names_the_commands():
     done = subprocess.run([sys.executable, "-m", "buffer", "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
-    for command in ("stats", "tail", "show", "export", "keys"):
+    for command in ("stats", "tail", "show", "export", "quarantine", "keys"):
         assert f"\n  {command} " in done.stdout
 
 

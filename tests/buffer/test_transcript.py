@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer import transcript
+from buffer import inspect, transcript
+from buffer.wire.message import Array
 from configs.plain_text import UNSEEN, visible
 from tests.harness.chatml import ANSWER, CALLS, CHATML, HEAD, SPECIAL, TOOL, episode, make_tokenizer
 
@@ -31,6 +32,18 @@ def test_an_episode_is_messages_turns_and_calls():
     )
     assert "versions 6 to 7" in answer.title and answer.called == []
     assert chapter.passages[3].title == "tool: 11 tokens, given"
+
+
+def test_tokens_that_cannot_be_have_no_text():
+    """A group in quarantine is read like any other."""
+    sample = episode([(HEAD, 0), (ANSWER, 7)])
+    tokens = sample.tokens.numpy().copy()
+    tokens[-2:] = -5, 10**6
+    sample = sample.model_copy(update={"tokens": Array.of(tokens)})
+    (chapter,) = transcript.chapters(sample, CHATML)
+    assert chapter.passages[-1].text == CHATML.decode(tokens[-len(CHATML.encode(ANSWER).ids) : -2].tolist())
+    lines = [str(line) for line in inspect._sample(0, sample, CHATML, full=True, tokens=True)]
+    assert lines[-2].split() == ["66", "-5", "7", "-0.2500", '""'] and "1000000" in lines[-1]
 
 
 def test_a_segment_shows_what_is_new_in_it():

@@ -369,6 +369,15 @@ def test_programs_that_are_not_here_are_named(tmp_path: Path) -> None:
     check(config(*environment), files=())
 
 
+@pytest.mark.parametrize(
+    "text", ["{{ 'a' * 99999999999 }}", "{{ 'a'|center(99999999999) }}", "{% set x = 9 ** 99999999 %}"]
+)
+def test_a_template_is_parsed_and_nothing_of_it_computed(text: str, tmp_path: Path) -> None:
+    """Jinja computes constants when it compiles a template."""
+    (tmp_path / "prompt.jinja").write_text(text)
+    check(config(f"data.format_prompt={tmp_path}/prompt.jinja"), files=("data.format_prompt",))
+
+
 def test_a_chat_template_is_a_file_or_none(tmp_path: Path) -> None:
     absent = tmp_path / "absent.jinja"
     (problem,) = refused(f"data.chat_template={absent}", files=("data.chat_template",))

@@ -1,12 +1,25 @@
 """Shown texts of users have no control characters and a bounded length."""
 
+import ast
+import logging
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.plain_text import MOST_CHARS, all_visible, colourless, figure, folded, visible
+from configs.plain_text import (
+    MOST_CHARS,
+    PlainFormatter,
+    all_visible,
+    colourless,
+    figure,
+    folded,
+    print_visible,
+    visible,
+    visible_line,
+)
 
 HOSTILE = {
     "clear the screen": ("a\x1b[2Jb", "a\\u001b[2Jb"),
@@ -26,6 +39,17 @@ HOSTILE = {
     "half a pair": ("\ud83d", "\\ud83d"),
     "a byte order mark": ("\ufeffx", "\\ufeffx"),
     "a tag": ("\U000e0041", "\\ue0041"),
+    "nothing between letters": ("pass\u200bword", "pass\\u200bword"),
+    "a word joiner": ("a\u2060b", "a\\u2060b"),
+    "a soft hyphen": ("a\u00adb", "a\\u00adb"),
+    "a filler that looks like a space": ("a\u3164b", "a\\u3164b"),
+    "a selector of forms beyond the first sixteen": ("a\U000e0100", "a\\ue0100"),
+    "user and password of a URL": ("GET http://me:pass@host:80/x", "GET http://***@host:80/x"),
+}
+ONE_LINE = {
+    "a forged record": ("x\n2026-01-01 00:00:00,000 INFO buffer: all is well", 1),
+    "an overwritten line": ("x\r\n2026", 1),
+    "a column": ("a\tb", 0),
 }
 KEPT = ("", "a\tb\nc", "x² → 数 🙂 é \u200d", "\\u001b", "[bold]no markup[/bold]", "{not} %s a format %d")
 
@@ -45,6 +69,27 @@ BIDI = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 def test_a_control_character_is_shown_as_its_number(kind: str) -> None:
     text, expected = HOSTILE[kind]
     assert visible(text) == expected and shown_plainly(expected) and visible(expected) == expected
+
+
+@pytest.mark.parametrize("kind", ONE_LINE)
+def test_a_text_that_must_stay_in_its_line_does(kind: str) -> None:
+    text, breaks = ONE_LINE[kind]
+    found = visible_line(text)
+    assert found.splitlines() == [found] and found.count("\\u000a") == breaks and shown_plainly(found)
+
+
+def test_no_record_of_a_log_begins_but_by_its_own_head() -> None:
+    """Nor does an exception's text begin one, or that of a stack."""
+    forged = "2026-01-01 00:00:00,000 INFO buffer: all is well"
+    for text in (f"a\n{forged}", f"a\r{forged}", f"a\u2028{forged}", f"a\x85{forged}", f"a\n\n{forged}\n"):
+        try:
+            raise ValueError(text)
+        except ValueError as error:
+            trace = (ValueError, error, error.__traceback__)
+        record = logging.LogRecord("x", logging.INFO, "file", 1, "said: %s", (text,), trace)
+        found = PlainFormatter("%(levelname)s %(message)s").format(record)
+        assert [line[:4] for line in found.splitlines() if not line.startswith("  ")] == ["INFO", "Trac"]
+        assert shown_plainly(found) and found.count("all is well") == 2
 
 
 @pytest.mark.parametrize("text", KEPT)
@@ -93,3 +138,32 @@ def test_values_of_json_are_made_visible_at_any_depth() -> None:
 )
 def test_figures_have_a_bounded_width(value: float, form: str, expected: str) -> None:
     assert figure(value, form) == expected
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_commands_print_is_visible(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, expected = HOSTILE[kind]
+    print_visible(text)
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+STANDALONE = {"actors/supervise/guard.py", "rollout/hosts/verifiers_host.py"}
+"""Programs that may not import Headrace. They print paths and library errors; their keeper or server reads that."""
+
+
+def test_nothing_prints_but_by_the_one_function() -> None:
+    """Nor writes to the standard streams, nor hands rich a text of its own."""
+    root, found = Path(__file__).parents[2], []
+    for package in ("actors", "buffer", "configs", "learner", "rollout"):
+        for file in sorted((root / package).rglob("*.py")):
+            name = str(file.relative_to(root))
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.Call) or name in STANDALONE | {"configs/plain_text.py"}:
+                    continue
+                called = ast.unparse(node.func)
+                if called in ("print", "sys.stdout.write", "sys.stderr.write", "console.log", "rich.print"):
+                    found.append(f"{name}:{node.lineno}: {called}")
+                texts = (ast.Constant, ast.JoinedStr)
+                if called.endswith("console.print") and any(isinstance(each, texts) for each in node.args):
+                    found.append(f"{name}:{node.lineno}: {called} of a text")
+    assert found == []

@@ -11,10 +11,10 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from configs.checkpoint_files import folder_of
 from configs.schema import LoraConfig, ModelConfig
 from learner.checkpoint import Checkpoints
 from learner.model.policy import Policy
-from learner.saved.manifest import folder_of
 from learner.saved.merge import merge
 from learner.train.optimizer import Optimizer
 from learner.weights.plan import LORA_A

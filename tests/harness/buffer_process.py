@@ -69,7 +69,7 @@ def make_requests(
     names = Limits.__dataclass_fields__
     ledger_changes = {name: value for name, value in changes.items() if name not in names}
     store = store or Store(path, fsync=False)
-    ledger = Ledger(len(problems), groups, max_staleness, shuffle=False, recall=store.dropped, **ledger_changes)
+    ledger = Ledger(len(problems), groups, max_staleness, shuffle=False, recall=store.closed, **ledger_changes)
     ledger.restore(store.load(), time.monotonic())
     limits = make_limits(**{name: value for name, value in changes.items() if name in names})
     return PendingRequests(Handlers(ledger, store, problems, limits), limits.max_message)
@@ -92,6 +92,16 @@ class Buffer:
 
     address: str
     requests: PendingRequests
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def call(self, act: Callable[[], Any]) -> Any:
+        """Run `act` in the buffer's thread, from another one; returns its result. SQLite's connections are a
+        thread's own."""
+
+        async def acted() -> Any:
+            return act()
+
+        return asyncio.run_coroutine_threadsafe(acted(), self.loop).result(60)
 
 
 @asynccontextmanager

@@ -18,17 +18,17 @@ from buffer.wire.protocol import (
     Rewound,
     Take,
     Trained,
+    Trial,
     Welcome,
 )
-from tests.harness.world import cut, make_samples, scaled
+from tests.harness.world import cut, make_samples
 
 
 class Canned:
-    """Answers Take for versions below `batches`; for later ones with `finished`, or never. `scale` multiplies all
-    rewards."""
+    """Answers Take for versions below `batches`; for later ones with `finished`, or never."""
 
-    def __init__(self, batches: int, finished: Finished | None = None, scale: float = 1.0) -> None:
-        self.finished, self.scale = finished, scale
+    def __init__(self, batches: int, finished: Finished | None = None) -> None:
+        self.finished = finished
         self.batches, self.requests, self.waiting = batches, [], threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -67,7 +67,7 @@ class Canned:
     def _answer(self, message: Message) -> Message | None:
         if isinstance(message, Hello):
             return Welcome(max_message=1 << 20)
-        if isinstance(message, Results):
+        if isinstance(message, Results | Trial):
             return Ack()
         if isinstance(message, Rewind):
             return Rewound(replay=0)
@@ -78,5 +78,5 @@ class Canned:
                 self.waiting.set()
                 return self.finished
             cuts = {1: [24], 2: [9, 15], 4: [3, 9, 12, 0]}[message.world]
-            return cut(scaled(make_samples(message.version), self.scale), message.version, cuts, message.rank)
+            return cut(make_samples(message.version), message.version, cuts, message.rank)
         return Refused(reason=f"no answer is canned for {type(message).__name__}")

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from actors.process import Event, Process
-from actors.supervise.keeper import Keeper
 from buffer.images import Picture
 from buffer.wire.client import MessageTooLarge
 from buffer.wire.protocol import FailureKind, Stored, WorkItem
@@ -33,28 +31,6 @@ async def until(true: Callable[[], object], limit_s: float = 120.0) -> None:
         async with asyncio.timeout(limit_s):
             while not true():
                 await asyncio.sleep(0.002)
-
-
-# actors
-
-
-class LocalKeeper:
-    """A keeper in this process in place of a Ray actor: stands for `RemoteKeeper`."""
-
-    def __init__(self, process: Process) -> None:
-        self.keeper = Keeper(process)
-
-    async def events(self, after: int) -> list[Event]:
-        return await asyncio.to_thread(self.keeper.events, after, 0.2)
-
-    async def drain(self, timeout_s: float) -> None:
-        await asyncio.to_thread(self.keeper.drain, timeout_s)
-
-    async def kill(self) -> None:
-        await asyncio.to_thread(self.keeper.kill)
-
-    def release(self) -> None:
-        """Nothing holds it but the test."""
 
 
 # a rollout server's surroundings (tests/rollout)
@@ -151,8 +127,9 @@ class FakeBuffer:
         given, self.items = self.items[:room], self.items[room:]
         return given
 
-    async def put(self, item: WorkItem, samples: list[Sample]) -> None:
+    async def put(self, item: WorkItem, samples: list[Sample]) -> Stored:
         self.put_groups[item.item] = samples
+        return Stored(accepted=True)
 
     async def fail(
         self,

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from configs.checkpoint_files import complete, newest
 from configs.schema import ModelConfig
 from learner.checkpoint import Checkpoints
-from learner.saved.manifest import complete, newest
 from tests.harness import world
 
 LONGEST_S = 0.5

@@ -113,7 +113,7 @@ def store(run: Path, packed: bytes | None = None) -> None:
         values = f"{item}, {row}, 0, 'trained', '', 0, 's', 1, 1, 1, {batch}, 1, 2, 1, 0, 0, 0, 0, 9"
         db.execute(f"INSERT INTO items VALUES ({values})")
         where = (place.segment, place.position, len(data))
-        db.execute("INSERT INTO samples VALUES (?, 0, 2, 1, ?, 0, ?, ?, ?)", (item, batch / 39, *where))
+        db.execute("INSERT INTO samples VALUES (?, 0, 2, 1, ?, 0, ?, ?, ?, NULL)", (item, batch / 39, *where))
     samples.close()
     db.execute(
         "INSERT INTO totals VALUES ('failed', 'reward: KeyError', 7, 0, 0, 0, 0), ('dropped', 'x', 2, 0, 0, 0, 0)"

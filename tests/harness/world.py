@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from buffer.ledger.types import SampleStats
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
@@ -150,7 +152,7 @@ def cut(entries: Sequence[Entry], version: int, cuts: Sequence[int], rank: int) 
     """Part `rank` of the batch `entries`; rank r gets `cuts[r]` samples."""
     start = sum(cuts[:rank])
     positions = range(start, start + cuts[rank])
-    groups = [(one.item, one.dispatched, [(one.sample, sample_stats(one.sample))]) for one in entries]
+    groups = [(one.item, one.dispatched, [(one.sample, figures(one.sample))]) for one in entries]
     return Part(
         version=version,
         rank=rank,
@@ -158,6 +160,14 @@ def cut(entries: Sequence[Entry], version: int, cuts: Sequence[int], rank: int) 
         rows=sample_rows(groups),
         positions=Array.of(np.array(positions, np.int64)),
         samples=[entries[position].sample for position in positions],
+    )
+
+
+def figures(data: bytes) -> SampleStats:
+    """Of a sample, also of one whose reward is larger than any may be."""
+    sample = Sample.unpack(data)
+    return replace(
+        sample_stats(sample.model_copy(update={"reward": 0.0, "turn_rewards": []}).pack()), reward=sample.reward
     )
 
 

@@ -14,20 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from configs.checkpoint_files import MANIFEST, complete, fault, folder_of, newest
 from configs.schema import LearnerConfig
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.saved import export
-from learner.saved.manifest import (
-    MANIFEST,
-    complete,
-    discard,
-    fault,
-    folder_of,
-    newest,
-    reward_of,
-    seal,
-    versions_to_keep,
-)
+from learner.saved.manifest import discard, reward_of, seal, versions_to_keep
 from learner.train.optimizer import Optimizer
 from tests.harness import rank, world
 from tests.harness.expert_batches import expert_model

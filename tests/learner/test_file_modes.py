@@ -1,4 +1,4 @@
-"""The umask sets the mode of all files for users, whichever library wrote them; keys have 0600."""
+"""The umask sets the mode of all exports, whichever library wrote them; a run's other files are the user's own."""
 
 import os
 from collections.abc import Iterator
@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.process import Event, Process
+from actors.supervise.cluster.remote import log_lines
 from buffer.curve import make_keys
+from buffer.store.sqlite import Store
+from configs.load import load, write
 from configs.schema import LoraConfig, ModelConfig
-from configs.variables import apply_umask
+from configs.variables import RUN_UMASK, apply_umask, open_private, problems
+from learner.record.metrics import Metrics
 from learner.saved import adapter_files, export
 from learner.weights.buckets import Buckets
 from learner.weights.plan import Plan, Spec
@@ -56,3 +61,37 @@ def test_secrets_are_private(umask: int, tmp_path: Path) -> None:
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     apply_umask(tmp_path / "folder")  # folders keep theirs
     assert (tmp_path / "folder" / "inner").stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize(("mask", "private"), [(None, 0o077), ("027", 0o027), ("777", 0o077)])
+def test_a_run_s_files_are_private_and_its_exports_are_not(
+    umask: int, mask: str | None, private: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that SQLite and users' code make, too."""
+    if mask:
+        monkeypatch.setenv(RUN_UMASK, mask)
+    run, words = tmp_path / "runs" / "one", ["--model.path=m", "--data.train=d", "--reward.function=countdown"]
+    write(load(words), run / "config.yaml")
+    with Store(run / "buffer.sqlite") as store:
+        store.record_settings({}, [])
+        Metrics(run / "metrics.jsonl", clock=lambda: 0.0).log(1, {"lr": 0.1})
+        log_lines(Process("a", "rollout", ("x",), run / "logs" / "a.log"), [Event(1, "line", "said")])
+        made = {path: path.stat().st_mode & 0o777 for path in run.rglob("*") if path.suffix != ".lock"}
+    names = {path.name for path in made}
+    assert names >= {"config.yaml", "buffer.sqlite", "buffer.sqlite-wal", "buffer.sqlite-samples", "logs", "a.log"}
+    assert {mode for path, mode in made.items() if path.is_file()} == {0o666 & ~private & ~umask}
+    assert {mode for path, mode in made.items() if path.is_dir()} == {0o777 & ~private & ~umask}
+    assert run.stat().st_mode & 0o777 == (0o711 | 0o777 & ~private) & ~umask, "passed through to exports, not listed"
+
+
+def test_a_log_is_private_where_the_process_is_not(umask: int, tmp_path: Path) -> None:
+    """Whatever umask a keeper has, on a cluster's node that of Ray."""
+    with open(tmp_path / "log", "ab", opener=open_private):
+        pass
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600 & ~umask
+
+
+@pytest.mark.parametrize("mask", ["", "77x", "0o77", "99", "-1"])
+def test_a_umask_that_is_none_is_refused(mask: str) -> None:
+    (line,) = [line for line in problems({RUN_UMASK: mask}) if line.startswith(RUN_UMASK)]
+    assert f"{mask!r} is not a umask; write 077 for files that only you read, 027 for the group" in line

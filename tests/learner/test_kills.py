@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.saved.manifest import fault, folder_of
+from configs.checkpoint_files import fault, folder_of
 from tests.harness import nursery, rank
 from tests.harness.world import FORKS, tiny_model
 

@@ -14,14 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
 from buffer.wire.protocol import Finished, Hello, Rewind, Trained
+from configs.checkpoint_files import complete
 from configs.load import ConfigError
 from configs.schema import Config
 from learner.__main__ import image_format, main, max_sample_patches
 from learner.record.metrics import read
-from learner.saved.manifest import complete
 from tests.harness.canned import Canned
 from tests.harness.forked_learner import ForkedLearner, ranks_meeting_in
 from tests.harness.pictured import seeing_model
@@ -135,9 +136,14 @@ def test_ranks_of_the_command_say_how_the_run_ended(tmp_path: Path, start) -> No
 
 @pytest.mark.xdist_group("ranks")
 def test_a_run_whose_steps_are_all_skipped_fails(tmp_path: Path, fork) -> None:
-    """Rewards beyond float32: exit code 4 with the cause; the versions are still recorded and saved."""
-    with Canned(batches=3, scale=1e41) as buffer:
-        (rank,) = fork([*command(tmp_path, buffer.address), "--algorithm.advantage=group_mean"])
+    """A weight that is not a number: exit code 4 with the cause; the versions are still recorded and saved. No group is
+    at fault, so none is reported."""
+    with Canned(batches=3) as buffer:
+        line = command(tmp_path, buffer.address)
+        weights = load_file(tmp_path / "model" / "model.safetensors")
+        weights["model.norm.weight"][0] = float("nan")
+        save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+        (rank,) = fork(line)
         code, errors = rank.ended()
     assert code == 4, errors
     last = errors.splitlines()[-1]

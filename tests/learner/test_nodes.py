@@ -14,6 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from buffer.wire.protocol import Hello, Rewind, Take
+from configs.checkpoint_files import complete
 from configs.entrypoint import FORCING, PROGRESS
 from configs.load import ConfigError
 from configs.schema import LearnerConfig
@@ -21,7 +22,6 @@ from configs.variables import TORCHRUN
 from learner import mesh, ranks
 from learner.__main__ import check_weights_host
 from learner.record.metrics import read
-from learner.saved.manifest import complete
 from tests.harness.canned import Canned
 from tests.harness.world import ROOT
 from tests.learner.test_main import command

@@ -96,6 +96,25 @@ async def test_a_group_too_large_for_a_message_fails_and_the_rest_goes_on():
         assert any("buffer.max_message_mib" in reason for reason in ledger.state.totals.by("failed"))
 
 
+async def test_a_group_that_the_buffer_cannot_take_is_logged_and_the_rest_goes_on(caplog):
+    """Its values cannot be trained; or its Put is refused, whatever for."""
+    async with buffer(make_requests(attempts=1)) as it, rollout(it.address) as samples:
+        wrong, refused, right = await samples.ask(3)
+        broken = group(wrong.item)[1].model_copy(update={"reward": 1e9})
+        await Group([group(wrong.item)[0], broken]).deliver(samples, wrong)
+        line = f"item {wrong.item}, sample 1: reward: 1e+09; a reward is -1e+06 to 1e+06: scale it down"
+        assert [record.getMessage() for record in caplog.records if "rollout" in record.name] == [
+            f"an attempt failed, kind task: {line}"
+        ]
+        await Group([one.model_copy(update={"answer": "x" * 2**21}) for one in group(refused.item)]).deliver(
+            samples, refused
+        )
+        await Group(group(right.item)).deliver(samples, right)
+        ledger = it.requests.handlers.ledger
+        assert ledger.state_of(right.item) == "stored" and ledger.counts()["dropped"] == 2
+        assert any(reason.startswith(f"reward: {line}") for reason in ledger.failed())
+
+
 async def test_a_dead_engine_ends_the_loop_with_its_cause():
     def die(prompt: list[int]) -> list[int]:
         raise EngineDead("vLLM died")

@@ -1,4 +1,4 @@
-"""A run with keepers in this process instead of in Ray's, so that a test can kill its processes during the run.
+"""A run whose supervisor is in this process, so that a test can kill its processes during the run.
 
 Buffer, keepers and supervisor are real; servers, learner and reward servers are the stand-ins of
 `failures/stand_ins.py`.
@@ -18,11 +18,11 @@ from rich.console import Console
 
 from actors.process import Process, Restarts, Role
 from actors.supervise.launch import prepare, processes
+from actors.supervise.one_machine import OneMachine, PlainKeeper
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from buffer.store.sqlite import reading
 from configs.schema import Config
-from tests.harness.fakes import LocalKeeper
 from tests.harness.toy import Run
 
 LIMIT_S = 200.0
@@ -36,7 +36,8 @@ class KeptRun:
     """
 
     def __init__(self, config: Config) -> None:
-        self.config, self.keepers = config, list[LocalKeeper]()
+        self.config, self.keepers = config, list[PlainKeeper]()
+        self.machine = OneMachine([])
         self.terminal = io.StringIO()
 
     async def run(self, scene: Coroutine[Any, Any, None]) -> int:
@@ -59,8 +60,8 @@ class KeptRun:
         assert Run(self.config.run.path).left_behind() == []
         return code
 
-    async def _place(self, process: Process) -> LocalKeeper:
-        self.keepers.append(LocalKeeper(process))
+    async def _place(self, process: Process) -> PlainKeeper:
+        self.keepers.append(await self.machine.place(process))
         return self.keepers[-1]
 
     async def until(self, holds: Callable[[], object], what: str) -> None:

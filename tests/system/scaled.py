@@ -1,6 +1,6 @@
 """`python -m tests.system.scaled FOLDER`: launches a run of the chaos test's processes, as `actors launch` does.
 
-Guard, Ray, keepers, supervisor, fleet and the buffer are the real ones; servers and learner run their real loops around
+Guard, keepers, supervisor, fleet and the buffer are the real ones; servers and learner run their real loops around
 stand-ins (`chaos_rollout.py`, `chaos_learner.py`, on several nodes `scaled_learner.py`). On a cluster the learner's
 ranks and each server take a GPU of its nodes. No process NAME starts while `Run.gate(NAME)` exists. Ends with the run,
 or drains at a signal.

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from learner.saved.manifest import newest
+from configs.checkpoint_files import newest
 from tests.harness.ports import free_port
 from tests.harness.toy import ROOT, Run, python
 from tests.harness.world import tiny_model

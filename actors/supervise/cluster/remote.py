@@ -13,6 +13,7 @@ from actors.process import FINAL, Event, Process
 from actors.supervise.cluster.node_keeper import Whereabouts
 from actors.supervise.gang import LostMember
 from configs.entrypoint import DONE
+from configs.variables import open_private, private_folder
 
 EVENTS_S = 30.0
 """A keeper without news answers a call for events after this long."""
@@ -187,8 +188,8 @@ def _answer(reference: Any) -> Any:
 def log_lines(process: Process, events: Sequence[Event]) -> None:
     """Append what a process printed on a node without the run's folder to its log here."""
     with suppress(OSError):  # what a full disk does not take is left out
-        process.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(process.log, "a", encoding="utf-8") as file:
+        private_folder(process.log.parent)
+        with open(process.log, "a", encoding="utf-8", opener=open_private) as file:
             for event in events:
                 head = "" if event.kind == "line" else f"--- {process.name} {event.kind}: "
                 file.write(f"{head}{event.text}\n")

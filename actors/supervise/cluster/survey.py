@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.supervise.cluster.arrival import versions
+from configs.origins import shared
 from configs.resume import fingerprint
 from configs.schema import Config
 
@@ -51,7 +52,8 @@ def survey(nodes: Mapping[str, str], config: Config) -> Survey:
     place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     cwd = Path.cwd()
     names = {each.name for each in cwd.iterdir() if not config.run.folder.is_relative_to(each)}
-    given = str(cwd), names, versions(), config.model_dump_json(), fingerprint(config)
+    text = shared(config)
+    given = str(cwd), names, versions(), text, fingerprint(Config.model_validate_json(text))
     asked = {
         node: remote.options(**options, scheduling_strategy=place(node, soft=False)).remote(*given) for node in nodes
     }

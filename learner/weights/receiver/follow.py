@@ -13,7 +13,6 @@ import asyncio
 import logging
 import shutil
 import tempfile
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ import zmq.asyncio
 
 from buffer.curve import ClientKeys
 from buffer.images import ImageFormat
+from buffer.wire.awake import AwakeClock
 from buffer.wire.message import Message
 from configs.schema import WeightsConfig
 from configs.variables import WEIGHTS_BYTES, socket_folder
@@ -63,8 +63,8 @@ class Receiver:
         self._lingering: Reception | None = None
         """A round that was given up while workers still wrote to their buckets. The buckets are free once all workers
         have reported."""
-        self._given_up_at = 0.0
-        """When it was given up, by the monotonic clock."""
+        self._clock, self._given_up_at = AwakeClock(), 0.0
+        """When it was given up, by the clock."""
         self._busy = False
         """The staging copies must not be overwritten; an offer waits in `_offered`."""
         self._offered: protocol.Offer | None = None
@@ -127,6 +127,7 @@ class Receiver:
                 pull.bind(self._notify)
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._collect(pull))
+                    tasks.create_task(self._clock.tick())
                     address = await self._where(None)
                     while True:
                         log.info("weights: the learner is at %s", address)
@@ -274,7 +275,7 @@ class Receiver:
             return
         reception.take_probe(None)
         if not reception.verified:
-            self._reception, self._lingering, self._given_up_at = None, reception, time.monotonic()
+            self._reception, self._lingering, self._given_up_at = None, reception, self._clock.now()
             if all(await self._collective("rl_abort")):
                 self._lingering = None
             else:
@@ -311,7 +312,7 @@ class Receiver:
         buckets this server would keep its policy, and only a new start gives it others."""
         if not self._lingering:
             return
-        go, silent_s = self._lingering.go, time.monotonic() - self._given_up_at
+        go, silent_s = self._lingering.go, self._clock.now() - self._given_up_at
         if silent_s > STUCK * go.timeout_s:
             number = self._lingering.workers - len(self._lingering.reports)
             raise WeightsError(

@@ -4,12 +4,13 @@ Part of `follow.Receiver`. `receive` waits for the learner's next message, at mo
 """
 
 import asyncio
-import time
+import math
 from typing import Any
 
 import zmq.asyncio
 
 from buffer.curve import ClientKeys
+from buffer.wire.awake import AwakeClock, wait_awake
 from buffer.wire.connection import broken
 from buffer.wire.message import Message
 from learner.weights.protocol import BEATS, TO_SERVER, Join, KeepAlive, Leave, dealer, pack, unpack
@@ -23,7 +24,8 @@ class LearnerConnection:
         self.address, self.heartbeat_s = address, heartbeat_s
         self.joined = self.lost = False
         self._socket = dealer(context, address, keys)
-        self._heard_at, self._said_at = time.monotonic(), 0.0
+        self._clock = AwakeClock()
+        self._heard_at, self._said_at = self._clock.now(), -math.inf
         self._next: asyncio.Future[bytes] | None = None
         self._breaks = broken(self._socket)
         self._break = asyncio.ensure_future(anext(self._breaks))
@@ -31,27 +33,27 @@ class LearnerConnection:
     async def receive(self, join: Join, other: asyncio.Future[Any] | None) -> Message | None:
         """The next message; None after a heartbeat without one, or once `other` is done. Sends `join` until admitted,
         then heartbeats."""
-        if time.monotonic() - self._said_at >= self.heartbeat_s:
-            self._said_at = time.monotonic()
+        if self._clock.now() - self._said_at >= self.heartbeat_s:
+            self._said_at = self._clock.now()
             self.say(KeepAlive() if self.joined else join)
         if self._next is None:
             self._next = asyncio.ensure_future(self._socket.recv())
         waited: list[asyncio.Future[Any]] = [self._next, self._break, *([other] if other else [])]
-        await asyncio.wait(waited, timeout=self.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+        await wait_awake(waited, self.heartbeat_s, self._clock)
         if self._break.done() and not self._next.done():
             self._break = asyncio.ensure_future(anext(self._breaks))
             self.leave(lost=True)
         if not self._next.done():
-            if time.monotonic() - self._heard_at > BEATS * self.heartbeat_s:
+            if self._clock.now() - self._heard_at > BEATS * self.heartbeat_s:
                 self.leave(lost=True)
             return None
         data, self._next = self._next.result(), None
-        self._heard_at = time.monotonic()
+        self._heard_at = self._clock.now()
         return unpack(data, TO_SERVER)
 
     def leave(self, lost: bool) -> None:
         """The server is no longer a member: the next `receive` joins again."""
-        self.joined, self.lost, self._said_at = False, lost, 0.0
+        self.joined, self.lost, self._said_at = False, lost, -math.inf
 
     def say(self, message: Message) -> None:
         """Send without waiting: the queue is unbounded."""

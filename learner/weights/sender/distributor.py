@@ -12,7 +12,7 @@ round waits for the rest a few times as long as the first took (`PATIENCE`); the
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from buffer.curve import ServerKeys
 from buffer.wire.message import Message
@@ -24,6 +24,7 @@ from learner.weights.plan import Plan, dtype_name
 from learner.weights.sender.broadcast import BroadcastGroup
 from learner.weights.sender.files import Files
 from learner.weights.sender.members import Member, Members
+from learner.weights.sender.suspects import Suspects
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
@@ -60,6 +61,7 @@ class Distributor:
             heartbeat_s=heartbeat_s,
         )
         self.members = Members(welcome, transport.backend, config.host, keys, self._on_drop)
+        self._suspects = Suspects(self.members.clock.now)
         self._copies, self._transport, self._session = copies, transport, session
         self._plans = (plan.trained, plan) if plan.frozen else (plan,)
         self._timeout_s, self._heartbeat_s = config.timeout_s, heartbeat_s
@@ -103,7 +105,8 @@ class Distributor:
         newest = self._copies.newest
         if newest is None:
             return []
-        return [m for m in self.members if not m.holding and m.holds != (self._session, newest.version)]
+        due = [m for m in self.members if not m.holding and m.holds != (self._session, newest.version)]
+        return [member for member in due if not self._suspects.out(member.name)]
 
     def _lack(self, member: Member) -> Plan:
         """What `member` gets: everything, unless it holds the frozen weights since an earlier version."""
@@ -130,6 +133,7 @@ class Distributor:
             telling = tasks.create_task(self._tell_facts(policy, plan, ready))
             broken = await self._broadcast(policy, plan, ready)
             received = await self._answered(ready, protocol.Received, protocol.Loaded)
+            self._suspect(ready, time.perf_counter() - started)
             received_s = time.perf_counter() - policy.published_at
             span_s = max((m.answer.span_s for m in received if isinstance(m.answer, protocol.Received)), default=0.0)
             for member in received:
@@ -141,6 +145,7 @@ class Distributor:
         loaded = await self._loaded(received, policy)
         for member in loaded:
             member.failures = 0
+            self._suspects.clear(member.name)
         if loaded:
             round_s = time.perf_counter() - started
             stats = round_stats(policy, plan, loaded, received_s, span_s) | {"weights/round_s": round_s}
@@ -170,7 +175,7 @@ class Distributor:
 
     def _long_ago(self) -> float:
         """Time of an Offer whose answer is due now."""
-        return time.monotonic() - self._timeout_s
+        return self.members.clock.now() - self._timeout_s
 
     def _patience_s(self, members: list[Member]) -> float:
         """Seconds to wait for further answers of `members` to an Offer; 0 or less: do not wait."""
@@ -181,7 +186,7 @@ class Distributor:
             return 0.0
         left_s = min(member.asked_at or 0.0 for member in asked) - self._long_ago()
         if ready:
-            return min(left_s, min(prompt) + self._enough_s(max(ready)) - time.monotonic())
+            return min(left_s, min(prompt) + self._enough_s(max(ready)) - self.members.clock.now())
         others = any(not member.late and member not in members for member in self._stale())
         return 0.0 if others and not prompt else left_s
 
@@ -217,6 +222,14 @@ class Distributor:
             probe = await asyncio.wrap_future(policy.probe)
             self._tell(ready, probe.model_copy(update={"round": self._round}))
 
+    def _suspect(self, ready: list[Member], cost_s: float) -> None:
+        """Note the members that spoilt the round: those that said Ready and did not answer, and the first to fail."""
+        for member in ready:
+            if member.spoilt:
+                member.spoilt = False
+                pause_s = self._suspects.blame(member.name, cost_s)
+                log.warning("weights: no round waits for %s within the next %.0f s", member.name, pause_s)
+
     def _tell(self, members: list[Member], message: Message) -> None:
         for member in members:
             if not member.gone:
@@ -231,6 +244,7 @@ class Distributor:
         await self.members.until(lambda: all(member.answered_or_gone(*kinds) for member in members), timeout_s)
         for member in members:
             if not member.answered_or_gone(*kinds):
+                member.spoilt = True
                 self.members.drop(member, f"no {kinds[0].__name__} in round {self._round} within {self._timeout_s:g} s")
             elif member.fatal and not member.gone:
                 self.members.drop(member, member.fatal)
@@ -239,9 +253,9 @@ class Distributor:
     async def _loaded(self, received: list[Member], policy: PublishedPolicy) -> list[Member]:
         """Wait for Loaded; returns the members that load `policy` in time. Once there is a newer policy, slow members
         are not waited for: they are offered the newer one."""
-        started, slowest_s, num_loaded = time.monotonic(), 0.0, 0
+        started, slowest_s, num_loaded = self.members.clock.now(), 0.0, 0
         while True:
-            now_s = time.monotonic() - started
+            now_s = self.members.clock.now() - started
             number = sum(isinstance(member.answer, protocol.Loaded) for member in received)
             if number > num_loaded:
                 num_loaded, slowest_s = number, now_s
@@ -271,8 +285,13 @@ class Distributor:
             if not isinstance(error, ChannelError):
                 raise error
             broken = str(error)
+            for member in owners(ready, error.absent):
+                member.spoilt = True
+                self.members.drop(member, f"its workers did not come to the group of round {self._round}")
         else:
             broken = "a server was lost or failed in the broadcast"
+            for member in ready:
+                member.spoilt = member.spoilt or isinstance(member.answer, protocol.Failed)  # the others go on
             sending.add_done_callback(lambda future: future.exception())  # retrieved, so that asyncio does not log it
         self._transport.give_up()
         self._tell(ready, protocol.Cancel(round=self._round, reason=broken))
@@ -292,6 +311,16 @@ class Distributor:
                 refused = protocol.JoinRefused(reason=f"{ATTEMPTS} rounds failed: {member.answer.reason}")
                 self.members.say(member, refused)
                 self.members.drop(member, "refused")
+
+
+def owners(members: Iterable[Member], ranks: Collection[int]) -> list[Member]:
+    """The members of a group that have some of `ranks`, which are counted from 1 in the order of the members."""
+    found, offset = [], 1
+    for member in members:
+        if any(offset <= rank < offset + member.workers for rank in ranks):
+            found.append(member)
+        offset += member.workers
+    return found
 
 
 def round_stats(

@@ -6,21 +6,29 @@ waits for their messages.
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import zmq
 import zmq.asyncio
 
 from buffer.curve import ServerKeys
-from buffer.wire.connection import broken
+from buffer.wire.awake import AwakeClock
+from buffer.wire.connection import events_of
+from buffer.wire.connections import ConnectionLimits
 from buffer.wire.message import Message
 from learner.weights import protocol
 
 log = logging.getLogger(__name__)
+REPEAT_S = 10.0
+"""Shortest time between two lines of the log about refused messages."""
+FILES_S = 0.1
+"""Time between two looks at open files."""
+MOST_MEMBERS = 4096
 
 
 @dataclass(eq=False)
@@ -32,7 +40,8 @@ class Member:
     workers: int
     holds: tuple[str, int]
     """Session and version of the weights it has received."""
-    heard_at: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    heard_at: float = -math.inf
     gone: bool = False
     round: int = -1
     answer: Message | None = None
@@ -45,12 +54,14 @@ class Member:
     """Seconds that it took to answer the last Offer."""
     late: bool = False
     """A round continued without it because it had not answered. No round waits for it until it answers."""
+    spoilt: bool = False
+    """It spoilt a round: it was ready and did not answer, or was the first to fail."""
     failures: int = 0
     """Consecutive rounds that failed for it while no member was missing."""
 
     def on_message(self, message: Message) -> None:
         """Record any message as a sign of life; keep an answer to the current round, and a fatal failure."""
-        self.heard_at = time.monotonic()
+        self.heard_at = self.clock()
         if isinstance(message, protocol.Hold | protocol.Release):
             self.holding = isinstance(message, protocol.Hold)
         if isinstance(
@@ -63,7 +74,7 @@ class Member:
     def offer(self, round: int) -> protocol.Offer:
         """Make the Offer of `round`; the next answer belongs to it."""
         self.round, self.answer = round, None
-        self.asked_at = time.monotonic() if self.asked_at is None else self.asked_at
+        self.asked_at = self.clock() if self.asked_at is None else self.asked_at
         return protocol.Offer(round=round)
 
     def answered_or_gone(self, *kinds: type[Message]) -> bool:
@@ -96,6 +107,9 @@ class Members:
         """Descriptors whose next break is that of a connection before, which is known already."""
         self.changed = asyncio.Event()
         """Set whenever a member joined, answered or left, and by whoever else changes what `until` waits for."""
+        self.clock = AwakeClock()
+        self._refused, self._logged_at = 0, -math.inf
+        self._limits = ConnectionLimits()
         self.failed = 0
         """Times that a version did not reach a server."""
 
@@ -109,7 +123,7 @@ class Members:
             self._socket, authenticator, address = protocol.router(context, self._host, self._keys)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(work) for work in (self._read(), self._watch(), self._beat())]
+                    running = [tasks.create_task(work) for work in self._work()]
                     yield address
                     for task in running:
                         task.cancel()
@@ -118,6 +132,17 @@ class Members:
                     self.say(member, protocol.Bye())
                 self._socket.close()
                 authenticator.stop()
+
+    def _work(self) -> tuple[Coroutine[None, None, None], ...]:
+        """What runs while servers are admitted."""
+        return self._read(), self._watch(), self._beat(), self._keep_files(), self.clock.tick()
+
+    async def _keep_files(self) -> None:
+        """Close connections without a Join while the learner is nearly out of open files: checkpoints need some."""
+        while True:
+            await asyncio.sleep(FILES_S)
+            self._limits.keep_files()
+            self._limits.log(self.clock.now())
 
     def say(self, member: Member, message: Message) -> None:
         """Send without waiting: the queue is unbounded."""
@@ -135,12 +160,9 @@ class Members:
 
     async def until(self, true: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Return as soon as `true()`, evaluated at each change, or after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not true():
-                    await self.next_change()
-        except TimeoutError:
-            return
+        until = math.inf if timeout_s is None else self.clock.now() + timeout_s
+        while not true() and (left_s := until - self.clock.now()) > 0:
+            await self.next_change(None if timeout_s is None else left_s)
 
     async def next_change(self, timeout_s: float | None = None) -> None:
         """Return at the next change, or after `timeout_s`."""
@@ -158,15 +180,27 @@ class Members:
                 self._drop_route(before)
             self._routes[descriptor] = route
             try:
-                self._on_message(route, protocol.unpack(last.bytes, protocol.TO_LEARNER))
+                message = protocol.unpack(last.bytes, protocol.TO_LEARNER)
+                self._limits.admit(descriptor, large=True)
+                self._on_message(route, message)
             except ValueError as error:
-                log.error("weights: refused a message: %s", error)
+                self._log_refusal(error)
                 self._send(route, protocol.JoinRefused(reason=str(error)))
             self.changed.set()
 
+    def _log_refusal(self, error: ValueError) -> None:
+        """Log it, unless another one was just logged: a flood must not fill the disk."""
+        self._refused += 1
+        if (now := self.clock.now()) >= self._logged_at + REPEAT_S:
+            self._logged_at = now
+            log.error("weights: refused a message, %d since the start: %s", self._refused, error)
+
     async def _watch(self) -> None:
         """Drop members whose connection breaks: nobody waits for the answer of a server that was killed."""
-        async for descriptor in broken(self._socket):
+        async for kind, descriptor in events_of(self._socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED):
+            self._limits.on_event(kind, descriptor, self.clock.now())
+            if kind == zmq.EVENT_ACCEPTED:
+                continue
             while await self._socket.poll(0):  # what it has said before
                 await asyncio.sleep(0)
             if self._passed[descriptor]:
@@ -199,22 +233,28 @@ class Members:
         if self._backend not in ("", join.backend):
             reason = f"{join.name} receives over {join.backend}, the learner sends over {self._backend}"
             return protocol.JoinRefused(reason=f"{reason}: set learner.device and rollout.device alike")
+        if route not in self._by_route and len(self._by_route) >= MOST_MEMBERS:
+            return protocol.Rejoin(reason=f"{MOST_MEMBERS:,} servers are members already")
         if (join.digest, join.trained) != (self._welcome.digest, self._welcome.trained):
             return self._welcome
         if route not in self._by_route:
             for other in self:
                 if other.name == join.name:
                     self._remove(other)
-            self._by_route[route] = Member(route, join.name, join.workers, (join.session, join.version))
+            self._by_route[route] = self._member(route, join)
             log.info("weights: %s joined, %d worker(s), version %d", join.name, join.workers, join.version)
         return protocol.Joined()
+
+    def _member(self, route: bytes, join: protocol.Join) -> Member:
+        now = self.clock.now
+        return Member(route, join.name, join.workers, (join.session, join.version), now, now())
 
     async def _beat(self) -> None:
         heartbeat_s = self._welcome.heartbeat_s
         while True:
             await asyncio.sleep(heartbeat_s)
             for member in self:
-                silent_s = time.monotonic() - member.heard_at
+                silent_s = self.clock.now() - member.heard_at
                 if silent_s > protocol.BEATS * heartbeat_s:
                     self.drop(member, f"silent for {silent_s:.1f} s")
                 else:

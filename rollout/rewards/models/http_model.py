@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-import jinja2
 from pydantic import Field, PrivateAttr, field_validator
 
 from configs.schema import Seconds, Section
 from configs.variables import proxy_of
 from rollout.errors import RewardError
+from rollout.templates.renderer import Renderer, RenderError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -156,21 +156,24 @@ class AnswerTemplate:
         file = f" {source}" if is_file else ""
         self._name = f"template{file}" if file else "its template"
         try:
-            text = Path(source).read_text(encoding="utf-8") if is_file else source
-            jinja = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=not is_file)
-            self._template = jinja.from_string(text)
+            self._text = Path(source).read_text(encoding="utf-8") if is_file else source
+            self._kind, self._renderer = "file" if is_file else "text", Renderer()
+            self._renderer.check(self._kind, self._text)
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"template {source} cannot be read: {error}") from None
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"template{file}, line {error.lineno}: {error.message}") from None
+        except RenderError as error:
+            line = f", line {error.line}" if error.line else ""
+            raise ValueError(f"template{file}{line}: {error}") from None
 
     def render(self, answer: str, truth: Any, row: dict[str, Any]) -> str:
         """The text: `answer`, `ground_truth`, and each column of the row by its name. Raises RewardError."""
         names = row | {"answer": answer, "ground_truth": truth}
         try:
-            return self._template.render(names)
-        except jinja2.UndefinedError as error:
-            why = f"{self._name} cannot be filled: {error}; there are {', '.join(names)}"
+            return self._renderer.render(self._kind, self._text, names)
+        except RenderError as error:
+            why = error.about("the row", self._name)
+            if error.kind == "undefined":
+                why = f"{self._name} cannot be filled: {error}; there are {', '.join(names)}"
             raise RewardError(why, permanent=True) from None
 
 

@@ -6,11 +6,11 @@ own (`reward.servers`, `rollout/engine/reward_server.py`).
 
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
 from pydantic import PrivateAttr, model_validator
 
 from rollout.errors import RewardError
 from rollout.rewards.models.http_model import AnswerTemplate, HttpModel
+from rollout.templates.renderer import ChatTexts, Renderer, RenderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,11 +24,13 @@ class RewardModel(HttpModel):
     it. null: the chat template of `model`, of the row's messages and the answer."""
     _text: AnswerTemplate | None = PrivateAttr(None)
     _tokenizer: Any = PrivateAttr(None)
+    _chats: ChatTexts = PrivateAttr()
 
     @model_validator(mode="after")
     def _prepare(self) -> "RewardModel":
         if self.template is None:
             self._tokenizer = self._load_tokenizer()
+            self._chats = ChatTexts(self._tokenizer, Renderer())
         else:
             self._text = AnswerTemplate(self.template)
         return self
@@ -82,9 +84,9 @@ class RewardModel(HttpModel):
         begun = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""  # the answer continued it
         chat.append({"role": "assistant", "content": begun + answer})
         try:
-            text = self._tokenizer.apply_chat_template(chat, tokenize=False)
-        except TemplateError as error:
-            why = f"the chat template of model {self.model} does not take it: {error}"
+            text = self._chats.render(chat, False)
+        except RenderError as error:
+            why = error.about("the row", f"the chat template of model {self.model}")
             raise RewardError(f"reward_model: {why}", permanent=True) from None
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 

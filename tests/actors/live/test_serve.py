@@ -18,11 +18,12 @@ from rich.console import Console
 from actors.live import serve as serving
 from actors.live.prometheus import exposition
 from actors.live.screen import screen, show, spark
-from actors.live.serve import application, is_loopback_host, main
+from actors.live.serve import application, main
 from actors.live.watcher import Watcher
 from actors.watch.metrics_log import Records
 from actors.watch.overview import look_over
 from buffer.wire.protocol import State
+from configs.http_limits import is_loopback_host
 from configs.schema import Config
 from tests.harness.buffer_process import in_loop
 from tests.harness.watched import HOSTILE, append, evaluation, look, make_config, record, sample, state, store

@@ -26,7 +26,7 @@ def config(folder: Path, address: str) -> Config:
 
 def kept(wanted: int, most: int = 4, **servers: Any) -> Kept:
     lives = {name.replace("_", "-"): life for name, life in servers.items()}
-    return Kept(servers=lives, wanted=wanted, least=1, most=most, bound="Ray has GPUs for 4 of them")
+    return Kept(servers=lives, wanted=wanted, least=1, most=most, bound="there are GPUs for 4 of them")
 
 
 @asynccontextmanager
@@ -99,7 +99,7 @@ async def test_a_launcher_that_is_gone_keeps_nothing(
 @in_loop
 async def test_more_than_there_are_gpus_for_is_refused_by_the_buffer(tmp_path: Path) -> None:
     async with buffer() as it, launcher(it.address):
-        with pytest.raises(RefusedError, match="5 servers: the run may have 1 to 4; Ray has GPUs for 4 of them"):
+        with pytest.raises(RefusedError, match="5 servers: the run may have 1 to 4; there are GPUs for 4 of them"):
             await scale(config(tmp_path, it.address), 5, waits=True)
 
 

@@ -1,6 +1,7 @@
 """What the launcher reads of a run's folder before it starts anything, without processes."""
 
 import json
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from actors.supervise import accept
+from buffer.store.faults import StoreError
 from buffer.store.lock import locked
-from buffer.store.past import history, past
+from buffer.store.past import accept_loss, history, past
 from buffer.store.sqlite import Store, reading
+from buffer.store.witness import Commits, Witness, file_of
 from configs.load import ConfigError, load, write
 from configs.resume import changes, settings
 from configs.schema import Config
@@ -37,7 +40,8 @@ def checkpoint(run: Path, version: int) -> None:
 
 
 def tell(config: Config, **counters: int) -> None:
-    """Have the ledger's file say so."""
+    """Have the ledger's file say so, as if the buffer had been killed."""
+    file_of(config.run.path / "buffer.sqlite").unlink(missing_ok=True)
     with closing(sqlite3.connect(config.run.path / "buffer.sqlite", isolation_level=None)) as db:
         db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", counters.items())
 
@@ -159,3 +163,80 @@ def test_a_new_number_in_the_run_file_is_newer_than_a_persons(words: list[str]) 
     served(load([*words, "--rollout.servers=3"]))
     tell(load(words), wanted_servers=1, wanted_by_person=1)
     assert accept.servers(load([*words, "--rollout.servers=4"])) == (4, 4)
+
+
+def lose_ledger(config: Config) -> None:
+    for file in config.run.path.glob("buffer.sqlite*"):
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+
+
+def test_checkpoints_without_a_ledger_are_refused_unless_it_is_meant(words: list[str]) -> None:
+    config = load(words)
+    served(config)
+    checkpoint(config.run.path, 20)
+    lose_ledger(config)
+    with pytest.raises(
+        ConfigError, match=r"checkpoints has version 20, and the ledger is gone: .* --accept-loss"
+    ) as error:
+        accept.judge(config)
+    assert "\n" not in str(error.value)
+    (line,), finished = accept.judge(config, loss_accepted=True)
+    assert line.startswith("accepted: buffer.path") and finished is None
+    accept_loss(config)
+    assert accept.judge(config) == ([], None), "it is accepted once"
+    served(config)
+    assert accept.judge(config) == ([], None)
+    lose_ledger(config)
+    assert accept.judge(config) == ([], None), "a ledger that begins with version 20 may begin anew"
+    checkpoint(config.run.path, 21)
+    with pytest.raises(ConfigError, match="version 21, and the ledger is gone"):
+        accept.judge(config)
+
+
+def test_a_ledger_that_lacks_commits_is_refused_unless_it_is_meant(words: list[str]) -> None:
+    config = load(words)
+    served(config)
+    file = config.run.path / "buffer.sqlite"
+    shutil.copyfile(file, config.run.path / "copy")
+    served(load([*words, "--run.versions=7"]))
+    noted = file_of(file).read_bytes().split()
+    shutil.copyfile(config.run.path / "copy", file)
+    Witness(file, Commits(noted[0].decode(), int(noted[1])))  # as a buffer that was killed leaves it
+    with pytest.raises(ConfigError, match="lacks its last 1 commits of 2"):
+        accept.judge(config)
+    (line,), _ = accept.judge(config, loss_accepted=True)
+    assert "accepted: " in line
+    accept_loss(config)
+    assert accept.judge(config) == ([], None)
+    served(config)
+    file.unlink()
+    with pytest.raises(ConfigError, match="is gone, with 1 commits"):
+        accept.judge(config)
+    accept_loss(config)
+    assert accept.judge(config) == ([], None)
+
+
+def test_a_ledger_in_memory_is_nowhere_else(words: list[str]) -> None:
+    config = load([*words, "--buffer.path=null"])
+    checkpoint(config.run.path, 20)
+    assert accept.judge(config) == ([], None)
+
+
+def test_a_damaged_ledger_is_refused_in_words(words: list[str]) -> None:
+    config = load(words)
+    served(config)
+    file = config.run.path / "buffer.sqlite"
+    data = file.read_bytes()
+    file.write_bytes(data[:4096] + b"\xff" * (len(data) - 4096))
+    with pytest.raises(StoreError, match=r"the file is damaged: .*malformed"):
+        accept.judge(config)
+
+
+def test_no_fork_begins_from_a_damaged_checkpoint(words: list[str]) -> None:
+    words = [*words, "--run.name"]
+    old = load([*words, "old"])
+    served(old)
+    checkpoint(old.run.path, 2)
+    (old.run.path / "checkpoints" / "v000002" / "state" / "a").write_bytes(b"12344")
+    with pytest.raises(ConfigError, match="v000002: state/a is damaged: its CRC32C"):
+        accept.source(load([*words, "new"]), "old")

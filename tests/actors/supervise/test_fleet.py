@@ -91,13 +91,13 @@ def test_without_a_persons_number_it_is_the_run_files() -> None:
     assert it.said[-1] == "servers: 4 -> 2 (as the run file says)"
 
 
-def test_what_ray_has_no_room_for_is_placed_once_it_has() -> None:
+def test_what_there_is_no_room_for_is_placed_once_there_is() -> None:
     """A server that is being placed takes of the room before Ray has noticed."""
     it = Fixture(1, room=1)
     assert len(it.adapt(**by_hand(4))) == 2 and len(it.adapt(**by_hand(4))) == 2
     it.supervisor.lives["rollout-1"] = "started"
     assert len(it.adapt(**by_hand(4))) == 3
-    assert (kept := it.fleet.kept()).wanted == 4 and kept.most == 3 and kept.bound == "Ray has GPUs for 3 of them"
+    assert (kept := it.fleet.kept()).wanted == 4 and kept.most == 3 and kept.bound == "there are GPUs for 3 of them"
 
 
 def test_one_that_gave_up_keeps_its_place_and_nothing_is_placed_while_the_run_ends() -> None:
@@ -109,7 +109,7 @@ def test_one_that_gave_up_keeps_its_place_and_nothing_is_placed_while_the_run_en
 
 
 def test_nothing_is_added_before_those_that_the_run_begins_with_are_placed() -> None:
-    """The room that Ray has may be theirs."""
+    """The room may be theirs."""
     it = Fixture(1, room=8)
     it.supervisor.placed.clear()
     assert len(it.adapt(**by_hand(3))) == 1

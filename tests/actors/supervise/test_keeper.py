@@ -1,6 +1,7 @@
 """A keeper with real processes: restart, give-up, drain, force, log, and that nothing is left of what it started."""
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from actors.process import FINAL, Event, Process, Restarts
+from actors.supervise.guard import Guarded
 from actors.supervise.keeper import LOG_BYTES, SHOWN_LINES, Keeper
 from configs.entrypoint import PARENT
 
@@ -103,6 +105,27 @@ def test_sigkill_is_followed_by_a_restart_without_the_old_family(keep: Callable[
     assert events[-1].code == 137
     assert gone(first, 0.5)
     until(keeper, lambda event: event.text.startswith("family") and str(first[0]) not in event.text.split())
+
+
+def test_a_process_that_cannot_be_started_now_is_started_later(keep: Callable[..., Keeper]) -> None:
+    """Without files for its pipes the keeper's thread ended in silence, and the run waited for ever."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        keeper = keep("import time; time.sleep(60)", Restarts(first_s=0.05, most_s=0.1, failures=10**6))
+        events = until(keeper, lambda event: event.kind == "failed", 10.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert events[0].text.startswith("cannot start ") and events[0].text.endswith("Too many open files")
+    until(keeper, lambda event: event.kind == "started")
+
+
+def test_a_signal_to_all_processes_of_a_job_leaves_a_guard_that_starts(tmp_path: Path) -> None:
+    """The launcher does not block SIGTERM as Ray's processes did, and a new process has no handlers yet."""
+    at_once = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    guarded = Guarded("it", ["/bin/sh", "-c", "exit 5"], preexec_fn=at_once)
+    assert guarded.pid is not None and guarded.wait() == 5
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_restarts_back_off_and_end_with_the_last_lines(keep: Callable[..., Keeper]) -> None:
@@ -227,3 +250,15 @@ def test_nothing_outlives_a_keeper_that_is_killed(tmp_path: Path) -> None:
         assert all(psutil.pid_exists(pid) for pid in pids)
         keeper.kill()
     assert gone(pids)
+
+
+def test_events_of_a_keeper_that_replaces_another_one_are_new_although_the_clock_was_set_back(
+    keep: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = until(keep("print('before')"), lambda event: event.kind in FINAL)[-1].number
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    successor = keep("print('after')")
+    until(successor, lambda event: event.kind in FINAL)
+    assert [event.kind for event in successor.events(before, 1.0)] == ["started", "line", "ended"]
+    seen = successor.events(before, 1.0)
+    assert successor.events(seen[1].number, 1.0) == seen[2:]

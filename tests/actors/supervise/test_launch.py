@@ -1,4 +1,4 @@
-"""The launcher with fake commands: how a run ends, and in which order. Through Ray: test_launch_ray.py."""
+"""The launcher with fake commands: how a run ends, and in which order. As a whole: test_launch_here.py."""
 
 import asyncio
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from actors.process import Event, Process, Restarts, Role
+from actors.supervise.one_machine import GpuPool, OneMachine, PlainKeeper
 from actors.supervise.supervisor import Supervisor
 from configs.entrypoint import DATA_ENDED, GIVEN_UP
-from tests.harness.fakes import LocalKeeper
 
 QUICK = Restarts(first_s=0.05, most_s=0.2, failures=2)
 STAYS = """
@@ -29,15 +29,15 @@ STUBBORN = (
 )
 
 
-class Held(LocalKeeper):
+class Held(PlainKeeper):
     """Notes its release in `released`."""
 
     def __init__(self, process: Process, released: list[str]) -> None:
-        super().__init__(process)
+        super().__init__(process, GpuPool([]))
         self.released = released
 
     def release(self) -> None:
-        self.released.append(self.keeper.process.name)
+        self.released.append(self.process.name)
 
 
 class Story:
@@ -46,20 +46,21 @@ class Story:
     def __init__(self, folder: Path, **codes: str) -> None:
         self.events: list[tuple[str, Event]] = []
         self.said: list[str] = []
-        self.keepers: list[LocalKeeper] = []
+        self.keepers: list[PlainKeeper] = []
+        self.machine = OneMachine([])
         self.released: list[str] = []
         self.processes = [process(name, code, folder) for name, code in codes.items()]
         self.supervisor = Supervisor(self.processes, self.place, self.show_event, self.say)
         self.when: list[tuple[str, Callable[[], object]]] = []
         """What to do when a text is said or printed, in this order."""
 
-    async def place_held(self, process: Process) -> LocalKeeper:
+    async def place_held(self, process: Process) -> PlainKeeper:
         """As `place`, with a keeper that notes its release."""
         self.keepers.append(Held(process, self.released))
         return self.keepers[-1]
 
-    async def place(self, process: Process) -> LocalKeeper:
-        self.keepers.append(LocalKeeper(process))
+    async def place(self, process: Process) -> PlainKeeper:
+        self.keepers.append(await self.machine.place(process))
         return self.keepers[-1]
 
     def show_event(self, process: Process, event: Event) -> None:
@@ -291,7 +292,7 @@ class Homeless(Story):
 
     gave_back = False
 
-    async def place(self, process: Process) -> LocalKeeper:
+    async def place(self, process: Process) -> PlainKeeper:
         if process.name != "learner":
             return await super().place(process)
         try:
@@ -318,7 +319,7 @@ def test_a_server_may_be_unwanted_before_it_is_placed(tmp_path: Path) -> None:
     tasks: list[asyncio.Task[None]] = []
     place = story.place
 
-    async def slowly(process: Process) -> LocalKeeper:
+    async def slowly(process: Process) -> PlainKeeper:
         if process.name == "rollout_0":
             tasks.append(asyncio.get_running_loop().create_task(story.supervisor.drain_server("rollout_1", 60.0)))
             tasks[0].add_done_callback(lambda _: (tmp_path / "go").touch())

@@ -1,7 +1,6 @@
 """What the launcher refuses before anything starts, and the commands it would start."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -9,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.doctor.run_file import cluster_of, gpus_missing
+from actors.doctor.run_file import gpus_missing, misfits
 from actors.supervise import launch
 from actors.supervise.ray_cluster import connect
+from configs.checks import cluster_of, starts_ray
 from configs.load import ConfigError, load
 from examples.countdown.make_model import make_tokenizer
 from tests.harness.ports import free_port
@@ -119,6 +119,53 @@ def test_cuda_without_gpus_is_refused(words: list[str]) -> None:
     assert gpus_missing(config, 0, "Ray sees") == "the run needs 1 GPUs (learner 1), Ray sees 0"
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--learner.device=cuda"], "the run needs 1 GPUs (learner 1), here are 0: lower learner.ranks, "),
+        (["--learner.nodes=2", "--learner.ranks=2"], "learner.nodes: 2 take a machine each; name a Ray cluster in "),
+    ],
+)
+def test_what_one_machine_has_no_room_for_is_refused(
+    more: list[str], said: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("ray.init", None)
+    (line,) = refused([*words, "--rollout.device=cpu", *more], capsys)
+    assert line.startswith(said) and "RAY_ADDRESS" in line
+
+
+def test_a_machine_with_the_gpus_has_room(words: list[str]) -> None:
+    config = load([*words, "--learner.ranks=2", "--rollout.servers=2"])
+    assert list(misfits(config, 0)) == list(misfits(config, 4)) == []
+    assert len(list(misfits(config, 3))) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "variable", "cluster", "starts"),
+    [
+        (None, "", "", False),
+        (None, "10.0.0.1:6379", "10.0.0.1:6379", False),
+        ("auto", "10.0.0.1:6379", "auto", False),
+        ("local", "10.0.0.1:6379", "", True),
+        (None, "local", "", True),
+        ("auto", "local", "auto", False),
+    ],
+)
+def test_ray_is_used_only_where_it_is_named(
+    address: str | None,
+    variable: str,
+    cluster: str,
+    starts: bool,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    config = load([*words, *([f"--cluster.address={address}"] if address else [])])
+    assert (cluster_of(config), starts_ray(config)) == (cluster, starts)
+
+
 def test_the_config_file_is_the_one_every_process_reads(words: list[str]) -> None:
     config = load(words)
     assert load([str(launch.prepare(config))]) == config
@@ -177,7 +224,6 @@ def test_a_ray_that_does_not_start_is_one_line(
     def late(**options: object) -> None:
         raise Exception("The current node timed out during startup.")
 
-    monkeypatch.setattr("os.environ", {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"})
     monkeypatch.setattr("ray.init", late)
-    (line,) = refused([*words, "--rollout.device=cpu", "--learner.device=cpu"], capsys)
+    (line,) = refused([*words, "--cluster.address=local", "--rollout.device=cpu", "--learner.device=cpu"], capsys)
     assert line.startswith("Ray: cannot start on this machine: Exception: The current node timed") and "again" in line

@@ -1,5 +1,5 @@
 """SIGTERM to all processes of a job at once, as Slurm and systemd send it: the run drains as after one SIGTERM to the
-launcher. Guard, Ray, keepers and signal handlers are real; the processes' work is not."""
+launcher. Guard, keepers, Ray and signal handlers are real; the processes' work is not."""
 
 import os
 import re
@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 
 import psutil
+import pytest
 
 LAUNCHER = """
 import os, sys
@@ -25,7 +26,7 @@ def main():
     run = Path(sys.argv[1])
     config = Config(run={"folder": run.parent, "name": run.name}, model={"path": "m"}, data={"train": "d"},
                     reward={"function": "r"}, buffer={"address": "tcp://127.0.0.1:9"},
-                    learner={"device": "cpu"}, rollout={"device": "cpu"})
+                    learner={"device": "cpu"}, rollout={"device": "cpu"}, cluster={"address": sys.argv[2] or None})
     roles = {"buffer": "buffer", "learner": "learner", "rollout-0": "rollout"}
     processes = [
         Process(name, role, (sys.executable, str(run.parent / "worker.py"), role), run / "logs" / f"{name}.log",
@@ -35,7 +36,7 @@ def main():
     return keep(processes, Display(config))
 
 if __name__ == "__main__":
-    sys.exit(main() if sys.argv[2:] else guarded([sys.executable, __file__, sys.argv[1], "inner"]))
+    sys.exit(main() if sys.argv[3:] else guarded([sys.executable, __file__, *sys.argv[1:], "inner"]))
 """
 WORKER = """
 import sys, time
@@ -66,7 +67,8 @@ def processes_of(mark: str) -> list[psutil.Process]:
     return found
 
 
-def test_all_processes_get_sigterm_and_the_run_drains_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["", pytest.param("local", marks=pytest.mark.long)])
+def test_all_processes_get_sigterm_and_the_run_drains_in_order(address: str, tmp_path: Path) -> None:
     run, mark = tmp_path / "run", uuid.uuid4().hex
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     (tmp_path / "worker.py").write_text(WORKER)
@@ -77,7 +79,7 @@ def test_all_processes_get_sigterm_and_the_run_drains_in_order(tmp_path: Path) -
         return path.read_text() if path.exists() else ""
 
     with (tmp_path / "terminal").open("wb") as sink:
-        argv = [sys.executable, str(tmp_path / "launcher.py"), str(run)]
+        argv = [sys.executable, str(tmp_path / "launcher.py"), str(run), address]
         front = subprocess.Popen(argv, stdout=sink, stderr=sink, env=env, start_new_session=True)
     try:
         deadline = time.monotonic() + 150
@@ -85,7 +87,7 @@ def test_all_processes_get_sigterm_and_the_run_drains_in_order(tmp_path: Path) -
             assert time.monotonic() < deadline and front.poll() is None, (tmp_path / "terminal").read_text()
             time.sleep(0.05)
         everything = processes_of(mark)
-        assert any("raylet" in process.name() for process in everything)
+        assert any("raylet" in process.name() for process in everything) == (address == "local")
         for process in everything:
             for _ in range(1 if process.pid == front.pid else 2):  # a second one would force the front process
                 process.terminate()

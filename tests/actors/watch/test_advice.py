@@ -8,6 +8,7 @@ import pytest
 from actors.watch.advice import Situation, find_alerts, recommend, situation
 from actors.watch.figures import without_effect
 from actors.watch.metrics_log import Records
+from actors.watch.run_state import failures
 from configs.schema import Config
 from tests.harness.watched import append, look, make_config, record, state
 
@@ -108,6 +109,20 @@ def test_the_learners_rules_and_failures_are_alerts_too(config: Config) -> None:
     texts = [alert.text for alert in find_alerts(config, records_of(config), failing, 1.0, live=True)]
     assert any(text.startswith("length/truncated is 0.4") for text in texts)
     assert any(text.startswith("reward failed 28 % of 352 attempts") for text in texts)
+
+
+def test_groups_in_quarantine_are_an_alert_with_the_command_that_lists_them(config: Config) -> None:
+    held = state(servers={}, counts={"trained": 8, "quarantined": 1})
+    append(
+        config.run.path, *(record(version, **{"buffer/quarantined": float(version == 8)}) for version in range(1, 9))
+    )
+    bad, warn = find_alerts(config, records_of(config), held, 1.0, live=True)
+    assert bad.level == "bad" and bad.text.startswith("1 group is in quarantine, because the learner cannot train on")
+    assert warn.text.startswith("buffer/quarantined is 1, 0 in the median of 7 versions: groups cannot be trained")
+    assert all("`python -m buffer quarantine RUN`" in alert.text for alert in (bad, warn))
+    assert (
+        failures(held) == 'reward failed 1.6 % of 256 attempts, most often KeyError "answer" (4); 1 group in quarantine'
+    )
 
 
 def test_preemptions_that_go_on(config: Config) -> None:

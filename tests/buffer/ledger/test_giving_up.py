@@ -34,7 +34,7 @@ def fail_until_given_up(ledger: Ledger, room: int = 4, most: int = 1000, **how: 
 
 def reopened(ledger: Ledger, store: Store, **changes: Any) -> Ledger:
     store.commit(Transaction(ledger.drain()))
-    again = Ledger(ledger.problems, ledger.groups, ledger.max_staleness, shuffle=False, recall=store.dropped, **changes)
+    again = Ledger(ledger.problems, ledger.groups, ledger.max_staleness, shuffle=False, recall=store.closed, **changes)
     again.restore(store.load(), 0.0)
     return again
 

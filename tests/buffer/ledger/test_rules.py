@@ -28,7 +28,7 @@ def reopened(ledger: Ledger, store: Store, now: float = 0.0, **changes: int) -> 
     """What a restarted buffer has after `ledger` was written to `store`."""
     store.commit(Transaction(ledger.drain()))
     fields = ("problems", "groups", "max_staleness", "versions", "epochs", "attempts", "lease_s")
-    again = Ledger(**{name: getattr(ledger, name) for name in fields} | changes, recall=store.dropped)
+    again = Ledger(**{name: getattr(ledger, name) for name in fields} | changes, recall=store.closed)
     again.restore(store.load(), now)
     return again
 
@@ -392,7 +392,7 @@ def test_an_item_stays_held_back_when_others_are_taken_back() -> None:
 
 def test_a_dropped_item_is_answered_from_the_store_also_after_a_restart() -> None:
     with Store(None) as store:
-        ledger = Ledger(100, groups=2, max_staleness=0, skip_zero_variance=True, recall=store.dropped)
+        ledger = Ledger(100, groups=2, max_staleness=0, skip_zero_variance=True, recall=store.closed)
         flat, bad = ledger.ask("a", 0, 2, 0.0)
 
         def answers(now: Ledger) -> None:
@@ -504,7 +504,7 @@ def test_a_group_that_went_back_too_far_is_dispatched_again_as_after_any_failure
 
 def test_versions_that_a_rewind_undid_are_known_also_after_a_restart_of_the_buffer() -> None:
     with Store(None) as store:
-        ledger = Ledger(100, groups=1, max_staleness=20, recall=store.dropped)
+        ledger = Ledger(100, groups=1, max_staleness=20, recall=store.closed)
 
         def taken(to: int) -> tuple[int, int]:
             for version in range(ledger.version, to):
@@ -523,7 +523,7 @@ def test_versions_that_a_rewind_undid_are_known_also_after_a_restart_of_the_buff
         ledger.rewind(6)
         assert taken(9) == (5, 9), "tokens of both policies may remain"
         store.commit(Transaction(ledger.drain()))
-        ledger = Ledger(100, groups=1, max_staleness=20, recall=store.dropped)
+        ledger = Ledger(100, groups=1, max_staleness=20, recall=store.closed)
         ledger.restore(store.load(), 0.0)
         assert taken(12) == (5, 9)
         ledger.rewind(10)

@@ -102,7 +102,7 @@ class Run(RuleBasedStateMachine):
         """Revision at which the learner's Take was parked."""
 
     def new(self) -> Ledger:
-        return Ledger(*self.sizes, seed=self.seed, lease_s=LEASE_S, recall=self.store.dropped, **self.settings)  # type: ignore[arg-type]
+        return Ledger(*self.sizes, seed=self.seed, lease_s=LEASE_S, recall=self.store.closed, **self.settings)  # type: ignore[arg-type]
 
     def commit(self) -> None:
         self.store.commit(Transaction(self.ledger.drain()))
@@ -143,7 +143,9 @@ class Run(RuleBasedStateMachine):
         it = rollout.work.pop(sorted(rollout.work)[which % len(rollout.work)])
         rollout.old.append(it)
         oldest = rollout.sampled[it.lease]
-        stats = (SampleStats(8, 5, 0.0, oldest=oldest), SampleStats(9, 6, 0.0 if flat else 1.0, oldest=self.learner))
+        newest = self.learner
+        second = SampleStats(9, 6, 0.0 if flat else 1.0, oldest=newest, newest=newest)
+        stats = (SampleStats(8, 5, 0.0, oldest=oldest, newest=oldest), second)
         answer = self.ledger.put(name, it.item, it.lease, stats, self.now)
         if answer is None:
             self.oldest[it.item] = oldest
@@ -198,8 +200,9 @@ class Run(RuleBasedStateMachine):
 
     @rule(name=names, data=st.data())
     def swap(self, name: str, data: st.DataObject) -> None:
-        """The server gets a policy, which may be an old one if its network is slow."""
-        self.rollouts[name].swaps(data.draw(st.integers(0, self.learner)))
+        """The server gets a newer policy, which may be an old one if its network is slow."""
+        rollout = self.rollouts[name]
+        rollout.swaps(data.draw(st.integers(rollout.version, self.learner)))
 
     @rule(name=names)
     def die(self, name: str) -> None:
@@ -255,6 +258,30 @@ class Run(RuleBasedStateMachine):
         for rollout in self.rollouts.values():
             rollout.swaps(min(rollout.version, to))
 
+    @rule(which=st.integers(0, 99))
+    def quarantine(self, which: int) -> None:
+        """A group cannot be trained. Its batch is served without it; if it was the last one, that batch and those after
+        it are formed anew."""
+        ledger = self.ledger
+        may_be = [
+            item
+            for item in ledger.items.values()
+            if item.state == "stored" or (item.state == "batched" and item.batch > ledger.last_trained)
+        ]
+        if not may_be:
+            return
+        item = may_be[which % len(may_be)]
+        before, version = ledger.counts(), item.batch if item.state == "batched" else None
+        assert ledger.quarantine(item.number, "cannot be trained") and not ledger.quarantine(item.number, "again")
+        self.commit()
+        assert ledger.counts()["quarantined"] == before.get("quarantined", 0) + 1
+        if version in self.batches:
+            pairs = zip(self.batches[version].items, self.batches[version].dispatched, strict=True)
+            left = [(number, d) for number, d in pairs if number != item.number]
+            self.batches[version] = FormedBatch(version, tuple(n for n, _ in left), tuple(d for _, d in left))
+            if not left:
+                self.batches = {known: batch for known, batch in self.batches.items() if known < version}
+
     # buffer
 
     @rule(name=names, unacknowledged=st.booleans())
@@ -296,6 +323,7 @@ class Run(RuleBasedStateMachine):
     def every_item_is_somewhere(self) -> None:
         assert sum(self.ledger.counts().values()) == self.ledger.state.next_item
         assert {reason for reason in self.ledger.dropped() if not reason.startswith(TOO_OLD)} <= REASONS
+        assert not any(reason.startswith("engine: sampled under") for reason in self.ledger.failed())
         assert reasons.for_batch(self.ledger) and reasons.for_work(self.ledger, "a")
 
     @invariant()
@@ -355,9 +383,9 @@ class Run(RuleBasedStateMachine):
         batched = [item for batch in self.batches.values() for item in batch.items]
         assert sorted(states) == list(range(number))
         assert sorted(batched) == sorted(item for item, state in states.items() if state == "trained")
+        closed = "SELECT item FROM items WHERE state IN ('dropped', 'quarantined') AND reason <> ''"
         assert {item for item, state in states.items() if state != "trained"} == {
-            item
-            for (item,) in self.store._db.execute("SELECT item FROM items WHERE state = 'dropped' AND reason <> ''")
+            item for (item,) in self.store._db.execute(closed)
         }
         problems, _, _ = self.sizes
         assert sorted(self.rows.values()) == [

@@ -8,7 +8,8 @@ import pytest
 from buffer.__main__ import restored
 from buffer.ledger.types import Transaction
 from buffer.problems import Problems, load_problems
-from buffer.store.sqlite import Store, StoreError
+from buffer.store.faults import StoreError
+from buffer.store.sqlite import Store
 from buffer.wire.clock import ListeningClock
 from configs.load import load
 from configs.schema import Config

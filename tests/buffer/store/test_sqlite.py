@@ -16,9 +16,11 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import ItemState, Lengths, SampleStats, Saved, Transaction
 from buffer.problems import Problems
 from buffer.store import segments
+from buffer.store.faults import StoreError
+from buffer.store.opening import LOG_PAGES
 from buffer.store.segments import AHEAD_BYTES, SEGMENT_BYTES, SPARES
-from buffer.store.sql import APPLICATION, SCHEMA
-from buffer.store.sqlite import LOG_PAGES, Store, StoreError, reading
+from buffer.store.sql import APPLICATION, READABLE, SCHEMA
+from buffer.store.sqlite import Store, reading
 from tests.harness.buffer_process import samples_of
 
 ROOT = Path(__file__).parents[3]
@@ -110,8 +112,8 @@ def test_samples_of_dropped_groups_go_with_the_batches_before_them() -> None:
         ledger.prune(1)
         store.commit(Transaction(ledger.drain(), void_before=1))
         assert [samples_of(store, item) for item in range(4)] == [[], [], packed(2), packed(3)]
-        dropped = store.dropped(2)
-        assert dropped and dropped.accepted and dropped.reason == "zero variance" and store.dropped(3) is None
+        dropped = store.closed(2)
+        assert dropped and dropped.accepted and dropped.reason == "zero variance" and store.closed(3) is None
         assert [item.number for item in store.load().items] == [3]
 
 
@@ -377,7 +379,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> None:
     cases = {
         text: "file is not a database",
         foreign: "of another program",
-        torn: "malformed",
+        torn: "the file is damaged",
         tmp_path / "file" / "buffer.sqlite": "File exists|Not a directory",
         tmp_path: "unable to open",
     }
@@ -398,7 +400,7 @@ def test_a_file_of_other_problems_is_refused_with_both_digests(tmp_path: Path) -
         Store(path, digest="d" * 64)
 
 
-@pytest.mark.parametrize("schema", [1, SCHEMA - 1, 99])
+@pytest.mark.parametrize("schema", [1, READABLE[0] - 1, 99])
 def test_a_file_of_another_schema_is_refused_with_what_to_do(tmp_path: Path, schema: int) -> None:
     path = tmp_path / "buffer.sqlite"
     with closing(sqlite3.connect(path)) as db:

@@ -40,8 +40,12 @@ def test_what_is_taken_by_the_short_way_is_a_sample(path, value):
     data = changed(path, value)
     try:
         expected = Sample.unpack(data)
-        if expected.versions.numpy()[expected.sampled.numpy() != 0].min() < 0:
-            raise ValueError("a token of no version")
+        sampled, versions = expected.sampled.numpy() != 0, expected.versions.numpy()
+        if ((versions >= 0) != sampled).any() or versions.min() < -1 or expected.tokens.numpy().min() < 0:
+            raise ValueError("a token of no version, or one that was given of some; or no token")
+        logprobs = expected.behaviour_logprobs.numpy()
+        if not ((logprobs >= -1000) & (logprobs <= 1e-3) & (sampled | (logprobs == 0))).all():
+            raise ValueError("no log-probability")
     except ValueError:
         with pytest.raises(ValueError) as caught:
             sample_stats(data)
@@ -71,7 +75,6 @@ def test_a_number_of_tokens_that_cannot_be_costs_nothing():
 def test_a_sample_that_leaves_out_what_may_be_left_out_is_taken():
     fields = sample(tokens=6).model_dump()
     del fields["answer"], fields["metrics"]
-    fields["sampled"]["data"] = b"\0\0\0\7\1\1"
     fields["reward"] = 1
     assert sample_stats(msgpack.packb(fields)) == SampleStats(6, 3, 1.0, False)
 
@@ -88,6 +91,7 @@ def segmented(sampled: list[int], starts: list[int], turn_rewards: list[float], 
     fields = sample(reward, tokens=len(sampled)).model_dump()
     fields["sampled"]["data"] = chosen.tobytes()
     fields["versions"]["data"] = np.where(chosen, 3, -1).astype("<i4").tobytes()
+    fields["behaviour_logprobs"]["data"] = np.where(chosen, -0.5, 0).astype("<f4").tobytes()
     return bytes(msgpack.packb(fields | {"starts": starts, "turn_rewards": turn_rewards}))
 
 
@@ -149,7 +153,7 @@ def test_what_is_wrong_with_segments_is_told(fields, words):
 def test_a_sum_may_be_rounded():
     rewards = [0.1] * 10
     assert sample_stats(segmented([0, 1] * 10, [0], rewards, 1.0)).reward == 1.0
-    assert sample_stats(segmented([0, 1] * 10, [0], [1e9 / 3] * 10, 1e10 / 3)).sampled == 10
+    assert sample_stats(segmented([0, 1] * 10, [0], [1e5 / 3] * 10, 1e6 / 3)).sampled == 10
 
 
 def routed(dtype: str = "uint8", shape: tuple[int, ...] = (6, 3, 2)) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tests.harness.buffer_process import buffer, client, in_loop, make_requests,
 
 def kept(*servers: str, left: tuple[str, ...] = (), **changes: Any) -> Kept:
     fields = dict(servers=dict.fromkeys(servers, "started"), left=list(left), wanted=len(servers), least=1, most=4)
-    return Kept(**{**fields, "bound": "Ray has GPUs for 4 of them"} | changes)
+    return Kept(**{**fields, "bound": "there are GPUs for 4 of them"} | changes)
 
 
 async def state(observer: Connection) -> State:
@@ -35,7 +35,7 @@ async def test_a_number_is_refused_without_a_launcher_and_beyond_what_it_can_kee
             await person.request(Scale(servers=2))
         await person.expect(kept("rollout-0"), Ack)
         assert ((now := await state(person)).wanted_servers, now.wanted_by_person) == (1, False)
-        with pytest.raises(RefusedError, match="5 servers: the run may have 1 to 4; Ray has GPUs for 4 of them"):
+        with pytest.raises(RefusedError, match="5 servers: the run may have 1 to 4; there are GPUs for 4 of them"):
             await person.request(Scale(servers=5))
         await person.expect(Scale(servers=3), Ack)
         assert ((now := await state(person)).wanted_servers, now.wanted_by_person) == (3, True)

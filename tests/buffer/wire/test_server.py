@@ -543,15 +543,14 @@ async def test_impossible_requests_are_refused_counted_and_harmless():
             Take(version=5, rank=0, world=1),
             Trained(version=0, oldest_kept=0),
             Rewind(version=2**61),
-            Put(item=item.item, lease=item.lease, samples=packed[:1]),
-            Put(item=item.item, lease=item.lease, samples=[packed[0], b"no sample"]),
         ]
         del impossible[3]  # a ledger without batches goes to any version
         for number, message in enumerate(impossible, 2):
             assert isinstance(await wire.ask(number, message), Refused), message
-        foreign = Put(item=item.item, lease=item.lease, samples=packed)
-        assert not (await wire.ask(20, foreign)).accepted
-        state = await wire.ask(21, Status())
+        for number, samples_ in enumerate((packed, packed[:1], [packed[0], b"no sample"]), 20):
+            foreign = Put(item=item.item, lease=item.lease, samples=samples_)
+            assert not (await wire.ask(number, foreign)).accepted
+        state = await wire.ask(30, Status())
         assert state.errors == len(impossible)
         assert (await samples.put(item, group(item.item))).accepted
 

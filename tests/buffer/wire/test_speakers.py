@@ -173,7 +173,9 @@ async def test_what_is_read_after_the_end_of_its_process_hides_neither_that_nor_
         told: list[tuple[int, int]] = []
         while OFF not in dict(told):
             assert them.server._events.poll(60_000)
-            told += them.server._told()
+            them.server._read_new_events(0.0)
+            told += them.server._read_events
+            them.server._read_events.clear()
         assert them.server._speakers.ended({}, told) == []
         async with them.served():
             await them.is_missed(A)

@@ -96,10 +96,10 @@ async def test_no_part_is_made_while_too_much_is_on_its_way(monkeypatch: pytest.
         (work,) = [one for one in server.answers if isinstance(one, Work)]
         (it,) = work.items
         await server.turn(("a", Put(item=it.item, lease=it.lease, samples=[one.pack() for one in group(it.item)])))
-        server._in_flight = wire.IN_FLIGHT_BYTES
+        server._unsent.total = wire.IN_FLIGHT_BYTES
         await server.turn(("l0", Take(version=0, rank=0, world=1)))
         assert "made" not in server.did and requests.postponed
-        server._in_flight = 0
+        server._unsent.total = 0
         await server.turn()
         assert server.did[-2:] == ["made", "Part"]
     requests.handlers.store.close()

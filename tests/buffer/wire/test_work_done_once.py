@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from buffer.problems import Problems
-from buffer.wire import protocol
 from buffer.wire import requests as pending
+from buffer.wire import sample
 from buffer.wire.protocol import Ack, Ask, Heartbeat, Later, Part, Put, Rewind, Stored, Take, Trained, Work
 from tests.buffer.wire.test_many import Clients, hello
 from tests.harness.buffer_process import PROBLEMS, group, make_requests
@@ -53,7 +53,7 @@ def test_trained_of_every_rank_costs_the_same_however_much_is_stored() -> None:
         revisions.add(handlers.revision)
     assert len(cuts) == 1, "the next batch is cut once, also if ranks send Trained after the first rank has taken it"
     assert len(revisions) == 1, "a repeated Trained must not retry parked requests"
-    assert handlers.ledger.last_trained == 0 and len(handlers._cut[0]) == 3
+    assert handlers.ledger.last_trained == 0 and len(handlers._cut) == 2
     assert handlers.bytes_stored == sum(sizes[item] for item in range(2, 60))
     assert len(handlers._figures) == len(handlers._bytes) == len(handlers._cache._groups) == 58
 
@@ -88,13 +88,13 @@ class CountedParses:
     """Counts how often a sample was parsed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.number, parse = 0, protocol.sample_stats
+        self.number, parse = 0, sample.sample_stats
 
-        def counted(data: bytes) -> Any:
+        def counted(data: bytes, bounds: Any) -> Any:
             self.number += 1
-            return parse(data)
+            return parse(data, bounds)
 
-        monkeypatch.setattr(protocol, "sample_stats", counted)
+        monkeypatch.setattr(sample, "sample_stats", counted)
 
 
 def test_a_parked_group_is_parsed_once_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:

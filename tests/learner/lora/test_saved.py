@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from configs.checkpoint_files import complete, folder_of
 from configs.load import ConfigError
 from configs.schema import LoraConfig, ModelConfig
 from learner.__main__ import main
 from learner.checkpoint import Checkpoints
 from learner.model.lora.base import digest
 from learner.saved import adapter_files, export
-from learner.saved.manifest import adapter_of, complete, folder_of
+from learner.saved.manifest import adapter_of
 from learner.train.optimizer import Optimizer
 from tests.harness import rank, world
 from tests.harness.adapters import LORA, adapted_model, peft_model, stir

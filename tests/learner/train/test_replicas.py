@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.saved.manifest import complete
+from configs.checkpoint_files import complete
 from learner.train.batch import Batch
 from tests.harness import rank, world
 from tests.harness.world import algorithm_of, cut, make_samples, policy_of, tiny_model

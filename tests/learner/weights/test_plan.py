@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.weights.buckets import WORDS, Buckets, DoubleBuffer, checksum
+from learner.weights.buckets import FACTOR, HALVES, WORDS, Buckets, DoubleBuffer, checksum
 from learner.weights.plan import ALIGN, Plan, Spec, dtype_name, dtype_of
 from learner.weights.protocol import TO_LEARNER, Failed, Join, KeepAlive, pack, unpack
 
@@ -183,6 +183,50 @@ def test_exchanged_or_missing_rows_change_the_checksum():
     assert int(checksum(rows[[1, 0, 2]].contiguous().view(-1))) != before
     rows[2] = 0
     assert int(checksum(bucket)) != before
+
+
+@given(st.integers(0, 2**31), st.sampled_from([torch.bfloat16, torch.float32, torch.int64]), st.data())
+def test_values_in_another_order_change_the_checksum(seed, dtype, data):
+    """Two values of one row of words, any two rows, or all values of a row."""
+    draw = torch.Generator().manual_seed(seed)
+    bucket = torch.randint(-(2**15), 2**15, (3 * WORDS + 32,), generator=draw).repeat_interleave(8 // dtype.itemsize)
+    values = bucket.to(dtype)
+    before, row = int(checksum(values.view(torch.uint8))), data.draw(st.integers(0, 2)) * WORDS * 8 // dtype.itemsize
+    inside = values[row : row + WORDS * 8 // dtype.itemsize]
+    one, other = data.draw(st.lists(st.integers(0, len(inside) - 1), min_size=2, max_size=2))
+    if inside[one] != inside[other]:
+        inside[[one, other]] = inside[[other, one]]
+        assert int(checksum(values.view(torch.uint8))) != before
+        inside[[one, other]] = inside[[other, one]]
+    shuffled = inside[torch.randperm(len(inside), generator=draw)]
+    assert not torch.equal(shuffled, inside)
+    inside.copy_(shuffled)
+    assert int(checksum(values.view(torch.uint8))) != before
+
+
+@pytest.mark.parametrize("distance", [1, 2, 3, 64, 1024, 2048, 4095])
+def test_a_sign_that_moves_within_a_row_changes_the_checksum(distance: int):
+    """It is the highest bit of both words, all else being equal."""
+    for words in (WORDS, 40 * WORDS):
+        bucket = torch.full((words,), 3, dtype=torch.int64)
+        before = set()
+        for place in (0, distance):
+            moved = bucket.clone()
+            moved[place] |= -(2**63)
+            before.add(int(checksum(moved.view(torch.uint8))))
+        assert len(before) == 2
+
+
+def test_the_checksum_is_that_of_its_formula_in_plain_integers():
+    bucket = torch.randint(0, 256, (8 * (40 * WORDS + 32),), dtype=torch.uint8)
+    words = bucket.view(torch.int64).tolist()
+    words += [0] * (-len(words) % WORDS)
+    rows = [sum(words[at : at + WORDS]) for at in range(0, len(words), WORDS)]
+    columns = [sum(words[at::WORDS]) % 2**64 for at in range(WORDS)]
+    signed = [[half - 2**32 * (half >= 2**31) for half in (total % 2**32, total >> 32)] for total in columns]
+    halves = [low * HALVES[0] + high * HALVES[1] for low, high in signed]
+    total = sum((2 * at + 1) * FACTOR * value for values in (rows, halves) for at, value in enumerate(values))
+    assert int(checksum(bucket)) % 2**64 == total % 2**64
 
 
 def test_the_double_buffer_never_gives_out_a_copy_that_is_held():

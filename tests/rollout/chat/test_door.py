@@ -1,6 +1,7 @@
 """The HTTP door as agents see it: OpenAI's client, and clients that misbehave, on real sockets."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -302,8 +303,8 @@ async def test_a_connection_that_serves_another_episode_now_stays_open():
     [
         (b"\x00\xffgarbage\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n", b"400"),
-        (b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n", b"404"),
-        (b"DELETE /e/%s/v1/models HTTP/1.1\r\nHost: x\r\n\r\n", b"405"),
+        (b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n", b"404"),
+        (b"DELETE /e/%s/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", b"405"),
     ],
 )
 async def test_garbage_is_answered_and_harms_nobody(data: bytes, status: bytes):
@@ -363,3 +364,27 @@ def test_it_all_works_on_uvloop():
             assert [chunk.choices[0].delta.content async for chunk in stream] == ["4", None]
 
     uvloop.run(play())
+
+
+async def test_a_stop_of_the_server_is_no_time_of_the_agent():
+    async with served(own_s=0.6) as (_, door, _session):
+        door.on_worker(True)
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)  # the whole process stands still
+        await asyncio.sleep(0.1)
+        assert not door.over.done()
+        await asyncio.sleep(0.6)
+        assert door.over.done() and isinstance(door.over.exception(), CagedError)
+
+
+async def test_a_page_of_another_site_and_another_name_are_refused():
+    async with served() as (_, door, session), httpx.AsyncClient() as client:
+        body = {"model": "any", "messages": HELLO}
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+            answer = await client.post(f"{door.url}/chat/completions", json=body, headers=headers)
+            assert answer.status_code == 403 and not session.calls
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    async with served(public_url="http://proxy.example:80") as (server, door, session), httpx.AsyncClient() as client:
+        local = f"http://127.0.0.1:{server._runner.addresses[0][1]}/e/{door.key}/v1/chat/completions"
+        answer = await client.post(local, json=body, headers={"Host": "proxy.example"})
+        assert answer.status_code == 200, answer.text

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from buffer.wire.protocol import WorkItem
-from buffer.wire.sample import Sample
+from buffer.wire.sample import Sample, sample_stats
 from rollout.episodes.episode import Episodes, Failure, Group
 from rollout.episodes.failure_log import FailureLog
 from rollout.errors import EngineDead, EpisodeError, PromptError, RewardError, first_error
@@ -48,6 +48,21 @@ async def test_a_cut_answer_says_so():
     outcome = await episodes(answering("x" * 20)).run(item())
     assert isinstance(outcome, Group)
     assert outcome.samples[0].finish == "length" and outcome.samples[0].reward == 0.0
+
+
+async def test_a_token_that_the_task_declares_given_keeps_no_log_probability():
+    async def masked(problem: Problem, generate: Generate) -> Trajectory:
+        trajectory = Trajectory(problem.prompt)
+        trajectory.take(await generate(problem.prompt))
+        trajectory.sampled[-2], trajectory.versions[-2] = 0, -1
+        return trajectory
+
+    outcome = await episodes(answering("2.")).run(item())
+    assert isinstance(outcome, Group)
+    outcome = await episodes(answering("2."), masked).run(item())
+    assert isinstance(outcome, Group)
+    stats = sample_stats(outcome.samples[0].pack())
+    assert stats.sampled == 1 and outcome.samples[0].behaviour_logprobs.numpy().tolist() == [0, 0, 0, 0, 0, -0.5]
 
 
 async def test_too_long_a_prompt_is_a_permanent_failure_with_numbers():

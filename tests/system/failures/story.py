@@ -1,7 +1,7 @@
 """One case as a run with real processes and keepers: what the terminal, the logs and status say, and after how long.
 
 Buffer, reward workers, both loops, keepers, supervisor and display are the real ones; the learner trains nothing, and
-the engine answers at once (`stand_ins.py`). The run's keepers are in this process instead of in Ray's.
+the engine answers at once (`stand_ins.py`). Supervisor and keepers are in this process.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from rich.console import Console
 
 from actors.process import Process
 from actors.supervise.launch import prepare, processes
+from actors.supervise.one_machine import OneMachine, PlainKeeper
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from actors.watch.run_state import ask, ledger_lines, stored, waits
@@ -26,7 +27,6 @@ from actors.watch.state_poll import StatePoll
 from buffer.wire.protocol import LAUNCHER, State
 from configs.load import load
 from configs.schema import Config
-from tests.harness.fakes import LocalKeeper
 from tests.harness.ports import free_port
 from tests.system.failures.cases import Case
 
@@ -90,7 +90,8 @@ class _Telling:
         self.story, self.config, self.began = Story(case), config, time.monotonic()
         self.terminal = io.StringIO()
         self.display = Display(config, Console(file=self.terminal, highlight=False, soft_wrap=True))
-        self.keepers: list[LocalKeeper] = []
+        self.keepers: list[PlainKeeper] = []
+        self.machine = OneMachine([])
 
     async def tell(self) -> Story:
         file, story = str(prepare(self.config)), self.story
@@ -119,8 +120,8 @@ class _Telling:
         story.text, story.status = self.terminal.getvalue().replace(folder, ""), story.status.replace(folder, "")
         return story
 
-    async def _place(self, process: Process) -> LocalKeeper:
-        self.keepers.append(LocalKeeper(process))
+    async def _place(self, process: Process) -> PlainKeeper:
+        self.keepers.append(await self.machine.place(process))
         return self.keepers[-1]
 
     async def _watch(self) -> None:

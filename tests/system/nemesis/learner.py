@@ -6,7 +6,6 @@ as the real learner does.
 """
 
 import logging
-import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +15,11 @@ import torch
 from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample
+from configs.checkpoint_files import complete, damage, folder_of, newest
 from configs.entrypoint import BAD_INPUT, configure_logging
 from configs.load import ConfigError
 from configs.resume import fingerprint
-from learner.saved.manifest import complete, discard, folder_of, newest, seal
+from learner.saved.manifest import discard, recover, seal, set_aside
 from learner.weights.sender.publish import Sender
 from tests.system.chaos_learner import Metrics, placed, real_loop
 from tests.system.nemesis.history import INITIAL, History, Restored, Trained, digest, following
@@ -67,7 +67,10 @@ class Checkpoints:
     kept: list[int] = field(default_factory=list)
 
     def restore(self, policy: NamedPolicy) -> int:
-        version = newest(self.folder)
+        recover(self.folder)
+        while (version := newest(self.folder)) and (why := damage(folder_of(self.folder, version))):
+            log.error("checkpoint v%06d is damaged and skipped: %s", version, why)
+            set_aside(folder_of(self.folder, version))
         policy.state = named(folder_of(self.folder, version) / SHARD) if version else INITIAL
         self.kept = complete(self.folder)
         self.history.add(Restored, version=version, policy=policy.state)
@@ -82,8 +85,7 @@ class Checkpoints:
         partial = folder_of(self.folder, version).with_suffix(".tmp")
         try:
             self.folder.mkdir(exist_ok=True)
-            for leftover in [*self.folder.glob("v*.tmp"), *self.folder.glob("v*.old")]:
-                shutil.rmtree(leftover)
+            recover(self.folder)
             (partial / SHARD).parent.mkdir(parents=True)
             (partial / SHARD).write_bytes(shard_of(policy.state))
             seal(partial)

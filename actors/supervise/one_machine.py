@@ -1,0 +1,169 @@
+"""One machine, without Ray: keepers in the launcher's own process, and whole GPUs for the processes that take some.
+
+Used by `launch.py` where no cluster is named. A keeper is an object with threads, so it cannot die alone; when the
+launcher dies, the guards of its processes end them. A process waits only for GPUs that another one still has, and gets
+them when that one is released.
+"""
+
+import asyncio
+import resource
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+from actors.doctor.host import VISIBLE, gpu_names
+from actors.doctor.run_file import misfits
+from actors.process import Event, Process
+from actors.supervise.keeper import Keeper
+from configs.entrypoint import DONE
+from configs.load import ConfigError
+from configs.schema import Config
+
+T = TypeVar("T")
+EVENTS_S = 30.0
+"""A keeper without news answers a call for events after this long."""
+CALLS = 4
+"""Calls of a keeper that may block at a time: one for events, two drains, one kill."""
+OPEN_FILES = 65536
+"""Soft limit of open files of the launcher and its processes, where the hard limit allows it."""
+
+
+class GpuPool:
+    """GPUs that no process has, by name. Used in one event loop; `free` may be read from any thread."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._order = {name: number for number, name in enumerate(names)}
+        self._free, self._waiting = list(names), list[PlainKeeper]()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def ask(self, keeper: "PlainKeeper") -> None:
+        """Have `keeper` begin with as many GPUs as its process takes: now, or once they are free."""
+        self._waiting.append(keeper)
+        self._hand_out()
+
+    def withdraw(self, keeper: "PlainKeeper") -> bool:
+        """Whether `keeper` was waiting; it does so no more."""
+        was_waiting = keeper in self._waiting
+        if was_waiting:
+            self._waiting.remove(keeper)
+        return was_waiting
+
+    def give_back(self, names: Sequence[str]) -> None:
+        """The process that had these GPUs is gone."""
+        self._free = sorted([*self._free, *names], key=self._order.__getitem__)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        for keeper in list(self._waiting):
+            number = keeper.process.gpus
+            if number <= len(self._free):
+                taken, self._free = self._free[:number], self._free[number:]
+                self._waiting.remove(keeper)
+                keeper.begin(taken)
+
+
+class PlainKeeper:
+    """Keeps `process` in the launcher's process, once `pool` has GPUs for it. Needs a running event loop."""
+
+    def __init__(self, process: Process, pool: GpuPool) -> None:
+        self.process, self._pool, self._gpus = process, pool, list[str]()
+        self.keeper: Keeper | None = None
+        """None while it waits for GPUs."""
+        self._begun = asyncio.Event()
+        """It waits for GPUs no more, whether it got them or not."""
+        self._last = Event(0, "ended", "it was waiting for GPUs", DONE)
+        """The only event of a process that never starts."""
+        self._said_what_for = False
+        self._calls = ThreadPoolExecutor(CALLS, f"calls-{process.name}")
+        pool.ask(self)
+
+    def begin(self, gpus: list[str]) -> None:
+        """Start the process with these GPUs."""
+        process, self._gpus = self.process, gpus
+        if gpus:
+            process = replace(process, env={**process.env, VISIBLE: ",".join(gpus)})
+        try:
+            self.keeper = Keeper(process)
+        except (OSError, RuntimeError) as error:  # no folder for its log, or no thread
+            self._last = Event(0, "gave_up", f"the launcher cannot keep it: {error}")
+        self._begun.set()
+
+    async def events(self, after: int) -> list[Event]:
+        """Events later than number `after`; none if there was none for `EVENTS_S`."""
+        if not self._begun.is_set() and not self._said_what_for:
+            self._said_what_for = True
+            number = self.process.gpus
+            return [Event(after + 1, "line", f"waits for {number} free GPU{'s' * (number > 1)}")]
+        await self._begun.wait()
+        if self.keeper is None:
+            return [replace(self._last, number=after + 1)]
+        return await self._call(self.keeper.events, after, EVENTS_S)
+
+    async def drain(self, timeout_s: float) -> None:
+        """As `Keeper.drain`; a process that waits for GPUs never starts."""
+        if not self._withdrawn() and self.keeper is not None:
+            await self._call(self.keeper.drain, timeout_s)
+
+    async def kill(self) -> None:
+        """As `Keeper.kill`."""
+        if not self._withdrawn() and self.keeper is not None:
+            await self._call(self.keeper.kill)
+
+    def release(self) -> None:
+        """Let others have its GPUs, once its process is gone."""
+        self._withdrawn()
+        gpus, self._gpus = self._gpus, []
+        self._pool.give_back(gpus)
+        self._calls.shutdown(wait=False)
+
+    def _withdrawn(self) -> bool:
+        if was_waiting := self._pool.withdraw(self):
+            self._begun.set()
+        return was_waiting
+
+    async def _call(self, call: Callable[..., T], *arguments: float) -> T:
+        """Wait for `call` in a thread of this keeper: a drain takes minutes, and none may wait for another one's."""
+        return await asyncio.get_running_loop().run_in_executor(self._calls, call, *arguments)
+
+
+class OneMachine:
+    """This machine, whose GPUs have these names, and the keepers of a run on it."""
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self.gpus = [len(gpus)]
+        self._pool = GpuPool(gpus)
+
+    @classmethod
+    def take(cls, config: Config) -> "OneMachine":
+        """This machine for a run. Raises ConfigError with all that keeps the run from it."""
+        names = gpu_names()
+        if found := list(misfits(config, len(names))):
+            raise ConfigError(found)
+        raise_open_files()
+        return cls(names)
+
+    def pack(self) -> None:
+        """Do nothing: processes read the run's folder where it is."""
+
+    async def place(self, process: Process) -> PlainKeeper:
+        """A keeper of `process`, which starts it as soon as enough GPUs are free."""
+        return PlainKeeper(process, self._pool)
+
+    def room(self, gpus: int) -> int | None:
+        """How many more processes of `gpus` GPUs there is room for; None: any number."""
+        return self._pool.free // gpus if gpus else None
+
+    async def watch(self, say: Callable[[str], None]) -> None:
+        """Do nothing: there are no other machines."""
+
+
+def raise_open_files() -> None:
+    """Let this process and those that it starts have OPEN_FILES open files, as far as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if 0 <= soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,119 @@
+"""`python -m buffer scrub RUN`: reads every byte that a run keeps, and prints what is damaged. Changes nothing.
+
+RUN is the run's folder or its config. Reads the ledger (pages, rows, number of commits), every stored sample and every
+file of every checkpoint, of a live or a dead run; waits for the disk only. Exit 1: something is damaged, each in a line
+of its own; what is without a checksum, because an earlier release wrote it, is counted.
+"""
+
+import argparse
+import sqlite3
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from google_crc32c import value as crc32c
+
+from buffer.inspect import found
+from buffer.ledger.types import LedgerError
+from buffer.store import segments, witness
+from buffer.store.faults import StoreError
+from buffer.store.opening import explained, unsound
+from buffer.store.segments import Place
+from buffer.store.sqlite import reading
+from configs.checkpoint_files import DAMAGED, damage, fault, listed
+from configs.entrypoint import BAD_INPUT, DONE, FAILED
+from configs.plain_text import print_visible
+
+PROG = "python -m buffer scrub"
+WHAT = "read all of a run, and print what is damaged"
+MOST = 100
+"""Lines about the pages of the ledger, and about each rule for its rows."""
+SAMPLES = "SELECT item, idx, segment, position, bytes, crc32c FROM samples ORDER BY segment, position"
+STILL = "SELECT 1 FROM samples WHERE item = ? AND idx = ? AND segment = ? AND position = ?"
+
+
+class Scrub:
+    """Yields lines about what it read; `damaged` counts those about damage."""
+
+    def __init__(self) -> None:
+        self.damaged = 0
+
+    def all(self, run: Path, ledger: Path | None) -> Iterator[str]:
+        """The run in the folder `run`, whose ledger is in the file `ledger`."""
+        if ledger:
+            yield from self.ledger(ledger)
+        for path in sorted((run / "checkpoints").glob("v*")):
+            if path.is_dir() and path.name[1:].isdigit():
+                yield self.checkpoint(path)
+            elif path.suffix == DAMAGED:
+                yield f"{path}: set aside as damaged; the learner does not restore it"
+
+    def ledger(self, file: Path) -> Iterator[str]:
+        """Its file, its witness and its samples."""
+        known = None
+        try:
+            known = witness.noted(file)
+        except ValueError as error:
+            yield self._damage(str(error))
+        try:
+            witness.require_same_bytes(file, known)
+            with closing(reading(file)) as db, explained(file):
+                commits = witness.counted(db)
+                lines = [f"{file}: {line}" for line in unsound(db, MOST)]
+                yield from map(self._damage, lines)
+                if not lines:
+                    yield f"{file}: pages and rows are sound"
+                witness.require_all(file, known, commits)
+                yield from self.samples(db, file)
+        except StoreError as error:
+            yield self._damage(str(error))
+
+    def samples(self, db: sqlite3.Connection, file: Path) -> Iterator[str]:
+        """Every stored sample, in the order of the disk."""
+        folder, number, unknown = segments.folder_of(file), 0, 0
+        for item, index, segment, position, size, crc in db.execute(SAMPLES):
+            number, unknown = number + 1, unknown + (crc is None)
+            try:
+                now = crc32c(segments.read(folder, Place(segment, position), size))
+                problem = None if crc in (None, now) else f"its CRC32C is {now:08x}, and was {crc:08x}"
+            except OSError as error:
+                problem = str(error.strerror)
+            if problem and self._still_there(file, item, index, segment, position):
+                yield self._damage(f"{segments.path_of(folder, segment)}: sample {index} of item {item}: {problem}")
+        yield f"{folder}: {number} samples read{f', {unknown} of them without a checksum' if unknown else ''}"
+
+    def _still_there(self, file: Path, *where: int) -> bool:
+        """Whether the sample is still kept: a live buffer may have removed it since the scrub began."""
+        with closing(reading(file)) as db:
+            return db.execute(STILL, where).fetchone() is not None
+
+    def checkpoint(self, folder: Path) -> str:
+        """All files of a checkpoint."""
+        if problem := fault(folder) or damage(folder):
+            return self._damage(f"{folder}: {problem}")
+        files = listed(folder)
+        without = "" if files.sums else ", without checksums"
+        return f"{folder}: {len(files.sizes)} files read{without}"
+
+    def _damage(self, line: str) -> str:
+        self.damaged += 1
+        return f"damaged: {line}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`, without `scrub`; returns the exit code."""
+    parser = argparse.ArgumentParser(PROG, allow_abbrev=False, description=WHAT)
+    parser.add_argument("run", nargs="+", help="its folder, or its config files; --section.key=value as elsewhere")
+    given, overrides = parser.parse_known_args(argv)
+    scrub, first = Scrub(), Path(given.run[0])
+    try:
+        config, ledger = found([*given.run, *overrides])
+        for line in scrub.all(first if first.is_dir() else config.run.path, ledger):
+            print_visible(line)
+    except (LedgerError, OSError) as error:
+        print_visible(f"{PROG}: {error}", sys.stderr)
+        return BAD_INPUT
+    if scrub.damaged:
+        print_visible(f"{PROG}: {scrub.damaged} damaged", sys.stderr)
+    return FAILED if scrub.damaged else DONE

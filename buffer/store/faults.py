@@ -1,0 +1,44 @@
+"""What can be wrong with a run's ledger and samples on disk, as errors in words. Raised by the store, caught above."""
+
+import errno
+from pathlib import Path
+
+from buffer.ledger.types import LedgerError
+
+ACCEPT = "--accept-loss"
+"""The flag of `python -m buffer` and `launch` by which a person says that a loss is meant."""
+
+
+class StoreError(LedgerError):
+    """The file cannot be the ledger's; the text names it and the remedy."""
+
+
+class LostCommits(StoreError):
+    """The ledger lacks commits that were made, or is another one, or is gone. A person may accept that."""
+
+
+class StoreGone(OSError):
+    """A file of the ledger was deleted or replaced while the buffer ran."""
+
+    def __init__(self, path: Path) -> None:
+        problem = f"{path.name} was deleted or replaced while the buffer ran, and what is written to it is lost"
+        super().__init__(errno.ENOENT, f"{problem}; put the file back, or begin anew with another run.name")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class DamagedSample(Exception):
+    """The bytes of a stored sample are not those that were stored.
+
+    Example: `DamagedSample(7, 0, Path("buffer.sqlite-samples/000001.samples"), "CRC32C 1f is not 2e")`
+    """
+
+    def __init__(self, item: int, index: int, path: Path, problem: str) -> None:
+        super().__init__(f"sample {index} of item {item} in {path}: {problem}")
+        self.item, self.index, self.path, self.problem = item, index, path, problem
+
+    @property
+    def reason(self) -> str:
+        """Why the group is dropped, the same text for all groups of a file."""
+        return f"a sample is damaged in {self.path.name}"

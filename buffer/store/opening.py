@@ -1,0 +1,152 @@
+"""Opens the ledger's SQLite file: makes it, brings an older one to this schema, and refuses what is not sound.
+
+Used by `sqlite.py`. `PRAGMA quick_check` reads every page once; RULES compare what SQLite itself does not compare. Both
+look at structure: whether the samples' bytes are right is checked when they are read, and by `python -m buffer scrub`.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from buffer.store import sql
+from buffer.store.faults import StoreError
+
+LOG_PAGES = 4096
+"""The write-ahead log is copied into the file when it has so many pages, and then written anew from its start."""
+LOADED = "(batch = -1 OR batch >= COALESCE((SELECT value FROM meta WHERE name = 'oldest'), 0))"
+"""Which items a start reads; a run has millions of others, of batches that no restart will serve again."""
+RULES = {
+    "an item has an unknown state": f"""
+        SELECT 'item ' || item FROM items WHERE {LOADED} AND
+        state NOT IN ('waiting', 'leased', 'stored', 'batched', 'trained', 'dropped', 'quarantined')""",
+    "a group has other samples than its item": """
+        SELECT 'item ' || item FROM items LEFT JOIN samples USING (item) WHERE items.bytes > 0
+        GROUP BY item HAVING COUNT(samples.idx) <> items.samples OR SUM(samples.bytes) <> items.bytes""",
+    "an item is in a batch that was not formed": f"""
+        SELECT 'item ' || item FROM items WHERE {LOADED} AND
+        state IN ('batched', 'trained') AND batch NOT IN (SELECT version FROM batches)""",
+    "the next batch does not follow the last one": """
+        SELECT 'batch ' || value FROM meta
+        WHERE name = 'version' AND value <> (SELECT MAX(version) + 1 FROM batches)""",
+    "a sample lies outside of its segment": """
+        SELECT 'item ' || item FROM samples LEFT JOIN segments USING (segment)
+        WHERE size IS NULL OR position < 0 OR samples.bytes < 0 OR position + samples.bytes > size""",
+}
+"""By what is wrong: a query that names where."""
+
+
+def opened(path: Path | None, fsync: bool) -> sqlite3.Connection:
+    """A connection that writes the ledger `path`; None: one in memory. Raises StoreError or sqlite3.Error."""
+    db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
+    try:
+        (schema,) = db.execute("PRAGMA user_version").fetchone()
+        new = not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+        if not new:
+            require_ledger(db, f"buffer.path {path}: an SQLite file of another program; name another file")
+            require_schema(schema, path)
+            require_sound(db, path)
+        _configure(db, fsync)
+        if new or schema != sql.SCHEMA:
+            _make(db, sql.TABLES if new else sql.MIGRATIONS[schema])
+        db.execute(sql.EVALUATIONS)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _configure(db: sqlite3.Connection, fsync: bool) -> None:
+    db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would overwrite deleted content with zeros
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
+    db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+
+
+def _make(db: sqlite3.Connection, statements: str) -> None:
+    """Run `statements`, which bring the file to this schema, all or none."""
+    db.execute("BEGIN IMMEDIATE")
+    for statement in statements.split(";"):
+        db.execute(statement)
+    db.execute(sql.FIRST_COMMIT, [os.urandom(8).hex()])
+    db.execute(f"PRAGMA application_id = {sql.APPLICATION}")
+    db.execute(f"PRAGMA user_version = {sql.SCHEMA}")
+    db.execute("COMMIT")
+
+
+def require_ledger(db: sqlite3.Connection, refusal: str) -> None:
+    """Raise StoreError, with the text `refusal`, for another program's file."""
+    if db.execute("PRAGMA application_id").fetchone()[0] != sql.APPLICATION:
+        raise StoreError(refusal)
+
+
+def require_schema(schema: int, path: Path | None) -> None:
+    """Raise StoreError for a file of a schema that this release does not read."""
+    if schema not in sql.READABLE:
+        raise StoreError(
+            f"buffer.path {path}: written with schema {schema}, this Headrace has {sql.SCHEMA}; finish that run with "
+            "the Headrace that wrote it, or choose another run.name"
+        )
+
+
+def require_sound(db: sqlite3.Connection, path: Path | None) -> None:
+    """Raise StoreError if a page of the file is damaged, or its rows contradict each other."""
+    with explained(path):
+        found = next(unsound(db), None)
+    if found:
+        raise damaged(path, found)
+
+
+def unsound(db: sqlite3.Connection, most: int = 1) -> Iterator[str]:
+    """Up to `most` lines of what is wrong with the pages, and with each rule; none for a sound file."""
+    pages = [str(line).strip() for (line,) in db.execute(f"PRAGMA quick_check({most})")]
+    yield from (" ".join(line.split()) for line in pages if line != "ok")
+    for rule, query in RULES.items():
+        yield from (f"{rule}: {where}" for (where,) in db.execute(f"{query} LIMIT {most}"))
+
+
+@contextmanager
+def explained(path: Path | None) -> Iterator[None]:
+    """Turn SQLite's errors about a file into a StoreError with the remedy."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if _code(error) == sqlite3.SQLITE_CORRUPT:
+            raise damaged(path, str(error)) from None
+        remedy = "is it the buffer's file, on a sound disk? Move it away to begin the run anew"
+        raise StoreError(f"buffer.path {path}: {error}; {remedy}") from None
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether SQLite found bytes in the file that it cannot have written there."""
+    return _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _code(error: BaseException) -> int:
+    """SQLite's primary error code; 0 for another error."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def damaged(path: Path | None, problem: str) -> StoreError:
+    """The error for a file with damaged bytes."""
+    remedy = "bring back a copy of it, or begin anew with another run.name"
+    return StoreError(f"buffer.path {path}: the file is damaged: {problem}; {remedy}")
+
+
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection that only reads the file of a live or a dead buffer. Raises StoreError if there is none."""
+    if not path.is_file():
+        raise StoreError(f"{path}: no such file; a buffer writes it from its start on, unless buffer.path is null")
+    with explained(path):
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            require_ledger(db, f"{path}: not the file of a Headrace buffer")
+            (schema,) = db.execute("PRAGMA user_version").fetchone()
+            require_schema(schema, path)
+            if schema != sql.SCHEMA:
+                db.execute(sql.AS_NOW)
+        except BaseException:
+            db.close()
+            raise
+    return db

@@ -1,0 +1,143 @@
+"""The witness: a small file beside the ledger that knows how often the ledger was committed. Used by `sqlite.py`.
+
+SQLite drops what it cannot read of its log without a word: a log that was cut off, or an older copy of the file that
+somebody put back, is a sound database that lacks the last commits. So each transaction counts itself in the ledger,
+and the number is written here after the commit and before anything is acknowledged. The file is not synced,
+which would take as long as the commit: after a power cut it may be older than the ledger, never newer, unless the
+disk lost what it had promised to keep, or `buffer.fsync` is false.
+
+SQLite has no checksums of its pages. So a buffer that ends cleanly leaves the CRC32C of the ledger's whole file here,
+and the next one compares it. One that was killed leaves none: then the log has checksums, and the pages only their
+structure.
+
+One line: name of the ledger, number of commits, CRC32C of the file or dashes, and CRC32C of these three, as in
+`3f0c9a52b7e1d684 000000004711 -------- 9c3e01f2`.
+"""
+
+import os
+import sqlite3
+from contextlib import suppress
+from mmap import mmap
+from pathlib import Path
+from typing import NamedTuple
+
+from google_crc32c import value as crc32c
+
+from buffer.store import sql
+from buffer.store.faults import ACCEPT, LostCommits
+from configs.checkpoint_files import crc32c_of
+from configs.variables import open_private
+
+NONE = "-" * 8
+
+
+class Commits(NamedTuple):
+    """The name of a ledger, and how often it was committed."""
+
+    ledger: str
+    number: int
+    file: str = NONE
+    """CRC32C of the ledger's file as a clean end left it, in hexadecimal digits."""
+
+
+class Witness:
+    """The file of the ledger `path`, open for writing. It says `commits` from now on.
+
+    It is written through memory: a system call would change the time of the file, which waits for the disk's journal.
+    """
+
+    def __init__(self, path: Path, commits: Commits) -> None:
+        self._path, (self.ledger, self.number, _) = path, commits
+        self._size = len(_line(commits))
+        self._descriptor = open_private(file_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(self._descriptor, 0, self._size)
+            os.ftruncate(self._descriptor, self._size)
+            self._memory = mmap(self._descriptor, self._size)
+            self._write()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _write(self, file: str = NONE) -> None:
+        if os.fstat(self._descriptor).st_size < self._size:  # somebody cut it: what lies beyond its end has no memory
+            os.ftruncate(self._descriptor, self._size)
+        self._memory[:] = _line(Commits(self.ledger, self.number, file))
+
+    def note(self) -> None:
+        """A transaction was committed."""
+        self.number += 1
+        with suppress(OSError):  # the commit is done and must not be repeated; the next one writes its number
+            self._write()
+
+    def close(self) -> None:
+        """The ledger was closed: what is noted of it is on disk when this returns."""
+        with suppress(OSError):  # the ledger is complete without it
+            self._write(NONE if _has_log(self._path) else f"{crc32c_of(self._path):08x}")
+            self._memory.flush()
+        self._memory.close()
+        os.close(self._descriptor)
+
+
+def file_of(path: Path) -> Path:
+    """The witness of the ledger's file `path`."""
+    return path.with_name(f"{path.name}-commits")
+
+
+def noted(path: Path) -> Commits | None:
+    """What the witness of the ledger `path` says; None if there is no witness. Raises ValueError if it is damaged."""
+    try:
+        text = file_of(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    if not text.strip(b"\0"):  # its process was killed before it wrote the first line
+        return None
+    found = text.split()
+    with suppress(ValueError, UnicodeDecodeError):
+        words = [word.decode("ascii") for word in found]
+        if len(words) == 4 and text == _line(commits := Commits(words[0], int(words[1]), words[2])):
+            return commits
+    raise ValueError(f"{file_of(path)} is damaged: it does not say how often the ledger was committed")
+
+
+def counted(db: sqlite3.Connection) -> Commits | None:
+    """How often the ledger that `db` reads was committed; None for the file of an earlier release."""
+    row = db.execute(sql.COMMITS).fetchone()
+    return Commits(*row) if row else None
+
+
+def require_all(path: Path, known: Commits | None, found: Commits | None) -> None:
+    """Raise LostCommits unless the ledger `path`, committed `found` times, has all commits that its witness has `known`
+    of. `found` None: the file is gone, or is of an earlier release. Read the witness before the ledger."""
+    if known is None or (found and found.ledger == known.ledger and found.number >= known.number):
+        return
+    if found and found.ledger == known.ledger:
+        lost = known.number - found.number
+        problem = f"lacks its last {lost} commits of {known.number}: its log was cut off, or an older copy was put back"
+    elif path.exists():
+        problem = f"is another ledger than the one that {file_of(path).name} knows, with {known.number} commits"
+    else:
+        problem = f"is gone, with {known.number} commits"
+    remedy = f"bring the file and its -wal back as they were, or go on without what is lost with {ACCEPT}"
+    raise LostCommits(f"buffer.path {path}: {problem}; {remedy}")
+
+
+def require_same_bytes(path: Path, known: Commits | None) -> None:
+    """Raise StoreError if the ledger `path` was closed cleanly, and has other bytes now. Reads all of it."""
+    if known is None or known.file == NONE or not path.exists() or _has_log(path):
+        return
+    if (found := f"{crc32c_of(path):08x}") != known.file:
+        problem = f"its CRC32C is {found}, and was {known.file} when the buffer closed it"
+        remedy = f"bring back a copy of it, or go on with it as it is with {ACCEPT}"
+        raise LostCommits(f"buffer.path {path}: the file is damaged, or was changed by hand: {problem}; {remedy}")
+
+
+def _has_log(path: Path) -> bool:
+    """Whether some commits are in SQLite's log and not in the file."""
+    log = path.with_name(f"{path.name}-wal")
+    return log.exists() and log.stat().st_size > 0
+
+
+def _line(commits: Commits) -> bytes:
+    text = b"%b %012d %b" % (commits.ledger.encode("ascii"), commits.number, commits.file.encode("ascii"))
+    return b"%b %08x\n" % (text, crc32c(text))

@@ -1,0 +1,54 @@
+"""The clock of a process that judges others: it stands still while the process itself is stopped.
+
+SIGSTOP, a frozen container and a suspended machine stop the judge too. When it continues, its timers are due and the
+answers that came meanwhile are not read yet. So each judge measures silence with an `AwakeClock`, and looks again
+before it blames anybody. Used on both wires, by the rollout server for its engine, by the learner's watchdog and by
+the warden of users' code.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+TICK_S = 0.5
+"""Longest time between two looks at the clock in a process that runs."""
+STOPPED_S = 1.0
+"""A longer time between two looks means that the process was stopped, or so busy that it could not listen."""
+
+
+class AwakeClock:
+    """Counts the seconds in which the process was awake. Somebody must read it every TICK_S: `tick` does.
+
+    Example: read at second 0, stopped until second 60 and read again: `now()` has not moved.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic, self._stopped_s, self._seen_at = monotonic, 0.0, monotonic()
+
+    def now(self) -> float:
+        """Return seconds since an arbitrary moment."""
+        at = self._monotonic()
+        if at - self._seen_at > STOPPED_S:
+            self._stopped_s += at - self._seen_at
+        self._seen_at = at
+        return at - self._stopped_s
+
+    async def tick(self) -> None:
+        """Read the clock until cancelled."""
+        while True:
+            self.now()
+            await asyncio.sleep(TICK_S)
+
+
+async def wait_awake(
+    futures: Iterable["asyncio.Future[Any]"], timeout_s: float | None, clock: AwakeClock | None = None
+) -> None:
+    """Wait until one of `futures` is done, or for `timeout_s` in which this process was awake (None: for ever)."""
+    clock, waited = clock or AwakeClock(), list(futures)
+    until = None if timeout_s is None else clock.now() + timeout_s
+    while True:
+        left_s = TICK_S if until is None else min(TICK_S, until - clock.now())
+        done, _ = await asyncio.wait(waited, timeout=max(left_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
+        if done or left_s <= 0:
+            return

@@ -1,0 +1,159 @@
+"""What one connection to the buffer may hold: bytes that arrived and are not read, answers that it does not read, and
+an open file.
+
+`ZMQ_MAXMSGSIZE` holds for a whole socket, so a stranger could have as much memory reserved by half a message as a
+server by a group. The kernel counts the bytes of each connection (TCP_INFO): until its process has said Hello, a
+connection may bring little, and afterwards what its role has to send. One that brings more is closed. Driven by
+`server.py`, which passes on ZeroMQ's events and the messages read; waits for nothing.
+"""
+
+import logging
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from math import inf
+
+import zmq
+
+from buffer.resources import OpenFiles
+from configs.flow.capacity import OWN_FILES
+
+log = logging.getLogger(__name__)
+UNKNOWN_BYTES = 2**16
+"""Bytes that a connection may have sent before a Hello is read."""
+SMALL_BYTES = 2**22
+"""Unread bytes of a learner's or an observer's connection."""
+HELLO_S = 60.0
+"""Time in which a process has to say Hello."""
+FRAME_OVERHEAD = 64
+"""Most bytes of the wire for a message beside itself, with CURVE."""
+UNSENT_BYTES = 32 * 2**20
+"""Large answers that a process has not read, above which its connection is closed when it asks for more."""
+KEPT_FILES = OWN_FILES // 2
+"""Open files that are kept for the disk: below, connections without a Hello are closed."""
+REPEAT_S = 10.0
+"""Shortest time between two lines of the log about one cause."""
+BYTES_RECEIVED = 128
+"""Offset of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
+
+
+class ConnectionLimits:
+    """The connections of one ZeroMQ socket, by their file descriptors. `files`: those of the process."""
+
+    def __init__(self, files: OpenFiles | None = None) -> None:
+        self.files = files or OpenFiles()
+        self.unknown: dict[int, float] = {}
+        """Connections without a Hello, the oldest first, and when they were made."""
+        self._most: dict[int, int] = {}
+        """Unread bytes that a connection may have; it is absent if the socket's own limit is enough."""
+        self._read: dict[int, int] = {}
+        self._closed: Counter[str] = Counter()
+        self._logged_at = -inf
+
+    def on_event(self, kind: int, descriptor: int, now: float) -> None:
+        """ZeroMQ has accepted a connection, or lost it."""
+        for known in (self.unknown, self._most, self._read):
+            known.pop(descriptor, None)
+        if kind == zmq.EVENT_ACCEPTED:
+            self.unknown[descriptor], self._most[descriptor], self._read[descriptor] = now, UNKNOWN_BYTES, 0
+
+    def on_message(self, descriptor: int, size: int) -> None:
+        """A message of `size` bytes was read."""
+        if descriptor in self._read:
+            self._read[descriptor] += size + FRAME_OVERHEAD
+
+    def admit(self, descriptor: int, large: bool) -> None:
+        """The process behind a connection has said Hello. `large`: it sends groups."""
+        self.unknown.pop(descriptor, None)
+        if large:
+            self._most.pop(descriptor, None)
+            self._read.pop(descriptor, None)
+        elif descriptor in self._most:
+            self._most[descriptor] = SMALL_BYTES
+
+    def close_large(self, now: float) -> None:
+        """Close connections that have sent more than they may."""
+        for descriptor, most in list(self._most.items()):
+            arrived = bytes_received(descriptor)
+            self._read[descriptor] = min(self._read[descriptor], arrived)
+            if arrived - self._read[descriptor] > most:
+                self.close(descriptor, "sent too much before a Hello" if most == UNKNOWN_BYTES else "sent too much")
+        self.log(now)
+
+    def close_silent(self, now: float) -> None:
+        """Close connections without a Hello. Call it only while messages are read."""
+        for descriptor in [one for one, since in self.unknown.items() if now - since > HELLO_S]:
+            self.close(descriptor, f"said no Hello within {HELLO_S:g} s")
+
+    def keep_files(self) -> None:
+        """Close the oldest connections without a Hello while few files are left."""
+        if self.unknown and (left := self.files.left()) < KEPT_FILES:
+            for descriptor in list(self.unknown)[: int(2 * (KEPT_FILES - left)) + 1]:
+                self.close(descriptor, "said no Hello while open files ran out")
+
+    def close(self, descriptor: int, why: str) -> None:
+        """End a connection; ZeroMQ notices it, and frees what it holds."""
+        self.on_event(zmq.EVENT_DISCONNECTED, descriptor, 0.0)
+        self._closed[why] += 1
+        end(descriptor)
+
+    def log(self, now: float) -> None:
+        """Say which connections were closed, at most every REPEAT_S."""
+        if self._closed and now >= self._logged_at + REPEAT_S:
+            self._logged_at = now
+            what = ", ".join(f"{number} that {why}" for why, number in self._closed.items())
+            log.warning("closed connections: %s", what)
+            self._closed.clear()
+
+
+class UnsentAnswers:
+    """Bytes of large answers that ZeroMQ has not yet handed to the network, by who asked for them."""
+
+    def __init__(self) -> None:
+        self.total, self.budget = 0, inf
+        """What all processes leave unread, and what they may: groups that wait for room share the budget."""
+        self._of: Counter[bytes] = Counter()
+
+    def add(self, identity: bytes, size: int) -> None:
+        """An answer of `size` bytes is on its way."""
+        self.total += size
+        self._of[identity] += size
+
+    def remove(self, identity: bytes, size: int) -> None:
+        """It has been sent, or dropped with its connection."""
+        self.total -= size
+        self._of[identity] -= size
+        if not self._of[identity]:
+            del self._of[identity]
+
+    def too_many(self, identity: bytes) -> bool:
+        """Whether a process has to read answers before it gets another large one. The first one is always sent."""
+        held = self._of.get(identity, 0)
+        return held >= UNSENT_BYTES or (held > 0 and self.total >= self.budget)
+
+
+def bytes_received(descriptor: int) -> int:
+    """Bytes that have arrived over a TCP connection; 0 for one that is gone, or is none."""
+    with suppress(OSError), _borrowed(descriptor) as connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
+        if len(info) == BYTES_RECEIVED + 8:
+            return int(struct.unpack_from("=Q", info, BYTES_RECEIVED)[0])
+    return 0
+
+
+def end(descriptor: int) -> None:
+    """Shut a connection down; its owner closes it."""
+    with suppress(OSError), _borrowed(descriptor) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """ZeroMQ's own socket, which stays open. Raises OSError for a descriptor that is closed, or no socket."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()

@@ -1,0 +1,63 @@
+"""How much one process may ask of the buffer: identities, names and requests that wait.
+
+Pure bookkeeping, used by `handlers.py` and `requests.py`. Honest clients stay far below each of these numbers.
+"""
+
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+from buffer.wire.bounds import MOST_NAMED, MOST_RANKS
+
+MOST_OBSERVERS = 256
+"""Observers at a time; of more the one is forgotten that was silent for longest, and says Hello again if it lives."""
+MOST_PEERS = {"rollout": MOST_NAMED, "learner": MOST_RANKS, "observer": MOST_OBSERVERS}
+MOST_HELLOS = 16
+"""Times that one connection may say Hello under another name."""
+MOST_PUTS = 4096
+"""Groups of one process that wait for room."""
+MOST_PENDING = {"Take": 8, "Results": 4, "Where": 64, "Put": MOST_PUTS}
+"""Requests of a kind that wait for one process. The oldest makes room: its client may have given it up, and repeats it
+if not."""
+K = TypeVar("K", bound=Hashable)
+
+
+class Remembered(Generic[K]):
+    """The latest keys that were added, `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._keys: dict[K, None] = {}
+
+    def add(self, key: K) -> None:
+        """The oldest key makes room."""
+        self._keys[key] = None
+        if len(self._keys) > self._most:
+            del self._keys[next(iter(self._keys))]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def crowded(role: str, number: int) -> str:
+    """Why a further process of a role is refused where there are `number`; "" if it is not."""
+    most = MOST_PEERS[role]
+    if role == "observer" or number < most:
+        return ""
+    return f"{number:,} {role} processes have said Hello, and {most:,} may: give each process one name, and keep it"
+
+
+def renamed(name: str, hellos: int) -> str:
+    """Why a connection that said Hello under `hellos` other names is refused under a further one; "" if it is not."""
+    if hellos < MOST_HELLOS:
+        return ""
+    return (
+        f"{name}: its connection has said Hello under {hellos} other names: give each process a connection of its own"
+    )
+
+
+def longest_silent(heard: Iterable[tuple[float, bytes]], number: int) -> list[bytes]:
+    """The `number` identities that were heard of least lately."""
+    return [identity for _, identity in sorted(heard)[:number]]

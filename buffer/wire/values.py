@@ -1,0 +1,168 @@
+"""What the values of a sample may be, and which of them cannot be: one judge for the buffer and for the learner.
+
+The buffer judges each group as it arrives, and each that it reads from its file for a learner; the learner judges what
+it is about to train (`learner/sound.py`), both by `sample.sample_stats`. That calls `judge` for a sample that it
+has unpacked, and `plausible` for one in the usual layout: pure functions of arrays.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from buffer.ledger.types import FailureKind
+from configs.model_facts import model_facts
+
+ROUNDING = 1e-3
+"""A log-probability may be larger than 0 by so much: float32 logits of 1,000 are rounded by 1e-4."""
+LEAST_LOGPROB = -1000.0
+"""No sampler draws a token of less: with float32 noise the smallest one that can be drawn is about -100."""
+SIGNED, UNSIGNED = np.dtype("<i4"), np.dtype("<u4")
+LEAST_BITS = int(np.float32(LEAST_LOGPROB).view(UNSIGNED))
+MOST_REWARD = 1e6
+"""Largest size of a reward, of a turn too."""
+LARGEST = 2**31 - 1
+"""Of an int32."""
+KINDS: dict[str, FailureKind] = {
+    **dict.fromkeys(("reward", "turn_rewards", "metrics"), "reward"),
+    **dict.fromkeys(("images", "image", "starts", "segment"), "task"),
+}
+"""Whose fault a field is that cannot be; every other field is vLLM's."""
+
+
+class WrongValue(ValueError):
+    """A sample cannot be trained. The text is one line, and begins with the field that is wrong."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name}: {problem}" if name else problem)
+        self.kind: FailureKind = KINDS.get((name or problem).replace(".", " ").split()[0], "engine")
+
+    def within(self, place: str) -> "WrongValue":
+        """The same error, with the place of its sample before the text."""
+        error = WrongValue(place, str(self))
+        error.kind = self.kind
+        return error
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a model allows; the defaults where nothing is known of it."""
+
+    vocabulary: int = LARGEST
+    """Its tokens, counted from 0."""
+    experts: int = 0
+    """Of a layer that has some; 0: unknown, or none."""
+    routed: tuple[int, int] | None = None
+    """Layers with experts, and the experts that a token takes in each; None: unknown, or none."""
+    placeholder: int | None = None
+    """Token that stands for a token of an image; None: unknown, or none."""
+    replayed: bool = False
+    """Every sample needs routes (`rollout.routing_replay`)."""
+
+    @classmethod
+    def of_model(cls, path: str, replayed: bool = False) -> "Bounds":
+        """Bounds of the model in this folder; of a hub name only the learner knows them."""
+        facts = model_facts(path)
+        return cls(facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token, replayed)
+
+
+ANY = Bounds()
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The arrays of a sample, [tokens] each."""
+
+    tokens: np.ndarray
+    sampled: np.ndarray
+    """bool"""
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+
+def plausible(tokens: np.ndarray, logprobs: np.ndarray, bounds: Bounds) -> bool:
+    """Whether no token and no log-probability is out of its range, by the largest of each; both [tokens] UNSIGNED.
+
+    False also for a log-probability that is larger than 0 within ROUNDING. As an integer without a sign, a negative
+    token is larger than all others, and so is a NaN with the sign; with one, every log-probability is 0 or less.
+    """
+    largest = np.maximum.reduce
+    return bool(
+        largest(tokens) < bounds.vocabulary and largest(logprobs) <= LEAST_BITS and largest(logprobs.view(SIGNED)) <= 0
+    )
+
+
+def judge(columns: Columns, bounds: Bounds, images: Sequence[int], starts: Sequence[int], routes: Any) -> None:
+    """Raise WrongValue for the first value that cannot be. `images`: where each begins; `starts`: where each segment
+    begins; `routes`: [tokens, layers, k] or None."""
+    _judge_tokens(columns, bounds)
+    _judge_logprobs(columns)
+    _judge_versions(columns)
+    if bounds.placeholder is not None:
+        given = np.flatnonzero((columns.tokens == bounds.placeholder) & ~columns.sampled)
+        _judge_images(given, np.array(images, np.int64), np.array([*starts, columns.tokens.size], np.int64))
+    if routes is not None:
+        _judge_routes(routes, bounds)
+    elif bounds.replayed:
+        raise WrongValue("routes", "there are none; the server must run this model, with rollout.routing_replay: true")
+
+
+def judge_rewards(rewards: Sequence[float]) -> None:
+    """Raise WrongValue for a reward that is too large: the first one is the sample's, the others are its turns'."""
+    for number, reward in enumerate(rewards):
+        if abs(reward) > MOST_REWARD:
+            name = f"turn_rewards.{number - 1}" if number else "reward"
+            raise WrongValue(name, f"{reward:g}; a reward is {-MOST_REWARD:g} to {MOST_REWARD:g}: scale it down")
+
+
+def _judge_tokens(columns: Columns, bounds: Bounds) -> None:
+    tokens = columns.tokens
+    _require((tokens >= 0) & (tokens < bounds.vocabulary), "tokens", tokens, f"a token is 0 to {bounds.vocabulary - 1}")
+
+
+def _judge_logprobs(columns: Columns) -> None:
+    name, logprobs = "behaviour_logprobs", columns.logprobs
+    rule = f"that of a sampled token is {LEAST_LOGPROB:g} to 0, rounded by {ROUNDING:g} at most"
+    with np.errstate(invalid="ignore"):
+        _require((logprobs >= LEAST_LOGPROB) & (logprobs <= ROUNDING), name, logprobs, rule)
+    _require((logprobs == 0) | columns.sampled, name, logprobs, "that of a token that was given is 0")
+
+
+def _judge_versions(columns: Columns) -> None:
+    versions, sampled = columns.versions, columns.sampled
+    rule = "a sampled token has the policy version that sampled it, which is 0 or more"
+    _require((versions >= 0) | ~sampled, "versions", versions, rule)
+    _require((versions == -1) | sampled, "versions", versions, "a token that was given has version -1")
+
+
+def _judge_images(given: np.ndarray, images: np.ndarray, ends: np.ndarray) -> None:
+    """`given`: the placeholders that were given; `ends`: where segments begin, and the last one ends."""
+    owners = np.searchsorted(images, given, side="right") - 1
+    if given.size and owners[0] < 0:
+        raise WrongValue("images", f"the placeholder at token {given[0]} has no image")
+    counts = np.bincount(owners, minlength=images.size)
+    for number, start in enumerate(images.tolist()):
+        own = given[owners == number]
+        if not own.size or own[0] != start:
+            raise WrongValue("images", f"image {number} begins at token {start}, which is no placeholder")
+        if own[-1] != start + counts[number] - 1:
+            gap = own[np.flatnonzero(np.diff(own) > 1)[0] + 1]
+            raise WrongValue("images", f"the placeholder at token {gap} is apart from those of image {number}")
+        if own[-1] >= (end := ends[np.searchsorted(ends, start, side="right")]):
+            raise WrongValue("images", f"image {number} at token {start} goes on in the segment that begins at {end}")
+
+
+def _judge_routes(routes: np.ndarray, bounds: Bounds) -> None:
+    if bounds.routed and routes.shape[1:] != bounds.routed:
+        have = f"{routes.shape[1]} layers with {routes.shape[2]} experts for each token"
+        raise WrongValue("routes", f"{have}; the model has {bounds.routed[0]} and takes {bounds.routed[1]}")
+    if bounds.experts and (largest := int(routes.max())) >= bounds.experts:
+        place = int(np.unravel_index(routes.argmax(), routes.shape)[0])
+        raise WrongValue("routes", f"{largest} at token {place}; an expert is 0 to {bounds.experts - 1}")
+
+
+def _require(right: np.ndarray, name: str, values: np.ndarray, rule: str) -> None:
+    if not right.all():
+        place = int(right.argmin())
+        raise WrongValue(name, f"{values[place].item()!r:.20} at token {place}; {rule}")

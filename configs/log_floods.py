@@ -1,0 +1,47 @@
+"""Summarises floods in a process's log: what peers or users' code can have it write many times must not fill the disk.
+
+A filter of the log's handler, set by `configure_logging`. Lines with one format are alike, whatever their values.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+MOST_LINES, MOST_NEWS, WINDOW_S = 100, 1000, 60.0
+"""Warnings of one format, and lines below a warning, that are written within so many seconds."""
+MOST_FORMATS = 1000
+"""Formats that are told apart; a format is a constant of the code."""
+MOST_CHARACTERS = 16_000
+"""Of a line without its traceback; the rest is left out."""
+
+
+class FloodFilter(logging.Filter):
+    """Lets a number of lines of a format pass in each window; the first line of a later window says how many it left
+    out."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._monotonic = monotonic
+        self._windows: dict[object, tuple[float, int]] = {}
+        """By format: when its window began, and the lines in it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is written; adds the number of lines that were left out before it."""
+        key, now = (record.name, record.levelno, record.msg if record.args else record.lineno), self._monotonic()
+        began, number = self._windows.pop(key, (now, 0))
+        most = MOST_LINES if record.levelno >= logging.WARNING else MOST_NEWS
+        left_out = max(0, number - most)
+        if now >= began + WINDOW_S:
+            began, number = now, 0
+        else:
+            left_out = 0
+        self._windows[key] = began, number + 1  # the latest ones are last
+        while len(self._windows) > MOST_FORMATS:
+            del self._windows[next(iter(self._windows))]
+        if number >= most:
+            return False
+        text = record.getMessage()
+        if left_out or len(text) > MOST_CHARACTERS:
+            more = f" ({left_out:,} lines like this one were left out)" if left_out else ""
+            record.msg, record.args = f"{text[:MOST_CHARACTERS]}{more}", None
+        return True

@@ -1,0 +1,169 @@
+"""Writes and reads a checkpoint's shards by torch.distributed.checkpoint, with checksums and without running code.
+
+`Writer` computes the CRC32C of a shard while its rank writes it, and notes it in a file beside it, which `seal` reads
+into the manifest: nobody has to read a shard again, least of all over the network.
+
+torch unpickles `.metadata`, the index of the shards, and whatever in a state is no tensor: a file made for it could run
+any program. `Reader` and `Planner` take only the classes that torch writes for a learner's state, and plain values; all
+else is refused by its name. Used by `learner/checkpoint.py`.
+"""
+
+import io
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from google_crc32c import extend
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemReader, _FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from configs.checkpoint_files import CHUNK_BYTES
+from learner.saved.manifest import SUM_NOTE
+
+METADATA = ".metadata"
+CHECKPOINT = "torch.distributed.checkpoint"
+CLASSES = {
+    *((f"{CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((f"{CHECKPOINT}.metadata", f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
+    (f"{CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{CHECKPOINT}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+"""By module and name: what torch's `.metadata` of a learner's state refers to."""
+UNREADABLE = (
+    *(pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError),
+    OSError,
+)
+"""What unpickling a damaged file may raise."""
+
+
+class SummedStream:
+    """A file that is written from its beginning to its end, and the CRC32C of what was written."""
+
+    def __init__(self, stream: io.IOBase) -> None:
+        self._stream, self.crc = stream, 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of `data`."""
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), CHUNK_BYTES):
+            self.crc = extend(self.crc, bytes(view[begin : begin + CHUNK_BYTES]))
+        return int(self._stream.write(data))  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class SummedFiles(FileSystem):
+    """The file system, with a note of its CRC32C beside each shard that was written."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        """Open `path`."""
+        with super().create_stream(path, mode) as stream:
+            if not str(path).endswith(DEFAULT_SUFFIX) or mode != "wb":
+                yield stream
+                return
+            summed = SummedStream(stream)
+            yield cast(io.IOBase, summed)
+        Path(f"{path}{SUM_NOTE}").write_text(f"{summed.crc:08x}", encoding="ascii")
+
+
+class Writer(_FileSystemWriter):
+    """torch's writer of `folder`; not its public subclass, which copies the state in another way than `async_save`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = SummedFiles()
+
+
+class RefusedClass(pickle.UnpicklingError):
+    """A file refers to something that no checkpoint of a learner refers to."""
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Loads objects of CLASSES and plain values. Raises RefusedClass, with the name, for all else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What `module` and `name` refer to."""
+        if (module, name) in CLASSES:
+            return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise RefusedClass(f"{module}.{name}")
+
+
+def _member(kind: Any, name: str) -> Any:
+    """The member `name` of an Enum; Python 3.11 writes it as a call of `getattr`."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind.__members__[name]
+    raise RefusedClass(f"builtins.getattr of {name}")
+
+
+class Reader(FileSystemReader):
+    """torch's reader of `folder`, but for what it unpickles."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of the shards. Raises RefusedClass, or what else UNREADABLE has."""
+        metadata = read_index(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's planner, but for what it unpickles."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Have what is no tensor in the state, unless it is more than plain values."""
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:  # torch's text is long, and names it in the middle
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))
+            raise RefusedClass(named[1] if named else "something that torch does not name") from None
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of the shards in `folder`. Raises RefusedClass, or what else UNREADABLE has."""
+    with open(folder / METADATA, "rb") as file:
+        found = PlainUnpickler(file).load()
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"{type(found).__name__} instead of Metadata")
+    return found
+
+
+def refusal(folder: Path) -> str | None:
+    """Why the index of the shards in `folder` is not to be believed; None if it is. Runs nothing that it names."""
+    try:
+        read_index(folder)
+    except RefusedClass as error:
+        return _refused(folder / METADATA, error)
+    except UNREADABLE as error:
+        return f"{folder / METADATA}: cannot be read ({type(error).__name__}: {error}); remove that checkpoint"
+    return None
+
+
+def refused_value(folder: Path, error: CheckpointException) -> str | None:
+    """Why a shard in `folder` was refused, if that is what ended its loading."""
+    found = next((one for one, _ in error.failures.values() if isinstance(one, RefusedClass)), None)
+    return _refused(folder, found) if found else None
+
+
+def _refused(path: Path, error: BaseException) -> str:
+    return f"{path}: refers to {error}, which no checkpoint of a learner does: it could run any program; remove it"

@@ -1,0 +1,156 @@
+"""Keeps what cannot be trained out of the steps: judges each batch before it is trained, and names the group at fault.
+
+`SoundSteps` stands between the loop and the algorithm. It consumes a rank's `Part`. What is found is reported to the
+buffer, which puts the group into quarantine and serves the batch without it; then `step` returns None, and the loop
+takes the batch again. All ranks agree on it. Built by `learner/__main__.py`.
+
+A group is at fault if one of its values cannot be, if its images are not what the policy saw, or if its gradient alone
+is not finite. A batch with which the learner ended before, without a word, is tried group by group first: should it end
+again, the buffer knows with which group.
+"""
+
+import logging
+from collections.abc import Mapping
+from zlib import crc32
+
+import numpy as np
+import torch.distributed as dist
+
+from buffer.images import ImageFormat
+from buffer.wire.message import Array
+from buffer.wire.protocol import Part, SampleRows
+from buffer.wire.sample import Sample, sample_stats
+from buffer.wire.values import Bounds, WrongValue
+from learner.drain import Draining
+from learner.model.policy import Policy
+from learner.train import collectives
+from learner.train.pictures import PictureMismatch, open_images
+from learner.train.step import Algorithm
+
+log = logging.getLogger(__name__)
+NOT_FINITE = "its gradient is not finite, and that of other groups of batch {} is"
+Found = Mapping[int, str]
+"""Why a group cannot be trained, by item."""
+
+
+class SoundSteps:
+    """The steps of `algorithm`, of batches whose groups can be trained; `bounds`: what the policy allows."""
+
+    def __init__(self, algorithm: Algorithm, batches: Draining, bounds: Bounds) -> None:
+        self.algorithm, self.batches, self.bounds = algorithm, batches, bounds
+
+    def step(self, policy: Policy, part: Part) -> dict[str, float] | None:
+        """As `Algorithm.step`; None: the batch is another one now, and is to be taken again."""
+        if self._reported(part, judged(part, self.bounds)):
+            return None
+        if part.suspect and self._reported(part, self._tried(policy, part)):
+            return None
+        try:
+            stats = self.algorithm.step(policy, part)
+        except PictureMismatch:
+            found, every = mismatched(part, self.algorithm.form)
+            if every:  # then it is not the groups that are at fault
+                raise
+            self._reported(part, found)
+            return None
+        if stats["gradient/skipped"] and not stats["gradient/overflowed"]:
+            log.warning("batch %d: trying each group by itself, to find what is not finite", part.version)
+            if self._reported(part, self._tried(policy, part)):
+                return None
+        return stats
+
+    def _reported(self, part: Part, found: Found) -> bool:
+        """Have the groups that any rank has found put into quarantine. Returns whether the batch must be taken again:
+        it was changed, or another rank has other groups of it. A collective."""
+        digest = crc32(part.rows.item.data)
+        some, largest, smallest = collectives.all_reduce_max(bool(found), digest, -digest)
+        if not some and largest == -smallest:
+            return False
+        for item, reason in found.items():
+            log.error("batch %d: item %d cannot be trained, and goes into quarantine: %s", part.version, item, reason)
+            self.batches.quarantine(item, reason)
+        collectives.all_reduce_max(0)  # no rank takes the batch before all have reported
+        return True
+
+    def _tried(self, policy: Policy, part: Part) -> Found:
+        """The groups whose gradient is not finite; none if it is not of any: then the policy is at fault. Each group is
+        announced to the buffer before it is tried. A collective; rank 0 returns what was found."""
+        first, items = dist.get_rank() == 0, np.unique(part.rows.item.numpy()).tolist()
+        if part.suspect and first:
+            log.warning("the learner ended with batch %d before: trying its groups one by one", part.version)
+        unfit = []
+        for item in items:
+            self._announce(part.version, item)
+            if not self.algorithm.rehearse(policy, only(part, item)):
+                unfit.append(item)
+        self._announce(part.version, None)
+        return dict.fromkeys(unfit, NOT_FINITE.format(part.version)) if first and len(unfit) < len(items) else {}
+
+    def _announce(self, version: int, item: int | None) -> None:
+        if dist.get_rank() == 0:
+            self.batches.try_alone(version, item)
+        collectives.all_reduce_max(0)
+
+
+def bounds_of(policy: Policy, form: ImageFormat | None) -> Bounds:
+    """What a policy allows; `form`: how it sees images."""
+    sizes = policy.mixture.sizes if policy.mixture else None
+    return Bounds(
+        vocabulary=policy.model.config.get_text_config().vocab_size,
+        experts=sizes.number if sizes else 0,
+        routed=(sizes.layers, sizes.top_k) if sizes else None,
+        placeholder=form.image_token if form else None,
+        replayed=policy.replayed is not None,
+    )
+
+
+def judged(part: Part, bounds: Bounds) -> Found:
+    """The groups of which a sample in this part has a value that cannot be."""
+    newest, found = max(part.version, part.reached), dict[int, str]()
+    rows = part.positions.numpy().tolist()
+    for row, data in zip(rows, part.samples, strict=True):
+        item = int(part.rows.item.numpy()[row])
+        try:
+            stats = sample_stats(data, bounds)
+        except WrongValue as error:
+            found.setdefault(item, f"sample {row} of batch {part.version}: {error}")
+            continue
+        if stats.newest is not None and stats.newest > newest:
+            what = f"sampled under version {stats.newest}, and no policy above version {newest} exists"
+            found.setdefault(item, f"sample {row} of batch {part.version}: versions: {what}")
+    return found
+
+
+def mismatched(part: Part, form: ImageFormat | None) -> tuple[Found, bool]:
+    """The groups with an image in this part that is not what the policy saw; and whether all groups with images are
+    such, on all ranks. A collective."""
+    found, showing = dict[int, str](), 0
+    for item in np.unique(part.rows.item.numpy()).tolist():
+        own = only(part, item)
+        samples = [Sample.unpack(data) for data in own.samples]
+        if any(sample.images for sample in samples):
+            showing += 1
+            if problem := open_images(own, samples, form)[1]:
+                found[item] = problem
+    (sound,) = collectives.all_reduce_max(showing > len(found))
+    return found, not sound
+
+
+def only(part: Part, item: int) -> Part:
+    """The part of a batch that consists of the group of `item`; without samples where this rank has none of it."""
+    rows = np.flatnonzero(part.rows.item.numpy() == item)
+    columns = {name: getattr(part.rows, name) for name in SampleRows.model_fields if name != "metrics"}
+    chosen = SampleRows(
+        **{name: Array.of(column.numpy()[rows]) for name, column in columns.items()},
+        metrics={name: Array.of(column.numpy()[rows]) for name, column in part.rows.metrics.items()},
+    )
+    positions = part.positions.numpy()
+    mine = np.flatnonzero(np.isin(positions, rows)).tolist()
+    return part.model_copy(
+        update={
+            "rows": chosen,
+            "positions": Array.of(np.searchsorted(rows, positions[mine]).astype(np.int64)),
+            "samples": [part.samples[place] for place in mine],
+            "images": [image for image in part.images if image.item == item],
+        }
+    )

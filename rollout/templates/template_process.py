@@ -1,0 +1,130 @@
+"""The process that compiles and renders Jinja templates of users' files and models' folders. `renderer.py` starts it.
+
+Reads requests on the socket whose number it is given, writes one answer to each, and ends when the socket is closed.
+Templates are compiled in Jinja's sandbox. The kernel ends the process when a request takes more than its processor
+time (SIGPROF), even inside one call of C, and refuses it more memory than its limit. Imports nothing that takes long.
+"""
+
+import json
+import resource
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+import msgpack
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rollout.cage.frames import unpacker
+
+CACHED = 32
+"""Compiled templates that are kept: a run has two or three."""
+ERROR_CHARACTERS = 2000
+"""Most characters of an error's text. A template may put all of a row into one."""
+
+
+class GenerationTag(Extension):
+    """The tag `generation`, with which chat templates mark what the model says: its body is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012  # Jinja's own form
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
+
+    def _rendered(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def raise_exception(message: str) -> NoReturn:
+    """How a chat template refuses a chat."""
+    raise jinja2.TemplateError(message)
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """transformers' filter `tojson`, which does not escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def chat_environment() -> jinja2.Environment:
+    """What transformers renders chat templates with; a test compares both."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+    made.filters["tojson"] = to_json
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return made
+
+
+def text_environment(keep_last_line_break: bool) -> jinja2.Environment:
+    """For templates of texts, in which a name that is not there is an error."""
+    return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=keep_last_line_break)
+
+
+ENVIRONMENTS: Mapping[str, jinja2.Environment] = {
+    "chat": chat_environment(),
+    "text": text_environment(True),
+    "file": text_environment(False),
+}
+"""By kind: a chat template, a template that the run file holds, one that stands in a file of its own."""
+
+
+@lru_cache(CACHED)
+def compiled(kind: str, source: str) -> jinja2.Template:
+    """The template `source`, compiled once."""
+    return ENVIRONMENTS[kind].from_string(source)
+
+
+def rendered(template: jinja2.Template, names: Mapping[str, Any], most: int) -> str | None:
+    """The text; None as soon as it has more than `most` characters."""
+    pieces, size = [], 0
+    for piece in template.generate(names):
+        size += len(piece)
+        if size > most:
+            return None
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def answer(kind: str, source: str, names: Mapping[str, Any] | None, most: int) -> list[Any]:
+    """The answer to a request: `["text", ...]`, or why there is none. Without `names` the template is only compiled."""
+    try:
+        template = compiled(kind, source)
+        text = "" if names is None else rendered(template, names, most)
+    except jinja2.TemplateSyntaxError as error:
+        return ["syntax", error.message or "", error.lineno]
+    except jinja2.UndefinedError as error:
+        return ["undefined", _text(error)]
+    except jinja2.TemplateError as error:
+        return ["refused", _text(error)]
+    except MemoryError:
+        return ["memory"]
+    except Exception as error:  # a template may raise anything with what it is given
+        return ["raised", type(error).__name__, _text(error)]
+    return ["long"] if text is None else ["text", text]
+
+
+def _text(error: Exception) -> str:
+    return str(error)[:ERROR_CHARACTERS]
+
+
+def serve(fd: int, processor_s: float, memory: int) -> None:
+    """Answer requests until the other end closes the socket."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    connection, requests = socket.socket(fileno=fd), unpacker("surrogatepass")
+    while data := connection.recv(2**18):
+        requests.feed(data)
+        for kind, source, names, most in requests:
+            signal.setitimer(signal.ITIMER_PROF, processor_s)
+            reply = answer(kind, source, names, most)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.sendall(msgpack.packb(reply, unicode_errors="surrogatepass"))

@@ -1,0 +1,40 @@
+"""A buffer whose ledger lacks commits: refused, then accepted; and one whose ledger is deleted while it serves."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from buffer.store.faults import ACCEPT
+from buffer.store.witness import Commits, Witness, file_of
+from tests.harness.buffer_process import Process, committed, make_requests
+
+
+def started(it: Process, *flags: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(it.arguments(*flags), stderr=subprocess.PIPE, text=True)
+
+
+def test_a_loss_is_refused_until_it_is_accepted_and_a_deleted_ledger_ends_the_buffer(tmp_path: Path) -> None:
+    it = Process(tmp_path)
+    path = it.run / "buffer.sqlite"
+    requests = make_requests(path)
+    for number in range(6):
+        requests.handlers.ledger.scale(number + 1, by_person=True)
+        committed(requests)
+    requests.handlers.store.close()
+    name, number, *_ = file_of(path).read_text().split()
+    Witness(path, Commits(name, int(number) + 3))  # as a buffer that was killed, and whose log was cut, leaves it
+    refused = started(it)
+    errors = refused.communicate(timeout=120)[1]
+    assert refused.returncode == 2, errors
+    (line,) = [one for one in errors.splitlines() if "python -m buffer:" in one]
+    assert "lacks its last 3 commits of" in line and ACCEPT in line
+    with started(it, ACCEPT) as running:
+        assert running.stderr
+        for line in running.stderr:
+            if "run test: " in line:
+                break
+        os.unlink(path)
+        rest = running.stderr.read()
+        assert running.wait(60) == 1
+    last = rest.splitlines()[-1]
+    assert "buffer.sqlite was deleted or replaced while the buffer ran" in last and "room" not in last, rest
