@@ -17,7 +17,8 @@ from pathlib import Path
 import uvloop
 
 from buffer import inspect, scrub
-from buffer.curve import KeysError, make_keys, server_keys_for
+from buffer.curve import buffer_keys
+from buffer.keys import KeysError, make_keys
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
@@ -58,10 +59,9 @@ def main(argv: Sequence[str]) -> int:
         print_visible(f"{PROG} stats: there is no such command; `python -m actors status RUN` answers it", sys.stderr)
         return BAD_INPUT
     if command == "keys":
-        print_visible(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
-        return DONE
+        return print_keys(load.read(argv[1:], f"{PROG} keys"))
     if command in ("-h", "--help"):
-        commands = inspect.COMMANDS | {"scrub": scrub.WHAT, "keys": "make the run's CURVE keys"}
+        commands = inspect.COMMANDS | {"scrub": scrub.WHAT, "keys": "make the run's keys"}
         commands |= {"stats": "`python -m actors status RUN`"}
         print_visible(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
         print_visible("\n".join(f"  {name:<10} {what}" for name, what in commands.items()), end="\n\n")
@@ -79,11 +79,21 @@ def main(argv: Sequence[str]) -> int:
     return DONE
 
 
+def print_keys(config: Config) -> int:
+    """Make the keys of a run unless they are there, and print their folder; returns the exit code."""
+    try:
+        print_visible(make_keys(config.run.path / "keys"))
+    except KeysError as error:
+        print_visible(f"{PROG} keys: {error}", sys.stderr)
+        return BAD_INPUT
+    return DONE
+
+
 async def run(config: Config, loss_accepted: bool = False) -> None:
     """Listen, read everything back, serve until the first signal."""
     raise_open_files(config)
     keep_memory()
-    keys = server_keys_for(config.buffer.address, config.run.path)
+    keys = buffer_keys(config.buffer.address, config.run.path)
     limits, clock = limits_of(config), ListeningClock()
     async with BufferServer(config.buffer.address, limits.max_message, keys, clock) as server:
         room, truth, path = existing(config.run.path), needs_truth(config), store_path(config)

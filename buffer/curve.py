@@ -1,68 +1,64 @@
-"""CURVE keys of the samples wire: made once per run, needed as soon as the buffer listens beyond loopback.
+"""Who may connect to a server of the run: addresses, mechanisms, and the role that a connection has by its key.
 
-`<run>/keys/` holds four files of one Z85 key each, mode 0600: `server.public server.secret client.public
-client.secret`. `python -m actors launch` and `python -m buffer keys` make them; a rollout server or learner on another
-machine needs `server.public`, `client.public` and `client.secret` only. Waits for nothing.
+Both wires use CURVE over TCP, on loopback too. The samples wire of one machine is a Unix socket in `<run>/keys/`, which
+other users cannot enter; there the secret of a role is its password (PLAIN), because to encrypt megabytes takes as long
+as to store them. Either way the authenticator names the role of each connection: `frame.get("User-Id")`. Waits for
+nothing.
 """
 
 import ipaddress
+import logging
 import os
-import shutil
 import socket
-from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
+from buffer.keys import ClientKeys, Role, ServerKeys, load_client_keys, load_server_keys, make_keys
+
 DOMAIN = "headrace"
 """The ZAP domain of both wires."""
-NAMES = ("server.public", "server.secret", "client.public", "client.secret")
+LOCAL = "ipc://buffer"
+"""The address that means a Unix socket in the folder of the run's keys."""
+SOCKET, LOCK = "buffer.sock", "buffer.lock"
+MOST_PATH = 100
+"""Bytes of a path that a Unix socket may have; a longer one is reached through a descriptor of its folder."""
 
 
-class KeysError(ValueError):
-    """Keys are missing, unreadable or readable by others; the text names file and remedy."""
+class RoleAuthenticator(ThreadAuthenticator):
+    """Accepts the clients of `keys`, and names the role of each: with CURVE by its key, with PLAIN by its password."""
 
+    def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys) -> None:
+        log = logging.getLogger("zmq.auth.roles")
+        log.setLevel(logging.WARNING)  # pyzmq writes passwords into lines of level DEBUG
+        super().__init__(zmq.Context.shadow(context), log=log)
+        self.keys = keys
 
-@dataclass(frozen=True)
-class ServerKeys:
-    """The buffer's: its own pair, and the one client key it lets in."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-    client_public: bytes
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether this client key is the run's. (Called by pyzmq's authenticator with the key in Z85.)"""
-        return key == self.client_public
-
-
-@dataclass(frozen=True)
-class ClientKeys:
-    """Every other process's: the buffer's public key and the run's client pair."""
-
-    server_public: bytes
-    public: bytes
-    secret: bytes = field(repr=False)
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        """The role of an accepted key."""
+        return self.keys.clients[super().curve_user_id(client_public_key).encode()]
 
 
 def judge_connections(
-    context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: ServerKeys | None
+    context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: ServerKeys, address: str = ""
 ) -> ThreadAuthenticator:
-    """Start an authenticator that accepts or rejects each connection to `socket`, which is not bound yet.
+    """Start an authenticator that accepts or rejects each connection to `socket`, which is not bound to `address` yet.
 
-    It runs in a thread, so a busy event loop delays no connection. The caller stops it before the context ends.
-
-    With keys, only the run's clients are accepted. Without keys, every peer on this machine that speaks ZMTP 3 is
-    accepted. libzmq takes foreign bytes, such as a browser's HTTP request, for ZMTP 1 or 2, and a socket with a ZAP
-    domain rejects these (https://rfc.zeromq.org/spec/27).
+    It runs in a thread, so a busy event loop delays no connection. The caller stops it before the context ends. libzmq
+    takes foreign bytes, such as a browser's HTTP request, for ZMTP 1 or 2, which a socket with a mechanism rejects.
     """
-    authenticator = ThreadAuthenticator(zmq.Context.shadow(context))
+    authenticator = RoleAuthenticator(context, keys)
     try:
         authenticator.start()
         socket.zap_domain = DOMAIN.encode()
-        if keys:
+        if address == LOCAL:
+            authenticator.configure_plain(DOMAIN, dict(keys.passwords))
+            socket.plain_server = True
+        else:
             authenticator.configure_curve_callback(DOMAIN, keys)
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -72,38 +68,35 @@ def judge_connections(
     return authenticator
 
 
-def make_keys(folder: Path) -> Path:
-    """Make the keys of a run in `folder` unless they are there. All four files appear at once or not at all."""
-    if (folder / NAMES[0]).exists():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
-    fresh.mkdir(mode=0o700)
-    try:
-        pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
-        for name, key in zip(NAMES, pairs, strict=True):
-            with open(fresh / name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-                file.write(key + b"\n")
-        fresh.rename(folder)
-    except OSError:
-        shutil.rmtree(fresh)
-        if not (folder / NAMES[0]).exists():  # unless another process made them first
-            raise
-    return folder
+def identify(socket: Any, keys: ClientKeys, address: str) -> None:
+    """Have a client's socket show its key to the server at `address`, to which it is not connected yet."""
+    if address == LOCAL:
+        socket.plain_username, socket.plain_password = keys.role.encode(), keys.secret
+    else:
+        socket.curve_serverkey = keys.server_public
+        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
 
 
-def load_server_keys(folder: Path) -> ServerKeys:
-    """The buffer's keys; raises KeysError."""
-    return ServerKeys(*(_key(folder / name) for name in ("server.public", "server.secret", "client.public")))
+def endpoint(address: str, folder: Path) -> str:
+    """Where ZeroMQ binds or connects for `address`; `folder` holds the run's keys."""
+    if address != LOCAL:
+        return address
+    path = folder.absolute() / SOCKET
+    if len(os.fsencode(path)) > MOST_PATH:
+        path = Path(f"/proc/self/fd/{_opened(path.parent)}", SOCKET)
+    return f"ipc://{path}"
 
 
-def load_client_keys(folder: Path) -> ClientKeys:
-    """The keys of a process that talks to the buffer; raises KeysError."""
-    return ClientKeys(*(_key(folder / name) for name in ("server.public", "client.public", "client.secret")))
+@cache
+def _opened(folder: Path) -> int:
+    """A descriptor of `folder`, kept until the process ends."""
+    return os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `tcp://host:port` is reachable from this machine only."""
+    """Whether `tcp://host:port`, or LOCAL, is reachable from this machine only."""
+    if address == LOCAL:
+        return True
     host = split(address)[0]
     if host == "*":
         return False
@@ -120,26 +113,18 @@ def split(address: str) -> tuple[str, str]:
     return host.strip("[]"), port
 
 
-def server_keys_for(address: str, run: Path) -> ServerKeys | None:
-    """Keys the buffer must use to listen on `address`: None on loopback, else those of the run. Raises KeysError."""
-    return None if is_loopback(address) else load_server_keys(run / "keys")
+def ready(address: str, run: Path) -> Path:
+    """The folder of the run's keys, for a learner or a rollout server. Makes the keys if the buffer's `address` is of
+    this machine only, so that any process of a run may start first; on another machine they would fit no other."""
+    return make_keys(run / "keys") if is_loopback(address) else run / "keys"
 
 
-def client_keys_for(address: str, run: Path) -> ClientKeys | None:
-    """Keys to reach the buffer at `address` with: None on loopback, else those of the run. Raises KeysError."""
-    return None if is_loopback(address) else load_client_keys(run / "keys")
+def buffer_keys(address: str, run: Path) -> ServerKeys:
+    """The keys with which the buffer listens on `address`; makes those of the run unless they are there. Raises
+    KeysError."""
+    return load_server_keys(make_keys(run / "keys"), "buffer", passwords=address == LOCAL)
 
 
-def _key(path: Path) -> bytes:
-    try:
-        mode = path.stat().st_mode & 0o777
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise KeysError(
-            f"{path}: {error.strerror}; beyond loopback the samples wire needs keys: `python -m buffer keys CONFIG`"
-        ) from None
-    if mode & 0o077:
-        raise KeysError(f"{path}: mode {mode:04o} lets others read the key; `chmod 600 {path}`, or make new keys")
-    if len(key) != 40:
-        raise KeysError(f"{path}: {len(key)} bytes, a key has 40; remove the folder and make new keys")
-    return key
+def client_keys_for(address: str, run: Path, role: Role) -> ClientKeys:
+    """Keys of a learner or rollout server for the buffer at `address`; see `ready`. Raises KeysError."""
+    return load_client_keys(ready(address, run), role)

@@ -14,7 +14,6 @@ import symtable
 from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from configs import variables
 from configs.data.sources import INSTALL, problems_with, told
@@ -138,7 +137,7 @@ def _address(config: Config) -> str:
 
 def own_hosts(config: Config) -> list[str]:
     """Hosts of the run's own processes, which are never reached through a proxy."""
-    given = [urlsplit(config.buffer.address).hostname or "", config.weights.host, config.rollout.chat.host]
+    given = [config.buffer.host or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
     return [host for host in dict.fromkeys(given) if host not in ("", "*", "0.0.0.0", "::")]
 
@@ -355,9 +354,8 @@ def _lora(config: Config) -> Iterator[str]:
 
 
 def _addresses(config: Config) -> Iterator[str]:
-    address, host = config.buffer.address, config.weights.host
-    port = address.rpartition(":")[2]
-    if port != "*" and not 1 <= int(port) <= 65535:
+    address, port, host = config.buffer.address, config.buffer.port, config.weights.host
+    if port not in (None, "*") and not 1 <= int(port) <= 65535:
         yield f"buffer.address: {address} has no port between 1 and 65535; choose another"
     if host in ("0.0.0.0", "::", "[::]", "*"):
         yield f"weights.host: {host} is no address that servers can connect to; name one of this machine"
@@ -451,7 +449,7 @@ def _rewards(config: Config) -> Iterator[str]:
     last = reward.port + reward.servers - 1
     if reward.servers and last > 65535:
         yield f"reward.port: the last of {reward.servers} reward servers would listen on {last}; lower it"
-    _, _, port = config.buffer.address.rpartition(":")
+    port = config.buffer.port or ""
     if port.isdigit() and reward.port <= int(port) <= last:
         yield f"reward.port: {reward.port} to {last} for the reward servers include the buffer's; choose others"
 

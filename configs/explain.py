@@ -247,9 +247,10 @@ def _notes_on_learning(config: Config) -> Iterator[str]:
 
 def _notes_on_addresses(config: Config) -> Iterator[str]:
     host, limit = config.weights.host, config.buffer.max_message_mib
-    if _is_loopback(host) and not _is_loopback(config.buffer.address.removeprefix("tcp://").rpartition(":")[0]):
+    here = config.buffer.host is None or _is_loopback(config.buffer.host)
+    if _is_loopback(host) and not here:
         yield f"weights.host {host} is loopback: servers on other machines cannot fetch policies; name an interface"
-    if config.learner.nodes > 1 and _is_loopback(config.buffer.address.removeprefix("tcp://").rpartition(":")[0]):
+    if config.learner.nodes > 1 and here:
         reach = f"ranks on other machines than the buffer cannot reach buffer.address {config.buffer.address}"
         yield f"learner.nodes {config.learner.nodes}: {reach}; name an interface"
     if config.buffer.path is None:

@@ -13,8 +13,14 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Address = Annotated[
-    str, Field(pattern=r"^tcp://(\*|[^:/]+|\[[0-9a-fA-F:.]+\]):(\*|\d{1,5})$", examples=["tcp://127.0.0.1:5600"])
+    str,
+    Field(
+        pattern=r"^(ipc://buffer|tcp://(\*|[^:/]+|\[[0-9a-fA-F:.]+\]):(\*|\d{1,5}))$",
+        examples=["ipc://buffer", "tcp://127.0.0.1:5600"],
+    ),
 ]
+BUFFER_PORT = 5600
+"""Port of a buffer whose address a launch on a cluster chooses."""
 MOST_MESSAGE_MIB = 4096
 PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 1.0
 
@@ -535,8 +541,20 @@ class WeightsConfig(Section):
 
 
 class BufferConfig(Section):
-    address: Address = "tcp://127.0.0.1:5600"
-    """Where the buffer listens and all others connect to it. Beyond loopback ZeroMQ CURVE keys are required."""
+    address: Address = "ipc://buffer"
+    """Where the buffer listens and all others connect to it: a Unix socket in the run's folder, for processes of one
+    machine, or `tcp://HOST:PORT`, which is encrypted. Both ask for the keys in the run's folder."""
+
+    @property
+    def host(self) -> str | None:
+        """Host of a `tcp://` address, without the brackets of IPv6."""
+        return self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]") if self.port else None
+
+    @property
+    def port(self) -> str | None:
+        """Port of a `tcp://` address; `*` is any free one."""
+        return self.address.rpartition(":")[2] if self.address.startswith("tcp://") else None
+
     path: Path | None = Path("buffer.sqlite")
     """SQLite file of the ledger, relative to the run's folder; null keeps the ledger in memory and loses it with the
     process."""

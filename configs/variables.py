@@ -212,17 +212,22 @@ def open_private(path: str | Path, flags: int) -> int:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder for a run's own files, unless it is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        path.mkdir(0o777 & ~run_umask())
+    """Make a folder for a run's own files, unless it is there. Raises FileExistsError if something else is."""
+    _make_folder(path, 0o777 & ~run_umask())
 
 
 def run_folder(path: Path) -> None:
     """Make a run's folder, unless it is there. Whom the umask admits may pass through it to exports, not list it."""
+    _make_folder(path, 0o711 | 0o777 & ~run_umask())
+
+
+def _make_folder(path: Path, mode: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        path.mkdir(0o711 | 0o777 & ~run_umask())
+    try:
+        path.mkdir(mode)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
 
 
 def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True, own_ray: bool = False) -> list[str]:

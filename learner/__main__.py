@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from buffer.curve import KeysError, client_keys_for, server_keys_for
+from buffer.curve import client_keys_for, ready
 from buffer.images import ImageFormat
+from buffer.keys import KeysError, load_server_keys
 from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.protocol import Finished
 from configs.checks import check, max_sample_tokens
@@ -155,7 +156,7 @@ def configure_process(config: Config, device: torch.device) -> torch.device:
 def train(config: Config, device: torch.device, form: ImageFormat | None = None) -> Finished | None:
     """Build the loop's parts, run it, and close them in order. Returns how the run ended before its last version."""
     path, versions = config.run.path, config.run.versions
-    buffer_keys = client_keys_for(config.buffer.address, path)
+    buffer_keys = client_keys_for(config.buffer.address, path, "learner")
     with process_group(config, device) as mesh, ExitStack() as parts:
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
@@ -278,9 +279,9 @@ def open_weights_wire(
     if mesh.get_rank() > 0:
         return Follower(specs, config.weights, seed, probe, frozen)
     check_weights_host(config.weights.host)
-    keys = server_keys_for(f"tcp://{config.weights.host}:0", config.run.path)
+    keys = load_server_keys(ready(config.buffer.address, config.run.path), "learner")
     folder = config.run.path / "weights"
-    return Sender(specs, config.weights, seed, policy.device, probe, keys, folder=folder, frozen=frozen)
+    return Sender(specs, config.weights, seed, policy.device, probe, folder=folder, frozen=frozen, keys=keys)
 
 
 def check_weights_host(host: str) -> None:

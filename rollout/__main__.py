@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from buffer.curve import KeysError, client_keys_for
+from buffer.curve import client_keys_for
+from buffer.keys import KeysError, load_client_keys
 from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
 from configs.checks import own_hosts
 from configs.entrypoint import (
@@ -104,7 +105,7 @@ async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[Probl
 
     drain = Drain(config.rollout.drain_s)
     with StopSignals(drain.begin, drain.force) as signals:
-        keys = client_keys_for(config.buffer.address, config.run.path)
+        keys = client_keys_for(config.buffer.address, config.run.path, "rollout")
         connection = Connection(config.buffer.address, name, "rollout", fingerprint(config), keys=keys)
         try:
             async with setup:
@@ -141,7 +142,8 @@ async def work(
 
     buffer = RolloutClient(connection, lambda: engine.version)
     form = setup.prompts.form
-    receiver = Receiver(buffer.where, engine, connection.name, config.weights, connection.keys, form=form)
+    keys = load_client_keys(connection.keys.folder, "rollout", server="learner")
+    receiver = Receiver(buffer.where, engine, connection.name, config.weights, form=form, keys=keys)
     updates = PolicyUpdates(receiver, config.run.versions)
     episodes = setup.episodes(config, engine, config.sampling.temperature, config.batch.samples)
     episodes.first = FirstShown(setup.prompts)

@@ -265,9 +265,9 @@ def test_sockets_lie_in_a_short_folder(tmp_path: Path, monkeypatch: pytest.Monke
 def test_no_folder_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variables, "SHORT", ())
     for folder, own_ray, says in (
-        (tmp_path, True, "Ray's sockets allow 25"),
-        (tmp_path / ("z" * 71), False, "vLLM's sockets allow 70"),
-        (tmp_path / ("z" * 71), True, "Ray's sockets allow 25"),
+        (tmp_path, True, f"Ray's sockets allow {variables.RAY_BYTES}"),
+        (tmp_path / ("z" * 71), False, f"vLLM's sockets allow {variables.VLLM_BYTES}"),
+        (tmp_path / ("z" * 71), True, f"Ray's sockets allow {variables.RAY_BYTES}"),
     ):
         folder.mkdir(exist_ok=True)
         monkeypatch.setattr(tempfile, "tempdir", str(folder))

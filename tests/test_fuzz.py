@@ -32,6 +32,7 @@ from rollout.engine.reward_limits import HEAD_LIMITS, RequestLimits
 from tests.actors.live.test_serve import watching
 from tests.buffer.wire.test_many import hello
 from tests.harness.buffer_process import buffer, client, in_loop, make_requests
+from tests.harness.keys import unlock
 from tests.harness.watched import make_config
 from tests.harness.weights_server import Addresses, VersionedPolicy, servers
 from tests.learner.weights.test_wire import a_sender
@@ -149,7 +150,7 @@ async def raw_peer(address: str, name: str) -> AsyncIterator[zmq.asyncio.Socket]
         socket = context.socket(zmq.DEALER)
         for option, value in {zmq.IDENTITY: name.encode(), zmq.LINGER: 0, zmq.RCVHWM: 10}.items():
             socket.setsockopt(option, value)
-        socket.connect(address)
+        unlock(socket).connect(address)
         try:
             yield socket
         finally:

@@ -21,7 +21,7 @@ PACKAGES = ("actors", "buffer", "configs", "learner", "rollout")
 
 WIRE = {
     *("configs", "buffer.images", "buffer.image_rows", "buffer.data", "buffer.problems", "buffer.curve"),
-    "buffer.wire",
+    *("buffer.keys", "buffer.wire"),
 }
 """What the other processes may import of the buffer: the ledger and the store are its own."""
 MAY: dict[str, set[str]] = {
@@ -31,7 +31,8 @@ MAY: dict[str, set[str]] = {
     "buffer.image_rows": {"configs", "buffer.images", "buffer.image_rows"},
     "buffer.data": {"configs", "buffer.images", "buffer.image_rows", "buffer.data"},
     "buffer.problems": {"configs", "buffer.images", "buffer.image_rows", "buffer.data", "buffer.problems"},
-    "buffer.curve": {"configs", "buffer.curve"},
+    "buffer.curve": {"configs", "buffer.keys", "buffer.curve"},
+    "buffer.keys": {"buffer.keys"},
     "buffer.ledger": {"buffer.ledger"},
     "buffer.store": {"configs", "buffer.problems", "buffer.ledger", "buffer.store"},
     "buffer.resources": {"configs", "buffer.resources"},

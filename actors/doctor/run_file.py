@@ -19,7 +19,7 @@ from typing import Any
 from actors.doctor.host import find_gpus, judge_visible_gpus
 from actors.doctor.image_sizes import judge_images
 from actors.doctor.trial import ROWS_S, Judgement, Rows, try_out
-from buffer.curve import is_loopback, split
+from buffer.curve import LOCAL, LOCK, is_loopback, split
 from buffer.image_rows import IMAGES, ImageFiles
 from buffer.images import ImageError
 from buffer.resources import REMEDY
@@ -115,7 +115,8 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     judgement.warnings += warned + variables.warnings(os.environ, config.model.path)
     judgement.warnings += list(plain_credentials(config))
     if not live:
-        further += _port("buffer.address", config.buffer.address)
+        address = config.buffer.address
+        further += _socket(config) if address == LOCAL else _port("buffer.address", address)
         for url in config.reward.urls:
             further += _port("reward.port", url.removeprefix("http://"))
     further += disk_space(config, shutil.disk_usage(existing(config.run.path)).free)
@@ -291,6 +292,12 @@ def without_place(config: Config, nodes: Sequence[int]) -> str | None:
         takes = f"{servers} servers take {tensor_parallel} GPUs of one node each"
         return f"rollout.tensor_parallel: {takes}; {has}, which leave room for {room} beside the rest of the run"
     return None
+
+
+def _socket(config: Config) -> Iterator[str]:
+    """What keeps the buffer from its Unix socket."""
+    if pid := holder(config.run.path / "keys" / LOCK):
+        yield f"buffer.address: process {pid}, another buffer of run {config.run.path}, listens there; stop it"
 
 
 def _port(key: str, address: str) -> Iterator[str]:

@@ -14,7 +14,8 @@ from actors.watch.metrics_log import Records
 from actors.watch.overview import Overview, look_over
 from actors.watch.run_state import ending, last_life, stored, when
 from actors.watch.state_poll import EVERY_S, StatePoll
-from buffer.curve import KeysError
+from buffer.curve import is_loopback
+from buffer.keys import KeysError, NoKeys
 from buffer.store.faults import StoreError
 from buffer.wire.connection import RefusedError
 from buffer.wire.protocol import State
@@ -64,11 +65,17 @@ class Watcher:
                 self.news.notify_all()
 
     async def _ask(self) -> None:
-        """Ask the buffer for its State. Without its keys, or refused by it, there are the files."""
-        try:
-            await self._poll.follow()
-        except (KeysError, RefusedError) as error:
-            self._trouble = str(error)
+        """Ask the buffer for its State, once the run has keys. Without them, or refused by it, there are the files."""
+        while True:
+            try:
+                await self._poll.follow()
+            except RefusedError as error:
+                self._trouble = str(error)
+                return
+            except KeysError as error:  # a run of this machine makes its keys when it starts
+                waits = isinstance(error, NoKeys) and is_loopback(self.config.buffer.address)
+                self._trouble = "" if waits else str(error)
+            await asyncio.sleep(EVERY_S)
 
     def _look(self) -> Overview:
         now, answers, ended = time.time(), self.state is not None, ""

@@ -36,9 +36,9 @@ SELECT batch, problem, data_of(segment, position, bytes, crc32c), reward FROM (
 BATCHES = "SELECT DISTINCT batch FROM items WHERE bytes > 0 AND batch >= 0 ORDER BY batch"
 OF_BATCH = """
 SELECT item, problem, data_of(segment, position, samples.bytes, crc32c), reward
-FROM (SELECT item, row FROM items WHERE batch = ?1 AND bytes > 0 ORDER BY item LIMIT ?2)
+FROM (SELECT item, row FROM items WHERE batch = ? AND bytes > 0 ORDER BY item LIMIT ?)
     JOIN samples USING (item) LEFT JOIN problems USING (row)
-WHERE idx < ?3 AND segment IS NOT NULL ORDER BY item, idx
+WHERE idx < ? AND segment IS NOT NULL ORDER BY item, idx
 """
 
 

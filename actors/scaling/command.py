@@ -13,7 +13,8 @@ from contextlib import AsyncExitStack
 
 from actors.process import FINAL
 from actors.watch.run_state import absences, find_run
-from buffer.curve import KeysError, client_keys_for
+from buffer.curve import is_loopback
+from buffer.keys import KeysError, NoKeys, load_client_keys
 from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import Ack, Kept, Scale, State, Status
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, split_flags
@@ -47,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
         return 128 + signal.SIGINT
     except (TimeoutError, KeysError) as error:
         silence = f"the buffer at {config.buffer.address} does not answer: is the run launched? See `status {run}`"
-        print_visible(error if isinstance(error, KeysError) else silence, sys.stderr)
+        never_started = isinstance(error, NoKeys) and is_loopback(config.buffer.address)
+        print_visible(error if isinstance(error, KeysError) and not never_started else silence, sys.stderr)
         return FAILED
 
 
@@ -56,10 +58,10 @@ async def scale(config: Config, servers: int | None, waits: bool) -> int:
 
     Raises RefusedError with the buffer's reason, TimeoutError if it does not answer, KeysError.
     """
-    keys = client_keys_for(config.buffer.address, config.run.path)
+    keys = load_client_keys(config.run.path / "keys", "launcher")
     async with AsyncExitStack() as stack:
         async with asyncio.timeout(ANSWER_S):
-            connection = Connection(config.buffer.address, "scale", "observer", keys=keys)
+            connection = Connection(config.buffer.address, "scale", "launcher", keys=keys)
             await stack.enter_async_context(connection)
         if (kept := await launchers_word(connection)) is None:
             print_visible("no launcher keeps this run's servers: start and stop them by hand", sys.stderr)

@@ -30,7 +30,7 @@ from actors.supervise.ray_cluster import ray_cluster
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from actors.watch.state_poll import StatePoll
-from buffer.curve import is_loopback, make_keys
+from buffer.keys import KeysError, make_keys
 from buffer.ledger.types import LedgerError
 from buffer.store.past import accept_loss
 from buffer.wire.protocol import LAUNCHER
@@ -95,8 +95,7 @@ def prepare(config: Config, source: accept.Source | None = None, loss_accepted: 
     """Make the keys, the checkpoint to begin from and the config file that every process reads. Returns that file."""
     if loss_accepted:
         accept_loss(config)
-    if not is_loopback(config.buffer.address):
-        make_keys(config.run.path / "keys")
+    make_keys(config.run.path / "keys")
     if source:
         accept.copy(source, config.run.path)
     file = config.run.path / "config.yaml"
@@ -166,7 +165,7 @@ def keep(
                 room = partial(machines.room, each)
                 fleet = Fleet(display.config, supervisor, make, room, display.say, servers)
             return asyncio.run(_supervise(supervisor, display, machines, fleet))
-    except ConfigError as error:
+    except (ConfigError, KeysError) as error:
         print_visible(error, sys.stderr)
         return BAD_INPUT
 

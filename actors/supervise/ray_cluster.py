@@ -151,7 +151,7 @@ class Cluster:
             options["scheduling_strategy"] = at_home
         elif not process.gpus:
             options |= {"num_cpus": CPU_SHARE if self.named else 0, "scheduling_strategy": "SPREAD"}
-        return ray.remote(NodeKeeper).options(**options).remote(process, self.delivery)
+        return ray.remote(NodeKeeper).options(**options).remote(process, self.delivery and self.delivery.to(process))
 
     async def _gang(self, process: Process) -> Gang:
         """The learner's members, a node each: the first here if this machine has the GPUs. Waits until Ray has set
@@ -174,7 +174,8 @@ class Cluster:
             part, place = replace(process, log=log), strategies.PlacementGroupSchedulingStrategy(group, number)
             options = {"num_cpus": 0, "num_gpus": share, "max_concurrency": 8, "scheduling_strategy": place}
             actor = ray.remote(GangMember).options(max_restarts=-1, **options)  # its calls fail when it is lost
-            members.append(RemoteMember(part, actor.remote(part, self.delivery)))
+            delivery = self.delivery and self.delivery.to(process)
+            members.append(RemoteMember(part, actor.remote(part, delivery)))
         return Gang(process, members, self._gone, self._flags)
 
     async def _gone(self, node: str, limit_s: float) -> None:

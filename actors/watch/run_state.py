@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.watch.metrics_log import Records
-from buffer.curve import KeysError, client_keys_for
+from buffer.keys import KeysError, load_client_keys
 from buffer.store.sqlite import reading
 from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import State, Status
@@ -68,7 +68,7 @@ async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
     """The buffer's State; None if it does not answer in time, refuses an observer, or needs keys that are not here."""
     address = config.buffer.address
     try:
-        keys = client_keys_for(address, config.run.path)
+        keys = load_client_keys(config.run.path / "keys", "observer")
         async with asyncio.timeout(timeout_s), Connection(address, "status", "observer", keys=keys) as connection:
             return await connection.expect(Status(), State)
     except (TimeoutError, RefusedError, KeysError):

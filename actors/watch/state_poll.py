@@ -6,9 +6,9 @@ its display and its fleet (`supervise/launch.py`), a watcher has one for its pag
 
 import asyncio
 
-from buffer.curve import client_keys_for
+from buffer.keys import load_client_keys
 from buffer.wire.connection import Connection
-from buffer.wire.protocol import State, Status
+from buffer.wire.protocol import LAUNCHER, OBSERVER, State, Status
 from configs.schema import Config
 
 EVERY_S = 1.0
@@ -17,7 +17,7 @@ ANSWER_S = 3.0
 
 
 class StatePoll:
-    """Asks as the observer `name`, once `follow` runs."""
+    """Asks as the launcher, or as the observer `name`, once `follow` runs."""
 
     def __init__(self, config: Config, name: str) -> None:
         self.config, self.name = config, name
@@ -30,9 +30,9 @@ class StatePoll:
 
     async def follow(self) -> None:
         """Ask until cancelled. Raises KeysError without the run's keys, RefusedError where the buffer refuses it."""
-        address = self.config.buffer.address
-        keys = client_keys_for(address, self.config.run.path)
-        async with Connection(address, self.name, "observer", keys=keys) as connection:
+        address, role = self.config.buffer.address, LAUNCHER if self.name == LAUNCHER else OBSERVER
+        keys = load_client_keys(self.config.run.path / "keys", role)
+        async with Connection(address, self.name, role, keys=keys) as connection:
             self.connection = connection
             while True:
                 try:

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.weights.ends import GPU, STALL_S, commands_from_stdin, run_end, say, served, synchronize
 from benchmarks.weights.traffic import PROMPT_TOKENS, vocabulary_of
+from buffer.keys import load_client_keys, load_server_keys
 from configs.schema import Config
 from learner.weights.plan import LORA_A, LORA_B, Spec
 from learner.weights.receiver.follow import Receiver
@@ -52,7 +53,7 @@ def learner(config: Config) -> None:
 
     device = torch.device("cuda", 0) if GPU else torch.device("cpu")
     adapter = RandomAdapter(config, device)
-    wire = Sender(adapter.specs, config.weights, 0, device)
+    wire = Sender(adapter.specs, config.weights, 0, device, keys=load_server_keys(config.run.path / "keys", "learner"))
     say(address=wire.address)
     _, number, gap_s = sys.stdin.readline().split()
     updates = []
@@ -100,7 +101,8 @@ class AdapterServing:
                 await asyncio.Event().wait()
             return address
 
-        async for policy in Receiver(where, self.engine, "rollout-0", self.config.weights).policies():
+        keys = load_client_keys(self.config.run.path / "keys", "rollout", server="learner")
+        async for policy in Receiver(where, self.engine, "rollout-0", self.config.weights, keys=keys).policies():
             self.engine.stats()  # counts anew from here
             began = time.monotonic()
             await policy.load()

@@ -1,9 +1,10 @@
 """Throughput and latency of samples through the buffer, from Put to Take, durable: against Redis Streams, Ray's queue
 and bare pyzmq.
 
-`python -m benchmarks.buffer [--seconds 10] [--only ours,zmq,redis,ray,latency,open,clients]` prints one table and
-writes `benchmarks/results/buffer.json` and `buffer.png`. Groups of 8 samples of 1,000 tokens; every contender moves the
-same bytes. A contender that is not installed is reported as absent.
+`python -m benchmarks.buffer [--seconds 10] [--only ours,zmq,redis,ray,latency,open,clients,tcp]` prints one table and
+writes `benchmarks/results/buffer.json` and `buffer.png`. Clients use the buffer's Unix socket, as on one machine;
+`tcp` measures loopback with CURVE. Groups of 8 samples of 1,000 tokens; every contender moves the same bytes. A
+contender that is not installed is reported as absent.
 """
 
 import argparse
@@ -38,6 +39,8 @@ from benchmarks.buffer.peers import (
     redis_read,
     redis_streams,
 )
+from buffer.curve import LOCAL
+from buffer.keys import load_client_keys, make_keys
 from buffer.wire.client import Connection, RolloutClient
 from buffer.wire.protocol import Put, Stored, WorkItem
 from configs.load import load
@@ -51,12 +54,13 @@ ROUNDS = 3
 
 
 @contextmanager
-def buffer(max_staleness: int = 4, groups: int = GROUPS) -> Iterator[tuple[str, str]]:
-    """`python -m buffer` on a file of its own, with fsync; gives (address, fingerprint)."""
+def buffer(max_staleness: int = 4, groups: int = GROUPS, tcp: bool = False) -> Iterator[tuple[str, str, Path]]:
+    """`python -m buffer` on a file of its own, with fsync; gives (address, fingerprint, folder of the keys)."""
     with on_this_disk() as folder:
         rows = "".join(json.dumps({"problem": f"problem {row}", "answer": str(row)}) + "\n" for row in range(4096))
         Path(folder, "train.jsonl").write_text(rows)
-        address = f"tcp://127.0.0.1:{free_port()}"
+        address = f"tcp://127.0.0.1:{free_port()}" if tcp else LOCAL
+        keys = make_keys(Path(folder, "benchmark", "keys"))
         sections = {
             "run": {"name": "benchmark", "folder": folder, "versions": 10**6},
             "model": {"path": "none"},
@@ -69,33 +73,34 @@ def buffer(max_staleness: int = 4, groups: int = GROUPS) -> Iterator[tuple[str, 
         config.write_text(json.dumps(sections))
         running = subprocess.Popen([sys.executable, "-m", "buffer", str(config)], stderr=subprocess.DEVNULL)
         try:
-            yield address, fingerprint(load([str(config)]))
+            yield address, fingerprint(load([str(config)])), keys
         finally:
             running.send_signal(signal.SIGTERM)
             running.wait(30)
 
 
-def ours(seconds: float, clients: int = 4) -> float:
-    with buffer() as (address, print_):
-        return uvloop.run(GroupTraffic(address, print_, clients, seconds).run())
+def ours(seconds: float, clients: int = 4, tcp: bool = False) -> float:
+    with buffer(tcp=tcp) as (address, print_, keys):
+        return uvloop.run(GroupTraffic(address, print_, keys, clients, seconds).run())
 
 
 def latency(seconds: float, groups_s: float) -> float:
     """p99 of Put in seconds while `groups_s` go through."""
-    with buffer() as (address, print_):
-        traffic = GroupTraffic(address, print_, 4, seconds, groups_s)
+    with buffer() as (address, print_, keys):
+        traffic = GroupTraffic(address, print_, keys, 4, seconds, groups_s)
         uvloop.run(traffic.run())
         return float(np.percentile(traffic.puts, 99))
 
 
 def put_with_open(num_open: int, seconds: float) -> float:
     """Mean seconds of a Put, one after another, with `num_open` groups open."""
-    with buffer(0, groups=num_open + 64) as (address, print_):
-        return uvloop.run(_put_with_open(address, print_, num_open, seconds))
+    with buffer(0, groups=num_open + 64) as (address, print_, keys):
+        return uvloop.run(_put_with_open(address, print_, keys, num_open, seconds))
 
 
-async def _put_with_open(address: str, print_: str, num_open: int, seconds: float) -> float:
-    async with Connection(address, "rollout-0", "rollout", print_) as client:
+async def _put_with_open(address: str, print_: str, folder: Path, num_open: int, seconds: float) -> float:
+    keys = load_client_keys(folder, "rollout")
+    async with Connection(address, "rollout-0", "rollout", print_, keys=keys) as client:
         samples, items = RolloutClient(client, lambda: 0), list[WorkItem]()
         while len(items) < num_open + 64:
             items += await samples.ask(min(1000, num_open + 64 - len(items))) or []
@@ -128,6 +133,9 @@ def rows(seconds: float, only: set[str]) -> Iterator[dict[str, Any]]:
     yield row("Put to Take, durable (fsync)", mine, "tokens/s", "target", 1e6, rates["ours"])
     for name, (against, _) in peers.items():
         yield row("Put to Take, durable (fsync)", mine, "tokens/s", against, tokens_s(rates[name]), rates[name])
+    if "tcp" in only:
+        encrypted = tokens_s([ours(seconds, tcp=True) for _ in range(ROUNDS)])
+        yield row("the same over TCP, encrypted", float(encrypted), "tokens/s", "the Unix socket", mine)
     if "latency" in only:
         for what, load in (("half the measured rate", mine / 2), ("half of 1 M tokens/s", 5e5)):
             yield row(f"p99 of Put at {what}", 1000 * latency(seconds, load / SAMPLES / TOKENS), "ms", "target", 20.0)
@@ -179,7 +187,7 @@ def plot(found: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    everything = "ours,zmq,redis,ray,latency,open,clients"
+    everything = "ours,zmq,redis,ray,latency,open,clients,tcp"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--only", default=everything, help=everything)

@@ -1,7 +1,8 @@
 """Both ends of the buffer for `__main__.py`: rollout servers and a learner without models, at full speed.
 
 The servers are clients of one process; the learner is a process of its own (`python -m benchmarks.buffer.clients
-ADDRESS FINGERPRINT`), which prints a line `version groups` for each batch it got. It waits for the buffer until killed.
+ADDRESS FINGERPRINT KEYS`), which prints a line `version groups` for each batch it got. It waits for the buffer until
+killed.
 """
 
 import asyncio
@@ -9,10 +10,12 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvloop
 
 from benchmarks.buffer.peers import IN_FLIGHT, packed
+from buffer.keys import load_client_keys
 from buffer.wire.client import Connection, RolloutClient, heartbeats
 from buffer.wire.protocol import Ack, Part, Put, Stored, Take, Trained, WorkItem
 
@@ -23,6 +26,8 @@ class GroupTraffic:
 
     address: str
     fingerprint: str
+    keys: Path
+    """The folder of the run's keys."""
     clients: int
     seconds: float
     groups_s: float | None = None
@@ -33,13 +38,15 @@ class GroupTraffic:
 
     async def run(self) -> float:
         """Groups per second, Put to Take."""
-        words = ["-m", "benchmarks.buffer.clients", self.address, self.fingerprint]
+        words = ["-m", "benchmarks.buffer.clients", self.address, self.fingerprint, str(self.keys)]
+        keys = load_client_keys(self.keys, "rollout")
         learner = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=asyncio.subprocess.PIPE)
         assert learner.stdout
         try:
             async with AsyncExitStack() as stack:
                 connect = [
-                    Connection(self.address, f"rollout-{i}", "rollout", self.fingerprint) for i in range(self.clients)
+                    Connection(self.address, f"rollout-{i}", "rollout", self.fingerprint, keys=keys)
+                    for i in range(self.clients)
                 ]
                 servers = await asyncio.gather(*(stack.enter_async_context(client) for client in connect))
                 tasks = [asyncio.create_task(self.roll(client, i)) for i, client in enumerate(servers)]
@@ -106,10 +113,11 @@ class GroupTraffic:
             self.version, self.taken = map(int, line.split())
 
 
-async def learn(address: str, fingerprint: str) -> None:
+async def learn(address: str, fingerprint: str, folder: str) -> None:
     """Take batch after batch without waiting for the answer to Trained, as `LearnerClient` does."""
     trained, version, taken = None, 0, 0
-    async with Connection(address, "learner-0", "learner", fingerprint) as client:
+    keys = load_client_keys(Path(folder), "learner")
+    async with Connection(address, "learner-0", "learner", fingerprint, keys=keys) as client:
         while True:
             part = await client.expect(Take(version=version, rank=0, world=1), Part)
             version, taken = version + 1, taken + len(set(part.rows.item.numpy().tolist()))

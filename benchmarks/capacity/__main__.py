@@ -27,8 +27,10 @@ import numpy as np
 import psutil
 import uvloop
 
-from benchmarks.buffer.peers import free_port, on_this_disk
+from benchmarks.buffer.peers import on_this_disk
 from benchmarks.capacity.crowd import Crowd
+from buffer.curve import LOCAL
+from buffer.keys import load_client_keys, make_keys
 from buffer.wire.message import Message
 from buffer.wire.protocol import State, Status
 from configs.load import load
@@ -100,8 +102,10 @@ class Measured:
     """The buffer and everybody around it."""
 
     def __init__(self, given: dict[str, Any], folder: Path) -> None:
-        self.given, self.folder = given, folder
-        self.address = f"tcp://127.0.0.1:{free_port()}"
+        keys = make_keys(folder / "capacity" / "keys")
+        self.observer = load_client_keys(keys, "observer")
+        self.given, self.folder = given | {"keys": str(keys)}, folder
+        self.address = LOCAL
         with (folder / "train.jsonl").open("w") as file:
             for row in range(given["rows"]):
                 file.write(f'{{"problem": "problem {row}: what is {row} + {row}?", "answer": "{2 * row}"}}\n')
@@ -142,7 +146,7 @@ class Measured:
             if isinstance(answer, State):
                 heard.set()
 
-        watcher = Crowd(self.address, "", "observer", 1, on_answer, f"probe-{began}")
+        watcher = Crowd(self.address, "", "observer", 1, on_answer, f"probe-{began}", self.observer)
         watcher.start()
         watcher.send(0, Status())
         try:
@@ -160,7 +164,7 @@ class Measured:
             if self.awaited and not self.awaited.done():
                 self.awaited.set_result(answer)
 
-        watcher = Crowd(self.address, "", "observer", 1, on_answer, "watch")
+        watcher = Crowd(self.address, "", "observer", 1, on_answer, "watch", self.observer)
         watcher.start()
         while not watcher.failed.done():
             watcher.send(0, Status())
@@ -254,7 +258,7 @@ async def measure(given: dict[str, Any], folder: Path, share: float) -> Sequence
         first_s = await it.within(MARGIN_S, "start", it.serving())
         rows = [row("start, a file of data never seen before", first_s, "s")]
         began = time.perf_counter()
-        crowds = [CrowdProcess(name, it.address, it.fingerprint, given) for name in ("servers", "ranks")]
+        crowds = [CrowdProcess(name, it.address, it.fingerprint, it.given) for name in ("servers", "ranks")]
         for one in crowds:
             await it.within(MARGIN_S, f"Hello of all {one.name}", ends.enter_async_context(one))
         rows.append(row("all servers and ranks have said Hello", time.perf_counter() - began, "s"))

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import zmq
 
+from buffer.curve import endpoint, identify
+from buffer.keys import ClientKeys
 from buffer.wire.connection import MAX_RETRY, OPTIONS
 from buffer.wire.message import Frame, Message, number_of, pack, unpack
 from buffer.wire.protocol import ANSWERS, PROTOCOL, Hello, NotRegistered, Refused, Welcome
@@ -48,8 +50,9 @@ class Crowd:
         size: int,
         heard: Heard,
         start: str,
+        keys: ClientKeys,
     ) -> None:
-        self.size, self._heard = size, heard
+        self.size, self._heard, self._keys = size, heard, keys
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 2 * size + 64)
         self._numbers = [0] * size
@@ -74,7 +77,8 @@ class Crowd:
         for option, value in OPTIONS.items():
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.IDENTITY, token.encode())
-        socket.connect(address)
+        identify(socket, self._keys, address)
+        socket.connect(endpoint(address, self._keys.folder))
         return socket
 
     def waits(self, client: int, number: int) -> bool:

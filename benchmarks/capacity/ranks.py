@@ -11,11 +11,13 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from benchmarks.capacity.crowd import Crowd, PartArrived
+from buffer.keys import load_client_keys
 from buffer.wire.message import Message
 from buffer.wire.protocol import Finished, Results, Rewind, Take, Trained
 
@@ -35,7 +37,8 @@ class Ranks:
     """`ranks` of them."""
 
     def __init__(self, address: str, fingerprint: str, given: dict[str, Any]) -> None:
-        self.crowd = Crowd(address, fingerprint, "learner", given["ranks"], self._heard, given["start"])
+        keys = load_client_keys(Path(given["keys"]), "learner")
+        self.crowd = Crowd(address, fingerprint, "learner", given["ranks"], self._heard, given["start"], keys)
         self.share_prompts = given["share_prompts"]
         self.version, self.again = 0, False
         self._rounds: dict[tuple[int, int], TakeRound] = {}

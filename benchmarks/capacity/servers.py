@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -17,6 +18,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.capacity.crowd import Crowd
+from buffer.keys import load_client_keys
 from buffer.wire.message import Array, Message
 from buffer.wire.protocol import Ask, Finished, Heartbeat, News, Stored, Work, WorkItem
 from buffer.wire.sample import Sample
@@ -29,7 +31,8 @@ class Servers:
     """`size` of them with `room` groups each; groups have `samples` samples of `tokens` tokens."""
 
     def __init__(self, address: str, fingerprint: str, given: dict[str, Any]) -> None:
-        self.crowd = Crowd(address, fingerprint, "rollout", given["servers"], self._heard, given["start"])
+        keys = load_client_keys(Path(given["keys"]), "rollout")
+        self.crowd = Crowd(address, fingerprint, "rollout", given["servers"], self._heard, given["start"], keys)
         self.room, self.samples, self.tokens = given["room"], given["samples"], given["tokens"]
         self.heartbeat_s = given["heartbeat_s"]
         self.version, self.rate, self.at_once = 0, 0.0, 0

@@ -25,6 +25,7 @@ from benchmarks.adapters.adapter_ends import AdapterServing
 from benchmarks.vision.push_ends import update
 from benchmarks.weights.ends import GPU, commands_from_stdin, run_end, say
 from benchmarks.weights.traffic import PROMPT_TOKENS, vocabulary_of
+from buffer.keys import load_server_keys
 from buffer.wire.sample import Sample
 from configs.schema import Config
 from learner.model.experts.router import Router
@@ -90,7 +91,8 @@ def learner(config: Config) -> None:
     policy = Policy(
         config.model, config.learner, init_device_mesh("cuda" if GPU else "cpu", (1,)), random=True, replay=True
     )
-    wire = Sender(policy.weight_specs(), config.weights, 0, policy.device)
+    keys = load_server_keys(config.run.path / "keys", "learner")
+    wire = Sender(policy.weight_specs(), config.weights, 0, policy.device, keys=keys)
     say(address=wire.address, bytes=wire.stats()["weights/bytes"])
     draw, vocabulary = random.Random(0), vocabulary_of(config.model.path)
     text = [draw.randrange(3, vocabulary) for _ in range(PROBED)]

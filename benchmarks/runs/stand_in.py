@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.weights.known import end_answers
 from benchmarks.weights.shapes import END
+from buffer.curve import client_keys_for
+from buffer.keys import load_server_keys
 from buffer.wire.client import LearnerClient
 from configs.load import load
 from configs.resume import fingerprint
@@ -34,8 +36,10 @@ def main(file: str, every_s: float = 2.0, mean: float = 0.0, spread: float = 0.0
     policy = Policy(config.model, config.learner, mesh, random=True)
     vocabulary = int(policy.model.config.get_text_config().vocab_size)
     end_answers(policy.model.named_parameters(), END, vocabulary, spread or mean)
-    wire = Sender(policy.weight_specs(), config.weights, 0, policy.device)
-    batches = LearnerClient(config.buffer.address, "learner-0", fingerprint(config), 0, 1, wire.address)
+    keys = client_keys_for(config.buffer.address, config.run.path, "learner")
+    own = load_server_keys(keys.folder, "learner")
+    wire = Sender(policy.weight_specs(), config.weights, 0, policy.device, keys=own)
+    batches = LearnerClient(config.buffer.address, "learner-0", fingerprint(config), 0, 1, wire.address, keys=keys)
     batches.rewind(0)
     wire.publish(policy, 0)
     published, version, seen = time.monotonic(), 0, 0

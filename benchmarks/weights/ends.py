@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
@@ -25,6 +24,7 @@ import uvloop
 from benchmarks.weights.known import mark, show
 from benchmarks.weights.traffic import AWAY_S, WINDOW_S, Lag, RequestTraffic, vocabulary_of
 from buffer.images import ImageFormat
+from buffer.keys import load_client_keys, load_server_keys, make_keys
 from configs.schema import Config
 
 PEER_PORT = int(os.environ.get("PEER_PORT", "29611"))
@@ -54,7 +54,9 @@ def learner(config: Config) -> None:
     mesh = init_device_mesh("cuda" if GPU else "cpu", (dist.get_world_size(),))
     policy = Policy(config.model, config.learner, mesh, random=True)
     specs = policy.weight_specs()
-    wire = Sender(specs, config.weights, 0, policy.device) if rank == 0 else Follower(specs, config.weights, 0)
+    keys = load_server_keys(config.run.path / "keys", "learner")
+    sends = rank == 0
+    wire = Sender(specs, config.weights, 0, policy.device, keys=keys) if sends else Follower(specs, config.weights, 0)
     if isinstance(wire, Sender):
         say(address=wire.address, bytes=wire.stats()["weights/bytes"])
     wire.publish(policy, 0)
@@ -167,7 +169,8 @@ class Serving:
                 await asyncio.Event().wait()
             return address
 
-        receiver = Receiver(where, self.engine, self.name, self.config.weights, form=self.form)
+        keys = load_client_keys(self.config.run.path / "keys", "rollout", server="learner")
+        receiver = Receiver(where, self.engine, self.name, self.config.weights, form=self.form, keys=keys)
         policies: AsyncGenerator[Any, None] = receiver.policies()
         async for policy in policies:
             self.engine.stats()  # counts anew from here
@@ -310,7 +313,7 @@ def run_end(learner: Callable[[Config], None], server: Callable[..., Coroutine[A
     server. Ends the process, whatever threads still run."""
     role, given = sys.argv[1], json.loads(sys.argv[2])
     config = Config.model_validate(given.pop("config"))
-    Path(config.run.path).mkdir(parents=True, exist_ok=True)
+    make_keys(config.run.path / "keys")
     learner(config) if role == "learner" else uvloop.run(server(config, **given))
     sys.stdout.flush()
     os._exit(0)

@@ -68,14 +68,17 @@ NEXT_COMMIT = "UPDATE meta SET value = value + 1 WHERE name = 'commits'"
 COMMITS = "SELECT (SELECT value FROM meta WHERE name = 'ledger'), value FROM meta WHERE name = 'commits'"
 SCALARS = "SELECT name, value FROM meta WHERE typeof(value) = 'integer' AND name <> 'commits'"
 ITEM = """
-INSERT INTO items VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15,
-    ?16, CASE WHEN ?12 THEN ?16 END, ?16, 0)
+INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)
 ON CONFLICT (item) DO UPDATE SET
-    state = ?4, reason = ?5, version = ?6, server = ?7, lease = ?8, request = ?9, attempts = ?10, batch = ?11,
-    samples = ?12, tokens = ?13, sampled = ?14, truncated = ?15,
-    leased_at = CASE WHEN lease = ?8 THEN leased_at ELSE ?16 END,
-    stored_at = CASE WHEN ?12 THEN COALESCE(stored_at, ?16) END, changed_at = ?16
+    state = excluded.state, reason = excluded.reason, version = excluded.version, server = excluded.server,
+    lease = excluded.lease, request = excluded.request, attempts = excluded.attempts, batch = excluded.batch,
+    samples = excluded.samples, tokens = excluded.tokens, sampled = excluded.sampled, truncated = excluded.truncated,
+    leased_at = CASE WHEN lease = excluded.lease THEN leased_at ELSE excluded.leased_at END,
+    stored_at = CASE WHEN excluded.samples THEN COALESCE(stored_at, excluded.stored_at) END,
+    changed_at = excluded.changed_at
 """
+"""Values: the fields of `ItemState`, then leased_at, stored_at, changed_at. Numbered parameters (?1) would warn from
+Python 3.12 on and raise in 3.14."""
 ITEM_STATE = """
 SELECT item, row, epoch, CASE state WHEN 'trained' THEN 'batched' ELSE state END, reason, version, server, lease,
     request, attempts, batch, samples, tokens, sampled, truncated FROM items
@@ -95,22 +98,22 @@ KNOWN = "SELECT 1 FROM problems WHERE row = ?"
 GROUP = "SELECT segment, position, bytes, crc32c FROM samples WHERE item = ? ORDER BY idx"
 SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 SEGMENT = """
-INSERT INTO segments VALUES (?1, ?2, ?3)
-ON CONFLICT (segment) DO UPDATE SET size = MAX(size, ?2), live = live + ?3
+INSERT INTO segments VALUES (?, ?, ?)
+ON CONFLICT (segment) DO UPDATE SET size = MAX(size, excluded.size), live = live + excluded.live
 """
 FREE = """
-UPDATE segments SET live = live - (SELECT bytes FROM items WHERE item = ?1)
-WHERE segment = (SELECT segment FROM samples WHERE item = ?1 LIMIT 1)
+UPDATE segments SET live = live - (SELECT bytes FROM items WHERE items.item = freed.item)
+FROM (SELECT item, segment FROM samples WHERE item = ? LIMIT 1) AS freed WHERE segments.segment = freed.segment
 """
 EMPTY = "SELECT segment FROM segments WHERE live = 0 AND segment <> ?"
 TOTAL = "INSERT OR REPLACE INTO totals VALUES (?, ?, ?, ?, ?, ?, ?)"
 BATCH = """
-INSERT INTO batches VALUES (?1, ?2, ?3, CASE WHEN ?2 THEN ?3 END)
-ON CONFLICT (version) DO UPDATE SET trained = ?2, trained_at = CASE WHEN ?2 THEN ?3 END
+INSERT INTO batches VALUES (?, ?, ?, ?)
+ON CONFLICT (version) DO UPDATE SET trained = excluded.trained, trained_at = excluded.trained_at
 """
 TRAINED = """
-UPDATE items SET state = CASE WHEN ?2 THEN 'trained' ELSE 'batched' END, changed_at = ?3
-WHERE batch = ?1 AND state IN ('batched', 'trained')
+UPDATE items SET state = CASE WHEN ? THEN 'trained' ELSE 'batched' END, changed_at = ?
+WHERE batch = ? AND state IN ('batched', 'trained')
 """
 EVALUATIONS = """
 CREATE TABLE IF NOT EXISTS evaluations (

@@ -31,6 +31,8 @@ from configs.resume import Change, Settings
 from configs.variables import open_private, run_folder
 
 log = logging.getLogger(__name__)
+SAMPLES_FIELD = 11
+"""Index of the number of samples in `ItemState.row_values()`."""
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
 """Errors of reading a sample that mean that its bytes are lost."""
 
@@ -163,7 +165,7 @@ class Store:
     def _write(self, changes: Changes, groups: Groups, places: Mapping[int, Place]) -> None:
         db, now = self._db, time.time()
         self._remove(changes.discarded)
-        db.executemany(sql.ITEM, [(*row, now) for row in changes.items.values()])
+        db.executemany(sql.ITEM, [_item_row(row, now) for row in changes.items.values()])
         db.executemany("INSERT OR REPLACE INTO problems VALUES (?, ?)", self._new_problems(changes))
         rows, ends, sizes = list[tuple[Any, ...]](), list[tuple[int, int, int]](), list[tuple[int, int]]()
         for item, samples in groups.items():
@@ -180,8 +182,8 @@ class Store:
         if changes.quarantined and "version" in changes.scalars:  # a batch lost its last group
             db.execute(sql.UNFORMED, [changes.scalars["version"]])
         for version, trained in sorted(changes.batches.items()):
-            db.execute(sql.BATCH, (version, trained, now))
-            db.execute(sql.TRAINED, (version, trained, now))
+            db.execute(sql.BATCH, (version, trained, now, now if trained else None))
+            db.execute(sql.TRAINED, (trained, now, version))
         db.executemany(sql.TOTAL, [(*key, *lengths) for key, lengths in changes.totals.items()])
         db.executemany(sql.EVALUATION, [(*row, now) for row in changes.evaluations.values()])
         if changes.evaluations:
@@ -291,6 +293,12 @@ def _data(folder: Path, segment: int, position: int, size: int, crc: int | None 
         log.warning("%s: the %d bytes from %d on are damaged; see `python -m buffer scrub RUN`", where, size, position)
         return b""
     return data
+
+
+def _item_row(fields: Sequence[Any], now: float) -> tuple[Any, ...]:
+    """Values of `sql.ITEM` for the fields of an `ItemState`."""
+    stored_at = now if fields[SAMPLES_FIELD] else None
+    return (*fields, now, stored_at, now)
 
 
 def _witnessed(path: Path) -> witness.Commits | None:

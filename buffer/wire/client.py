@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from buffer.curve import ClientKeys
+from buffer.keys import ClientKeys
 from buffer.ledger.types import FailureKind
 from buffer.wire import protocol
 from buffer.wire.connection import Connection, MessageTooLarge, ProtocolFault, RefusedError
@@ -170,8 +170,9 @@ class LearnerClient:
         world: int,
         serves: str | None = None,
         timeout_s: float | None = None,
-        keys: ClientKeys | None = None,
         share_prompts: bool = False,
+        *,
+        keys: ClientKeys,
     ) -> None:
         self.address, self.rank, self.world, self.timeout_s = address, rank, world, timeout_s
         self.share_prompts = share_prompts

@@ -18,7 +18,8 @@ from typing import Literal, TypeVar
 import zmq
 import zmq.asyncio
 
-from buffer.curve import ClientKeys
+from buffer.curve import endpoint, identify
+from buffer.keys import ClientKeys
 from buffer.wire.message import Frame, Message, pack, unpack
 from buffer.wire.protocol import ANSWERS, PROTOCOL, Again, Hello, Later, NotRegistered, Refused, Welcome
 
@@ -48,8 +49,8 @@ OPTIONS = {
 }
 LOST = {
     zmq.EVENT_DISCONNECTED: "the connection broke",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake: does it expect other keys (<run>/keys), or none?",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one end uses keys: compare buffer.address and <run>/keys",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake: does it have other keys (<run>/keys), or none?",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it uses no keys: another program, or an older Headrace, listens there",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know our key: copy <run>/keys from the buffer's machine",
 }
 
@@ -108,12 +109,13 @@ class Connection:
         self,
         address: str,
         name: str,
-        role: Literal["rollout", "learner", "observer"],
+        role: Literal["rollout", "learner", "launcher", "observer"],
         fingerprint: str = "",
         serves: str | None = None,
         retry_s: float = 5.0,
-        keys: ClientKeys | None = None,
         late_s: float = 10.0,
+        *,
+        keys: ClientKeys,
     ) -> None:
         self.address, self.name, self.retry_s, self.keys = address, name, retry_s, keys
         self.late_s = late_s
@@ -139,12 +141,10 @@ class Connection:
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IPV6, "[" in self.address)
         self._socket.setsockopt(zmq.IDENTITY, self.token.encode())  # one process, one identity, through all connections
-        if self.keys:
-            self._socket.curve_serverkey = self.keys.server_public
-            self._socket.curve_publickey, self._socket.curve_secretkey = self.keys.public, self.keys.secret
+        identify(self._socket, self.keys, self.address)
         self._monitor = self._socket.get_monitor_socket(sum(LOST) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._lost.set()
-        self._socket.connect(self.address)
+        self._socket.connect(endpoint(self.address, self.keys.folder))
         self._tasks = [
             asyncio.create_task(task) for task in (self._read(), self._watch_connection(), self._repeat_hello())
         ]

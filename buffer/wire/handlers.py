@@ -45,8 +45,10 @@ WARN_S = 10.0
 """Shortest time between two lines of the log about it."""
 FREE_AT_ONCE = 8
 """Groups whose memory is freed in a turn of the event loop: megabytes each, of a batch of hundreds."""
+LOOKERS = ("launcher", "observer")
+"""Roles of which several processes may have one name, and which need no config of the run."""
 OBSERVER_S = 60
-"""An observer not heard of for so long is forgotten."""
+"""A process of these roles that is not heard of for so long is forgotten."""
 BACK = 0.25
 """Time to come back after a connection broke, as a share of a lease: more than a heartbeat, so a server that lives is
 heard of by then. A network that fails breaks no connection before the lease ends."""
@@ -213,16 +215,17 @@ class Handlers:
         self.learner_waiting = waiting
 
     def hello(self, identity: bytes, hello: protocol.Hello, now: float) -> protocol.Welcome:
-        """Let a process in, in place of an earlier one of its name. Raises ValueError with both values that differ."""
+        """Let a process in, in place of an earlier one of its name. Raises ValueError, and shows a process that has
+        another config nothing of the run's."""
         limits = self.limits
         if hello.protocol != protocol.PROTOCOL:
             raise ValueError(
                 f"protocol {hello.protocol}, the buffer's is {protocol.PROTOCOL}: install the same Headrace everywhere"
             )
-        if hello.role != "observer" and hello.fingerprint != limits.fingerprint:
+        if hello.role not in LOOKERS and hello.fingerprint != limits.fingerprint:
             raise ValueError(
-                f"{hello.name} has config {hello.fingerprint}, run {limits.run} {limits.fingerprint}: start it with "
-                "the run's own config.yaml, or restart the buffer with the changed one"
+                f"{hello.name} has config {hello.fingerprint[:40]}, which is not that of run {limits.run}: start it "
+                "with the run's own config.yaml, or restart the buffer with the changed one"
             )
         if hello.token in self._replaced:
             raise ValueError(
@@ -401,7 +404,7 @@ class Handlers:
         )
 
     def _launcher_gone_s(self, now: float) -> float | None:
-        broke = [self.peers[identity].broke for identity in self._named.get((protocol.LAUNCHER, "observer"), ())]
+        broke = [self.peers[identity].broke for identity in self._named.get((protocol.LAUNCHER, "launcher"), ())]
         ended = [now - moment for moment in broke if moment is not None]
         return min(ended) if ended and len(ended) == len(broke) else None
 
@@ -422,19 +425,19 @@ class Handlers:
         return [who for who in same if self.peers[who].hello.token == hello.token]
 
     def _replace(self, hello: protocol.Hello, now: float) -> None:
-        """Forget who had this name and role before, and observers that are gone."""
-        if hello.role == "observer":
+        """Forget who had this name and role before, and launchers and observers that are gone."""
+        if hello.role in LOOKERS:
             gone = [
                 who
                 for who, one in self.peers.items()
-                if one.hello.role == "observer" and one.hello.name != protocol.LAUNCHER and now - one.heard > OBSERVER_S
+                if one.hello.role in LOOKERS and one.hello.name != protocol.LAUNCHER and now - one.heard > OBSERVER_S
             ]
         else:
             same = self._named.get((hello.name, hello.role), set())
             gone = [who for who in same if self.peers[who].hello.token != hello.token]
         for identity in gone:
             peer = self._drop(identity)
-            if hello.role != "observer":
+            if hello.role not in LOOKERS:
                 self._replaced.add(peer.hello.token)
             if peer.hello.role == "rollout":
                 self.ledger.leave(peer.key, "its server was restarted", now)
@@ -612,8 +615,6 @@ class Handlers:
 
     def _scale(self, peer: Peer, scale: protocol.Scale, now: float) -> Message:
         kept, wanted, before = self.kept, scale.servers, self._wanted_servers()
-        if peer.hello.role != "observer":
-            raise ValueError(f"Scale of {peer.hello.name}, a {peer.hello.role}: only observers ask for it")
         if kept is None and scale.by == "person":
             raise ValueError("no launcher keeps this run's servers: start and stop them by hand")
         bounded = kept if scale.by == "person" and wanted is not None else None

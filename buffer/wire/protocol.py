@@ -7,7 +7,7 @@ same `id`, as often as it likes. A request that cannot be answered yet is parked
               Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored   Goodbye -> Ack
     learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Ack
               Quarantine -> Ack   Trial -> Ack   Results -> EvaluationResult | Ack
-    observer: Scale -> Ack   Kept -> Ack
+    launcher: Scale -> Ack   Kept -> Ack
     anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
 
 Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
@@ -47,8 +47,9 @@ OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 MOST_REASON = 1000
 """Characters of a reason for a quarantine."""
-LAUNCHER = "launcher"
-"""Name of the observer that keeps the rollout servers."""
+LAUNCHER: Literal["launcher"] = "launcher"
+OBSERVER: Literal["observer"] = "observer"
+"""LAUNCHER is also the name of the process that keeps the rollout servers; `actors scale` has its role alone."""
 ServerLife = Literal["placing", "started", "failed", "draining", "gave_up", "refused", "ended"]
 """`failed`: it is started again after a pause; the last three: it is not."""
 
@@ -81,10 +82,11 @@ class Hello(Message):
 
     name: Name
     token: Name
-    role: Literal["rollout", "learner", "observer"]
+    role: Literal["rollout", "learner", "launcher", "observer"]
+    """That of its key, or `observer`."""
     protocol: Count
     fingerprint: Name
-    """Of the shared config (`configs.load.fingerprint`); observers send an empty one."""
+    """Of the shared config (`configs.load.fingerprint`); launchers and observers send an empty one."""
     serves: LongName | None = None
     """The learner's weights wire."""
 

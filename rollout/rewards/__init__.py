@@ -3,8 +3,10 @@ starts anything, and by its reward workers (`workers.py`); imports neither torch
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from buffer.keys import load_token
 from configs.schema import RewardConfig
 from rollout.rewards import countdown, math, reasoning
 from rollout.rewards.answer_judge import LIMITS
@@ -31,9 +33,9 @@ STARTS = {reasoning.compute_score: reasoning.start, math.compute_score: math.sta
 """What is loaded before the first call."""
 
 
-def load_reward(config: RewardConfig, number: int = 0) -> Reward:
-    """The reward of the run, or the one with this number of several. Raises ValueError, in one line, for a wrong name,
-    file, function or argument."""
+def load_reward(config: RewardConfig, number: int = 0, keys: Path | None = None) -> Reward:
+    """The reward of the run, or the one with this number of several. `keys`: folder of the run's keys, for its own
+    reward servers. Raises ValueError, in one line, for a wrong name, file, function or argument, or missing keys."""
     part = config.parts[number]
     several = not isinstance(config.function, str)
     key, name = f"reward.function.{number}" if several else "reward", part.function
@@ -51,6 +53,8 @@ def load_reward(config: RewardConfig, number: int = 0) -> Reward:
             raise ValueError(f"{key}.kwargs.timeout_s: {problem}; raise that")
         if part.uses_servers:
             made.wait_elsewhere()
+            if keys:
+                made.show(load_token(keys))
     return reward
 
 

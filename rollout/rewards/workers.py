@@ -29,15 +29,17 @@ MOST_LOSSES = 3
 class RewardPool:
     """An async context manager around the workers. Entering raises ValueError for a reward that cannot be loaded.
 
-    `log`: path without its end of the files that get what the workers print.
+    `log`: path without its end of the files that get what the workers print. `keys`: folder of the run's keys, which
+    hold the token of its own reward servers.
     """
 
-    def __init__(self, config: RewardConfig, log: Path | None = None) -> None:
+    def __init__(self, config: RewardConfig, log: Path | None = None, keys: Path | None = None) -> None:
         self._several, self._servers = not isinstance(config.function, str), OwnServers(config.urls)
         self._scorers = []
         for number, part in enumerate(config.parts):
             named = f"{log}-reward{f'-{part.metric}' if self._several else ''}" if log else None
-            self._scorers.append(PartScorer(config, number, self._servers if part.uses_servers else None, named))
+            servers = self._servers if part.uses_servers else None
+            self._scorers.append(PartScorer(config, number, servers, named, keys))
         self._entered = AsyncExitStack()
 
     async def __aenter__(self) -> "RewardPool":
@@ -76,12 +78,14 @@ class RewardPool:
 class PartScorer:
     """One reward function and its workers. `servers`: the run's own, if it uses them."""
 
-    def __init__(self, config: RewardConfig, number: int, servers: OwnServers | None, log: str | None) -> None:
+    def __init__(
+        self, config: RewardConfig, number: int, servers: OwnServers | None, log: str | None, keys: Path | None
+    ) -> None:
         self.part, self._servers = config.parts[number], servers
         function = CagedFunction(
             name=self.part.function,
             loader="rollout.rewards.workers:load",
-            arguments=[config.model_dump(mode="json"), number],
+            arguments=[config.model_dump(mode="json"), number, str(keys.absolute()) if keys else None],
             timeout_s=config.timeout_s,
             memory_gib=config.memory_gib,
             max_calls=config.max_calls,
@@ -135,9 +139,9 @@ def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
     return Score(sum(part.weight * score.reward for part, score in zip(parts, scores, strict=True)), metrics)
 
 
-def load(config: dict[str, Any], number: int) -> Any:
+def load(config: dict[str, Any], number: int, keys: str | None) -> Any:
     """In a worker: a reward function of the run, `async` or not, of plain values. Raises ValueError in one line."""
-    reward = load_reward(RewardConfig(**config), number)
+    reward = load_reward(RewardConfig(**config), number, Path(keys) if keys else None)
 
     def score(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [asdict(score) for score in reward.score([Answer(**answer) for answer in answers])]

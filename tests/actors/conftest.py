@@ -8,6 +8,7 @@ import zmq
 
 from buffer.wire.message import pack, unpack
 from buffer.wire.protocol import REQUESTS, Hello, State, Welcome
+from tests.harness.keys import lock_fake
 
 WELCOME = Welcome(max_message=1 << 20)
 
@@ -17,6 +18,7 @@ def serve() -> Iterator[Callable[[State], str]]:
     """Start a buffer that knows two answers; its address."""
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
+    lock_fake(socket)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     threads = []
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.process import Process
+from buffer.curve import client_keys_for
 from buffer.wire.client import Connection, LearnerClient, RolloutClient, heartbeats
 from buffer.wire.protocol import WorkItem
 from configs.load import load
@@ -40,7 +41,10 @@ def learner(config: Config) -> None:
     lines = records.read_text().splitlines()[:version] if records.exists() else []
     replaced(records, "".join(f"{line}\n" for line in lines))
     print("waiting for the buffer")
-    client = LearnerClient(config.buffer.address, "learner-0", fingerprint(config), 0, 1, "tcp://127.0.0.1:9")
+    keys = client_keys_for(config.buffer.address, folder, "learner")
+    client = LearnerClient(
+        config.buffer.address, "learner-0", fingerprint(config), 0, 1, "tcp://127.0.0.1:9", keys=keys
+    )
     print(f"restored version {version}")
     client.rewind(version)
     with suppress(Drained):
@@ -77,7 +81,8 @@ def version_of(config: Config) -> int:
 async def server(config: Config, name: str) -> None:
     """Make each group by waiting."""
     print(f"{name} waits for the buffer")
-    async with Connection(config.buffer.address, name, "rollout", fingerprint(config)) as connection:
+    keys = client_keys_for(config.buffer.address, config.run.path, "rollout")
+    async with Connection(config.buffer.address, name, "rollout", fingerprint(config), keys=keys) as connection:
         buffer = RolloutClient(connection, lambda: version_of(config))
         await buffer.where(None)
         print(f"weights: the learner is at\ngenerating with version {version_of(config)}")

@@ -15,6 +15,7 @@ from benchmarks.capacity.crowd import Crowd
 from buffer.wire.message import Message
 from buffer.wire.protocol import State, Take
 from tests.harness.buffer_process import buffer, group, in_loop, make_requests, rollout
+from tests.harness.keys import client_keys
 
 FIGURES = ("groups", "tokens", "Put, p50", "Put, p99", "Put during a Take", "heartbeat", "memory", "open files")
 
@@ -52,7 +53,7 @@ async def test_a_crowd_whose_requests_were_lost_with_the_buffer_gets_its_answers
             heard.set()
 
     async with buffer(make_requests(path, groups=1)) as it:
-        crowd = Crowd(it.address, "f" * 16, "learner", 3, on_answer, "t")
+        crowd = Crowd(it.address, "f" * 16, "learner", 3, on_answer, "t", client_keys("learner"))
         crowd.start()
         await crowd.all_welcome()
         for rank in range(3):
@@ -71,7 +72,7 @@ async def test_a_crowd_whose_requests_were_lost_with_the_buffer_gets_its_answers
 @in_loop
 async def test_what_a_client_is_refused_ends_the_crowd() -> None:
     async with buffer() as it:
-        crowd = Crowd(it.address, "another config", "rollout", 1, lambda *heard: None, "t")
+        crowd = Crowd(it.address, "another config", "rollout", 1, lambda *heard: None, "t", client_keys())
         crowd.start()
         with pytest.raises(RuntimeError, match="has config another config"):
             await crowd.all_welcome()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.runs.processes import Processes, run_file
+from buffer.curve import client_keys_for
 from buffer.wire.client import RolloutClient
 from buffer.wire.connection import Connection
 from configs.resume import fingerprint
@@ -18,7 +19,8 @@ BATCHES, GROUPS, SAMPLES, TOKENS = 3, 2, 2, 4
 async def serve_groups(run: Processes) -> None:
     """Store the groups of so many batches, as a rollout server does."""
     address, print_ = run.config.buffer.address, fingerprint(run.config)
-    async with asyncio.timeout(240), Connection(address, "rollout-0", "rollout", fingerprint=print_) as connection:
+    keys = client_keys_for(address, run.config.run.path, "rollout")
+    async with asyncio.timeout(240), Connection(address, "rollout-0", "rollout", print_, keys=keys) as connection:
         server, left = RolloutClient(connection, lambda: 0), BATCHES * GROUPS
         while left:
             for item in await server.ask(left) or []:

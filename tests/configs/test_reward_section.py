@@ -127,14 +127,20 @@ OWN = ["function=reward_model", "model=rm", "servers=2"]
             [*OWN, "port=65535"],
             "reward.port: the last of 2 reward servers would listen on 65536; lower it",
         ),
-        (
-            [*OWN, "port=5599"],
-            "reward.port: 5599 to 5600 for the reward servers include the buffer's; choose others",
-        ),
     ],
 )
 def test_contradictions(reward: list[str], line: str):
     assert refused(*reward) == [line]
+
+
+def test_reward_servers_leave_the_buffers_port_alone():
+    beside = config(*OWN, "port=5599")
+    buffer = beside.buffer.model_copy(update={"address": "tcp://127.0.0.1:5600"})
+    with pytest.raises(ConfigError) as caught:
+        check(beside.model_copy(update={"buffer": buffer}), files=())
+    (line,) = caught.value.problems
+    assert line == "reward.port: 5599 to 5600 for the reward servers include the buffer's; choose others"
+    check(beside, files=())  # a buffer on a Unix socket takes no port
 
 
 def test_what_is_no_contradiction():

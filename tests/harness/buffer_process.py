@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer.curve import ServerKeys
+from buffer.keys import Role, ServerKeys
 from buffer.ledger.rules import Ledger
 from buffer.store.sqlite import Store
 from buffer.wire.client import Connection, RolloutClient
@@ -25,6 +25,7 @@ from buffer.wire.message import Array
 from buffer.wire.requests import PendingRequests
 from buffer.wire.sample import Sample
 from buffer.wire.server import BufferServer
+from tests.harness.keys import client_keys, give_keys, server_keys
 from tests.harness.ports import free_port
 
 PROBLEMS = [{"prompt": f"problem {row}", "answer": str(row)} for row in range(1000)]
@@ -109,7 +110,7 @@ async def buffer(
     requests: PendingRequests | None = None, address: str = "tcp://127.0.0.1:*", keys: ServerKeys | None = None
 ) -> AsyncIterator[Buffer]:
     requests = requests or make_requests()
-    async with BufferServer(address, requests.max_message, keys) as server:
+    async with BufferServer(address, requests.max_message, keys or server_keys()) as server:
         serving = asyncio.create_task(server.serve(requests))
         try:
             yield Buffer(server.address, requests)
@@ -121,8 +122,9 @@ async def buffer(
             requests.handlers.store.close()
 
 
-def client(address: str, name: str = "rollout-0", role: str = "rollout", **changes: Any) -> Connection:
-    return Connection(address, name, role, **{"fingerprint": "f" * 16, "retry_s": 0.2} | changes)  # type: ignore[arg-type]
+def client(address: str, name: str = "rollout-0", role: Role = "rollout", **changes: Any) -> Connection:
+    fields: dict[str, Any] = {"fingerprint": "f" * 16, "retry_s": 0.2, "keys": client_keys(role)} | changes
+    return Connection(address, name, role, **fields)  # type: ignore[arg-type]
 
 
 @asynccontextmanager
@@ -184,6 +186,7 @@ class Process:
         return [sys.executable, "-m", "buffer", *first, str(self.config()), *settings]
 
     def start(self) -> "Process":
+        give_keys(self.run)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self.running = subprocess.Popen(self.arguments(), env=environment, stderr=subprocess.PIPE, text=True)
         return self

@@ -21,6 +21,7 @@ from buffer.wire.protocol import (
     Trial,
     Welcome,
 )
+from tests.harness.keys import lock_fake
 from tests.harness.world import cut, make_samples
 
 
@@ -32,6 +33,7 @@ class Canned:
         self.batches, self.requests, self.waiting = batches, [], threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        lock_fake(self._socket)
         self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self._stop = self._context.socket(zmq.PAIR)
         self._stop.bind("inproc://stop")

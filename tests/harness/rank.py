@@ -41,6 +41,7 @@ from tests.harness import world
 from tests.harness.adapters import stir
 from tests.harness.episodic import make_episodes
 from tests.harness.expert_batches import SIZES, random_routes, routed
+from tests.harness.keys import client_keys
 from tests.harness.pictured import form_of, make_pictured
 
 
@@ -98,7 +99,9 @@ def sound(folder: Path, address: str) -> None:
     """Take three batches from a buffer through `SoundSteps`, saved as `FOLDER/RANK.json`. At first one rank has batch 0
     as it was before it lost a group: none trains it."""
     rank, steps, version = dist.get_rank(), NotedSteps(), 0
-    with LearnerClient(address, f"learner-{rank}", "f" * 16, rank, dist.get_world_size(), timeout_s=60) as client:
+    with LearnerClient(
+        address, f"learner-{rank}", "f" * 16, rank, dist.get_world_size(), timeout_s=60, keys=client_keys("learner")
+    ) as client:
         batches = Draining(client)
         batches.rewind(0)
         judge = SoundSteps(steps, batches, Bounds(vocabulary=64))  # type: ignore[arg-type]

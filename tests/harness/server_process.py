@@ -20,6 +20,7 @@ import torch
 
 from configs.entrypoint import PARENT, die_with_parent
 from learner.weights.sender.publish import Sender
+from tests.harness.keys import server_keys
 from tests.harness.weights_server import HEARTBEAT_S, SCALE, VersionedPolicy, config, serve, specs
 from tests.harness.world import FORKS
 
@@ -96,7 +97,11 @@ class Cluster:
         folder = keys.pop("folder", None)
         given = config(bucket_mib=self.scale, timeout_s=self.timeout_s, **keys)
         self._sender = Sender(
-            self.specs, given, 0, self.device, heartbeat_s=HEARTBEAT_S, folder=folder, frozen=self.frozen
+            *(self.specs, given, 0, self.device),
+            heartbeat_s=HEARTBEAT_S,
+            folder=folder,
+            frozen=self.frozen,
+            keys=server_keys("learner"),
         )
         try:
             yield self._sender

@@ -15,6 +15,7 @@ from buffer.wire.protocol import State, Waiter
 from buffer.wire.sample import Sample
 from configs.load import load, write
 from configs.schema import Config
+from tests.harness.keys import give_keys
 
 HOSTILE = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'>"
 """An answer that wants to be a program."""
@@ -27,6 +28,7 @@ def make_config(folder: Path, *more: str) -> Config:
     words += [f"data.train={folder}/p.jsonl", "reward.function=countdown", "rollout.servers=2", *more]
     config = load([f"--{word}" for word in words])
     write(config, folder / "toy" / "config.yaml")
+    give_keys(folder / "toy")
     return config
 
 

@@ -19,6 +19,7 @@ from learner.weights.plan import Spec
 from learner.weights.protocol import TO_SERVER, unpack
 from learner.weights.receiver.follow import Receiver
 from learner.weights.receiver.staging import Staging
+from tests.harness.keys import client_keys
 
 HEARTBEAT_S = 0.2
 WAIT_S = 120
@@ -222,7 +223,9 @@ class Server:
     def __init__(self, addresses, name="rollout-0", workers=1, error=0.0, staging="auto", engine=None, form=None):
         self.engine, self.seen, self.loaded = engine or StagingEngine(workers, error), [], asyncio.Queue()
         given = config(staging=staging)
-        self.receiver = Receiver(addresses.where, self.engine, name, given, heartbeat_s=HEARTBEAT_S, form=form)
+        self.receiver = Receiver(
+            addresses.where, self.engine, name, given, HEARTBEAT_S, form, keys=client_keys(server="learner")
+        )
         self.hold: set[int] = set()
         self.task = asyncio.create_task(follow(self.receiver, self.engine, self.seen, self.loaded, self.hold))
 
@@ -281,7 +284,9 @@ async def serve(address: str, name: str, mode: str, device: str = "cpu", staging
         return address
 
     engine = DyingEngine(mode, device)
-    receiver = Receiver(where, engine, name, config(staging=staging, timeout_s=30.0), heartbeat_s=HEARTBEAT_S)
+    receiver = Receiver(
+        where, engine, name, config(staging=staging, timeout_s=30.0), HEARTBEAT_S, keys=client_keys(server="learner")
+    )
     async for policy in receiver.policies():
         await policy.load()
         engine.version = policy.version

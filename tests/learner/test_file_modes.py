@@ -9,7 +9,7 @@ import torch
 
 from actors.process import Event, Process
 from actors.supervise.cluster.remote import log_lines
-from buffer.curve import make_keys
+from buffer.keys import make_keys
 from buffer.store.sqlite import Store
 from configs.load import load, write
 from configs.schema import LoraConfig, ModelConfig
@@ -57,7 +57,7 @@ def test_adapters_and_weights_in_files_follow_the_umask(umask: int, tmp_path: Pa
 
 def test_secrets_are_private(umask: int, tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
-    assert all(not mode & 0o077 for name, mode in modes(tmp_path / "keys").items() if "secret" in name)
+    assert all(not mode & 0o077 for name, mode in modes(tmp_path / "keys").items() if "public" not in name)
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     apply_umask(tmp_path / "folder")  # folders keep theirs
     assert (tmp_path / "folder" / "inner").stat().st_mode & 0o100

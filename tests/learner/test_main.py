@@ -25,6 +25,7 @@ from learner.__main__ import image_format, main, max_sample_patches
 from learner.record.metrics import read
 from tests.harness.canned import Canned
 from tests.harness.forked_learner import ForkedLearner, ranks_meeting_in
+from tests.harness.keys import give_keys
 from tests.harness.pictured import seeing_model
 from tests.harness.world import ROOT, tiny_model
 
@@ -41,6 +42,7 @@ def command(tmp_path: Path, address: str, **learner) -> list[str]:
         "buffer": {"address": address},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    give_keys(tmp_path / "run")
     return [sys.executable, "-m", "learner", str(tmp_path / "run.yaml")]
 
 

@@ -23,6 +23,7 @@ from learner import mesh, ranks
 from learner.__main__ import check_weights_host
 from learner.record.metrics import read
 from tests.harness.canned import Canned
+from tests.harness.keys import give_keys
 from tests.harness.world import ROOT
 from tests.learner.test_main import command
 
@@ -42,6 +43,7 @@ class Nodes(ExitStack):
     def _start(self, number: int, folder: Path) -> subprocess.Popen:
         told = {"NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
         log = self.enter_context(self.logs[number].open("w"))
+        give_keys(folder / "run")
         environment = os.environ | told | {ranks.THERE_IS_A_STORE: "True"}
         line = [*self.line, f"--run.folder={folder}"]
         process = subprocess.Popen(line, cwd=ROOT, stderr=log, env=environment)

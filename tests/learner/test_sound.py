@@ -24,6 +24,7 @@ from learner.weights.sender.publish import Bystander
 from tests.buffer.wire.test_client import threaded
 from tests.harness import world
 from tests.harness.buffer_process import Buffer, sample
+from tests.harness.keys import client_keys
 from tests.harness.pictured import form_of, make_pictured, seeing_model
 from tests.harness.world import algorithm_of, cut, make_samples, policy_of, tiny_model
 
@@ -100,7 +101,7 @@ class Fake:
 
 def learn(it: Buffer, parts: Any, versions: int = 3) -> None:
     """One start of a learner, until `versions` or until it is killed."""
-    with LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60) as client:
+    with LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60, keys=client_keys("learner")) as client:
         draining = Draining(client)
         draining.follow_evaluations = lambda known: None  # type: ignore[method-assign]
         draining.last_evaluations = list  # type: ignore[method-assign]

@@ -193,7 +193,7 @@ def main(run: Run) -> None:
 def connected(config: Config, rank: int, world: int, serves: str | None) -> LearnerClient:
     """Connection of a rank to the buffer; `serves`: where the servers get its policies."""
     address, name = config.buffer.address, f"learner-{rank}"
-    keys = client_keys_for(address, config.run.path)
+    keys = client_keys_for(address, config.run.path, "learner")
     return LearnerClient(address, name, fingerprint(config), rank, world, serves, keys=keys)
 
 

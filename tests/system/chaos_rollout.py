@@ -181,7 +181,7 @@ async def task(problem: Problem, generate: Generate) -> Trajectory:
 async def main(run: Run, name: str) -> None:
     """Build the parts and run the loops until there is no more work."""
     config, engine = run.config(), Engine(run)
-    keys = client_keys_for(config.buffer.address, config.run.path)
+    keys = client_keys_for(config.buffer.address, config.run.path, "rollout")
     client = Connection(config.buffer.address, name, "rollout", fingerprint(config), keys=keys)
     drain = Drain(config.rollout.drain_s)
     with StopSignals(drain.begin, drain.force):

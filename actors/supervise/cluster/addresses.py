@@ -12,7 +12,7 @@ import psutil
 
 from actors.doctor.run_file import LOOPBACK, hosts
 from buffer.curve import is_loopback, split
-from configs.schema import Config
+from configs.schema import BUFFER_PORT, Config
 
 FAR = "192.0.2.1"
 """An address for documentation: the route to it is the one to other machines in general."""
@@ -49,7 +49,7 @@ def interface_hints(address: str, interface: str | None) -> dict[str, str]:
 
 
 def on_cluster(config: Config, cluster: str) -> Config:
-    """`config` with an absolute run folder and with this machine's address where a host has its default, loopback.
+    """`config` with an absolute run folder and with this machine's address where a host has its default.
 
     What a person wrote stays: `doctor.run_file.unreachable` names it.
     """
@@ -59,7 +59,7 @@ def on_cluster(config: Config, cluster: str) -> Config:
         for key in (key for key, value in hosts(config).items() if value == LOOPBACK[key]):
             section, name = key.split(".")
             shown = f"[{host}]" if ":" in host else host
-            value = f"tcp://{shown}:{split(LOOPBACK[key])[1]}" if name == "address" else host
+            value = f"tcp://{shown}:{BUFFER_PORT}" if name == "address" else host
             changed[section] = {name: value}
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changed.items()}
     return config.model_copy(update=sections)

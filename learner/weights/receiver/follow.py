@@ -19,8 +19,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from buffer.curve import ClientKeys
 from buffer.images import ImageFormat
+from buffer.keys import ClientKeys
 from buffer.wire.awake import AwakeClock
 from buffer.wire.message import Message
 from configs.schema import WeightsConfig
@@ -47,11 +47,12 @@ class Receiver:
         engine: ReceivingEngine,
         name: str,
         config: WeightsConfig,
-        keys: ClientKeys | None = None,
         heartbeat_s: float = 2.0,
         form: ImageFormat | None = None,
+        *,
+        keys: ClientKeys,
     ) -> None:
-        """`form`: how the server's model sees images."""
+        """`form`: how the server's model sees images. `keys`: those for the learner as a server."""
         self._engine, self._timeout_s, self._heartbeat_s, self._form = engine, config.timeout_s, heartbeat_s, form
         self._where, self._keys, self._staging = where, keys, config.staging
         self._policies: asyncio.Queue[StagedPolicy | StreamedPolicy | BaseException] = asyncio.Queue()

@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq.asyncio
 
-from buffer.curve import ClientKeys
+from buffer.keys import ClientKeys
 from buffer.wire.awake import AwakeClock, wait_awake
 from buffer.wire.connection import broken
 from buffer.wire.message import Message
@@ -20,7 +20,7 @@ class LearnerConnection:
     """Open from the start. `joined`: the server is a member. `lost`: the learner was silent for too long, said Bye
     or broke the connection, as one that is killed does."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str, keys: ClientKeys | None, heartbeat_s: float) -> None:
+    def __init__(self, context: zmq.asyncio.Context, address: str, keys: ClientKeys, heartbeat_s: float) -> None:
         self.address, self.heartbeat_s = address, heartbeat_s
         self.joined = self.lost = False
         self._socket = dealer(context, address, keys)

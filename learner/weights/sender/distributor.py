@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from buffer.curve import ServerKeys
+from buffer.keys import ServerKeys
 from buffer.wire.message import Message
 from configs.schema import WeightsConfig
 from learner.weights import protocol
@@ -47,7 +47,7 @@ class Distributor:
         session: str,
         config: WeightsConfig,
         heartbeat_s: float,
-        keys: ServerKeys | None,
+        keys: ServerKeys,
     ) -> None:
         plan = copies.plan
         welcome = protocol.ServerWelcome(

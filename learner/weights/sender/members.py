@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
-from buffer.curve import ServerKeys
+from buffer.keys import ServerKeys
 from buffer.wire.awake import AwakeClock
 from buffer.wire.connection import events_of
 from buffer.wire.connections import ConnectionLimits
@@ -95,7 +95,7 @@ class Members:
         welcome: protocol.ServerWelcome,
         backend: str,
         host: str,
-        keys: ServerKeys | None,
+        keys: ServerKeys,
         on_drop: Callable[[Member], None],
     ) -> None:
         """`backend`: the one that servers must receive with; empty if any will do."""

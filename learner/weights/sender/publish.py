@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from buffer.curve import ServerKeys
+from buffer.keys import ServerKeys
 from configs.schema import WeightsConfig
 from learner.weights.buckets import DoubleBuffer, pending
 from learner.weights.plan import Plan, Spec
@@ -88,10 +88,11 @@ class Sender:
         seed: int,
         device: torch.device,
         probe: ShownProbe | Sequence[int] | None = None,
-        keys: ServerKeys | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         folder: Path | None = None,
         frozen: Collection[str] = (),
+        *,
+        keys: ServerKeys,
     ) -> None:
         """`folder`: where `weights.transport: safetensors` writes. `frozen`: names of weights that are never trained,
         which each server gets once."""

@@ -56,11 +56,16 @@ class HttpModel(Section):
     _session: "aiohttp.ClientSession | None" = PrivateAttr(None)
     _turn: "count[int]" = PrivateAttr(default_factory=lambda: count(random.randrange(2**16)))
     _own: bool = PrivateAttr(False)
+    _token: str | None = PrivateAttr(None)
     _first_wait_s: float = PrivateAttr(FIRST_WAIT_S)
 
     def wait_elsewhere(self) -> None:
         """Let ServersAway end a call at once: the pool waits for the run's own servers, outside of the time limit."""
         self._own = True
+
+    def show(self, token: str) -> None:
+        """Send the token of the run's own servers with each request."""
+        self._token = token
 
     @field_validator("url")
     @classmethod
@@ -108,7 +113,8 @@ class HttpModel(Section):
     def _open(self) -> "aiohttp.ClientSession":
         import aiohttp  # takes a fifth of a second: only rewards that call a server pay
 
-        key = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
+        secret = self._token or (os.environ[self.api_key_env] if self.api_key_env else None)
+        key = {"Authorization": f"Bearer {secret}"} if secret else {}
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
         return aiohttp.ClientSession(headers=key, connector=connector, timeout=aiohttp.ClientTimeout(self.timeout_s))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from actors.live import serve as serving
+from actors.live import watcher as live_watcher
 from actors.live.prometheus import exposition
 from actors.live.screen import screen, show, spark
 from actors.live.serve import application, main
@@ -26,6 +28,8 @@ from buffer.wire.protocol import State
 from configs.http_limits import is_loopback_host
 from configs.schema import Config
 from tests.harness.buffer_process import in_loop
+from tests.harness.fakes import until
+from tests.harness.keys import give_keys
 from tests.harness.watched import HOSTILE, append, evaluation, look, make_config, record, sample, state, store
 
 
@@ -261,3 +265,21 @@ def test_a_dead_run_is_judged_by_the_records_that_are_read_already(tmp_path: Pat
     watcher.records = Records(other.run.path / "metrics.jsonl")
     watcher.look()
     assert watcher.overview.status == "ended"
+
+
+@in_loop
+async def test_a_watcher_that_starts_before_its_run_sees_it_once_the_run_has_keys(
+    tmp_path: Path, serve: Callable[[State], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_watcher, "EVERY_S", 0.02)
+    config = make_config(tmp_path, f"buffer.address={serve(state())}")
+    shutil.rmtree(config.run.path / "keys")
+    early = Watcher(config, config.run.path)
+    asking = asyncio.create_task(early._ask())
+    await asyncio.sleep(0.1)
+    assert early._trouble == "" and not asking.done()
+    give_keys(config.run.path)
+    await until(lambda: early.state is not None)
+    assert early.state is not None
+    asking.cancel()
+    await asyncio.wait({asking})

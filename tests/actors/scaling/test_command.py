@@ -15,13 +15,16 @@ from buffer.wire.protocol import Ack, Kept, Scale, State, Status
 from configs.load import load
 from configs.schema import Config
 from tests.harness.buffer_process import buffer, client, in_loop, rollout
+from tests.harness.keys import give_keys
 from tests.harness.ports import free_port
 
 SETTINGS = ["--model.path=m", "--data.train=d.jsonl", "--reward.function=math"]
 
 
 def config(folder: Path, address: str) -> Config:
-    return load([*SETTINGS, f"--run.folder={folder}", f"--buffer.address={address}", "--rollout.drain_s=7"])
+    found = load([*SETTINGS, f"--run.folder={folder}", f"--buffer.address={address}", "--rollout.drain_s=7"])
+    give_keys(found.run.path)
+    return found
 
 
 def kept(wanted: int, most: int = 4, **servers: Any) -> Kept:
@@ -32,7 +35,7 @@ def kept(wanted: int, most: int = 4, **servers: Any) -> Kept:
 @asynccontextmanager
 async def launcher(address: str) -> AsyncIterator[Connection]:
     """Keeps server 0 first; the test says what else it tells."""
-    async with client(address, "launcher", "observer", fingerprint="") as connection:
+    async with client(address, "launcher", "launcher", fingerprint="") as connection:
         await connection.expect(kept(1, rollout_0="started"), Ack)
         yield connection
 
@@ -148,7 +151,7 @@ async def test_a_server_that_gives_up_is_a_failure_and_one_may_choose_not_to_wai
     async with buffer() as it, launcher(it.address) as it_keeps:
         assert await scale(config(tmp_path, it.address), 2, waits=False) == 0
         await it_keeps.expect(kept(2, rollout_0="started", rollout_1="gave_up"), Ack)
-        async with client(it.address, "scale", "observer", fingerprint="") as connection:
+        async with client(it.address, "scale", "launcher", fingerprint="") as connection:
             assert await arrival(config(tmp_path, it.address), connection, 2) == 1
     assert "rollout-1 could not be kept" in capsys.readouterr().out
 

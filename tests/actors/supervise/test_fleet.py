@@ -14,6 +14,7 @@ from actors.watch.state_poll import StatePoll
 from buffer.wire.protocol import LAUNCHER, Kept, ServerLife, State, Waiter
 from configs.load import load
 from tests.harness.buffer_process import buffer, in_loop
+from tests.harness.keys import give_keys
 
 STATE = State(version=0, trained=-1, counts={}, dropped={}, ages={}, bytes_stored=0, servers={}, waiters=[], errors=0)
 
@@ -221,9 +222,11 @@ class Forgotten(Fleet):
 
 
 @in_loop
-async def test_the_rules_wish_waits_for_a_buffer_that_has_forgotten_the_launcher() -> None:
+async def test_the_rules_wish_waits_for_a_buffer_that_has_forgotten_the_launcher(tmp_path: Path) -> None:
     async with buffer() as it:
         words = ["--model.path=m", "--data.train=p.jsonl", "--reward.function=math", f"--buffer.address={it.address}"]
+        words += [f"--run.folder={tmp_path}"]
+        give_keys(tmp_path / "run")
         fleet = Forgotten(load(words), NamesOnly(1), server, lambda: None, print, 1)  # type: ignore[arg-type]
         poll = StatePoll(fleet.config, LAUNCHER)
         asking, following = asyncio.create_task(poll.follow()), asyncio.create_task(fleet.follow(poll))
@@ -236,10 +239,12 @@ async def test_the_rules_wish_waits_for_a_buffer_that_has_forgotten_the_launcher
 
 
 @in_loop
-async def test_display_and_fleet_look_at_the_answers_of_one_poll() -> None:
+async def test_display_and_fleet_look_at_the_answers_of_one_poll(tmp_path: Path) -> None:
     """The buffer has one observer."""
     async with buffer() as it:
         words = ["--model.path=m", "--data.train=p.jsonl", "--reward.function=math", f"--buffer.address={it.address}"]
+        words += [f"--run.folder={tmp_path}"]
+        give_keys(tmp_path / "run")
         config, supervisor = load(words), NamesOnly(2)
         fleet = Fleet(config, supervisor, server, lambda: None, print, 1)  # type: ignore[arg-type]
         poll, display = StatePoll(config, LAUNCHER), Display(config)

@@ -17,6 +17,7 @@ from actors.supervise.cluster.node_keeper import Whereabouts
 from actors.supervise.cluster.remote import RemoteKeeper, log_lines
 from actors.supervise.launch import prepare
 from actors.supervise.nodes import ClusterNode, NodeNews, NodeWatch, Patience, needs, news
+from buffer.keys import ADMITTED, READS, load_client_keys, load_server_keys, load_token, write_key
 from configs.load import load
 from configs.schema import Config
 
@@ -224,7 +225,7 @@ def test_defaults_become_this_machines_address_and_what_is_written_stays(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = on_cluster(run_of(Path("runs")), "127.0.0.1:6379")
-    assert config.run.folder == tmp_path / "runs" and config.buffer.address == "tcp://127.0.0.1:5600", "this machine"
+    assert config.run.folder == tmp_path / "runs" and config.buffer.address == "ipc://buffer", "this machine"
     far = on_cluster(run_of(tmp_path, "reward.servers=1", "buffer.address=tcp://10.0.0.7:5601"), "127.0.0.1:6379")
     assert far.buffer.address == "tcp://10.0.0.7:5601" and far.reward.host == "127.0.0.1"
     assert interface_hints("203.0.113.9", None) == {} and interface_hints("10.0.0.1", "ib0") == dict.fromkeys(
@@ -257,15 +258,31 @@ def test_a_node_with_the_shared_folder_is_left_as_it_is(delivery: Delivery, tmp_
 
 
 def test_a_node_without_it_gets_config_and_keys(delivery: Delivery, tmp_path: Path) -> None:
-    """The secret key of the buffer goes only where others connect to."""
+    """It gets the keys of the roles that run on it, and no others."""
     run = tmp_path / "elsewhere" / "run"
     other = replace(delivery, run=run)
     _, shared = settle(process("rollout", tmp_path), other, "10.0.0.2")
     assert not shared and (run / "config.yaml").read_text() == delivery.config
-    assert sorted(key.name for key in (run / "keys").iterdir()) == ["client.public", "client.secret", "server.public"]
+    assert {key.name for key in (run / "keys").iterdir()} == {*READS["rollout"]}
     assert {key.stat().st_mode & 0o777 for key in (run / "keys").iterdir()} == {0o600}
     settle(process("learner", tmp_path), other, "10.0.0.2")
-    assert (run / "keys" / "server.secret").read_text() == delivery.keys["server.secret"]
+    assert {key.name for key in (run / "keys").iterdir()} == {*READS["rollout"], *READS["learner"]}
+    assert (run / "keys" / "learner.secret").read_text() == delivery.keys["learner.secret"]
+
+
+def test_a_keeper_is_sent_no_keys_but_those_of_its_process(delivery: Delivery, tmp_path: Path) -> None:
+    for role, secret in (("rollout", "rollout.secret"), ("learner", "learner.secret"), ("buffer", "buffer.secret")):
+        sent = delivery.to(process(role, tmp_path)).keys
+        assert [name for name in sent if name.endswith(".secret")] == [secret]
+        folder = tmp_path / role
+        folder.mkdir(mode=0o700)
+        for name, text in sent.items():
+            write_key(folder / name, text.encode())
+        if role in ADMITTED:
+            assert load_server_keys(folder, role).clients  # type: ignore[arg-type]
+        if role != "buffer":
+            assert load_client_keys(folder, role)  # type: ignore[arg-type]
+    assert load_client_keys(tmp_path / "rollout", "rollout", server="learner") and load_token(tmp_path / "rollout")
 
 
 def test_a_node_that_does_not_fit_says_why(delivery: Delivery, tmp_path: Path) -> None:

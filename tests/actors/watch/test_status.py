@@ -23,6 +23,7 @@ from buffer.wire.protocol import Kept, ServerLife, State, Waiter
 from configs.load import load, write
 from configs.schema import Config
 from rollout.concurrency import Auto, Fixed, Places
+from tests.harness.keys import give_keys
 
 LAUNCH = "python -m actors launch"
 WAITERS = [
@@ -60,7 +61,9 @@ def config(folder: Path, address: str) -> Config:
         "--data.train=p.jsonl",
         "--reward.function=math",
     ]
-    return load([*words, f"--buffer.address={address}", "--rollout.servers=3", "--run.versions=60"])
+    found = load([*words, f"--buffer.address={address}", "--rollout.servers=3", "--run.versions=60"])
+    give_keys(found.run.path)
+    return found
 
 
 def test_a_learner_waits_for_servers_with_leases_and_a_server_for_the_learner(tmp_path: Path) -> None:

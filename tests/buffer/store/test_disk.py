@@ -17,6 +17,7 @@ from buffer.wire.client import RolloutClient
 from configs.load import load
 from configs.resume import fingerprint
 from tests.harness.buffer_process import Process, client, group, in_loop
+from tests.harness.keys import give_keys
 
 SIZE_MIB, BALLAST_MIB = 12, 8
 OWN_MOUNTS = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
@@ -28,10 +29,10 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Process, Path, "subprocess.Pope
     it = Process(tmp_path, overrides={"rollout.heartbeat_s": 60})
     folder = tmp_path / "runs"
     folder.mkdir()
-    where = shlex.quote(str(folder))
+    where, keys = shlex.quote(str(folder)), shlex.quote(str(give_keys(tmp_path)))
     script = (
         f"mount -t tmpfs -o size={SIZE_MIB}m tmpfs {where} && head -c {BALLAST_MIB}M /dev/zero > {where}/ballast && "
-        f"echo mounted && exec {shlex.join(it.arguments())}"
+        f"mkdir {where}/test && cp -a {keys} {where}/test && echo mounted && exec {shlex.join(it.arguments())}"
     )
     command = [*OWN_MOUNTS, "sh", "-c", script]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

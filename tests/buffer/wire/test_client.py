@@ -19,6 +19,7 @@ from buffer.wire.message import Message, pack, unpack
 from buffer.wire.protocol import REQUESTS, Due, Hello, Part, State, Status, Take, Welcome
 from configs.entrypoint import PROGRESS, made_progress
 from tests.harness.buffer_process import Buffer, buffer, client, group, in_loop, make_requests, rollout
+from tests.harness.keys import client_keys, lock_fake
 from tests.harness.ports import free_port
 
 
@@ -89,9 +90,9 @@ async def test_a_refused_process_is_told_at_the_door_and_later_if_the_config_cha
         known = await client(address).__aenter__()
     asking = asyncio.create_task(RolloutClient(known, lambda: 0).where(None))
     async with buffer(make_requests(fingerprint="e" * 16), address):
-        with pytest.raises(RefusedError, match="eeee"):
+        with pytest.raises(RefusedError, match=r"config ffff.*, which is not that of run test"):
             await asking
-        with pytest.raises(RefusedError, match="eeee"):
+        with pytest.raises(RefusedError, match="ffff"):
             await RolloutClient(known, lambda: 0).ask(1)
     await known.__aexit__(None, None, None)
 
@@ -193,7 +194,10 @@ async def make(address: str) -> None:
 
 
 def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
-    with threaded() as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=6) as batches:
+    with (
+        threaded() as it,
+        LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=6, keys=client_keys("learner")) as batches,
+    ):
         assert batches.rewind(0) == 0
         with pytest.raises(TimeoutError) as caught:
             batches.take(0)
@@ -213,7 +217,9 @@ def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
 def test_interrupted_batches_wait_for_nothing_any_more():
     """Also where a signal's handler interrupts the thread that waits."""
     with threaded() as it:
-        with LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60) as batches:
+        with LearnerClient(
+            it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60, keys=client_keys("learner")
+        ) as batches:
             before = signal.signal(signal.SIGUSR1, lambda *_: batches.interrupt())
             batches.follow_evaluations([])
             batches.rewind(0)
@@ -226,7 +232,9 @@ def test_interrupted_batches_wait_for_nothing_any_more():
             finally:
                 signal.signal(signal.SIGUSR1, before)
 
-        with LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60) as batches:
+        with LearnerClient(
+            it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60, keys=client_keys("learner")
+        ) as batches:
             batches.rewind(0)
             asyncio.run(make(it.address))
             assert len(batches.take(0).samples) == 4
@@ -234,7 +242,7 @@ def test_interrupted_batches_wait_for_nothing_any_more():
 
 def test_a_signal_ends_the_wait_for_a_buffer_that_died():
     with threaded() as it:
-        batches = LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60)
+        batches = LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60, keys=client_keys("learner"))
     threading.Timer(0.1, batches.interrupt).start()
     assert batches.rewind(0) == 0 and batches.take(0) is None
     batches.close()
@@ -244,7 +252,10 @@ def test_a_batch_that_is_trained_again_is_no_progress(tmp_path, monkeypatch):
     monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
     made_progress.cache_clear()
 
-    with threaded() as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=30) as batches:
+    with (
+        threaded() as it,
+        LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=30, keys=client_keys("learner")) as batches,
+    ):
         assert batches.rewind(0) == 0
         asyncio.run(make(it.address))
         batches.take(0)
@@ -270,6 +281,7 @@ class Mistaken:
 
     async def __aenter__(self) -> str:
         self.socket = self.context.socket(zmq.ROUTER)
+        lock_fake(self.socket)
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.serving = asyncio.create_task(self._serve())
         return f"tcp://127.0.0.1:{port}"
@@ -315,7 +327,9 @@ async def test_a_learner_with_a_wrong_answer_to_take_or_results_raises():
     async with Mistaken(Due(due=3)) as address:
 
         def learn() -> None:
-            with LearnerClient(address, "learner-0", "f" * 16, 0, 1, timeout_s=60) as batches:
+            with LearnerClient(
+                address, "learner-0", "f" * 16, 0, 1, timeout_s=60, keys=client_keys("learner")
+            ) as batches:
                 with pytest.raises(ProtocolFault, match="answered Take with Due"):
                     batches.take(0)
                 batches.follow_evaluations([])
@@ -326,14 +340,17 @@ async def test_a_learner_with_a_wrong_answer_to_take_or_results_raises():
 
 
 def test_batches_end_when_the_versions_do():
-    with threaded(versions=1) as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60) as batches:
+    with (
+        threaded(versions=1) as it,
+        LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60, keys=client_keys("learner")) as batches,
+    ):
         batches.rewind(1)
         assert batches.take(1) is None
 
 
 def test_what_the_buffer_has_against_the_last_word_is_raised_when_batches_close():
     with threaded() as it:
-        batches = LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60)
+        batches = LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60, keys=client_keys("learner"))
         batches.trained(7, 0)
         with pytest.raises(RefusedError, match="the next batch is 0"):
             batches.close()
@@ -343,7 +360,7 @@ def test_what_the_buffer_has_against_the_last_word_is_raised_when_batches_close(
 def test_batches_without_a_buffer_or_with_another_config_fail_in_words():
     nowhere = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(TimeoutError, match=nowhere):
-        LearnerClient(nowhere, "learner-0", "f" * 16, 0, 1, timeout_s=0.3)
+        LearnerClient(nowhere, "learner-0", "f" * 16, 0, 1, timeout_s=0.3, keys=client_keys("learner"))
     with threaded() as it, pytest.raises(RefusedError, match="eeee"):
-        LearnerClient(it.address, "learner-0", "e" * 16, 0, 1, timeout_s=60)
+        LearnerClient(it.address, "learner-0", "e" * 16, 0, 1, timeout_s=60, keys=client_keys("learner"))
     assert not [thread for thread in threading.enumerate() if thread.name == "batches"]

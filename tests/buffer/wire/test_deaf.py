@@ -23,6 +23,7 @@ from tests.buffer.wire.test_many import Clients, hello
 from tests.buffer.wire.test_scale import kept
 from tests.buffer.wire.test_turns import Scripted
 from tests.harness.buffer_process import PROBLEMS, group, in_loop, make_requests
+from tests.harness.keys import server_keys, unlock
 from tests.harness.watched import make_config
 
 LEASE_S, STALL_S = 1.0, 2.5
@@ -46,7 +47,7 @@ class SlowDisk:
             commit(transaction)
 
         requests.commit = slowly  # type: ignore[method-assign]
-        async with BufferServer("tcp://127.0.0.1:*", requests.max_message) as server:
+        async with BufferServer("tcp://127.0.0.1:*", requests.max_message, server_keys()) as server:
             self.loop, self.address = asyncio.get_running_loop(), server.address
             self.serving = asyncio.create_task(server.serve(requests))
             self.ready.set()
@@ -68,7 +69,7 @@ def test_what_a_server_said_while_a_commit_was_slow_is_heard_before_its_leases_e
     with SlowDisk() as disk, context.socket(zmq.DEALER) as dealer:
         for option, value in connection.OPTIONS.items():
             dealer.setsockopt(option, value)
-        dealer.connect(disk.address)
+        unlock(dealer).connect(disk.address)
         got = {}
 
         def until(number: int):
@@ -206,7 +207,7 @@ def test_the_clock_stands_still_while_the_process_cannot_receive() -> None:
 def test_a_scale_waits_for_room_on_the_disk_like_everything_else(tmp_path: Path) -> None:
     requests = make_requests(tmp_path / "buffer.sqlite")
     clients, database = Clients(requests), requests.handlers.store._db
-    clients.say("o", hello("o", "observer"))
+    clients.say("o", hello("o", "launcher"))
     clients.say("o", kept("rollout-0"))
     requests.commit(requests.changes())
     (pages,) = database.execute("PRAGMA page_count").fetchone()

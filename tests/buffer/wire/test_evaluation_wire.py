@@ -8,6 +8,7 @@ import pytest
 from buffer.wire.client import LearnerClient, RolloutClient
 from buffer.wire.protocol import EvaluationResult, SetResult, State, Status
 from tests.harness.buffer_process import buffer, client, group, in_loop, make_requests, rollout
+from tests.harness.keys import client_keys
 
 SETS = {"few": SetResult(figures={"mean@2": 0.5}, examples=[{"problem": {"problem": "?"}, "answer": "!", "reward": 1}])}
 
@@ -16,7 +17,7 @@ async def learner(address: str, known: list[int]) -> LearnerClient:
     """Rank 0, which follows the results but for those `known`."""
 
     def connect() -> LearnerClient:
-        made = LearnerClient(address, "learner-0", "f" * 16, 0, 1)
+        made = LearnerClient(address, "learner-0", "f" * 16, 0, 1, keys=client_keys("learner"))
         made.rewind(0)
         made.follow_evaluations(known)
         return made

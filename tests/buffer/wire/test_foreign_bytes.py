@@ -118,7 +118,7 @@ def test_a_message_that_can_be_read_and_not_be_served_is_refused(what: str, tmp_
     who, fields = UNFIT[what]
     requests = make_requests(tmp_path / "buffer.sqlite", eval_every=1)
     clients = Clients(requests)
-    clients.say("o", hello("o", "observer"))
+    clients.say("o", hello("o", "launcher"))
     for item in clients.work("a", 2):
         clients.put("a", item)
     clients.say("a", Evaluate(version=0))
@@ -126,7 +126,7 @@ def test_a_message_that_can_be_read_and_not_be_served_is_refused(what: str, tmp_
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(400)  # msgpack reads 500 levels, in C, and `json` writes as many as Python lets it
     try:
-        requests.receive([who.encode(), msgpack.packb({"id": 99, **fields})], 0.0)
+        requests.receive([who.encode(), msgpack.packb({"id": 99, **fields})], 0.0, clients.roles[who])
         requests.retry(0.0)
     finally:
         sys.setrecursionlimit(limit)

@@ -23,6 +23,7 @@ from buffer.wire.server import OPTIONS
 from configs.flow.capacity import PARKED_BYTES
 from tests.buffer.wire.test_many import Clients, hello
 from tests.harness.buffer_process import buffer, client, group, in_loop, make_requests, rollout
+from tests.harness.keys import unlock
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
@@ -208,7 +209,7 @@ async def test_a_client_that_reads_nothing_loses_its_connection_and_holds_little
         deaf_socket = deaf.socket(zmq.DEALER)
         for option, value in {zmq.RCVHWM: 1, zmq.RCVBUF: 4096, zmq.LINGER: 0, zmq.IDENTITY: b"deaf"}.items():
             deaf_socket.setsockopt(option, value)
-        deaf_socket.connect(it.address)
+        unlock(deaf_socket, "observer").connect(it.address)
         await deaf_socket.send(pack(1, hello("deaf", "observer")))
         size = len(pack(1, requests._state(0.0)))
         number = 3 * UNSENT_BYTES // size
@@ -227,7 +228,9 @@ def test_observers_make_room_for_each_other_and_never_more_than_a_number_are_kno
     requests = make_requests()
     clients = Clients(requests)
     for number in range(3 * quotas.MOST_OBSERVERS):
-        requests.receive([f"o{number}".encode(), pack(1, hello(f"o{number}", "observer"))], float(number) / 1000)
+        requests.receive(
+            [f"o{number}".encode(), pack(1, hello(f"o{number}", "observer"))], float(number) / 1000, "observer"
+        )
     known = [one for one in requests.handlers.peers.values() if one.hello.role == "observer"]
     assert len(known) == quotas.MOST_OBSERVERS
     assert {one.hello.name for one in known} == {

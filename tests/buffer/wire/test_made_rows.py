@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from buffer.curve import client_keys_for
 from buffer.ledger.schedule import order
 from buffer.wire import protocol
 from buffer.wire.client import Connection, RolloutClient
@@ -25,8 +26,10 @@ def test_an_ask_waits_for_rows_and_the_buffer_does_not(tmp_path: Path) -> None:
         f"--buffer.address=tcp://127.0.0.1:{free_port()}",
     ]
     config = load(words)
+    keys = client_keys_for(config.buffer.address, config.run.path, "rollout")
     connections = [
-        Connection(config.buffer.address, name, "rollout", fingerprint(config)) for name in ("rollout-0", "rollout-1")
+        Connection(config.buffer.address, name, "rollout", fingerprint(config), keys=keys)
+        for name in ("rollout-0", "rollout-1")
     ]
     found: list[int] = []
     waits: list[float] = []

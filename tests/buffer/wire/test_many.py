@@ -49,6 +49,8 @@ class Clients:
 
     def __init__(self, requests: PendingRequests, ranks: int = 1) -> None:
         self.requests, self.number = requests, 0
+        self.roles = dict[str, str]()
+        """The role that each client has said."""
         for name in ("a", "b", "c"):
             self.say(name, hello(name))
         for rank in range(ranks):
@@ -56,7 +58,9 @@ class Clients:
 
     def say(self, who: str, message: Any, number: int | None = None) -> int:
         self.number += 1
-        self.requests.receive([who.encode(), pack(number or self.number, message)], 0.0)
+        if isinstance(message, Hello):
+            self.roles[who] = message.role
+        self.requests.receive([who.encode(), pack(number or self.number, message)], 0.0, self.roles.get(who, "rollout"))
         return number or self.number
 
     def turn(self, turn: LoopTurn | None = None) -> list[tuple[str, int, Any]]:
@@ -310,7 +314,7 @@ def test_what_a_replaced_server_was_to_repeat_is_forgotten(monkeypatch):
     clients, items = full_buffer(monkeypatch, parked=0)
     clients.put("a", items[0])
     assert [type(message) for *_, message in clients.turn()] == [Later]
-    clients.requests.receive([b"a2", pack(1, hello("a").model_copy(update={"token": "a2"}))], 0.0)
+    clients.requests.receive([b"a2", pack(1, hello("a").model_copy(update={"token": "a2"}))], 0.0, "rollout")
     clients.say("b", Status())
     (state,) = [message for *_, message in clients.turn() if isinstance(message, State)]
     assert not [waiter for waiter in state.waiters if waiter.kind == "Put"]

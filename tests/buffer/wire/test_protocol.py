@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from buffer.wire import protocol
 from buffer.wire.message import Array, Message, number_of, pack, unpack
 from buffer.wire.protocol import ANSWERS, PROTOCOL, REQUESTS, Ask, Put, State, Status, Waiter
+from buffer.wire.roles import VERBS
 from buffer.wire.sample import Sample
 from tests.harness.buffer_process import committed, make_requests, sample
 
@@ -146,18 +147,25 @@ HELLO = protocol.Hello(name="rollout-0", token="t", role="rollout", protocol=PRO
 
 
 @settings(max_examples=150)
-@given(st.lists(st.binary(max_size=64) | odd_requests() | st.just(pack(1, Ask(request=1, version=0, room=2)))))
-def test_whatever_arrives_the_buffer_goes_on(frames):
+@given(
+    st.lists(st.binary(max_size=64) | odd_requests() | st.just(pack(1, Ask(request=1, version=0, room=2)))),
+    st.sampled_from(sorted(VERBS)),
+)
+def test_whatever_arrives_the_buffer_goes_on(frames, role):
     it = make_requests()
-    it.receive([b"fuzz", pack(1, HELLO)], 0.0)
+    it.receive([b"fuzz", pack(1, HELLO)], 0.0, "rollout")
     for now, frame in enumerate(frames):
-        it.receive([b"fuzz", frame], float(now))
+        it.receive([b"fuzz", frame], float(now), role)
         it.retry(float(now))
         committed(it)
-    it.receive([b"fuzz"], 0.0)
-    it.receive([b"fuzz", b"", b""], 0.0)
-    it.receive([b"observer", pack(1, HELLO.model_copy(update={"name": "o", "token": "u", "role": "observer"}))], 0.0)
-    it.receive([b"observer", pack(5, Status())], 0.0)
+    it.receive([b"fuzz"], 0.0, "rollout")
+    it.receive([b"fuzz", b"", b""], 0.0, "rollout")
+    it.receive(
+        [b"observer", pack(1, HELLO.model_copy(update={"name": "o", "token": "u", "role": "observer"}))],
+        0.0,
+        "observer",
+    )
+    it.receive([b"observer", pack(5, Status())], 0.0, "observer")
     committed(it)
     identity, last = it.answers()[-1]
     number, state = unpack(last, ANSWERS)

@@ -24,7 +24,7 @@ async def state(observer: Connection) -> State:
 
 
 def observer(address: str) -> Connection:
-    return client(address, "scale", "observer", fingerprint="")
+    return client(address, "scale", "launcher", fingerprint="")
 
 
 @in_loop
@@ -40,7 +40,7 @@ async def test_a_number_is_refused_without_a_launcher_and_beyond_what_it_can_kee
         await person.expect(Scale(servers=3), Ack)
         assert ((now := await state(person)).wanted_servers, now.wanted_by_person) == (3, True)
         async with client(it.address) as server:
-            with pytest.raises(RefusedError, match="only observers"):
+            with pytest.raises(RefusedError, match="Scale is a request of the launcher"):
                 await server.request(Scale(servers=1))
 
 
@@ -130,7 +130,7 @@ async def test_a_server_that_leaves_hands_on_also_what_a_parked_ask_would_bring(
 @in_loop
 async def test_a_launcher_that_ended_is_told_until_the_next_one_comes() -> None:
     async with buffer() as it, observer(it.address) as person:
-        async with client(it.address, "launcher", "observer", fingerprint="") as launcher:
+        async with client(it.address, "launcher", "launcher", fingerprint="") as launcher:
             await launcher.expect(kept("rollout-0"), Ack)
             assert (await state(person)).launcher_gone_s is None
         while (await state(person)).launcher_gone_s is None:
@@ -139,6 +139,6 @@ async def test_a_launcher_that_ended_is_told_until_the_next_one_comes() -> None:
             peer.heard -= 1000.0
         async with observer(it.address):  # for which those are forgotten that nobody has heard of
             assert (await state(person)).launcher_gone_s is not None
-        async with client(it.address, "launcher", "observer", fingerprint="") as launcher:
+        async with client(it.address, "launcher", "launcher", fingerprint="") as launcher:
             await launcher.expect(kept("rollout-0"), Ack)
             assert (await state(person)).launcher_gone_s is None

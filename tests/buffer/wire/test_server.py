@@ -15,6 +15,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from buffer.keys import Role
 from buffer.store.sqlite import Store
 from buffer.wire import handlers
 from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
@@ -59,16 +60,17 @@ from tests.harness.buffer_process import (
     rollout,
     samples_of,
 )
+from tests.harness.keys import server_keys, unlock
 
 
 class Wire:
     """A bare socket that sends exactly what a test wants: repetitions, reorderings, nonsense."""
 
-    def __init__(self, address: str, identity: bytes = b"wire") -> None:
+    def __init__(self, address: str, identity: bytes = b"wire", role: Role = "rollout") -> None:
         self.context = zmq.asyncio.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, identity)
-        self.socket.connect(address)
+        unlock(self.socket, role).connect(address)
 
     async def __aenter__(self) -> "Wire":
         return self
@@ -130,15 +132,15 @@ async def test_a_process_that_is_not_registered_must_say_hello_first():
     ("change", "values"),
     [
         ({"protocol": PROTOCOL + 1}, (str(PROTOCOL), str(PROTOCOL + 1))),
-        ({"fingerprint": "e" * 16}, ("f" * 16, "e" * 16)),
+        ({"fingerprint": "e" * 16}, ("e" * 16, "run test")),
     ],
 )
 @in_loop
-async def test_another_protocol_or_config_is_refused_with_both_values(change, values):
+async def test_another_protocol_or_config_is_refused_and_learns_nothing_of_the_right_one(change, values):
     async with buffer() as it, Wire(it.address) as wire:
         answer = await wire.ask(1, hello(**change))
         assert isinstance(answer, Refused)
-        assert all(value in answer.reason for value in values)
+        assert all(value in answer.reason for value in values) and "f" * 16 not in answer.reason
         assert await wire.ask(2, Status()) == NotRegistered()
 
 
@@ -357,13 +359,13 @@ async def test_what_a_connection_left_unread_makes_no_second_peer_of_its_process
         dealer = context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.IDENTITY, b"t")
         dealer.setsockopt(zmq.LINGER, 10_000)
-        dealer.connect(server.address)
+        unlock(dealer).connect(server.address)
         for number, message in enumerate(messages, start=1):
             dealer.send(pack(number, message))
         return dealer
 
     speakers: list[bytes] = []
-    async with BufferServer("tcp://127.0.0.1:*", 2**20) as server:
+    async with BufferServer("tcp://127.0.0.1:*", 2**20, server_keys()) as server:
         with server._plain.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
             connections: zmq.Socket[bytes] = zmq.Socket.shadow(monitor)
             connect(Status(), hello()).close()
@@ -376,9 +378,9 @@ async def test_what_a_connection_left_unread_makes_no_second_peer_of_its_process
         with again:
             while len(speakers) < 3:
                 assert server._plain.poll(60_000)
-                for frames in server._receive()[0]:
+                for role, frames in server._receive()[0]:
                     speakers.append(bytes(frames[0]))
-                    requests.receive(frames, 0.0)
+                    requests.receive(frames, 0.0, role)
     context.term()
     assert len({*speakers}) == 2
     assert [*requests.handlers.peers] == [b"t"]
@@ -438,7 +440,7 @@ async def test_back_pressure_holds_groups_back_but_never_from_a_learner_that_wai
 
 @in_loop
 async def test_repeated_requests_change_nothing():
-    async with buffer() as it, Wire(it.address) as wire, Wire(it.address, b"learner") as learner:
+    async with buffer() as it, Wire(it.address) as wire, Wire(it.address, b"learner", "learner") as learner:
         await wire.ask(1, hello())
         await learner.ask(1, hello("learner-0", "l", "learner"))
         ask = Ask(request=1, version=0, room=2)
@@ -461,7 +463,7 @@ async def test_repeated_requests_change_nothing():
 
 @in_loop
 async def test_a_repeated_take_is_parked_once():
-    async with buffer() as it, Wire(it.address) as learner, rollout(it.address) as samples:
+    async with buffer() as it, Wire(it.address, role="learner") as learner, rollout(it.address) as samples:
         await learner.ask(1, hello("learner-0", "l", "learner"))
         for _ in range(3):
             await learner.say(2, Take(version=0, rank=0, world=1))
@@ -723,13 +725,13 @@ async def test_a_buffer_killed_in_mid_traffic_loses_nothing_it_acknowledged(tmp_
         assert code == 0, errors
 
 
-def test_a_busy_port_ends_it_in_one_line_before_anything_is_made(tmp_path):
+def test_a_busy_port_ends_it_in_one_line_before_anything_but_the_keys_is_made(tmp_path):
     with buffer_socket() as port:
         it = Process(tmp_path, port)
         done = subprocess.run(it.arguments(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     assert str(port) in done.stderr and len(done.stderr.strip().splitlines()) == 1
-    assert not it.run.exists()
+    assert {path.name for path in it.run.iterdir()} == {"keys", ".keys.lock"}
 
 
 @contextmanager
@@ -791,7 +793,10 @@ async def test_a_full_disk_holds_answers_back_and_loses_nothing(caplog):
 async def test_any_other_failure_of_the_file_ends_the_buffer_without_an_answer():
     store = FullDisk(None)
     requests = make_requests(store=store)
-    async with BufferServer("tcp://127.0.0.1:*", requests.max_message) as server, Wire(server.address) as wire:
+    async with (
+        BufferServer("tcp://127.0.0.1:*", requests.max_message, server_keys()) as server,
+        Wire(server.address) as wire,
+    ):
         store.refusals, store.code = 1, sqlite3.SQLITE_CORRUPT
         serving = asyncio.create_task(server.serve(requests))
         await wire.say(1, hello())

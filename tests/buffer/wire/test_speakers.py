@@ -16,6 +16,7 @@ from buffer.wire.requests import PendingRequests
 from buffer.wire.server import BufferServer, Speakers
 from tests.buffer.wire.test_many import hello
 from tests.harness.buffer_process import in_loop, make_requests
+from tests.harness.keys import server_keys, unlock
 
 ON, OFF = zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED
 A, B, RENAMED = b"a", b"b", b"\0made"
@@ -108,7 +109,7 @@ class Peers:
         dealer = self.context.socket(zmq.DEALER)
         for option, value in {zmq.IDENTITY: identity, zmq.LINGER: 60_000, zmq.RECONNECT_IVL: -1}.items():
             dealer.setsockopt(option, value)
-        dealer.connect(self.server.address)
+        unlock(dealer).connect(self.server.address)
         for number, message in enumerate((hello(identity.decode()), *messages)):
             await dealer.send(pack(number, message))
         return dealer
@@ -143,7 +144,7 @@ class Peers:
 @asynccontextmanager
 async def peers() -> AsyncIterator[Peers]:
     requests, context = make_requests(), zmq.asyncio.Context()
-    async with BufferServer("tcp://127.0.0.1:*", 2**20) as server:
+    async with BufferServer("tcp://127.0.0.1:*", 2**20, server_keys()) as server:
         try:
             yield Peers(server, requests, context)
         finally:

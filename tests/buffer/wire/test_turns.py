@@ -14,11 +14,12 @@ from buffer.store.segments import GroupCache
 from buffer.wire import server as wire
 from buffer.wire.handlers import FREE_AT_ONCE
 from buffer.wire.message import Frame, pack, unpack
-from buffer.wire.protocol import ANSWERS, Ask, Heartbeat, Put, Take, Trained, Work
+from buffer.wire.protocol import ANSWERS, Ask, Heartbeat, Hello, Put, Take, Trained, Work
 from buffer.wire.requests import PendingRequests
 from buffer.wire.server import BufferServer
 from tests.buffer.wire.test_many import hello
 from tests.harness.buffer_process import group, in_loop, make_requests
+from tests.harness.keys import server_keys
 
 RANKS = 4
 
@@ -31,9 +32,10 @@ class Scripted(BufferServer):
     """Gets the messages of each turn from a list, and notes what it does in which order."""
 
     def __init__(self, requests: PendingRequests) -> None:
-        super().__init__("tcp://127.0.0.1:*", 2**20)
+        super().__init__("tcp://127.0.0.1:*", 2**20, server_keys())
         self.requests, self.number = requests, 0
-        self.turns: list[list[list[Frame]]] = []
+        self.turns: list[list[tuple[str, list[Frame]]]] = []
+        self.roles = dict[str, str]()
         self.did: list[str] = []
         self.answers: list[object] = []
         make = requests.handlers._part
@@ -50,7 +52,10 @@ class Scripted(BufferServer):
         self.turns.append([])
         for who, message in said:
             self.number += 1
-            self.turns[-1].append([who.encode(), pack(self.number, message)])  # type: ignore[arg-type]
+            if isinstance(message, Hello):
+                self.roles[who] = message.role
+            frames: list[Frame] = [who.encode(), pack(self.number, message)]  # type: ignore[arg-type]
+            self.turns[-1].append((self.roles.get(who, "rollout"), frames))
         with suppress(Over):
             await self.serve(self.requests)
 
@@ -58,7 +63,7 @@ class Scripted(BufferServer):
         if not self.turns and not at_once:
             raise Over
 
-    def _receive(self) -> tuple[list[list[Frame]], bool]:
+    def _receive(self) -> tuple[list[tuple[str, list[Frame]]], bool]:
         return (self.turns.pop(0) if self.turns else []), False
 
     def _send(self, answer) -> None:
@@ -148,6 +153,6 @@ def listening() -> Iterator[tuple[int, int]]:
 @in_loop
 async def test_as_many_may_connect_at_once_as_the_kernel_allows() -> None:
     """Thousands do when the buffer is started again; those beyond the queue wait for seconds."""
-    async with BufferServer("tcp://127.0.0.1:*", 2**20) as server:
+    async with BufferServer("tcp://127.0.0.1:*", 2**20, server_keys()) as server:
         queues = dict(listening())
         assert queues[int(server.address.rpartition(":")[2])] == int(Path("/proc/sys/net/core/somaxconn").read_text())

@@ -9,6 +9,7 @@ import pytest
 
 from learner.record.observer import Observer, servers_record
 from tests.harness.buffer_process import buffer, in_loop, rollout
+from tests.harness.keys import client_keys
 from tests.harness.watched import make_config, state
 
 
@@ -46,7 +47,7 @@ async def test_the_buffer_is_asked_until_the_learner_ends(tmp_path: Path) -> Non
     async with buffer() as served, rollout(served.address, "rollout-0") as client:
         await client.beat({"running": 5.0})
         config = make_config(tmp_path, f"buffer.address={served.address}", "log.servers_every_s=0.05")
-        with Observer(config, None, 0, take):
+        with Observer(config, client_keys("learner"), 0, take):
             assert await asyncio.to_thread(enough.wait, 50.0)
     assert found[-1]["server/rollout-0/running"] == 5.0
     assert [one["time"] for one in found] == sorted(one["time"] for one in found)
@@ -66,11 +67,13 @@ async def test_a_disk_that_is_full_for_a_moment_costs_a_few_records(
 
     async with buffer() as served:
         config = make_config(tmp_path, f"buffer.address={served.address}", "log.servers_every_s=0.05")
-        with Observer(config, None, 0, take):
+        with Observer(config, client_keys("learner"), 0, take):
             assert await asyncio.to_thread(written.wait, 50.0)
     assert caplog.text.count("No space left on device") == 1
 
 
 def test_a_learner_whose_buffer_is_gone_ends_all_the_same(tmp_path: Path) -> None:
-    with Observer(make_config(tmp_path, "buffer.address=tcp://127.0.0.1:9"), None, 0, lambda record: None):
+    with Observer(
+        make_config(tmp_path, "buffer.address=tcp://127.0.0.1:9"), client_keys("learner"), 0, lambda record: None
+    ):
         pass

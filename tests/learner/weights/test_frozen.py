@@ -16,6 +16,7 @@ from learner.weights.protocol import Checksums, Go
 from learner.weights.receiver import staging as receiving
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.sender.publish import Follower, Sender
+from tests.harness.keys import server_keys
 from tests.harness.scenes import intercept
 from tests.harness.weights_server import (
     HEARTBEAT_S,
@@ -40,7 +41,13 @@ class Learner:
     """A sender of a policy with frozen weights; `sent` is whom it told to receive what."""
 
     def __init__(self, specs=SPECS, frozen=FROZEN, folder=None, **keys):
-        self.sender = Sender(specs, config(**keys), 0, CPU, heartbeat_s=HEARTBEAT_S, folder=folder, frozen=frozen)
+        self.sender = Sender(
+            *(specs, config(**keys), 0, CPU),
+            heartbeat_s=HEARTBEAT_S,
+            folder=folder,
+            frozen=frozen,
+            keys=server_keys("learner"),
+        )
         self.sent, self.frozen, self.address = [], frozen, self.sender.address
         plan = self.sender._copies.plan
         names = {plan.trained.digest: "trained", plan.digest: "whole"}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from learner.weights.sender.publish import Sender
+from tests.harness.keys import server_keys
 from tests.harness.weights_server import (
     HEARTBEAT_S,
     SPECS,
@@ -25,7 +26,11 @@ HELD_S = TIMEOUT_S + 0.6
 
 @contextmanager
 def a_sender():
-    sender = Sender(SPECS, config(timeout_s=TIMEOUT_S), 0, torch.device("cpu"), heartbeat_s=HEARTBEAT_S)
+    sender = Sender(
+        *(SPECS, config(timeout_s=TIMEOUT_S), 0, torch.device("cpu")),
+        heartbeat_s=HEARTBEAT_S,
+        keys=server_keys("learner"),
+    )
     try:
         yield sender
     finally:

@@ -10,6 +10,7 @@ from learner.weights.channel import ChannelError
 from learner.weights.plan import Plan
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.sender.publish import Sender
+from tests.harness.keys import server_keys
 from tests.harness.weights_server import HEARTBEAT_S, SPECS, Addresses, StagingEngine, VersionedPolicy, config, servers
 from tests.learner.weights.test_wire import a_sender, run, until_stat
 
@@ -19,7 +20,10 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def by_files(tmp_path):
     sender = Sender(
-        SPECS, config(transport="safetensors"), 0, CPU, heartbeat_s=HEARTBEAT_S, folder=tmp_path / "weights"
+        *(SPECS, config(transport="safetensors"), 0, CPU),
+        heartbeat_s=HEARTBEAT_S,
+        folder=tmp_path / "weights",
+        keys=server_keys("learner"),
     )
     yield sender
     sender.close()

@@ -14,6 +14,7 @@ from learner.weights.protocol import Go, RankAssignment, ServerWelcome, TensorSp
 from learner.weights.receiver.follow import Receiver
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.receiver.staging import Staging
+from tests.harness.keys import client_keys
 from tests.harness.weights_server import SPECS, WAIT_S, Addresses, StagingEngine, VersionedPolicy, config, servers
 from tests.learner.weights.test_wire import a_sender, run, until_stat
 
@@ -94,7 +95,14 @@ def test_a_server_whose_thread_never_ends_does():
         with a_sender(timeout_s=0.6) as sender:
             engine = an_engine(lambda: release.wait(WAIT_S))
             addresses = Addresses(sender.address)
-            receiver = Receiver(addresses.where, engine, "stuck", config(staging="full"), heartbeat_s=0.1)
+            receiver = Receiver(
+                addresses.where,
+                engine,
+                "stuck",
+                config(staging="full"),
+                heartbeat_s=0.1,
+                keys=client_keys(server="learner"),
+            )
             following = asyncio.create_task(anext(receiver.policies()))
             await until_stat(sender, "weights/members", 1.0)
             sender.publish(VersionedPolicy(0), 0)

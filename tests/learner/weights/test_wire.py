@@ -17,6 +17,7 @@ from learner.weights.protocol import Checksums, Probe
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.sender.publish import Follower, Sender
 from tests.buffer.wire.test_foreign_bytes import PROBES, answer_to
+from tests.harness.keys import server_keys, unlock
 from tests.harness.scenes import GRACE_S, intercept
 from tests.harness.server_process import ServerProcess
 from tests.harness.tiny_vlm import tiny_tokenizer
@@ -37,7 +38,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def a_sender(heartbeat_s=HEARTBEAT_S, **keys):
-    sender = Sender(SPECS, config(**keys), 0, CPU, heartbeat_s=heartbeat_s)
+    sender = Sender(SPECS, config(**keys), 0, CPU, heartbeat_s=heartbeat_s, keys=server_keys("learner"))
     try:
         yield sender
     finally:
@@ -312,7 +313,7 @@ def test_unknown_peers_are_refused_in_words_and_do_no_harm():
         with a_sender() as sender, zmq.Context() as context, context.socket(zmq.DEALER) as peer:
             peer.setsockopt(zmq.LINGER, 0)
             peer.setsockopt(zmq.RCVTIMEO, 5000)
-            peer.connect(sender.address)
+            unlock(peer, server="learner").connect(sender.address)
             for frames in ([b"junk"], [b"a", b"b", b"c"], [b""]):
                 peer.send_multipart(frames)
                 assert b"Refused" in await asyncio.to_thread(peer.recv)
@@ -352,7 +353,7 @@ def test_a_probe_with_a_picture_is_drawn_at_both_ends(staging):
     shown = ShownProbe(tokens, image, (tokens, image))
 
     async def test():
-        sender = Sender(SPECS, config(), 0, CPU, shown, heartbeat_s=HEARTBEAT_S)
+        sender = Sender(SPECS, config(), 0, CPU, shown, heartbeat_s=HEARTBEAT_S, keys=server_keys("learner"))
         keys = {"staging": staging, "engine": SeeingEngine()}
         try:
             async with (

@@ -20,6 +20,7 @@ from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
 from rollout.errors import EngineError
 from tests.harness.engines import played
+from tests.harness.keys import client_keys, server_keys
 from tests.harness.one_gpu import GPU_ENGINE, device_of, start
 from tests.harness.published import TorchPolicy, difference, scores, step
 from tests.harness.tiny_experts import tiny_experts
@@ -95,7 +96,7 @@ async def pushed(seen, model, engine, config, staging, first):
     """Three policies over the weights wire."""
     dtype, device = getattr(torch, config.model.dtype), device_of(config)
     specs = [Spec(name, tuple(p.shape), dtype) for name, p in model.named_parameters()]
-    sender, held = Sender(specs, config.weights, 0, device), asyncio.Queue()
+    sender, held = Sender(specs, config.weights, 0, device, keys=server_keys("learner")), asyncio.Queue()
 
     async def where(known):
         if known:
@@ -103,7 +104,9 @@ async def pushed(seen, model, engine, config, staging, first):
         return sender.address
 
     async def follow():
-        async for policy in Receiver(where, engine, "rollout-0", config.weights).policies():
+        async for policy in Receiver(
+            where, engine, "rollout-0", config.weights, keys=client_keys(server="learner")
+        ).policies():
             await policy.load()
             engine.version = policy.version
             await policy.loaded()

@@ -21,6 +21,7 @@ from learner.weights.protocol import Go
 from learner.weights.receiver.follow import Receiver
 from learner.weights.receiver.staged import WeightsError
 from tests.harness.engines import played, vision_config
+from tests.harness.keys import client_keys
 from tests.harness.scenes import intercept
 from tests.harness.tiny_vlm import KINDS, tiny_vlm
 from tests.harness.world import LEARNER, alone
@@ -106,7 +107,9 @@ class Pushes:
                 await asyncio.Event().wait()
             return sender.address
 
-        async for policy in Receiver(where, self.engine, "rollout-0", config.weights, form=form).policies():
+        async for policy in Receiver(
+            where, self.engine, "rollout-0", config.weights, form=form, keys=client_keys(server="learner")
+        ).policies():
             await policy.load()
             self.engine.version = policy.version
             await policy.loaded()

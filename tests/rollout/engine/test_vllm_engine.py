@@ -21,6 +21,7 @@ from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
 from rollout.errors import EngineDead, EngineError, EpisodeError
 from tests.harness.engines import DENSE_VOCABULARY, dense_config, played
+from tests.harness.keys import client_keys, server_keys
 from tests.harness.published import TorchPolicy, difference, scores, step, tiny_qwen2
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -43,7 +44,7 @@ async def play(folder, engine, config, model):
     """The scenario; returns what happened."""
     seen = SimpleNamespace(config=config)
     specs = [Spec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
-    sender = Sender(specs, seen.config.weights, 0, torch.device("cpu"))
+    sender = Sender(specs, seen.config.weights, 0, torch.device("cpu"), keys=server_keys("learner"))
     held = asyncio.Queue()
     follow = asyncio.create_task(take(sender, engine, held, seen.config))
     follow.add_done_callback(lambda task: held.put_nowait(task))  # ends the wait for a version
@@ -82,7 +83,9 @@ async def take(sender, engine, held, config):
             await asyncio.Event().wait()
         return sender.address
 
-    async for policy in Receiver(where, engine, "rollout-0", config.weights).policies():
+    async for policy in Receiver(
+        where, engine, "rollout-0", config.weights, keys=client_keys(server="learner")
+    ).policies():
         await policy.load()
         engine.version = policy.version
         await policy.loaded()

@@ -19,6 +19,7 @@ from typing import Any
 
 import uvloop
 
+from buffer.curve import client_keys_for
 from buffer.wire.client import Connection, LearnerClient, RolloutClient, heartbeats
 from buffer.wire.protocol import EvaluationResult
 from configs.entrypoint import BAD_INPUT, DONE, ENDINGS, FAILED, configure_logging, made_progress
@@ -63,7 +64,8 @@ def learn(config: Config) -> int:
     run.checkpoints.mkdir(exist_ok=True)
     weights, checkpoints = Weights(), Checkpoints(run.checkpoints, config.learner.checkpoint_every)
     told = config.buffer.address, "learner-0", fingerprint(config), 0, 1
-    with LearnerClient(*told, serves=weights.address) as batches:
+    keys = client_keys_for(config.buffer.address, config.run.path, "learner")
+    with LearnerClient(*told, serves=weights.address, keys=keys) as batches:
         metrics = EvaluationLog(run.folder / "evaluations.jsonl")
         real_loop()(Policy(), Journal(run.journal), batches, weights, checkpoints, metrics, config.run.versions)
     if batches.finished is None:
@@ -86,7 +88,8 @@ async def roll_out(config: Config) -> int:
     from tests.system.chaos_rollout import Engine, Prompts, Receiver
 
     engine, prompts, log = Engine(Run(config.run.folder)), Prompts(), config.run.path / "logs" / "rollout-0"
-    client = Connection(config.buffer.address, "rollout-0", "rollout", fingerprint(config))
+    keys = client_keys_for(config.buffer.address, config.run.path, "rollout")
+    client = Connection(config.buffer.address, "rollout-0", "rollout", fingerprint(config), keys=keys)
     task = TASKS.get(config.rollout.task) or UserTask(config, None, log)
     setup = RolloutSetup(prompts, task, RewardPool(config.reward, log))  # type: ignore[arg-type]
     sets, places = load_sets(config) if config.eval.every else [], start(config, True, lambda tokens: 64)[0]

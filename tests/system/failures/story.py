@@ -24,6 +24,7 @@ from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from actors.watch.run_state import ask, ledger_lines, stored, waits
 from actors.watch.state_poll import StatePoll
+from buffer.curve import client_keys_for, endpoint, identify
 from buffer.wire.protocol import LAUNCHER, State
 from configs.load import load
 from configs.schema import Config
@@ -104,7 +105,7 @@ class _Telling:
         watches = [poll.follow(), self.display.watch(poll), self._watch()]
         others = [asyncio.create_task(task) for task in watches]
         if story.case.flood:
-            others.append(asyncio.create_task(flood(self.config.buffer.address)))
+            others.append(asyncio.create_task(flood(self.config)))
         supervisor = Supervisor(plain, self._place, self.display.show_event, self.display.say)
         try:
             story.code = await asyncio.wait_for(supervisor.run(), LIMIT_S)
@@ -147,11 +148,13 @@ class _Telling:
         story.status = next(iter(lines), story.status)
 
 
-async def flood(address: str) -> None:
+async def flood(config: Config) -> None:
     """Send the buffer malformed messages until cancelled."""
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(address)
+        keys = client_keys_for(config.buffer.address, config.run.path, "rollout")
+        identify(socket, keys, config.buffer.address)
+        socket.connect(endpoint(config.buffer.address, keys.folder))
         while True:
             for _ in range(500):
                 await socket.send(b"rubbish")

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 
+from buffer.curve import client_keys_for
 from buffer.wire.client import Connection, RolloutClient, heartbeats
 from buffer.wire.message import Array
 from buffer.wire.protocol import State, Status
@@ -40,7 +41,8 @@ async def main(argv: list[str]) -> None:
     """Work until the buffer has no more."""
     flags, rest = split_flags(argv, "python -m rollout", name={"default": "rollout-0"})
     config, version = load(rest), 0
-    async with Connection(config.buffer.address, flags.name, "rollout", fingerprint(config)) as connection:
+    keys = client_keys_for(config.buffer.address, config.run.path, "rollout")
+    async with Connection(config.buffer.address, flags.name, "rollout", fingerprint(config), keys=keys) as connection:
         buffer = RolloutClient(connection, lambda: version)
 
         async def follow() -> None:

@@ -20,6 +20,7 @@ from rollout.errors import EngineError
 from tests.harness.adapted import LINEAR, Adapted, make_base
 from tests.harness.adapters import saved_by_learner
 from tests.harness.engines import played
+from tests.harness.keys import client_keys, server_keys
 from tests.harness.one_gpu import GPU_ENGINE, device_of, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -64,6 +65,7 @@ class Learner:
             device_of(config),
             TEXT,
             folder=Path(config.model.path) / "policies",
+            keys=server_keys("learner"),
         )
 
     def follow(self, engine, name="rollout-0"):
@@ -76,7 +78,8 @@ class Learner:
             return self.sender.address
 
         async def load():
-            async for policy in Receiver(where, engine, name, self.config.weights).policies():
+            keys = client_keys(server="learner")
+            async for policy in Receiver(where, engine, name, self.config.weights, keys=keys).policies():
                 await policy.load()
                 engine.version = policy.version
                 await policy.loaded()

@@ -1,0 +1,189 @@
+"""The keys of a run: a CURVE pair for each role, and the token that its reward servers ask for.
+
+`<run>/keys/` (mode 0700) holds `ROLE.public` and `ROLE.secret`, 40 characters of Z85 each, and `reward.token`, all with
+mode 0600. The process that starts first makes them (`curve.ready`); all others read the files that their role needs.
+Waits for another process of the run only while that one makes them.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import zmq
+
+Role = Literal["buffer", "learner", "rollout", "launcher", "observer"]
+ROLES: tuple[Role, ...] = get_args(Role)
+TOKEN = "reward.token"
+NAMES = (*(f"{role}.{half}" for role in ROLES for half in ("public", "secret")), TOKEN)
+OLD_NAMES = ("server.public", "server.secret", "client.public", "client.secret")
+"""Files of an older Headrace, which had one pair for all clients."""
+ADMITTED: dict[Role, tuple[Role, ...]] = {
+    "buffer": ("learner", "rollout", "launcher", "observer"),
+    "learner": ("rollout",),
+}
+"""The roles whose keys a server accepts: the buffer's samples wire, the learner's weights wire."""
+READS: dict[str, tuple[str, ...]] = {
+    "buffer": ("buffer.public", "buffer.secret", *(f"{role}.public" for role in ADMITTED["buffer"])),
+    "learner": ("learner.public", "learner.secret", "buffer.public", "rollout.public"),
+    "rollout": ("rollout.public", "rollout.secret", "buffer.public", "learner.public", TOKEN),
+    "reward": (TOKEN,),
+}
+"""The files that a process on another machine needs, by its role. On one machine, where a Unix socket is used, the
+buffer also reads the clients' secrets, which are their passwords there."""
+
+
+class KeysError(ValueError):
+    """Keys are missing, unreadable or readable by others; the text names file and remedy."""
+
+
+class NoKeys(KeysError):
+    """A key file does not exist: nothing of the run has been started where this folder is."""
+
+
+class Pair(NamedTuple):
+    """A CURVE key pair in Z85."""
+
+    public: bytes
+    secret: bytes
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """Keys of a process that others connect to: its own pair, and whom it admits."""
+
+    folder: Path
+    public: bytes
+    secret: bytes = field(repr=False)
+    clients: Mapping[bytes, Role]
+    """Role by public key."""
+    passwords: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Password by role, for a Unix socket."""
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether this client key is admitted. (Called by pyzmq's authenticator with the key in Z85.)"""
+        return key in self.clients
+
+
+@dataclass(frozen=True)
+class ClientKeys:
+    """Keys of a process that connects to a server: the server's public key, and the pair of its own role."""
+
+    folder: Path
+    role: Role
+    server_public: bytes
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+def make_keys(folder: Path) -> Path:
+    """Make the keys of a run in `folder`, unless they are there; they replace the four files of an older Headrace.
+
+    All files appear at once or not at all. Of several processes that call this at the same time one makes the keys.
+    Raises KeysError.
+    """
+    try:
+        if not _has_keys(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(folder):
+                if not _has_keys(folder):
+                    _put(folder, {role: Pair(*zmq.curve_keypair()) for role in ROLES}, secrets.token_urlsafe(32))
+    except OSError as error:
+        raise KeysError(f"{folder}: keys cannot be made: {error.strerror}; see what is in it") from None
+    return folder
+
+
+def write_keys(folder: Path, pairs: Mapping[Role, Pair], token: str) -> None:
+    """Write all files into `folder`, which is there and empty."""
+    texts = {f"{role}.{half}": key for role, pair in pairs.items() for half, key in pair._asdict().items()}
+    for name, key in {**texts, TOKEN: token.encode()}.items():
+        write_key(folder / name, key)
+
+
+def write_key(file: Path, key: bytes) -> None:
+    """Write a new file that only this user can read."""
+    with open(file, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
+        opened.write(key.strip() + b"\n")
+
+
+def load_server_keys(folder: Path, role: Role = "buffer", passwords: bool = False) -> ServerKeys:
+    """Keys of the buffer, or of the learner as a server of weights. `passwords`: for a Unix socket. Raises
+    KeysError."""
+    pair, admitted = _pair(folder, role), ADMITTED[role]
+    clients: dict[bytes, Role] = {read_key(folder / f"{one}.public"): one for one in admitted}
+    known: dict[str, str] = {one: read_key(folder / f"{one}.secret").decode() for one in admitted if passwords}
+    return ServerKeys(folder, *pair, clients, known)
+
+
+def load_client_keys(folder: Path, role: Role, server: Role = "buffer") -> ClientKeys:
+    """Keys with which a process of `role` connects to `server`. Raises KeysError."""
+    return ClientKeys(folder, role, read_key(folder / f"{server}.public"), *_pair(folder, role))
+
+
+def load_token(folder: Path) -> str:
+    """The token of the run's reward servers. Raises KeysError."""
+    return read_key(folder / TOKEN).decode()
+
+
+def read_key(path: Path) -> bytes:
+    """The key in a file. Raises KeysError for a file that is missing, holds no key, or can be read by others."""
+    try:
+        mode = path.stat().st_mode & 0o777
+        key = path.read_bytes().strip()
+    except OSError as error:
+        kind = NoKeys if isinstance(error, FileNotFoundError | NotADirectoryError) else KeysError
+        raise kind(f"{path}: {error.strerror}; {_remedy(path.parent)}") from None
+    if mode & 0o077:
+        raise KeysError(f"{path}: mode {mode:04o} lets others read the key; `chmod 600 {path}`, or make new keys")
+    if len(key) != (43 if path.name == TOKEN else 40):
+        raise KeysError(f"{path}: {len(key)} bytes are no key; stop the run, remove {path.parent} and start it again")
+    return key
+
+
+def _remedy(folder: Path) -> str:
+    make = "`python -m actors launch` or `python -m buffer`, on the machine of the buffer"
+    if any((folder / name).exists() for name in OLD_NAMES):
+        return f"the keys there are those of an older Headrace: {make} replaces them, then copy the folder here"
+    return f"keys are made by {make}: start one of them, or copy the folder from there"
+
+
+def _pair(folder: Path, role: Role) -> Pair:
+    return Pair(read_key(folder / f"{role}.public"), read_key(folder / f"{role}.secret"))
+
+
+def _has_keys(folder: Path) -> bool:
+    """Whether a process of this Headrace has made keys there, or has received some of them."""
+    return any((folder / name).exists() for name in NAMES)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process makes these keys, and keep others from it within the block."""
+    lock = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _put(folder: Path, pairs: Mapping[Role, Pair], token: str) -> None:
+    """Put new keys in the place of `folder`, whose older keys, if there are some, are removed."""
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))  # mode 0700
+    try:
+        write_keys(fresh, pairs, token)
+        if folder.is_dir():
+            for name in OLD_NAMES:
+                (folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # it holds something else, of which the next line's error speaks
+                folder.rmdir()
+        fresh.rename(folder)
+    except OSError:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
