@@ -116,7 +116,7 @@ def main(run: NemesisRun) -> None:
     sender = Sender(SPECS, config.weights, config.run.seed, torch.device("cpu"), **options)  # type: ignore[arg-type]
     run.weights_wire.write_text(sender.address)
     address = f"tcp://127.0.0.1:{run.port_of('learner', 'buffer')}"
-    keys = buffer_keys(config)
+    keys = buffer_keys(config, "learner")
     checkpoints = Checkpoints(run.checkpoints, config.learner.checkpoint_every, history)
     with LearnerClient(address, "learner-0", fingerprint(config), 0, 1, sender.address, keys=keys) as batches:
         policy, algorithm = NamedPolicy(INITIAL), Algorithm(history)

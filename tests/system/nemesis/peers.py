@@ -27,7 +27,7 @@ from buffer.wire.client import Connection, RefusedError
 from buffer.wire.message import Array, Message
 from buffer.wire.sample import Sample
 from configs.resume import fingerprint
-from tests.system.nemesis.keys import buffer_keys, weights_keys
+from tests.system.nemesis.keys import buffer_keys, learner_keys, weights_keys
 from tests.system.nemesis.run import SERVERS, NemesisRun
 
 FOREIGN = (
@@ -102,7 +102,7 @@ def connected(address: str) -> socket.socket:
 async def observer(address: str, run: NemesisRun) -> None:
     """Says Hello as an observer, and does what servers and learners do, as fast as it gets answers."""
     config = run.config()
-    async with Connection(address, "rude", "observer", keys=buffer_keys(config)) as connection:
+    async with Connection(address, "rude", "observer", keys=buffer_keys(config, "observer")) as connection:
         await asyncio.gather(make_groups(connection, config.batch.samples), train(connection))
 
 
@@ -157,10 +157,10 @@ async def learner(address: str, run: NemesisRun) -> None:
     from tests.system.nemesis.weights import SPECS, NamedPolicy
 
     config = run.config()
-    sender = Sender(SPECS, config.weights, 0, torch.device("cpu"), heartbeat_s=0.5)
+    sender = Sender(SPECS, config.weights, 0, torch.device("cpu"), keys=learner_keys(config), heartbeat_s=0.5)
     sender.publish(NamedPolicy("ab" * 32), RUDE_VERSION)
     hello = "learner-0", "learner", fingerprint(config), sender.address
-    async with Connection(address, *hello, keys=buffer_keys(config)):  # type: ignore[arg-type]
+    async with Connection(address, *hello, keys=buffer_keys(config, "rollout")):  # type: ignore[arg-type]
         await asyncio.Event().wait()
 
 

@@ -125,7 +125,7 @@ async def main(run: NemesisRun, name: str) -> int:
     torch.set_num_threads(1)
     config, history = run.config(), run.history(name)
     address = f"tcp://127.0.0.1:{run.port_of(name, 'buffer')}"
-    client = Connection(address, name, "rollout", fingerprint(config), keys=buffer_keys(config))
+    client = Connection(address, name, "rollout", fingerprint(config), keys=buffer_keys(config, "rollout"))
     drain = Drain(config.rollout.drain_s)
     with StopSignals(drain.begin, drain.force) as signals:
         try:
@@ -144,7 +144,7 @@ async def work(run: NemesisRun, config: Config, engine: Engine, client: Connecti
     sampler = Sampler(engine, prompts, 1.0, config.sampling.max_tokens, max_sample_tokens(config))  # type: ignore[arg-type]
     episodes = Episodes(prompts, task, sampler, None, config.batch.samples)  # type: ignore[arg-type]
     where = through_proxy(buffer.where, run.port_of(client.name, "weights"))
-    receiver = Receiver(where, engine, client.name, config.weights, weights_keys(config), heartbeat_s=0.5)
+    receiver = Receiver(where, engine, client.name, config.weights, keys=weights_keys(config), heartbeat_s=0.5)
     updates = PolicyUpdates(receiver, config.run.versions)
     evaluator = Evaluator(config, None, engine, buffer, receiver, None, [])  # type: ignore[arg-type]
     revoke = partial(episodes.abandon, failure=Failure("the buffer took the lease back"))
