@@ -73,9 +73,11 @@ $(VENV)/oldest/.installed: pyproject.toml tests/oldest.txt
 gpu: $(STAMP)
 	$(RUN) -m pytest -m gpu
 
-# Long form of the chaos test: at least 200 kills, and other faults between them. CHAOS_SEED picks another run, CHAOS adds flags.
+# Long form of the chaos test: at least 200 kills, and other faults between them; then the nemesis: launched runs with the real weights
+# wire meet 200 faults of every kind. CHAOS_SEED picks other runs, CHAOS and NEMESIS add flags to either. Takes about two hours.
 chaos: $(STAMP)
 	$(RUN) -m tests.system.chaos --kills 200 --seed $${CHAOS_SEED:-0} $(CHAOS)
+	$(RUN) -m tests.system.nemesis --faults 200 --seed $${CHAOS_SEED:-0} $(NEMESIS)
 
 # Training time that is left under kills, in half an hour: four kills, one each 300 s. SOAK adds flags, as in SOAK="--minutes 60".
 soak: $(STAMP)

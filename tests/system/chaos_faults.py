@@ -18,14 +18,18 @@ KINDS = ("kill", "stop", "disk", "clock")
 """Faults that `--faults` chooses from."""
 DISK_MIB = 64
 """More than the ledger of a run with 50 kills takes, the log of SQLite and the space allocated ahead included."""
-MOUNT = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "headrace"]
 WALL_CLOCK = ROOT / "tests" / "harness" / "wall_clock"
 JUMP_S = 3600
 
 
+def mount(mib: int) -> list[str]:
+    """The command, but for the folder."""
+    return ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "headrace"]
+
+
 def why_no_disk() -> str:
     """Why this process may not mount a disk, in one line; empty if it may. Tried in a namespace of its own."""
-    trial = ["unshare", "--mount", *MOUNT, "/mnt"]
+    trial = ["unshare", "--mount", *mount(DISK_MIB), "/mnt"]
     if missing := [program for program in ("unshare", "mount") if shutil.which(program) is None]:
         return f"no program {missing[0]}"
     done = subprocess.run(trial, capture_output=True, text=True)
@@ -36,15 +40,15 @@ def why_no_disk() -> str:
 class Disk:
     """The small file system at `folder`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, mib: int = DISK_MIB) -> None:
+        self.folder, self.mib = folder, mib
         self._ballast = folder / "ballast"
 
     @contextmanager
     def mounted(self) -> Iterator[None]:
         """While the block runs. Afterwards `folder` is an ordinary one with the same files."""
         self.folder.mkdir()
-        subprocess.run([*MOUNT, str(self.folder)], check=True)
+        subprocess.run([*mount(self.mib), str(self.folder)], check=True)
         copy = self.folder.with_name(f"{self.folder.name}-copy")
         try:
             yield
