@@ -270,8 +270,6 @@ EVERY = [
     ),
 ]
 KINDS = {kind.name: kind for kind in EVERY}
-PENDING = {"peer-observer-buffer", "peer-learner-buffer"}
-"""Kinds against which there is no protection yet: left out unless they are named."""
 
 
 def chosen(names: str) -> list[Kind]:
