@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.system.chaos_faults import why_no_disk
-from tests.system.nemesis.__main__ import kinds_of, main, results
+from tests.system.nemesis.__main__ import main, results
 from tests.system.nemesis.checker import Violation
 from tests.system.nemesis.faults import EVERY, KINDS, Kind, RunLost, chosen
 from tests.system.nemesis.history import INITIAL, Event, Restored, Trained
