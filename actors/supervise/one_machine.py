@@ -77,7 +77,7 @@ class PlainKeeper:
         """It waits for GPUs no more, whether it got them or not."""
         self._last = Event(0, "ended", "it was waiting for GPUs", DONE)
         """The only event of a process that never starts."""
-        self._said_what_for = False
+        self._said_what_for = self._released = False
         self._calls = ThreadPoolExecutor(CALLS, f"calls-{process.name}")
         pool.ask(self)
 
@@ -109,12 +109,13 @@ class PlainKeeper:
             await self._call(self.keeper.drain, timeout_s)
 
     async def kill(self) -> None:
-        """As `Keeper.kill`."""
-        if not self._withdrawn() and self.keeper is not None:
+        """As `Keeper.kill`; does nothing once the keeper was released, because its process is gone."""
+        if not self._released and not self._withdrawn() and self.keeper is not None:
             await self._call(self.keeper.kill)
 
     def release(self) -> None:
         """Let others have its GPUs, once its process is gone."""
+        self._released = True
         self._withdrawn()
         gpus, self._gpus = self._gpus, []
         self._pool.give_back(gpus)

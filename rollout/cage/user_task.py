@@ -55,7 +55,6 @@ class UserTask:
 
     async def __aenter__(self) -> "UserTask":
         async with AsyncExitStack() as entered:
-            entered.callback(self.sessions.template.close)
             await entered.enter_async_context(self._cage)
             if self._cage.about["convention"] == "base_url":
                 await entered.enter_async_context(self._by_url.server)

@@ -44,6 +44,8 @@ class RolloutSetup:
     task: Task
     rewards: RewardPool | None
     """None: the task itself scores."""
+    sessions: Sessions | None = None
+    """Sessions of the task; None: it needs none."""
     _entered: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
@@ -55,13 +57,17 @@ class RolloutSetup:
         """
         log, built_in = config.run.path / "logs" / name, TASKS.get(config.rollout.task)
         prompts = Prompts(load_tokenizer(config), config, ImageFormat.of(config.model.path, config.data))
-        task = built_in or UserTask(config, open_sessions(config, prompts), log)
         pool = None if config.reward.function == "task" else RewardPool(config.reward, log, config.run.path / "keys")
-        return cls(prompts, task, pool)
+        if built_in:
+            return cls(prompts, built_in, pool)
+        sessions = open_sessions(config, prompts)
+        return cls(prompts, UserTask(config, sessions, log), pool, sessions)
 
     async def __aenter__(self) -> "RolloutSetup":
         async with AsyncExitStack() as entered:
             entered.callback(self.prompts.close)
+            if self.sessions:
+                entered.callback(self.sessions.template.close)
             if self.rewards:
                 await entered.enter_async_context(self.rewards)
             if isinstance(self.task, UserTask):

@@ -236,6 +236,9 @@ class FakePrompts:
     def __init__(self) -> None:
         self.tokenizer, self.ends, self.stops, self.form = self, [ord(".")], [ord(".")], None
 
+    def close(self) -> None:
+        """Nothing renders templates here."""
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return [ord(character) for character in text]
 

@@ -102,6 +102,9 @@ class Prompts:
     tokenizer, stops, form = Characters(), (END,), None
     ends, plain, chat_template, system = (END,), False, None, None
 
+    def close(self) -> None:
+        """Nothing renders templates here."""
+
     def tokens(self, row: dict[str, Any], pictures: Sequence[object] = ()) -> list[int]:
         if len(row["problem"]) > LONGEST_PROMPT:
             raise PromptError(f"prompt too long; data.max_prompt_tokens is {LONGEST_PROMPT}")

@@ -20,10 +20,12 @@ from actors.__main__ import guarded
 from actors.watch.display import Display
 from actors.process import Process, Restarts
 from actors.supervise.launch import keep
+from buffer.keys import make_keys
 from configs.schema import Config
 
 def main():
     run = Path(sys.argv[1])
+    make_keys(run / "keys")
     config = Config(run={"folder": run.parent, "name": run.name}, model={"path": "m"}, data={"train": "d"},
                     reward={"function": "r"}, buffer={"address": "tcp://127.0.0.1:9"},
                     learner={"device": "cpu"}, rollout={"device": "cpu"}, cluster={"address": sys.argv[2] or None})
