@@ -40,7 +40,7 @@ from buffer.wire.bounds import (
 )
 from buffer.wire.message import Message, open_map, validate
 
-PROTOCOL = 5
+PROTOCOL = 6
 BEATS = 5
 """A peer that misses so many heartbeats is taken for dead."""
 MAX_BYTES = 64 << 20

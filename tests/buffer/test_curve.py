@@ -4,6 +4,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import shutil
 import subprocess
 import threading
 from dataclasses import replace
@@ -165,6 +166,24 @@ async def test_a_client_with_a_foreign_key_is_told_so(address):
         await until(lambda: "does not know our key" in lost.problem)
         assert not connecting.done()
         connecting.cancel()  # which closes it
+        await asyncio.wait({connecting})
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:*", LOCAL])
+@in_loop
+async def test_keys_that_were_removed_open_nothing_after_new_ones_are_made(tmp_path, address):
+    folder = make_keys(tmp_path / "keys")
+    before, token = load_client_keys(folder, "rollout"), load_token(folder)
+    shutil.rmtree(folder)
+    make_keys(folder)
+    assert load_token(folder) != token
+    async with buffer(address=address, keys=load_server_keys(folder, passwords=address == LOCAL)) as it:
+        lost = Connection(it.address, "rollout-0", "rollout", retry_s=0.1, keys=before)
+        connecting = asyncio.create_task(lost.__aenter__())
+        await until(lambda: "key" in lost.problem)
+        async with client(it.address, "rollout-1", keys=load_client_keys(folder, "rollout")):
+            assert [peer.hello.name for peer in it.requests.handlers.peers.values()] == ["rollout-1"]
+        connecting.cancel()
         await asyncio.wait({connecting})
 
 

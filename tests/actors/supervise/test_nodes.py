@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -268,6 +269,20 @@ def test_a_node_without_it_gets_config_and_keys(delivery: Delivery, tmp_path: Pa
     settle(process("learner", tmp_path), other, "10.0.0.2")
     assert {key.name for key in (run / "keys").iterdir()} == {*READS["rollout"], *READS["learner"]}
     assert (run / "keys" / "learner.secret").read_text() == delivery.keys["learner.secret"]
+
+
+def test_new_keys_replace_those_that_a_node_has(delivery: Delivery, tmp_path: Path) -> None:
+    """Keys are rotated where the run is launched; a node has those of the launch before."""
+    run = tmp_path / "elsewhere" / "run"
+    settle(process("rollout", tmp_path), replace(delivery, run=run), "10.0.0.2")
+    before = {name: (run / "keys" / name).read_text() for name in READS["rollout"]}
+    shutil.rmtree(tmp_path / "there")
+    config = run_of(tmp_path / "there", "buffer.address=tcp://10.0.0.1:5600")
+    prepare(config)
+    settle(process("rollout", tmp_path), replace(Delivery.pack(config, "10.0.0.1", shipped=False), run=run), "10.0.0.2")
+    for name in READS["rollout"]:
+        assert (run / "keys" / name).read_text() not in before.values()
+        assert (run / "keys" / name).read_text() == (config.run.path / "keys" / name).read_text()
 
 
 def test_a_keeper_is_sent_no_keys_but_those_of_its_process(delivery: Delivery, tmp_path: Path) -> None:

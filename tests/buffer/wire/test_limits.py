@@ -6,14 +6,15 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import zmq
 import zmq.asyncio
 
+from buffer.keys import Role
 from buffer.resources import OpenFiles
 from buffer.wire import connections, quotas
 from buffer.wire.connections import UNKNOWN_BYTES, UNSENT_BYTES, ConnectionLimits, UnsentAnswers
@@ -25,41 +26,86 @@ from tests.buffer.wire.test_many import Clients, hello
 from tests.harness.buffer_process import buffer, client, group, in_loop, make_requests, rollout
 from tests.harness.keys import unlock
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
-READY = bytes([4, len(READY)]) + READY
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00%s" + bytes(32)
+"""How ZMTP begins; the name of a mechanism has 20 bytes."""
+CHUNK = 100_000
+REST = 200_000
+"""Bytes of a message that are held back, so that it never ends."""
 
 
 def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-async def half_a_message(address: str, size: int, first: bytes = b"") -> tuple[int, bool]:
-    """Speak ZMTP, announce a frame and send most of it; returns the bytes sent and whether it was cut off."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(address))
-    writer.write(GREETING)
-    await reader.readexactly(64)
-    writer.write(READY)
-    await reader.readuntil(b"Identity")
-    if first:
-        writer.write(bytes([0, len(first)]) + first)
-        await reader.readuntil(b"Welcome")
-    writer.write(b"\x02" + struct.pack(">Q", size))
+async def pour(data: Callable[[], Awaitable[bytes]], writer: asyncio.StreamWriter, most: int) -> int:
+    """Write data as it comes, up to `most` bytes or the end of the connection; returns how many were written."""
     sent = 0
-    try:
-        while sent < size - 200_000:
-            writer.write(bytes(100_000))
+    with suppress(ConnectionError):
+        while sent < most and (some := (await data())[: most - sent]):
+            writer.write(some)
             await writer.drain()
-            sent += 100_000
+            sent += len(some)
             await asyncio.sleep(0.005)
+    return sent
+
+
+async def is_ended(reader: asyncio.StreamReader) -> bool:
+    """Whether the other end closes the connection within 5 s."""
+    try:
         async with asyncio.timeout(5):
             while await reader.read(1000):
                 pass
-        return sent, True
     except ConnectionError:
-        return sent, True
+        return True
     except TimeoutError:
-        return sent, False
+        return False
+    return True
+
+
+async def half_a_message(address: str, size: int, role: Role, first: bytes = b"") -> tuple[int, bool]:
+    """A DEALER with the key of `role` sends a message of `size` bytes, after `first` was answered; most of it arrives.
+    Returns the bytes that arrived, and whether the connection was cut off."""
+    done: asyncio.Future[tuple[int, bool]] = asyncio.get_running_loop().create_future()
+
+    async def pass_on(client_reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:
+        proxy.close()  # the DEALER connects once
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port_of(address))
+
+        async def answers() -> bool:
+            with suppress(ConnectionError):
+                while some := await server_reader.read(CHUNK):
+                    client_writer.write(some)
+            return True
+
+        answering = asyncio.create_task(answers())
+        sent = await pour(lambda: client_reader.read(CHUNK), server_writer, size - REST)
+        ended, _ = await asyncio.wait({answering}, timeout=5)
+        done.set_result((sent, bool(ended)))
+        answering.cancel()
+        server_writer.close()
+        client_writer.close()
+
+    proxy = await asyncio.start_server(pass_on, "127.0.0.1", 0)
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        unlock(dealer, role).connect(f"tcp://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+        if first:
+            await dealer.send(first)
+            assert b"Welcome" in await dealer.recv()
+        await dealer.send(bytes(size))
+        return await done
+
+
+async def half_a_handshake(address: str, size: int, mechanism: bytes) -> tuple[int, bool]:
+    """Somebody without a key announces `size` bytes as the first command of a handshake and sends most of them."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(address))
+    writer.write(GREETING % mechanism.ljust(20, b"\0") + b"\x06" + struct.pack(">Q", size))
+
+    async def zeros() -> bytes:
+        return bytes(CHUNK)
+
+    try:
+        return await pour(zeros, writer, size - REST), await is_ended(reader)
     finally:
         writer.close()
 
@@ -68,7 +114,7 @@ async def half_a_message(address: str, size: int, first: bytes = b"") -> tuple[i
 async def test_half_a_message_without_a_hello_is_cut_off_early() -> None:
     requests = make_requests(max_message=50 * 2**20)
     async with buffer(requests) as it, client(it.address, "o", "observer") as observer:
-        found = await asyncio.gather(*(half_a_message(it.address, 2**20 * 20) for _ in range(6)))
+        found = await asyncio.gather(*(half_a_message(it.address, 2**20 * 20, "rollout") for _ in range(6)))
         assert all(closed for _, closed in found), found
         assert all(sent > UNKNOWN_BYTES for sent, _ in found), "the message was begun"
         assert sum(sent for sent, _ in found) < 60 * 2**20, "of 120 MiB"
@@ -77,13 +123,25 @@ async def test_half_a_message_without_a_hello_is_cut_off_early() -> None:
 
 @in_loop
 async def test_an_observer_may_not_send_groups() -> None:
-    """Its Hello is not worth 100 MiB: anybody may observe."""
+    """Its Hello is not worth 100 MiB: its key is that of whoever may look."""
     requests = make_requests(max_message=50 * 2**20)
     async with buffer(requests) as it:
         said = bytes(pack(1, hello("greedy", "observer")))
-        sent, cut_off = await half_a_message(it.address, 2**20 * 40, said)
+        sent, cut_off = await half_a_message(it.address, 2**20 * 40, "observer", said)
         assert cut_off and sent > connections.SMALL_BYTES
         assert [peer.hello.name for peer in requests.handlers.peers.values()] == ["greedy"]
+
+
+@pytest.mark.parametrize("mechanism", [b"CURVE", b"PLAIN", b"NULL", b""])
+@in_loop
+async def test_half_a_handshake_without_a_key_is_cut_off_early(mechanism: bytes) -> None:
+    """Whatever comes before the handshake is done belongs to a connection without a Hello."""
+    async with buffer(make_requests(max_message=50 * 2**20)) as it, client(it.address, "o", "observer") as observer:
+        found = await asyncio.gather(*(half_a_handshake(it.address, 2**20 * 20, mechanism) for _ in range(6)))
+        assert all(closed for _, closed in found), found
+        assert sum(sent for sent, _ in found) < 60 * 2**20, "of 120 MiB"
+        state = await observer.expect(Status(), State)
+        assert state.errors == 0 and len(it.requests.handlers.peers) == 1
 
 
 @in_loop
@@ -273,12 +331,12 @@ def test_a_repeated_hello_has_nothing_tried_again() -> None:
     assert requests.handlers.revision == before
 
 
-@pytest.mark.parametrize("kind", ["Take", "Where"])
-def test_the_oldest_request_of_a_kind_makes_room(kind: str) -> None:
+@pytest.mark.parametrize(("who", "kind"), [("l0", "Take"), ("a", "Where")])
+def test_the_oldest_request_of_a_kind_makes_room(who: str, kind: str) -> None:
     requests = make_requests()
     clients = Clients(requests)
     message = {"Take": Take(version=0, rank=0, world=1), "Where": Where(known=None)}[kind]
-    numbers = [clients.say("l0", message) for _ in range(3 * quotas.MOST_PENDING[kind])]
+    numbers = [clients.say(who, message) for _ in range(3 * quotas.MOST_PENDING[kind])]
     assert sorted(request.number for request in requests._parked) == numbers[-quotas.MOST_PENDING[kind] :]
 
 

@@ -12,6 +12,7 @@ import zmq.asyncio
 from buffer.wire.message import Message
 from learner.weights import protocol
 from learner.weights.sender.suspects import MOST_PAUSE_S, Suspects
+from tests.harness.keys import client_keys
 from tests.harness.weights_server import HEARTBEAT_S, Addresses, VersionedPolicy, servers
 from tests.learner.weights.test_wire import a_sender
 
@@ -46,7 +47,7 @@ def test_new_names_are_one_suspect() -> None:
 async def say_ready_only(address: str, seen: list[str], lies: Lies) -> None:
     """Join under new names, say Ready to each Offer, send heartbeats, receive nothing, and answer Go with `lies`."""
     with zmq.asyncio.Context() as context:
-        socket = protocol.dealer(context, address, None)
+        socket = protocol.dealer(context, address, client_keys(server="learner"))
         join = protocol.Join(name="rogue-0", protocol=protocol.PROTOCOL, workers=1, backend="gloo")
         try:
             while True:
@@ -114,7 +115,7 @@ def test_a_large_message_of_a_server_is_not_taken() -> None:
 
     async def test() -> None:
         with a_sender() as sender, zmq.asyncio.Context() as context:
-            socket = protocol.dealer(context, sender.address, None)
+            socket = protocol.dealer(context, sender.address, client_keys(server="learner"))
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             await socket.send(bytes(1 << 17))
             assert await monitor.poll(10_000), "the learner ends the connection"
