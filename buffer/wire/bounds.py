@@ -27,12 +27,20 @@ MOST_RESULTS = 2**18
 """Evaluations of a run."""
 
 
+def written(text: Any) -> Any:
+    """`text` with half surrogate pairs, which UTF-8 cannot hold, as escapes; anything else as it is.
+
+    Example: `written("a\\ud83d")` is a, a backslash and ud83d.
+    """
+    return text.encode("utf-8", "backslashreplace").decode() if isinstance(text, str) else text
+
+
 def cut(text: Any, most: int = TEXT_LENGTH) -> Any:
-    """`text` without what is beyond `most` characters; anything else as it is.
+    """`text` as `written`, without what is beyond `most` characters; anything else as it is.
 
     Example: `cut("abcdef", 4)` -> `"a..."`
     """
-    return f"{text[: most - 3]}..." if isinstance(text, str) and len(text) > most else text
+    return f"{text[: most - 3]}..." if isinstance(text := written(text), str) and len(text) > most else text
 
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
@@ -51,7 +59,7 @@ Text = Annotated[str, BeforeValidator(cut), Field(max_length=TEXT_LENGTH)]
 """For people, cut to its length."""
 Report = Annotated[str, BeforeValidator(lambda text: cut(text, REPORT)), Field(max_length=REPORT)]
 """For people, several lines, cut to its length."""
-Label = Annotated[str, Field(max_length=2**20)]
+Label = Annotated[str, BeforeValidator(written), Field(max_length=2**20)]
 """A text that users' code chose and the buffer repeats in an answer, as the name of a metric."""
 Row = Annotated[dict[str, Any], Field(max_length=MOST_KEYS)]
 """A row of a data set. The size of the message bounds its values."""
@@ -61,6 +69,6 @@ Known = Annotated[list[T], Field(max_length=MOST_RESULTS)]
 Many = Annotated[list[T], Field(max_length=MOST_ENTRIES)]
 """Samples of a batch, tokens or tensors."""
 Stats = Annotated[dict[Name, Measured], Field(max_length=MOST_STATS)]
-Figures = Annotated[dict[Name, Measured], Field(max_length=MOST_NAMED)]
+Figures = Annotated[dict[Label, Measured], Field(max_length=MOST_NAMED)]
 ByName = Annotated[dict[Name, T], Field(max_length=MOST_NAMED)]
 ByLabel = Annotated[dict[Label, T], Field(max_length=MOST_KEYS)]

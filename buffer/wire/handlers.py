@@ -554,7 +554,6 @@ class Handlers:
         return protocol.Stored(accepted=False, reason=reason, unfit=True)
 
     def _quarantine(self, peer: Peer, message: protocol.Quarantine, now: float) -> Message:
-        self._require_learner(peer, message)
         self.quarantine(message.item, message.reason)
         return protocol.Ack()
 
@@ -565,14 +564,8 @@ class Handlers:
             log.error("item %d (row %s) is in quarantine and is not trained: %s", item, row, reason)
 
     def _trial(self, peer: Peer, trial: protocol.Trial, now: float) -> Message:
-        self._require_learner(peer, trial)
         self.ledger.try_alone(trial.version, trial.item)
         return protocol.Ack()
-
-    def _require_learner(self, peer: Peer, message: Message) -> None:
-        if peer.hello.role != "learner":
-            what = f"{type(message).__name__} of {peer.hello.name}, a {peer.hello.role}"
-            raise ValueError(f"{what}: only the learner judges groups")
 
     def _fail(self, peer: Peer, fail: protocol.Fail, now: float) -> Message:
         self.ledger.fail(

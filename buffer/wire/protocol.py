@@ -15,7 +15,7 @@ Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, ve
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, FiniteFloat, PrivateAttr
+from pydantic import BeforeValidator, Field, FiniteFloat, PrivateAttr
 
 from buffer.data.servable import MOST_KEYS
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
@@ -37,6 +37,7 @@ from buffer.wire.bounds import (
     Stats,
     Text,
     VersionOrNone,
+    written,
 )
 from buffer.wire.message import Array, Message
 from buffer.wire.sample import stats_of
@@ -212,7 +213,7 @@ class Quarantine(Message):
     it is served without that group."""
 
     item: Count
-    reason: Annotated[str, Field(max_length=MOST_REASON)]
+    reason: Annotated[str, BeforeValidator(written), Field(max_length=MOST_REASON)]
     """One line."""
 
 

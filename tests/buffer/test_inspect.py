@@ -172,7 +172,7 @@ def test_quarantine_lists_the_groups_with_what_they_say(tmp_path, capsys):
                 for item in await samples.ask(4):
                     await samples.put(item, group(item.item, tokens=6))
                 await learner.expect(Take(version=0, rank=0, world=1), Part)
-                with pytest.raises(RefusedError, match="only the learner judges groups"):
+                with pytest.raises(RefusedError, match="Quarantine is a request of the learner"):
                     await server.request(Quarantine(item=2, reason="mine"))
                 await learner.expect(Quarantine(item=2, reason="sample 4 of batch 0: tokens: -5"), Ack)
                 assert len((await learner.expect(Take(version=0, rank=0, world=1), Part)).samples) == 6

@@ -167,3 +167,13 @@ def test_a_long_explanation_is_cut_and_ends_nobody() -> None:
 def test_a_text_that_is_none_is_refused_and_not_cut() -> None:
     with pytest.raises(ValidationError):
         TypeAdapter(samples.Text).validate_python(b"bytes" * 2000, strict=True)
+
+
+def test_half_a_surrogate_pair_in_an_explanation_ends_nobody() -> None:
+    """Users' code and policies write texts that UTF-8 cannot hold."""
+    fail = samples.Fail(item=0, lease=0, reason="bad \ud83d")
+    assert fail.reason == "bad \\ud83d" and unpack(pack(1, fail), samples.REQUESTS) == (1, fail)
+    assert weights.Failed(round=0, reason="\ud83d").reason == "\\ud83d"
+    assert samples.Finished(outcome="failed", why="\ud83d").why == "\\ud83d"
+    result = samples.SetResult(figures={}, reasons=["\ud83d"], examples=[{"answer": "\ud83d"}])
+    assert pack(1, samples.Evaluated(due=0, version=0, sets={"toy": result}))
