@@ -352,7 +352,7 @@ class Counting:
 
 
 def test_nothing_frozen_changes_no_byte_and_no_round():
-    """The digest and the bytes that a worker has received are those of protocol 3, the checksums those of protocol 6."""
+    """The digest and the bytes that a worker has received are as in protocol 3, its checksums as in protocol 6."""
 
     async def test():
         with a_learner(specs=PLAIN, frozen=()) as learner:
