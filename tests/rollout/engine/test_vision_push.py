@@ -21,7 +21,7 @@ from learner.weights.protocol import Go
 from learner.weights.receiver.follow import Receiver
 from learner.weights.receiver.staged import WeightsError
 from tests.harness.engines import played, vision_config
-from tests.harness.keys import client_keys
+from tests.harness.keys import client_keys, give_keys
 from tests.harness.scenes import intercept
 from tests.harness.tiny_vlm import KINDS, tiny_vlm
 from tests.harness.world import LEARNER, alone
@@ -32,6 +32,7 @@ TOWER = "model.visual.blocks.1.attn.proj.weight"
 
 def make_config(folder, kind, freeze=(), engine=None, **weights):
     wire = {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": 1e-3, "timeout_s": 60} | weights
+    give_keys(folder)
     return vision_config(
         folder,
         kind,

@@ -57,7 +57,9 @@ class Checker:
         self.trained_in: dict[int, int] = {}
         """The version that has an item, rewound ones left out."""
         self.batches: dict[int, Groups] = {}
-        """What each version was trained on first."""
+        """What each version was trained on last."""
+        self.left_out: dict[int, str] = {}
+        """Items that a batch lacked when it was trained again, which only a quarantine allows."""
         self.policies: dict[int, str] = {0: INITIAL}
         self.version = 0
         """The learner's: that of the next batch."""
@@ -115,10 +117,12 @@ class Checker:
             self._need(False, "versions", f"batch {version} was trained where batch {self.version} was due")
             self._rewind(version)
         groups = [(item, digests) for item, digests in event.groups]
-        before = self.batches.setdefault(version, groups)
+        before, self.batches[version] = self.batches.get(version, groups), groups
         names = [[item for item, _ in some] for some in (before, groups)]
+        missing = {item for item in names[0] if item not in names[1]}
         text = f"batch {version} was trained on items {names[0]}, and again on {names[1]}"
-        self._need(names[0] == names[1], "once", text)
+        self._need([item for item in names[0] if item not in missing] == names[1], "once", text)
+        self.left_out |= dict.fromkeys(missing, text)
         for item, digests in groups:
             self._group(version, item, digests)
         known = self.policies.get(version)
@@ -162,7 +166,11 @@ class Checker:
             found = self.trained_in.get(item)
             text = f"item {item} was trained in batch {found}, the ledger has it in batch {batch}"
             self._need(found == batch, "once", text)
+        for item, text in self.left_out.items():
+            self._need(left.get(item) == "quarantined", "once", f"{text}: item {item} is not in quarantine")
         for item in self.accepted:
-            kept = item in self.trained_in or dropped.get(item) or left.get(item) in ("stored", "batched")
+            kept = (
+                item in self.trained_in or dropped.get(item) or left.get(item) in ("stored", "batched", "quarantined")
+            )
             state = left.get(item, "unknown to the ledger")
             self._need(bool(kept), "once", f"item {item} was acknowledged, and is lost: it is {state} at the end")
