@@ -46,6 +46,10 @@ def check(history: Iterable[Event], bound: int, samples: int) -> list[Violation]
     return checker.violations
 
 
+KEPT = ("stored", "batched", "quarantined")
+"""States of an item at the end whose group is not lost."""
+
+
 class Checker:
     """Takes one event after another."""
 

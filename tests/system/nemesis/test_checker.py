@@ -244,6 +244,17 @@ def test_groups_that_are_open_at_the_end_are_not_lost() -> None:
     assert check([event for event in events if not isinstance(event, Generated) or event.item < 8], 2, 2) == []
 
 
+def test_a_rewound_batch_may_lack_a_group_only_if_it_is_in_quarantine() -> None:
+    left = [batch(3)[0]]
+    again = Trained(0, "learner#3", 3, left, following(POLICIES[3], left))
+    events = [*clean()[:-1], Restored(0, "learner#3", 3, POLICIES[3]), again]
+    kept = Ended(0, "nemesis#1", [(8, "zero variance")], [(0, 0)], [(7, "quarantined"), (9, "leased")])
+    assert check(timed([*events, kept]), BOUND, SAMPLES) == []
+    lost = replace(kept, open=[(7, "stored"), (9, "leased")])
+    (found,) = check(timed([*events, lost]), BOUND, SAMPLES)
+    assert "item 7 is not in quarantine" in str(found)
+
+
 def test_a_history_is_read_as_it_was_written_by_several_processes(tmp_path: Path) -> None:
     one, other, reader = History(tmp_path, "learner"), History(tmp_path, "rollout-0"), Reader(tmp_path)
     one.add(Restored, version=0, policy=INITIAL)
