@@ -57,6 +57,14 @@ def loggers_keep_their_levels() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def the_working_folder_stays() -> Iterator[None]:
+    """Tests after this one in the same process name files of the repository."""
+    before = os.getcwd()
+    yield
+    assert os.getcwd() == before, "use monkeypatch.chdir"
+
+
+@pytest.fixture(autouse=True)
 def a_broken_pipe_ends_no_test() -> Iterator[None]:
     """A command that prints has the signal end it; here it would end the process of all tests that follow."""
     yield

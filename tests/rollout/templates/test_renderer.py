@@ -40,8 +40,10 @@ ESCAPES = {
 
 @pytest.mark.parametrize("kind", ["chat", "text", "file"])
 @pytest.mark.parametrize("way", ESCAPES)
-def test_no_template_reaches_python(kind: str, way: str, renderer: Renderer, tmp_path: Path) -> None:
-    os.chdir(tmp_path)
+def test_no_template_reaches_python(
+    kind: str, way: str, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     try:
         found = renderer.render(kind, ESCAPES[way], {"messages": ["a"]})
     except RenderError:
