@@ -110,11 +110,11 @@ async def test_a_shared_beginning_counts_once_for_each_segment():
 
 
 async def test_time_ends_a_call_under_way_and_those_after_it():
-    made = answering(ChatLimits(context=4000, answer=200, turns=9, tokens=10_000, timeout_s=0.4))
+    made = answering(ChatLimits(context=4000, answer=200, turns=9, tokens=10_000, timeout_s=2.0))
     messages = await more(made, HI)
     made.engine.gate.clear()
     error = await refused(made, messages)
-    assert (error.code, str(error)) == ("time_exceeded", "this episode has had its 0.4 s (rollout.chat.timeout_s)")
+    assert (error.code, str(error)) == ("time_exceeded", "this episode has had its 2 s (rollout.chat.timeout_s)")
     made.engine.gate.set()
     assert (await refused(made, HI)).code == "time_exceeded"
     trajectory = made.session.recorded(1.0).trajectory
