@@ -65,15 +65,17 @@ class AnswerJudge:
         self._had_s = 0.0
         """Processor time of the process before this call."""
         self._socket: socket.socket | None = None
+        self._number = 0
+        """Number of the latest call. A reply repeats it, so no other reply is taken for the answer."""
         atexit.register(self.close)
 
     def __call__(self, *arguments: Any) -> Any:
         """What the function returns."""
-        call = encode([LIMITS.processor_s, LIMITS.memory_bytes, arguments])
         with self._lock:
             for _ in range(TRIES):
+                self._number += 1
                 try:
-                    reply = self._ask(call)
+                    reply = self._ask(encode([self._number, LIMITS.processor_s, LIMITS.memory_bytes, arguments]))
                 except TimeoutError:
                     self._judge_late()
                 if reply is not None:
@@ -98,7 +100,7 @@ class AnswerJudge:
                 self._end()
 
     def _ask(self, call: bytes) -> list[Any] | None:
-        """Send a call; returns the reply, or None if the process has ended."""
+        """Send a call; returns kind and value of its reply, or None if the process has ended."""
         if self._socket is None or self._parent != os.getpid():  # a fork of the worker needs its own process
             self._socket = self._start()
         frames = unpacker()
@@ -108,8 +110,9 @@ class AnswerJudge:
             self._socket.sendall(call)
             while data := self._socket.recv(2**18):
                 frames.feed(data)
-                for reply in frames:
-                    return list(reply)
+                for number, kind, value in frames:
+                    if number == self._number:
+                        return [kind, value]
         return None
 
     def _start(self) -> socket.socket:
@@ -146,13 +149,13 @@ def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
     frames = unpacker()
     while data := calls.recv(2**18):
         frames.feed(data)
-        for processor_s, memory_bytes, arguments in frames:
+        for number, processor_s, memory_bytes, arguments in frames:
             bound_memory(memory_bytes)
             signal.setitimer(signal.ITIMER_PROF, processor_s)
             try:
-                reply = encode(["value", function(*arguments)])
+                reply = encode([number, "value", function(*arguments)])
             except Exception as error:  # the outermost boundary of the process; the error counts for this answer only
-                reply = encode(["raised", one_line(exception_text(error))])
+                reply = encode([number, "raised", one_line(exception_text(error))])
             signal.setitimer(signal.ITIMER_PROF, 0)
             calls.sendall(reply)
     os._exit(0)

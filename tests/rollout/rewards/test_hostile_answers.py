@@ -11,6 +11,7 @@ import pytest
 
 from configs.schema import RewardConfig
 from rollout.cage.failure_text import describe_error
+from rollout.cage.frames import encode
 from rollout.errors import RewardError, TruthError
 from rollout.rewards import load_reward
 from rollout.rewards.answer_judge import LIMITS, AnswerJudge, GaveUpError, JudgeLimits
@@ -161,6 +162,12 @@ def test_a_judge_says_why_it_gave_up_and_goes_on(judge: AnswerJudge, text: str, 
     with pytest.raises(GaveUpError, match=why):
         judge(text)
     assert judge("1 + 1") == 2
+
+
+def test_a_reply_to_another_call_is_no_answer(judge: AnswerJudge):
+    assert judge("1 + 1") == 2
+    judge._socket.sendall(encode([-1, 2.0, 2**30, ["'stale'"]]))
+    assert judge("2 + 2") == 4
 
 
 def test_a_busy_machine_is_an_error_not_a_wrong_answer(judge: AnswerJudge, monkeypatch: pytest.MonkeyPatch):
