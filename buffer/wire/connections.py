@@ -40,10 +40,16 @@ BYTES_RECEIVED = 128
 
 
 class ConnectionLimits:
-    """The connections of one ZeroMQ socket, by their file descriptors. `files`: those of the process."""
+    """The connections of one ZeroMQ socket, by their file descriptors. `files`: those of the process.
+
+    The kernel may give a descriptor to another socket of the process, such as one of NCCL, before ZeroMQ's event is
+    read. So only a socket whose own address is `endpoint` is shut down.
+    """
 
     def __init__(self, files: OpenFiles | None = None) -> None:
         self.files = files or OpenFiles()
+        self.endpoint = ""
+        """Where the ZeroMQ socket is bound, in its words: `tcp://127.0.0.1:5600`, `ipc://PATH`."""
         self.unknown: dict[int, float] = {}
         """Connections without a Hello, the oldest first, and when they were made."""
         self._most: dict[int, int] = {}
@@ -97,7 +103,7 @@ class ConnectionLimits:
         """End a connection; ZeroMQ notices it, and frees what it holds."""
         self.on_event(zmq.EVENT_DISCONNECTED, descriptor, 0.0)
         self._closed[why] += 1
-        end(descriptor)
+        end(descriptor, self.endpoint)
 
     def log(self, now: float) -> None:
         """Say which connections were closed, at most every REPEAT_S."""
@@ -143,10 +149,19 @@ def bytes_received(descriptor: int) -> int:
     return 0
 
 
-def end(descriptor: int) -> None:
-    """Shut a connection down; its owner closes it."""
+def end(descriptor: int, endpoint: str) -> None:
+    """Shut down a connection that was accepted at `endpoint`; its owner closes it."""
     with suppress(OSError), _borrowed(descriptor) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
+        if accepted_at(connection, endpoint):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def accepted_at(connection: socket.socket, endpoint: str) -> bool:
+    """Whether the socket's own address is the path, or has the port, of `endpoint`."""
+    own = connection.getsockname()
+    if connection.family == socket.AF_UNIX:
+        return endpoint == f"ipc://{own}"
+    return endpoint.startswith("tcp://") and endpoint.rpartition(":")[2] == str(own[1])
 
 
 @contextmanager

@@ -168,6 +168,7 @@ class BufferServer:
         try:
             self._auth = judge_connections(self._context, self._socket, self.keys, self.address)
             self._bind_local() if self.address == LOCAL else self._bind()
+            self._limits.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except BaseException:
             await self.__aexit__()
             raise

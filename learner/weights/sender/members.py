@@ -121,6 +121,7 @@ class Members:
         """Admit servers within the block; yields the address they join at. Says Bye to all at the end."""
         with zmq.asyncio.Context() as context:
             self._socket, authenticator, address = protocol.router(context, self._host, self._keys)
+            self._limits.endpoint = address
             try:
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(work) for work in self._work()]

@@ -163,6 +163,7 @@ def connected(files: float = 10_000) -> Iterator[tuple[ConnectionLimits, list[so
 
     limits, ours, theirs = ConnectionLimits(Files(0)), [], []
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        limits.endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         for number in range(3):
             theirs.append(socket.create_connection(listener.getsockname()))
             ours.append(listener.accept()[0])
@@ -172,6 +173,20 @@ def connected(files: float = 10_000) -> Iterator[tuple[ConnectionLimits, list[so
     finally:
         for one in ours + theirs:
             one.close()
+
+
+def test_another_socket_under_the_descriptor_of_a_connection_is_left_alone() -> None:
+    with connected() as (limits, ours, theirs), socket.create_server(("127.0.0.1", 0)) as other:
+        far = socket.create_connection(other.getsockname())
+        near, descriptor = other.accept()[0], ours[0].fileno()
+        os.dup2(near.fileno(), descriptor)
+        limits.close(descriptor, "sent too much")
+        far.sendall(b"x")
+        assert near.recv(1) == b"x" and not is_closed(far)
+        limits.close(ours[1].fileno(), "sent too much")
+        assert is_closed(theirs[1])
+        near.close()
+        far.close()
 
 
 def is_closed(end: socket.socket) -> bool:
@@ -236,7 +251,7 @@ def test_a_connection_that_says_no_hello_is_closed_in_time() -> None:
 def test_a_descriptor_that_is_closed_or_no_socket_is_left_alone(tmp_path: Path) -> None:
     with open(tmp_path / "file", "wb") as file:
         assert connections.bytes_received(file.fileno()) == 0
-        connections.end(file.fileno())
+        connections.end(file.fileno(), "tcp://127.0.0.1:5600")
         file.write(b"still open")
     assert connections.bytes_received(10**6) == 0
 
