@@ -1,4 +1,4 @@
-"""`python -m buffer CONFIG`: a run's buffer, until told to stop. Also `tail|show|export|quarantine|scrub`, and `keys`.
+"""`python -m buffer CONFIG` runs the buffer of a run. Commands beside it: `tail|show|export|quarantine|scrub|keys`.
 
 The first SIGINT or SIGTERM stops it cleanly (exit 0: all that was received is committed and answered), the second at
 once. Exit 2: something is wrong with config, data, keys, port or file, found before anything was started. Exit 1: the
@@ -12,7 +12,6 @@ import sqlite3
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import uvloop
 
@@ -26,7 +25,7 @@ from buffer.resources import collect_rarely, keep_memory, raise_open_files
 from buffer.store.failures import remedy
 from buffer.store.faults import StoreGone
 from buffer.store.opening import is_damage
-from buffer.store.past import accept_loss, losses, past
+from buffer.store.past import accept_loss, losses, past, store_path
 from buffer.store.sqlite import Store
 from buffer.wire.clock import ListeningClock
 from buffer.wire.handlers import Handlers, Limits
@@ -141,11 +140,6 @@ def advice_for(error: sqlite3.Error | OSError) -> str:
         return f". {damage}; bring back a copy of it, or begin anew with another run.name."
     cause = remedy(error)
     return f". To go on, {cause}, and start the buffer again." if cause else f". {REMEDY}"
-
-
-def store_path(config: Config) -> Path | None:
-    """The ledger's file; None: in memory."""
-    return config.buffer.path and config.run.path / config.buffer.path
 
 
 def restored(config: Config, store: Store, problems: Problems, clock: ListeningClock) -> Ledger:

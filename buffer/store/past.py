@@ -1,4 +1,4 @@
-"""What is known of a run before it is started again: from its ledger's file, its checkpoints and its `config.yaml`.
+"""Reads the state of a run before it is started again: from its ledger's file, its checkpoints and its `config.yaml`.
 
 Used by the launcher and by the buffer before they write anything, and by `python -m actors status`. Only `accept_loss`
 and `begin_with` write: what a person has accepted, and with which checkpoint a run without a ledger begins.
@@ -42,9 +42,14 @@ class Past(NamedTuple):
     """A person said so."""
 
 
+def store_path(config: Config) -> Path | None:
+    """The ledger's file; None: in memory."""
+    return config.buffer.path and config.run.path / config.buffer.path
+
+
 def past(config: Config) -> Past:
     """Of the run of `config`. Raises ConfigError or StoreError for a file that cannot be read."""
-    file = config.buffer.path and config.run.path / config.buffer.path
+    file = store_path(config)
     if file is None or not file.exists():
         return Past(written(config.run.path))
     with closing(reading(file)) as db, explained(file):
@@ -61,7 +66,7 @@ def past(config: Config) -> Past:
 def losses(config: Config) -> list[str]:
     """What a start would lose for ever, a line each, and none for a run that is whole or new: commits that the ledger
     lacks, or the whole ledger of a run that has checkpoints. Raises StoreError for a file that cannot be read."""
-    file = config.buffer.path and config.run.path / config.buffer.path
+    file = store_path(config)
     if file is None:
         return []
     found = list[str]()
@@ -81,7 +86,7 @@ def losses(config: Config) -> list[str]:
 
 def accept_loss(config: Config) -> None:
     """Have `losses` find nothing: the ledger is right as it is, and a new one begins with the newest checkpoint."""
-    file = config.buffer.path and config.run.path / config.buffer.path
+    file = store_path(config)
     if file is None:
         return
     if commits := _counted(file):
