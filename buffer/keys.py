@@ -85,7 +85,7 @@ class ClientKeys:
 def make_keys(folder: Path) -> Path:
     """Make the keys of a run in `folder`, unless they are there; they replace the four files of an older Headrace.
 
-    All files appear at once or not at all. Of several processes that call this at the same time one makes the keys.
+    All files appear at once or not at all. If several processes call this at the same time, one of them makes the keys.
     Raises KeysError.
     """
     try:

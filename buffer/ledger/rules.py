@@ -344,8 +344,8 @@ class Ledger:
         return True
 
     def _take_out(self, item: ItemState) -> None:
-        """Out of its batch, which is formed anew if that was its last group. So are the later ones then: batch v must
-        not be missing between v - 1 and v + 1. What is too new for it is dispatched again."""
+        """Take the item out of its batch. If it was the last group, the batch and all later ones are formed anew,
+        because batches are consecutive; groups that are too new for their batch are dispatched again."""
         batch = item.batch
         self.state.take_out(item)
         self.suspicion.clear(batch)

@@ -1,7 +1,7 @@
 """Whether the files that a process has open are still at their paths. Used by `sqlite.py` and `segments.py`.
 
-Linux lets a file be deleted, moved or replaced while it is written. What is written from then on is lost with the
-process, so it must not be acknowledged.
+Linux lets a file be deleted, moved or replaced while it is written. Bytes written from then on are lost
+with the process, so they must not be acknowledged.
 """
 
 import os

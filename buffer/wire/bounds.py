@@ -52,7 +52,7 @@ Measured = FiniteFloat
 Flag = Annotated[str, Field(max_length=32)]
 """The name of a backend or a kind."""
 Name = Annotated[str, Field(max_length=NAME)]
-"""Of a process, a set, a figure; a token or a digest."""
+"""The name of a process, a set or a figure; a token or a digest."""
 LongName = Annotated[str, Field(max_length=TEXT_LENGTH)]
 """A path, an address, or a tensor's name."""
 Text = Annotated[str, BeforeValidator(cut), Field(max_length=TEXT_LENGTH)]

@@ -68,7 +68,7 @@ class Limits:
     max_message: int
     keep: Literal["checkpoints", "all"]
     bounds: Bounds = ANY
-    """Of the values of samples."""
+    """Bounds of the values of samples."""
 
 
 @dataclass
@@ -180,7 +180,7 @@ class Handlers:
         self._figures: dict[int, Sequence[SampleStats]] = {}
         """By item: of the groups whose samples were opened since the start and are not yet trained."""
         self._cut: tuple[tuple[int, int, bool, tuple[int, ...]], BatchCut] | None = None
-        """Of a batch by version, ranks, whether whole groups, items: a batch may lose a group."""
+        """The batch that was cut last, by version, ranks, whether in whole groups, and items (it may lose a group)."""
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
@@ -530,7 +530,7 @@ class Handlers:
         return protocol.Stored(accepted=refusal is None, reason=refusal or "")
 
     def _judged(self, put: protocol.Put) -> Sequence[SampleStats]:
-        """What is known of its samples. Raises WrongValue if they cannot be trained."""
+        """Statistics of its samples. Raises WrongValue if they cannot be trained."""
         if len(put.samples) != self.limits.samples:
             what = f"{len(put.samples)} samples, batch.samples is {self.limits.samples}"
             raise WrongValue(f"item {put.item}", what)

@@ -84,10 +84,10 @@ class Hello(Message):
     name: Name
     token: Name
     role: Literal["rollout", "learner", "launcher", "observer"]
-    """That of its key, or `observer`."""
+    """The role of its key, or `observer`."""
     protocol: Count
     fingerprint: Name
-    """Of the shared config (`configs.load.fingerprint`); launchers and observers send an empty one."""
+    """Fingerprint of the shared config (`configs.load.fingerprint`); launchers and observers send an empty one."""
     serves: LongName | None = None
     """The learner's weights wire."""
 

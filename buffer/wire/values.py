@@ -23,7 +23,7 @@ LEAST_BITS = int(np.float32(LEAST_LOGPROB).view(UNSIGNED))
 MOST_REWARD = 1e6
 """Largest size of a reward, of a turn too."""
 LARGEST = 2**31 - 1
-"""Of an int32."""
+"""Largest int32."""
 KINDS: dict[str, FailureKind] = {
     **dict.fromkeys(("reward", "turn_rewards", "metrics"), "reward"),
     **dict.fromkeys(("images", "image", "starts", "segment"), "task"),
@@ -52,7 +52,7 @@ class Bounds:
     vocabulary: int = LARGEST
     """Its tokens, counted from 0."""
     experts: int = 0
-    """Of a layer that has some; 0: unknown, or none."""
+    """Experts of a layer that has some; 0: unknown, or none."""
     routed: tuple[int, int] | None = None
     """Layers with experts, and the experts that a token takes in each; None: unknown, or none."""
     placeholder: int | None = None
