@@ -76,7 +76,7 @@ def listed(checkpoint: Path) -> Listed:
 
 
 def fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, for people; None if all its files are there with their sizes."""
+    """Describe what is wrong with a checkpoint; None if all its files are there with their sizes."""
     try:
         files = listed(checkpoint).sizes.items()
     except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ def fault(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
-    """What is wrong with the bytes of these files of a complete checkpoint, or of all; None: nothing that a checksum
+    """Describe damaged bytes in these files of a complete checkpoint, or in all; None: nothing that a checksum
     could show. Reads them."""
     for name, crc in listed(checkpoint).sums.items():
         if names is not None and name not in names:

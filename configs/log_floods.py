@@ -10,9 +10,9 @@ from collections.abc import Callable
 MOST_LINES, MOST_NEWS, WINDOW_S = 100, 1000, 60.0
 """Warnings of one format, and lines below a warning, that are written within so many seconds."""
 MOST_FORMATS = 1000
-"""Formats that are told apart; a format is a constant of the code."""
+"""Formats that are counted separately; a format is a constant of the code."""
 MOST_CHARACTERS = 16_000
-"""Of a line without its traceback; the rest is left out."""
+"""Most characters of a line without its traceback; the rest is left out."""
 
 
 class FloodFilter(logging.Filter):

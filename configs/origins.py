@@ -278,7 +278,7 @@ def has(tree: Any, place: Sequence[int | str]) -> bool:
 
 
 def at(tree: Any, place: Sequence[int | str]) -> Any:
-    """What is at `place`."""
+    """The value at `place` in a tree of maps and lists."""
     for part in place:
         tree = tree[part]
     return tree

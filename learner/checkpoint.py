@@ -180,7 +180,7 @@ class Checkpoints:
         return version
 
     def _damage(self, folder: Path) -> str | None:
-        """What is wrong with this rank's share of the shards; each that writes checks some."""
+        """Describe damage in this rank's share of the shards; every rank that writes checks a share."""
         rank, world = dist.get_rank(self._writers), dist.get_world_size(self._writers)
         try:
             names = sorted(name for name in listed(folder).sums if name.startswith("state/"))

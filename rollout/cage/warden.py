@@ -90,7 +90,7 @@ class Warden:
         signal.signal(signal.SIGTERM, self._on_term)
         self._measure_at = self._scan_at = self._stop_at = 0.0
         self._begun = b""
-        """Of a line that was printed, and has no end yet."""
+        """Beginning of a printed line that has no end yet."""
         self._processes: dict[int, list[int]] = {}
         """What is watched: all processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()

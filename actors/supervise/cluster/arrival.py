@@ -69,7 +69,7 @@ class Delivery:
         return cls(run, text, mark, texts, versions(), fingerprint(config), home, shipped, interface)
 
     def to(self, process: Process) -> "Delivery":
-        """What is sent along with `process`: of the keys only those that its role reads."""
+        """The delivery for `process`, with only those keys that its role reads."""
         return replace(self, keys={name: text for name, text in self.keys.items() if name in READS[process.role]})
 
 
