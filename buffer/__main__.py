@@ -18,6 +18,8 @@ import uvloop
 from buffer import inspect, scrub
 from buffer.curve import buffer_keys
 from buffer.keys import KeysError, make_keys
+from buffer.ledger.difficulty import Shares
+from buffer.ledger.rows import Marks
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
@@ -106,7 +108,7 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
         if loss_accepted:
             accept_loss(config)
         changed = resume.changes(past(config).settings, config)
-        with Store(path, config.buffer.fsync, problems, problems.digest) as store:
+        with Store(path, config.buffer.fsync, problems, problems.digest, problems.place) as store:
             store.record_settings(resume.settings(config), changed)
             load.write(config, config.run.path / "config.yaml")
             for change in changed:
@@ -146,7 +148,7 @@ def restored(config: Config, store: Store, problems: Problems, clock: ListeningC
     """Rebuild the ledger from the store. Leases stay valid and are renewed now. The time since `clock` was made, in
     which the data were read, is no part of the first lease."""
     clock.mark()
-    batch = config.batch
+    batch, difficulty = config.batch, config.data.difficulty
     ledger = Ledger(
         len(problems),
         batch.groups,
@@ -161,7 +163,10 @@ def restored(config: Config, store: Store, problems: Problems, clock: ListeningC
         skip_zero_variance=batch.skip_zero_variance,
         max_failed_share=config.rollout.max_failed_share,
         shares=problems.shares,
+        difficulty=difficulty and Shares(difficulty.shares, difficulty.rest, difficulty.return_after),
+        marks=difficulty and Marks(difficulty.solved_at, difficulty.groups),
         eval_every=config.eval.every if config.data.eval else None,
+        place=problems.place,
         recall=store.closed,
     )
     ledger.restore(store.load(), clock.now())
