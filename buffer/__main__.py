@@ -1,4 +1,5 @@
-"""`python -m buffer CONFIG` runs the buffer of a run. Commands beside it: `tail|show|export|quarantine|scrub|keys`.
+"""`python -m buffer CONFIG` runs the buffer of a run. Commands beside it: `tail|show|export|quarantine`,
+`problems|scrub|keys`.
 
 The first SIGINT or SIGTERM stops it cleanly (exit 0: all that was received is committed and answered), the second at
 once. Exit 2: something is wrong with config, data, keys, port or file, found before anything was started. Exit 1: the

@@ -1,5 +1,5 @@
-"""What a run's buffer holds, for people: `python -m buffer tail [-f] | show ITEM | export OUT.parquet | quarantine`
-of RUN.
+"""What a run's buffer holds, for people: `python -m buffer tail [-f] | show ITEM | export OUT.parquet | quarantine |
+problems` of RUN.
 
 RUN is the run's folder or its config. Reads the SQLite file of a live or a dead run without disturbing it. Waits for
 nothing; `tail --follow` goes on until it is interrupted. What a live run waits for is in `python -m actors status`.
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.text import Text
 
-from buffer import transcript
+from buffer import problem_list, transcript
 from buffer.dead_letters import quarantine
 from buffer.ledger.types import LedgerError, server_name
 from buffer.store.sqlite import reading
@@ -42,6 +42,7 @@ COMMANDS = {
     "show": "one item: its problem, and its samples as people read them",
     "export": "all samples as a parquet file",
     "quarantine": "the groups that could not be trained, and why",
+    "problems": "the problems with their solved shares, attempts and states",
 }
 FOLLOW_S = 1.0
 """Between two looks of `tail --follow`."""
@@ -77,6 +78,8 @@ def main(argv: Sequence[str]) -> int:
     command = commands.add_parser("export", help=COMMANDS["export"], allow_abbrev=False)
     command.add_argument("out", type=Path, help="file to write")
     commands.add_parser("quarantine", help=COMMANDS["quarantine"], allow_abbrev=False)
+    command = commands.add_parser("problems", help=COMMANDS["problems"], allow_abbrev=False)
+    command.add_argument("--state", choices=problem_list.STATES, help="only those in this state")
     for command in commands.choices.values():
         command.add_argument(
             "run", nargs="+", help="the run's folder, or its config files; --section.key=value as elsewhere"
@@ -91,6 +94,7 @@ def main(argv: Sequence[str]) -> int:
         ),
         "export": lambda db, config: export(db, given.out),
         "quarantine": lambda db, config: quarantine(db, tokenizer_of(config.model.path)),
+        "problems": lambda db, config: problem_list.problems(db, given.state),
     }
     try:
         config, file = found([*given.run, *overrides])

@@ -48,7 +48,7 @@ class Overview:
     processes: list[tuple[str, dict[str, float]]] = field(default_factory=list)
     """Share of time of the learner's phases, and of what the places of each server did, over the last versions."""
     failures: list[tuple[str, int]] = field(default_factory=list)
-    """Failed attempts and dropped items by reason, the most frequent first."""
+    """Failed attempts and dropped items by reason, the most frequent first, and rows that are left out."""
 
 
 def look_over(
@@ -172,6 +172,7 @@ def _failures(state: State | None) -> list[tuple[str, int]]:
     if state is None:
         return []
     counts = [*state.failed.items(), *((f"dropped: {reason}", count) for reason, count in state.dropped.items())]
+    counts += [(f"row left out: {line}", 1) for line in state.left_out]
     return sorted(counts, key=lambda pair: -pair[1])[:MOST_ROWS]
 
 

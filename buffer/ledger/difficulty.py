@@ -38,8 +38,11 @@ class Shares(NamedTuple):
     return_after: int = 50
 
 
-class Place(NamedTuple):
-    """Where a row stands. Example: `Place("between", 17)`, drawn before all rows of its band with a later last item."""
+class RowPlace(NamedTuple):
+    """Where a row stands.
+
+    Example: `RowPlace("between", 17)`, drawn before all rows of its band with a later last item.
+    """
 
     kind: str
     """One of BANDS: it may be drawn; `busy`, `resting`, `retired`."""
@@ -103,7 +106,7 @@ class DifficultyOrder:
         for part, (start, number) in enumerate(zip(self._starts, sizes, strict=False)):
             rows = schedule.order(number, f"{seed}/{part}" if shares else seed, 0, shuffle)
             self._sources.append(SourceRows([start + row for row in rows], Turns(difficulty.bands)))
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, RowPlace] = {}
         """By row that was drawn and is not left out."""
         self._resting: list[tuple[int, int, int]] = []
         """A heap of (due, last item, row), in which rows that have moved since are still found."""
@@ -133,7 +136,7 @@ class DifficultyOrder:
             if (row := self._drawn(state)) is None:
                 break
             rows.append(row)
-            self._put(row, Place("busy", item))
+            self._put(row, RowPlace("busy", item))
         for each, before in zip(turns, sums, strict=True):
             each.sums = before
         for source, place in zip(self._sources, begun, strict=True):
@@ -191,7 +194,7 @@ class DifficultyOrder:
     def _ready_bands(self, state: LedgerState, source: SourceRows) -> list[str]:
         """The bands with a row that may be drawn."""
         for band, heap in source.ready.items():
-            while heap and self._places.get(heap[0][1]) != Place(band, heap[0][0]):
+            while heap and self._places.get(heap[0][1]) != RowPlace(band, heap[0][0]):
                 heapq.heappop(heap)
         fresh = self._first_fresh(state, source) is not None
         return [band for band in BANDS if source.ready[band] or (band == "unseen" and fresh)]
@@ -239,22 +242,22 @@ class DifficultyOrder:
         for source in self._sources:
             source.begun, source.ready = 0, {band: [] for band in BANDS}
 
-    def _place_of(self, state: LedgerState, row: int) -> Place | None:
+    def _place_of(self, state: LedgerState, row: int) -> RowPlace | None:
         """Where the row stands by the state; None: it was never drawn, or is left out."""
         record = state.rows.records.get(row)
         if record is None or row in state.rows.left_out:
             return None
         item = state.items.get(record.last_item)
         if item is not None and item.state in OPEN_OR_WAITING:
-            return Place("busy", record.last_item)
+            return RowPlace("busy", record.last_item)
         marks, difficulty = state.rows.marks, self._difficulty
         is_retired = record.streak >= marks.streak
         due = record.last_version + difficulty.rest + difficulty.return_after * is_retired
         if due > state.version:
-            return Place("retired" if is_retired else "resting", record.last_item, due)
-        return Place(record.band(marks.streak), record.last_item)
+            return RowPlace("retired" if is_retired else "resting", record.last_item, due)
+        return RowPlace(record.band(marks.streak), record.last_item)
 
-    def _put(self, row: int, place: Place | None) -> None:
+    def _put(self, row: int, place: RowPlace | None) -> None:
         """The row stands there from now on."""
         before = self._places.pop(row, None)
         if before is not None:

@@ -115,7 +115,9 @@ def newly_left_out(ledger: Ledger) -> str:
     reason = ledger.left_out().get(first, "")
     news.clear()
     every = f"every attempt at it failed: {reason}"
-    return f"left out from now on, {ledger.place(first)}: {every}{more}; {number} of {ledger.problems} rows are left out"
+    return (
+        f"left out from now on, {ledger.place(first)}: {every}{more}; {number} of {ledger.problems} rows are left out"
+    )
 
 
 def _dropped(ledger: Ledger) -> str:

@@ -55,8 +55,8 @@ class Ledger:
 
     Item s belongs to epoch `s // problems`, and keeps its number for life. Its row is chosen by `order.py`, or, with
     `difficulty`, by `difficulty.py`; `shares` are the rows and the weight of each source. `place` names a row of the
-    data set for people. `recall` reads an item that was dropped or put into quarantine back from where `drain` was written: the ledger
-    itself forgets it.
+    data set for people. `recall` reads an item that was dropped or put into quarantine back from where `drain` was
+    written: the ledger itself forgets it.
     """
 
     def __init__(
@@ -596,7 +596,7 @@ class Ledger:
             self.state.release(item, reason, elsewhere_until=now + self.lease_s if other else 0.0)
         if self._hopeless():
             self.state.give_up_run(GIVEN_UP_FAILED)
-        elif self.state.rows.all_left_out:
+        elif self.state.rows.all_left_out and not self._all_dispatched():
             self.state.give_up_run(GIVEN_UP_ROWS)
 
     def _hopeless(self) -> bool:

@@ -40,10 +40,9 @@ UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
 class Store:
     """`path` None keeps everything in memory. With `fsync` a commit waits for the disk. Context manager.
 
-    `problems` are the rows of the data set, written down as they are dispatched, `digest` is of their file, `place` says
-    where in it a row is. Raises
-    StoreError for a file that is no Headrace buffer, is damaged, is of a run with another `digest` (if given) or is in
-    use by another process.
+    `problems` are the rows of the data set, written down as they are dispatched, `digest` is of their file, `place`
+    says where in it a row is. Raises StoreError for a file that is no Headrace buffer, is damaged, is of a run with
+    another `digest` (if given) or is in use by another process.
     """
 
     def __init__(

@@ -693,6 +693,8 @@ class Handlers:
             groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
             counts: dict[str, Any] = {**self._counts(), "suspect": self.ledger.suspect(take.version)}
             counts["problems"] = self.ledger.problems_by_state()
+            if take.version == self.ledger.version - 1:  # of earlier ones nobody knows it any more
+                counts |= {"flat_groups": self.ledger.state.flat_groups, "new_groups": self.ledger.state.new_groups}
             self._cut = key, BatchCut(take.version, take.world, groups, counts, take.share_prompts)
             if take.version <= self.ledger.last_trained:  # no Trained will follow that would forget them
                 for item in batch.items:
@@ -713,7 +715,6 @@ class Handlers:
         totals = self.ledger.state.totals
         counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated", "quarantined")}
         serving = [peer for peer in self.peers.values() if peer.key in self.ledger.servers]
-        counts |= {"flat_groups": self.ledger.state.flat_groups, "new_groups": self.ledger.state.new_groups}
         counts |= {"restored": self.ledger.state.restored, "reached": self.ledger.state.reached}
         return counts | {name: int(sum(peer.stats.get(name, 0) for peer in serving)) for name in ("running", "places")}
 

@@ -391,7 +391,7 @@ class Part(Message):
     flat_groups: Count = 0
     """Groups with equal rewards among `new_groups`."""
     new_groups: Count = 0
-    """Groups made between the last two batches that were formed; 0: the buffer was started since."""
+    """Groups made between the batch before and this one; 0: a later batch was formed, or the buffer started, since."""
     problems: ByLabel[Count] = Field(default_factory=dict)
     """As in `State`."""
     suspect: bool = False

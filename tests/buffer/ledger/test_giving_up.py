@@ -112,13 +112,12 @@ def test_a_restarted_learner_gets_all_attempts_again() -> None:
 
 def test_data_that_end_with_nothing_trained_end_the_run_as_failed() -> None:
     ledger = Ledger(20, 4, max_staleness=2, versions=8, epochs=1)
-    assert fail_until_given_up(ledger, most=10**6, kind="engine") == 60
+    assert fail_until_given_up(ledger, most=10**6) == 60
     assert ledger.outcome() == "failed"
     first, *lines = reasons.ended(ledger).splitlines()
-    expected = (
-        "the data ended after version 0 of 8: 1 epoch of 20 problems, 0 trained, 20 dropped (engine: ValueError: no)"
-    )
-    assert first == expected and lines[0] == "  60 attempts failed: engine: ValueError: no" and len(lines) == 5
+    counts = "0 trained, 20 dropped (reward: ValueError: no), 20 rows left out"
+    assert first == f"the data ended after version 0 of 8: 1 epoch of 20 problems, {counts}"
+    assert lines[0] == "  60 attempts failed: reward: ValueError: no" and len(lines) == 5
 
 
 def test_data_that_end_after_some_versions_say_what_became_of_them() -> None:

@@ -13,7 +13,8 @@ from buffer.store.sqlite import Store
 
 GROUP = (SampleStats(10, 6, 0.0), SampleStats(12, 8, 1.0))
 EVEN = Shares(dict.fromkeys(BANDS, 1.0), rest=0, return_after=1)
-WAYS = [{}, {"difficulty": EVEN}, {"shares": [(10, 1.0), (40, 3.0)]}, {"difficulty": EVEN, "shares": [(10, 1.0), (40, 3.0)]}]
+SOURCES = [(10, 1.0), (40, 3.0)]
+WAYS: list[dict[str, Any]] = [{}, {"difficulty": EVEN}, {"shares": SOURCES}, {"difficulty": EVEN, "shares": SOURCES}]
 
 
 def play(ledger: Ledger, bad: set[int], versions: int, kind: Any = "reward") -> list[int]:
@@ -73,7 +74,9 @@ def test_a_permanent_failure_leaves_a_row_out_at_once() -> None:
 
 
 @pytest.mark.parametrize("more", WAYS)
-def test_a_run_whose_rows_are_all_left_out_ends_as_failed_and_a_new_start_tries_them_again(more: dict[str, Any]) -> None:
+def test_a_run_whose_rows_are_all_left_out_has_failed_and_a_new_start_tries_them_again(
+    more: dict[str, Any],
+) -> None:
     store, every = Store(None), set(range(50))
     ledger = Ledger(50, 5, 1, max_failed_share=1.0, attempts=1, **more)
     assert len(play(ledger, every, 99)) == 50 and ledger.outcome() == "failed"

@@ -83,6 +83,7 @@ def as_schema_4(path: Path) -> None:
         db.execute("DROP TABLE rows")
         db.execute("ALTER TABLE problems DROP COLUMN place")
         db.execute("PRAGMA user_version = 4")
+    file_of(path).unlink()
 
 
 def as_schema_3(path: Path) -> None:
@@ -92,7 +93,6 @@ def as_schema_3(path: Path) -> None:
         db.execute("ALTER TABLE samples DROP COLUMN crc32c")
         db.execute("DELETE FROM meta WHERE name IN ('ledger', 'commits')")
         db.execute("PRAGMA user_version = 3")
-    file_of(path).unlink()
 
 
 def test_a_ledger_of_the_release_before_is_read_on_and_new_samples_are_checked(tmp_path: Path) -> None:
