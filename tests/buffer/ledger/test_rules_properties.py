@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from buffer.ledger import reasons
+from buffer.ledger.difficulty import Shares
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import FormedBatch, Lease, SampleStats, Transaction
 from buffer.store.sqlite import Store
@@ -54,6 +55,8 @@ class Rollout:
 
 class Run(RuleBasedStateMachine):
     """A run in which everything that can go wrong does."""
+
+    difficulty: Shares | None = None
 
     @initialize(
         problems=st.integers(1, 9),
@@ -102,7 +105,8 @@ class Run(RuleBasedStateMachine):
         """Revision at which the learner's Take was parked."""
 
     def new(self) -> Ledger:
-        return Ledger(*self.sizes, seed=self.seed, lease_s=LEASE_S, recall=self.store.closed, **self.settings)  # type: ignore[arg-type]
+        known = dict(seed=self.seed, lease_s=LEASE_S, recall=self.store.closed, difficulty=self.difficulty)
+        return Ledger(*self.sizes, **known, **self.settings)  # type: ignore[arg-type]
 
     def commit(self) -> None:
         self.store.commit(Transaction(self.ledger.drain()))
@@ -387,13 +391,28 @@ class Run(RuleBasedStateMachine):
         assert {item for item, state in states.items() if state != "trained"} == {
             item for (item,) in self.store._db.execute(closed)
         }
+        self.rows_come_in_turn(number)
+
+    def rows_come_in_turn(self, number: int) -> None:
         problems, _, _ = self.sizes
         assert sorted(self.rows.values()) == [
             (epoch, row) for epoch in range(number // problems) for row in range(problems)
         ]
 
 
+class RunByDifficulty(Run):
+    """The same with `data.difficulty`: all promises hold, but that each epoch has each row once."""
+
+    difficulty = Shares({"unseen": 0.3, "unsolved": 0.1, "between": 0.5, "solved": 0.1}, rest=1, return_after=2)
+
+    def rows_come_in_turn(self, number: int) -> None:
+        assert len(self.rows) == number
+        assert {row for _, row in self.rows.values()} <= set(range(self.sizes[0]))
+
+
 TestRun = Run.TestCase
 TestRun.settings = settings(
     max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
+TestRunByDifficulty = RunByDifficulty.TestCase
+TestRunByDifficulty.settings = settings(TestRun.settings, max_examples=20)
