@@ -40,7 +40,7 @@ LONGEST_LINE = 1 << 20
 COMMANDS = {
     "tail": "the groups that came in last",
     "show": "one item: its problem, and its samples as people read them",
-    "export": "all samples as a parquet file",
+    "export": "all samples that are kept, as a parquet file",
     "quarantine": "the groups that could not be trained, and why",
     "problems": "the problems with their solved shares, attempts and states",
 }
@@ -239,7 +239,7 @@ def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
 
 
 def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
-    """Write all samples that are there to `out`, one row each (COLUMNS)."""
+    """Write all samples that are there to `out`, one row each (COLUMNS), and say how many are not there any more."""
     query = """
         SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem,
             data_of(segment, position, s.bytes, s.crc32c)
@@ -254,7 +254,10 @@ def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
             damaged += sum(row[-1] == b"" for row in found)
             writer.write_table(pa.Table.from_pylist([_row(*row) for row in some], COLUMNS))
     draft.replace(out)
+    (generated,) = db.execute("SELECT COALESCE(SUM(samples), 0) FROM items").fetchone()
     left_out = f"; {damaged} are damaged and left out, see `python -m buffer scrub`" if damaged else ""
+    if (removed := generated - number - damaged) > 0:
+        left_out += f"; {removed} others were removed with older checkpoints, which buffer.keep: all would keep"
     yield f"{out}: {number} samples{left_out}"
 
 

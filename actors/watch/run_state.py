@@ -53,6 +53,10 @@ def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
 
     Ends the process as `configs.load.read` does: exit code 2 for bad input, 0 for `--help`.
     """
+    if "-h" in argv or "--help" in argv:
+        print_visible(f"usage: {prog} RUN [--section.key=value ...]\n\nRUN is a run's folder, or its config files.")
+        print_visible("`python -m configs --help` lists every key of the run file, docs/operations.md every command.")
+        sys.exit(0)
     folder = Path(argv[0]) if argv else Path()
     if not argv or not folder.is_dir():
         config = read(argv, prog, lenient=True)
@@ -202,7 +206,8 @@ def fullness(state: State, name: str) -> str:
     why = LIMITS[least].format(preempted=stats.get("preempted", 0))
     in_task, waiting = stats.get("task", 0), stats.get("waiting", 0)
     moving = stats.get("places_taken", 0) - stats["running"] - waiting - in_task
-    if any((waiter.who, waiter.kind) == (name, "Ask") for waiter in state.waiters):
+    asks = any((waiter.who, waiter.kind) == (name, "Ask") for waiter in state.waiters)
+    if asks or stats.get("parked", 0) > stats["places"] / 8:
         why = "no more work is admitted"
     elif in_task > stats["places"] / 8:
         why = f"{in_task:.0f} samples are in their task"
