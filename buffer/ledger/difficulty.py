@@ -14,6 +14,7 @@ when it is started again. What is held here besides is an index of that, made an
 """
 
 import heapq
+from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,8 +86,7 @@ class SourceRows:
 
 
 class DifficultyOrder:
-    """`shares`: rows and weight of each source, in order; empty for one source. `saved`: the ledger's counters, as
-    written down with those of `counters`."""
+    """`shares`: rows and weight of each source, in order; empty for one source."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class DifficultyOrder:
         self._sources = []
         for part, (start, number) in enumerate(zip(self._starts, sizes, strict=False)):
             rows = schedule.order(number, f"{seed}/{part}" if shares else seed, 0, shuffle)
-            self._sources.append(SourceRows([start + row for row in rows], Turns(difficulty.bands)))
+            self._sources.append(SourceRows(array("q", (start + row for row in rows)), Turns(difficulty.bands)))
         self._places: dict[int, RowPlace] = {}
         """By row that was drawn and is not left out."""
         self._resting: list[tuple[int, int, int]] = []
@@ -118,12 +118,14 @@ class DifficultyOrder:
     # what the ledger calls
 
     def draw(self, state: LedgerState) -> int | None:
+        """The row whose turn it is."""
         if self._is_over(state):
             return None
         self._update(state)
         return self._drawn(state)
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
+        """The rows of the next draws, if nothing else happens before them: they are drawn, and put back."""
         if self._is_over(state):
             return ()
         self._update(state)
@@ -152,6 +154,7 @@ class DifficultyOrder:
         """Does nothing: a draw looks at few rows."""
 
     def counters(self) -> dict[str, int]:
+        """The sums of all turns."""
         found = {f"turns/{name}": number for name, number in self._turns.sums.items()}
         for part, source in enumerate(self._sources):
             found |= {f"turns/{part}/{band}": number for band, number in source.turns.sums.items()}
@@ -165,7 +168,9 @@ class DifficultyOrder:
             source.turns.sums = {band: scalars.get(f"turns/{part}/{band}", 0) for band in BANDS}
         self._version = -1
 
-    def counts(self) -> dict[str, int]:
+    def counts(self, state: LedgerState) -> dict[str, int]:
+        """How many rows are retired."""
+        self._update(state)
         return {"retired": self._retired}
 
     # the draw

@@ -33,7 +33,7 @@ class Order(Protocol):
     def restore(self, scalars: Mapping[str, int]) -> None:
         """Continue with the `counters` that were written down."""
 
-    def counts(self) -> dict[str, int]:
+    def counts(self, state: LedgerState) -> dict[str, int]:
         """Numbers of rows for people."""
 
 
@@ -52,12 +52,14 @@ class EpochOrder:
         """The next epoch, which is being drawn."""
 
     def draw(self, state: LedgerState) -> int | None:
+        """The next row that is not left out."""
         self.skip(state)
         state.moved.clear()
         epoch, place = divmod(state.next_item, self._problems)
         return None if self._is_past(epoch) or state.rows.all_left_out else self.rows(epoch)[place]
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
+        """Up to the end of the epoch."""
         epoch, place = divmod(state.next_item, self._problems)
         if self._is_past(epoch):
             return ()
@@ -67,6 +69,7 @@ class EpochOrder:
         return list(islice((rows[at] for at in range(place, self._problems) if rows[at] not in out), number))
 
     def skip(self, state: LedgerState) -> None:
+        """To the next row that is not left out, or to the end of the epochs."""
         if state.rows.all_left_out:
             return
         while state.rows.left_out:
@@ -76,16 +79,19 @@ class EpochOrder:
             state.next_item += 1
 
     def draw_ahead(self) -> None:
+        """Draw a few more rows of the next epoch."""
         if self._following:
             self._following[1].step()
 
     def counters(self) -> dict[str, int]:
+        """Nothing: the number of the next item says it all."""
         return {}
 
     def restore(self, scalars: Mapping[str, int]) -> None:
         """Does nothing: the order follows from the seed and the number of the next item."""
 
-    def counts(self) -> dict[str, int]:
+    def counts(self, state: LedgerState) -> dict[str, int]:
+        """Nothing: rows of an epoch differ in nothing."""
         return {}
 
     def _is_past(self, epoch: int) -> bool:

@@ -450,7 +450,7 @@ class Ledger:
     def problems_by_state(self) -> dict[str, int]:
         """How many rows of the data set are in each band, retired, left out."""
         rows = self.state.rows
-        return rows.bands() | self._order.counts() | {"left_out": len(rows.left_out)}
+        return rows.bands() | self._order.counts(self.state) | {"left_out": len(rows.left_out)}
 
     def left_out(self) -> dict[int, str]:
         """Rows that are not drawn any more: `KIND: REASON` of the last failure by row."""
