@@ -124,7 +124,8 @@ def rows(seeds: int, problems: int) -> Iterator[ResultRow]:
                 )
                 tokens, peer = by_difficulty.tokens_to_goal(), uniform.tokens_to_goal()
                 versions = len(by_difficulty.skills) - 1, len(uniform.skills) - 1
-                case, what, bound = f"{name} {staleness}", f"seed {seed}, staleness {staleness}", ("target", TARGET)
+                case, what = f"{name} {staleness}", f"seed {seed}, staleness {staleness}"
+                bound: tuple[str, float | None] = ("target", TARGET)
                 yield ResultRow(f"{what}: sampled tokens to .7", tokens, "", "uniform drawing", peer, case)
                 yield ResultRow(f"{what}: versions to .7", versions[0], "", "uniform drawing", versions[1], case)
                 if name == LITTLE_TO_SAVE:

@@ -149,7 +149,7 @@ def restored(config: Config, store: Store, problems: Problems, clock: ListeningC
     """Rebuild the ledger from the store. Leases stay valid and are renewed now. The time since `clock` was made, in
     which the data were read, is no part of the first lease."""
     clock.mark()
-    batch, difficulty = config.batch, config.data.difficulty
+    batch, given = config.batch, config.data.difficulty
     ledger = Ledger(
         len(problems),
         batch.groups,
@@ -164,8 +164,8 @@ def restored(config: Config, store: Store, problems: Problems, clock: ListeningC
         skip_zero_variance=batch.skip_zero_variance,
         max_failed_share=config.rollout.max_failed_share,
         shares=problems.shares,
-        difficulty=difficulty and Shares(difficulty.shares, difficulty.rest, difficulty.return_after),
-        marks=difficulty and Marks(difficulty.solved_at, difficulty.groups),
+        difficulty=Shares(given.shares, given.rest, given.return_after) if given else None,
+        marks=Marks(given.solved_at, given.groups) if given else None,
         eval_every=config.eval.every if config.data.eval else None,
         place=problems.place,
         recall=store.closed,

@@ -242,7 +242,9 @@ def test_killed_at_any_point_it_draws_the_same_problems(
     by_difficulty: bool,
 ) -> None:
     shares = [(1, 0.3), (problems, 0.7)] if mixed else []
-    known = dict(problems=problems + mixed, groups=2, staleness=staleness, skip_zero_variance=skip, epochs=epochs)
+    known: dict[str, Any] = dict(
+        problems=problems + mixed, groups=2, staleness=staleness, skip_zero_variance=skip, epochs=epochs
+    )
     known |= dict(shares=shares, attempts=attempts, max_failed_share=1.0)
     known["shares_of"] = Shares(USUAL, rest, return_after=3) if by_difficulty else None
     lives, dies = Twin(**known), Twin(**known)

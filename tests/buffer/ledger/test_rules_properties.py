@@ -9,6 +9,7 @@ dropped with a reason.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -105,8 +106,10 @@ class Run(RuleBasedStateMachine):
         """Revision at which the learner's Take was parked."""
 
     def new(self) -> Ledger:
-        known = dict(seed=self.seed, lease_s=LEASE_S, recall=self.store.closed, difficulty=self.difficulty)
-        return Ledger(*self.sizes, **known, **self.settings)  # type: ignore[arg-type]
+        known: dict[str, Any] = dict(
+            seed=self.seed, lease_s=LEASE_S, recall=self.store.closed, difficulty=self.difficulty
+        )
+        return Ledger(*self.sizes, **known | self.settings)
 
     def commit(self) -> None:
         self.store.commit(Transaction(self.ledger.drain()))
