@@ -295,7 +295,8 @@ class BatchConfig(Section):
     """Admit work as if this were the bound, to train on fresher data than the bound requires; null means the bound."""
     skip_zero_variance: bool = False
     """Leave groups whose rewards are all equal out of training; other groups take their place. The run is given up
-    after 1,000 such groups in a row, or as many as 10 batches have if that is more."""
+    after 1,000 such groups in a row, or as many as 10 batches have if that is more. `data.difficulty` has fewer of them
+    made."""
 
 
 class AlgorithmConfig(Section):
@@ -518,7 +519,8 @@ class RolloutConfig(Section):
     task_workers: Positive = 2
     """Processes per rollout server that run your own task, many samples at a time each."""
     attempts: Positive = 3
-    """How often an item is dispatched before it is dropped with the reason of its last failure."""
+    """How often an item is dispatched before it is dropped with the reason of its last failure. A row of the data that
+    made no group and failed so often by its reward, task or prompt is left out of later epochs."""
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """The run is given up, with exit code 1, once 100 attempts, or 3 batches of them if that is more, have failed since
     a group was made, and they are more than this share of the attempts since then, those under way included. Failures

@@ -45,7 +45,7 @@ def began_between(before: Record, now: Record) -> bool:
     of records without times."""
     if "time" not in before or "time" not in now or "time/version_s" not in now:
         return False
-    took_s = float(now["time/version_s"]) * (now["version"] - before["version"])
+    took_s = float(now["time/version_s"]) * int(now["version"] - before["version"])
     return float(now["time"]) - float(before["time"]) > 1.2 * took_s + BEGINNING_S
 
 
