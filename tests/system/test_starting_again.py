@@ -1,6 +1,7 @@
 """A run that is launched again: real launcher, buffer and learner, and servers without vLLM (harness/stand_in).
 
-Raised versions, forks, live runs and full disks are in the long lane; `test_accept.py` tests the refusals of the first two.
+Raised versions, forks, live runs and full disks are in the long lane. `test_accept.py` tests the refusals of forks and
+live runs.
 """
 
 import json
