@@ -92,13 +92,13 @@ async def test_a_buffer_that_is_killed_leaves_them_out_still_and_draws_the_same(
     shares = Shares({"unseen": 0.3, "unsolved": 0.1, "between": 0.5, "solved": 0.1}, rest=1)
     requests = make_requests(groups=4, attempts=1, max_staleness=0, difficulty=shares)
     async with buffer(requests) as it:
-        for number in range(3):
+        for number in range(2):
             await play(it.address, number, "f" * 16)
         records = requests.handlers.ledger.state.rows.records.values()
         expected = [record.row for record in sorted(records, key=lambda record: record.last_item)]
     with process(tmp_path, **settings) as it:
         print_ = fingerprint(load(it.arguments()[3:]))
-        for number in range(3):
+        for number in range(2):
             await play(it.address, number, print_)
             it.kill()
             it.start()
@@ -106,4 +106,4 @@ async def test_a_buffer_that_is_killed_leaves_them_out_still_and_draws_the_same(
         it.kill()
         with closing(sqlite3.connect(it.run / "buffer.sqlite")) as db:
             drawn = [row for (row,) in db.execute("SELECT row FROM rows ORDER BY last_item")]
-    assert drawn == expected and len(drawn) >= 8
+    assert drawn == expected and len(drawn) > 4
