@@ -3,6 +3,9 @@
 Prints the run's arithmetic, notes and facts, its memory, speed and cost on the card `--gpu` or that of this machine,
 then `valid`, or everything that is wrong on stderr with exit code 2. The checks are those of `actors launch` and
 `doctor`; checks and forecast run in processes of their own, because this package imports no other one.
+
+`python -m configs --from FILE [--out RUN.yaml]` writes a run file for the settings of another system
+(`configs/migration/convert.py`).
 """
 
 import logging
@@ -10,13 +13,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from configs.data.sources import count_rows
-from configs.entrypoint import run_and_exit, split_flags
+from configs.entrypoint import BAD_INPUT, run_and_exit, split_flags
 from configs.explain import explain
 from configs.flow.cards import checked_card
 from configs.flow.kv_room import gpu_bytes
 from configs.load import dump, read
+from configs.migration import convert
 from configs.plain_text import print_visible
 from configs.resume import fingerprint
 from configs.schema import Config
@@ -27,7 +32,9 @@ PROG = "python -m configs"
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run that may start, 2 for one that may not."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
-    flags, rest = split_flags(argv, PROG, gpu={})
+    flags, rest = split_flags(argv, PROG, gpu={}, **{"from": {"type": Path}}, out={"type": Path})
+    if (source := getattr(flags, "from")) or flags.out:
+        return _convert(source, flags.out, rest)
     config = read(rest, PROG)
     card = checked_card(flags.gpu, PROG)
     size, which = (card.total, f"such as {card.name}") if card else (gpu_bytes(), "as this machine's")
@@ -37,6 +44,17 @@ def main(argv: Sequence[str]) -> int:
     if not any(codes):
         print_visible(f"valid, fingerprint {fingerprint(config)}")
     return max(codes)
+
+
+def _convert(source: Path | None, out: Path | None, rest: Sequence[str]) -> int:
+    """Exit code of `--from FILE [--out RUN.yaml]`."""
+    if source is None or rest:
+        wrong = (
+            f"--out: {out}: name the file to convert with --from" if source is None else f"{rest[0]}: not with --from"
+        )
+        print_visible(f"{PROG}: {wrong}; usage: {PROG} --from FILE [--out RUN.yaml]", sys.stderr)
+        return BAD_INPUT
+    return convert.main(source, out)
 
 
 def _judge(config: Config, *module: str) -> int:
