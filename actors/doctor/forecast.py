@@ -29,7 +29,7 @@ from learner.model.memory import SHARE, sizes_of
 from learner.model.settled import Settled, settle
 from learner.train.pictures import max_sample_patches
 
-MFU = 0.48
+MFU = 0.46
 """Share of a card's peak that a compiled learner reaches if it recomputes nothing. Measured: .41 (1.5B, H100) to .53
 (7B, H200)."""
 ADAPTER_SPEED = 0.67
