@@ -50,7 +50,7 @@ Sizes are Qwen2.5's. Prompts have at most {prompt} tokens, answers at most {answ
 """
 
 
-class Measured(NamedTuple):
+class MeasuredFigure(NamedTuple):
     """A row of the table of what was measured."""
 
     what: str
@@ -62,22 +62,28 @@ class Measured(NamedTuple):
 
 
 MEASURED = (
-    Measured(
+    MeasuredFigure(
         "a whole run of 1.5B, 1 + 1, answers of 512: sampled tokens/s", "H200", "defaults", "sampled tokens/s", ""
     ),
-    Measured("learner, 1.5B, 1 rank: tokens/s, prompts counted", "H200", "learner-gather", "ours-1.5b: tokens/s", ""),
-    Measured("the same: peak memory", "H200", "learner-gather", "ours-1.5b: peak memory", "GiB"),
-    Measured("learner, 7B, 2 ranks: tokens/s", "H200", "learner-7b", "ours-7b-2-flash4: tokens/s", ""),
-    Measured("the same: peak memory", "H200", "learner-7b", "ours-7b-2-flash4: peak memory", "GiB"),
-    Measured("learner, 7B, 4 ranks: tokens/s", "H200", "learner", "ours-7b-4: tokens/s", ""),
-    Measured("learner, 7B with an adapter of rank 32, 1 rank: tokens/s", "H100", "learner-lora", "tokens/s", ""),
-    Measured("the same: peak memory", "H100", "learner-lora", "peak memory", "GiB"),
-    Measured("learner, 3B that sees, tower frozen: peak memory", "H100", "vision", "learner's peak memory", "GiB"),
-    Measured("server, 1.5B, 512 sequences of 512: tokens/s", "H200", "rollout-1.5B", "server in full operation", ""),
-    Measured(
+    MeasuredFigure(
+        "learner, 1.5B, 1 rank: tokens/s, prompts counted", "H200", "learner-gather", "ours-1.5b: tokens/s", ""
+    ),
+    MeasuredFigure("the same: peak memory", "H200", "learner-gather", "ours-1.5b: peak memory", "GiB"),
+    MeasuredFigure("learner, 7B, 2 ranks: tokens/s", "H200", "learner-7b", "ours-7b-2-flash4: tokens/s", ""),
+    MeasuredFigure("the same: peak memory", "H200", "learner-7b", "ours-7b-2-flash4: peak memory", "GiB"),
+    MeasuredFigure("learner, 7B, 4 ranks: tokens/s", "H200", "learner", "ours-7b-4: tokens/s", ""),
+    MeasuredFigure("learner, 7B with an adapter of rank 32, 1 rank: tokens/s", "H100", "learner-lora", "tokens/s", ""),
+    MeasuredFigure("the same: peak memory", "H100", "learner-lora", "peak memory", "GiB"),
+    MeasuredFigure(
+        "learner, 3B that sees, tower frozen: peak memory", "H100", "vision", "learner's peak memory", "GiB"
+    ),
+    MeasuredFigure(
+        "server, 1.5B, 512 sequences of 512: tokens/s", "H200", "rollout-1.5B", "server in full operation", ""
+    ),
+    MeasuredFigure(
         "server, 1.5B, 512 sequences of 512: tokens/s", "H100", "rollout-1.5B-H100", "server in full operation", ""
     ),
-    Measured("server, 7B, 512 sequences of 512: tokens/s", "H100", "rollout-7B", "server in full operation", ""),
+    MeasuredFigure("server, 7B, 512 sequences of 512: tokens/s", "H100", "rollout-7B", "server in full operation", ""),
 )
 
 
@@ -144,8 +150,8 @@ def run(ranks: int, servers: int, tensor_parallel: int, folder: str, model: dict
 
 def round_off(number: float) -> int:
     """Two digits: an estimate has no more. Example: `round_off(32170) == 32000`"""
-    digits = len(str(int(number))) - 2
-    return round(number / 10**digits) * 10**digits
+    unit = int(10 ** max(0, len(str(int(number))) - 2))
+    return round(number / unit) * unit
 
 
 def measured() -> str:
