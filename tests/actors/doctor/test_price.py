@@ -19,8 +19,8 @@ from configs.flow.decoding import ServedModel, step_time
 from configs.load import ConfigError, dump, load
 from configs.schema import Config, LearnerConfig, LoraConfig, ModelConfig
 from learner.model.flops import peak
-from learner.model.memory import GIB, SHARE, choose_gather, estimate
-from learner.model.settled import settle, shards_of
+from learner.model.memory import GIB, SHARE, estimate
+from learner.model.settled import settle
 from tests.harness.shapes_of_models import seeing_folder, text_folder
 
 ROOT = Path(__file__).parents[3]
@@ -284,17 +284,6 @@ def test_without_a_card_the_command_says_how_to_ask(tmp_path: Path, capfd: pytes
 def test_a_model_that_cannot_be_read_has_no_price(tmp_path: Path) -> None:
     (line,) = judge_price(load([*NEEDED, f"--model.path={tmp_path}"]), CARDS["H100"]).facts
     assert line.startswith("GPU memory, speed and cost: not known, because of model.path: ")
-
-
-def test_settled_ranks_agree_as_the_learner_s_do(folders: dict[str, str]) -> None:
-    """All ranks take what fits the fullest, rank 0."""
-    config = load([str(ROOT / "configs/eight_gpus.yaml"), f"--model.path={folders['7B']}"])
-    alone = config.model_copy(update={"learner": config.learner.model_copy(update={"ranks": 1, "shard": 4})})
-    memory = CARDS["H100"].free
-    assert shards_of(alone.learner) == shards_of(config.learner) == 4
-    assert settle(config, memory).learner.gather == "pass"
-    gather = choose_gather(config.model, settle(config, memory).learner, 4, memory, 2560).gather
-    assert settle(config, memory).learner.activation_checkpointing == "block" and gather in ("pass", "batch")
 
 
 def running(config: Config, *flags: str) -> Iterator[str]:
