@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     flags, rest = split_flags(argv, PROG, gpu={}, **{"from": {"type": Path}}, out={"type": Path})
     if (source := getattr(flags, "from")) or flags.out:
         return _convert(source, flags.out, rest)
-    config = read(rest, PROG)
+    config = read(rest, f"{PROG} [--gpu NAME | --from FILE [--out RUN.yaml]]")
     card = checked_card(flags.gpu, PROG)
     size, which = (card.total, f"such as {card.name}") if card else (gpu_bytes(), "as this machine's")
     print_visible("\n".join(explain(config, count_rows(config.data.train), size, which)))

@@ -69,7 +69,8 @@ def main(argv: Sequence[str], machine: Machine | None = None) -> int:
     if card and not rest:
         print_visible(f"{PROG}: --gpu: {card.name}: name a run file too, whose price on that card you want", sys.stderr)
         return BAD_INPUT
-    findings = doctor(read(rest, PROG) if rest else None, machine, lambda config: judge_with_price(config, card))
+    config = read(rest, f"{PROG} [--gpu NAME]") if rest else None
+    findings = doctor(config, machine, lambda config: judge_with_price(config, card))
     print_visible("\n".join(map(str, findings)))
     failed = [finding.what for finding in findings if finding.state == "fail"]
     print_visible(f"{len(failed)} of {len(findings)} checks failed" if failed else "this machine is ready")

@@ -125,8 +125,9 @@ def _duration(seconds: float) -> str:
 
 
 def this_card() -> Card | None:
-    """The smallest GPU of this machine, as far as it is known; None without one."""
-    gpu = min(find_gpus(), key=lambda gpu: gpu.total_mib, default=None)
+    """The smallest GPU of this machine whose memory the driver lists; None without one."""
+    sized = [gpu for gpu in find_gpus() if gpu.total_mib]
+    gpu = min(sized, key=lambda gpu: gpu.total_mib, default=None)
     if gpu is None:
         return None
     known = card_of(gpu.name, gpu.total_mib * MIB)
