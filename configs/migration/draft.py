@@ -6,6 +6,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 UNKNOWN = "no counterpart is known"
@@ -27,8 +28,8 @@ class Given:
         return next((self.settings[key] for key in keys if self.settings.get(key) is not None), default)
 
     def left(self) -> list[str]:
-        """Keys that nobody took."""
-        return [key for key in self.settings if key not in self.used]
+        """Keys with a value that nobody took."""
+        return [key for key, value in self.settings.items() if key not in self.used and value is not None]
 
 
 @dataclass
@@ -89,7 +90,7 @@ def data_path(draft: Draft, key: str, value: Any, split: str = "train") -> Any:
         paths = [data_path(draft, key, each, split) for each in value]
         return paths[0] if len(paths) == 1 else [{"path": path} for path in paths]
     text = str(value)
-    if not HUB.match(text) or text.endswith(FILES):
+    if not HUB.match(text) or text.endswith(FILES) or Path(text).exists():
         return text
     name, _, own = text.partition("@")
     place = f"data/{name.rpartition('/')[2]}/{own or split}.parquet"

@@ -205,7 +205,8 @@ def _overlong(given: Given, draft: Draft) -> None:
             draft.set("algorithm.overlong", "soft")
             draft.set("algorithm.overlong_buffer", given.take(f"{key}len"))
             draft.set("algorithm.overlong_factor", given.take(f"{key}penalty_factor"))
-    given.take("reward_model.enable" if not given.settings.get("reward_model.enable") else "")
+    if not given.settings.get("reward_model.enable"):
+        given.take("reward_model.enable")
 
 
 def _schedule(given: Given, draft: Draft, steps: Steps) -> None:

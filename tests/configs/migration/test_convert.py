@@ -160,6 +160,17 @@ def test_what_cannot_be_converted_is_refused_in_one_line(
     assert said in error and error.count("\n") == 1 and error.startswith(f"--from: {tmp_path / name}")
 
 
+def test_a_local_folder_is_no_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trl.yaml").write_text("num_generations: 8\ndataset_name: data/math\nunset: null\n")
+    _, draft = convert(tmp_path / "trl.yaml")
+    assert draft.tree["data"]["train"] == "data/math/train.parquet"
+    (tmp_path / "data/math").mkdir(parents=True)
+    _, draft = convert(tmp_path / "trl.yaml")
+    assert draft.tree["data"]["train"] == "data/math"
+    assert not [line for line in draft.missing if line.startswith("unset")]
+
+
 def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text("mine")
     assert main(["--from", str(GIVEN / "trl.yaml"), "--out", str(tmp_path / "run.yaml")]) == 2
