@@ -28,7 +28,7 @@ def explain(
     config: Config, problems: int | None = None, gpu_bytes: int | None = None, card: str = "as this machine's"
 ) -> list[str]:
     """The run in lines for people; `problems` is the number of rows in data.train, `gpu_bytes` the memory of a GPU that
-    serves, where they are known; `card` says which GPU that is."""
+    serves, where they are known; `card` describes that GPU."""
     room = kv_room(config, gpu_bytes, card)
     most = most_running(config) if room.sequences is None else max(1, min(most_running(config), room.sequences))
     flow = expected(config, admitted_staleness(config), most)

@@ -1,7 +1,7 @@
 """`python -m actors doctor [RUN.yaml ... --gpu NAME --section.key=value ...]`: will a run work on this machine?
 
 Prints one line per finding, `ok`, `warn` or `FAIL`, with a remedy for each trouble; exit code 1 if any failed, 2 for a
-run file that `launch` refuses. Without a run file it judges the installation only. With one it also says what the run
+run file that `launch` refuses. Without a run file it judges the installation only. With one it also shows what the run
 takes on the card `--gpu`, or on that of this machine (`price.py`). Changes nothing; waits a few seconds for imports of
 torch and torchvision and for the trials of `run_file.py`. `make install` ends with it.
 """

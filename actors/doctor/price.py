@@ -1,4 +1,4 @@
-"""`python -m actors.doctor.price [--gpu NAME]`: says what a run will take on a card, before anything starts.
+"""`python -m actors.doctor.price [--gpu NAME]`: estimates what a run takes on a card, before anything starts.
 
 The config is on stdin, as `configs.load.dump` writes it. Prints memory by part, settings that `auto` takes, speeds,
 time and cost; exit code 2, with what would fit, for a run that does not fit. Without `--gpu` the card is that of this

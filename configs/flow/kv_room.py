@@ -33,7 +33,7 @@ class KvRoom(NamedTuple):
 def kv_room(
     config: Config, gpu_bytes: int | None, card: str = "as this machine's", parameters: int | None = None
 ) -> KvRoom:
-    """`gpu_bytes`: memory of a GPU that serves, None where none is known; `card` says which GPU that is. `parameters`:
+    """`gpu_bytes`: memory of a GPU that serves, None where none is known; `card` describes that GPU. `parameters`:
     where model.path has no weights to count them by.
 
     Counted are the keys and values of layers with full attention, each GPU of a server holding its share of the heads;

@@ -93,7 +93,7 @@ def report(system: str, draft: Draft) -> list[str]:
     found = [f"settings of {system}:", *(f"  {line}" for line in draft.notes)]
     if draft.missing:
         found += ["without a counterpart, or to be set by you:", *(f"  {line}" for line in draft.missing)]
-    return [*found, "next: python -m configs RUN.yaml --gpu H100 checks the run file and says what it takes"]
+    return [*found, "next: python -m configs RUN.yaml --gpu H100 checks the run file and estimates what it takes"]
 
 
 def write_new(out: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A run file that is being written from the settings of another system, with what must be said about it.
+"""A run file that is being written from the settings of another system, with lines about it for people.
 
 `Given` notices which settings were used: what is left at the end has no counterpart, and is listed. Pure.
 """
@@ -115,15 +115,15 @@ class Steps:
     updates: int
 
 
-def set_steps(draft: Draft, steps: Steps, samples: int, said: str) -> None:
-    """Set batch and staleness. `said`: their keys and values, for people."""
+def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
+    """Set batch and staleness. `counted`: their keys and values, for people."""
     groups = max(1, steps.prompts // steps.updates)
     draft.set("batch.groups", groups)
     draft.set("batch.samples", samples)
     draft.set("batch.max_staleness", max(1, steps.updates - 1))
     each = f"{steps.updates} versions" if steps.updates > 1 else "one version"
     draft.note(
-        f"a version is one optimizer step: {said} make a step {each} of batch.groups {groups} x {samples} samples"
+        f"a version is one optimizer step: {counted} make a step {each} of batch.groups {groups} x {samples} samples"
     )
     ages = f"its {steps.updates} updates train data that is up to {steps.updates - 1} versions old"
     why = ages if steps.updates > 1 else "servers generate while the learner trains"
@@ -156,7 +156,7 @@ def split_gpus(draft: Draft, gpus: int, nodes: int, tensor_parallel: int) -> Non
     more = "; that is one GPU more than before" if used > gpus else ""
     draft.note(
         f"{gpus} GPUs: learner and servers have GPUs of their own: learner.ranks {half}, rollout.servers {servers} of"
-        f" {tensor_parallel}{more}; `python -m configs RUN.yaml --gpu H100` says how many servers the learner needs"
+        f" {tensor_parallel}{more}; `python -m configs RUN.yaml --gpu H100` shows how many servers the learner needs"
     )
 
 

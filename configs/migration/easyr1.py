@@ -76,7 +76,7 @@ REASONS = {
     "trainer.val_before_train": "= eval.every evaluates version 0 too",
     "trainer.val_only": "`python -m rollout evaluate` evaluates without training",
     "trainer.val_generations_to_log": "= eval.keep_samples",
-    "trainer.save_checkpoint_path": "= run.folder says where runs are",
+    "trainer.save_checkpoint_path": "= runs are in run.folder",
     "trainer.load_checkpoint_path": "= a run that is launched again goes on by itself",
     "trainer.find_last_checkpoint": "= a run that is launched again goes on by itself",
 }
@@ -97,8 +97,8 @@ def convert(given: Given, draft: Draft) -> None:
     steps = Steps(prompts, max(1, prompts // each))
     if samples < 2:
         draft.lacks(f"{ROLLOUT}n", samples, "a group needs 2 answers or more for its baseline; 8 are taken")
-    said = f"data.rollout_batch_size {prompts} and worker.actor.global_batch_size {each} (both count prompts)"
-    set_steps(draft, steps, samples if samples > 1 else 8, said)
+    counted = f"data.rollout_batch_size {prompts} and worker.actor.global_batch_size {each} (both count prompts)"
+    set_steps(draft, steps, samples if samples > 1 else 8, counted)
     _data(given, draft)
     _algorithm(given, draft)
     _schedule(given, draft, steps)
@@ -152,7 +152,7 @@ def _algorithm(given: Given, draft: Draft) -> None:
     in_loss, disabled = given.take("algorithm.use_kl_loss"), given.take("algorithm.disable_kl")
     if in_loss and not disabled:
         draft.set("algorithm.reference_kl", coefficient)
-        draft.note(f"the KL loss is algorithm.reference_kl {coefficient}, as k2 whatever kl_penalty ({kind}) says")
+        draft.note(f"the KL loss is algorithm.reference_kl {coefficient}, as k2 not as kl_penalty {kind}")
     elif not disabled:
         draft.lacks("algorithm.kl_coef", coefficient, "KL is a term of the loss: set algorithm.reference_kl")
     if (epochs := given.take(f"{ACTOR}ppo_epochs", default=1)) != 1:

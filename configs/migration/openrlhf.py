@@ -79,8 +79,8 @@ REASONS = {
     "kl_estimator": "= algorithm.reference_kl is k2",
     "gamma": "algorithm.turn_discount is the discount between turns",
     "lambd": "there is no critic, so no GAE",
-    "save_path": "= run.folder says where runs are",
-    "ckpt_path": "= run.folder says where runs are",
+    "save_path": "= runs are in run.folder",
+    "ckpt_path": "= runs are in run.folder",
     "load_checkpoint": "= a run that is launched again goes on by itself",
     "save_hf_ckpt": "= learner.export_every",
     "disable_ds_ckpt": "= checkpoints are written by torch.distributed.checkpoint",
@@ -117,8 +117,8 @@ def convert(given: Given, draft: Draft) -> None:
     steps = Steps(prompts, max(1, prompts * samples // answers))
     if samples < 2:
         draft.lacks("n_samples_per_prompt", samples, "a group needs 2 answers or more for its baseline; 8 are taken")
-    said = f"rollout_batch_size {prompts} (prompts) and train_batch_size {answers} (answers)"
-    set_steps(draft, steps, samples if samples > 1 else 8, said)
+    counted = f"rollout_batch_size {prompts} (prompts) and train_batch_size {answers} (answers)"
+    set_steps(draft, steps, samples if samples > 1 else 8, counted)
     _data(given, draft)
     _reward(given, draft)
     _algorithm(given, draft)

@@ -92,7 +92,7 @@ REASONS = {
     "trainer.critic_warmup": "there is no critic",
     "trainer.project_name": "= trackers have the run's name",
     "trainer.val_before_train": "= eval.every evaluates version 0 too",
-    "trainer.default_local_dir": "= run.folder says where runs are",
+    "trainer.default_local_dir": "= runs are in run.folder",
     "trainer.resume_mode": "= a run that is launched again goes on by itself",
     "trainer.log_val_generations": "= eval.keep_samples",
     "trainer.balance_batch": "= parts are always balanced by tokens",
@@ -116,8 +116,8 @@ def convert(given: Given, draft: Draft) -> None:
     steps = Steps(prompts, max(1, prompts // mini))
     if samples < 2:
         draft.lacks(f"{ROLLOUT}n", samples, "a group needs 2 answers or more for its baseline; 8 are taken")
-    said = f"data.train_batch_size {prompts} and ppo_mini_batch_size {mini} (both count prompts)"
-    set_steps(draft, steps, samples if samples > 1 else 8, said)
+    counted = f"data.train_batch_size {prompts} and ppo_mini_batch_size {mini} (both count prompts)"
+    set_steps(draft, steps, samples if samples > 1 else 8, counted)
     _data(given, draft)
     _algorithm(given, draft)
     _schedule(given, draft, steps)
@@ -192,7 +192,7 @@ def _kl(given: Given, draft: Draft) -> None:
     in_reward = given.take("algorithm.kl_ctrl.kl_coef", default=0.001)
     if given.take(f"{ACTOR}use_kl_loss"):
         draft.set("algorithm.reference_kl", coefficient)
-        draft.note(f"the KL loss is algorithm.reference_kl {coefficient}, as k2 whatever kl_loss_type ({kind}) says")
+        draft.note(f"the KL loss is algorithm.reference_kl {coefficient}, as k2 not as kl_loss_type {kind}")
     if given.take("algorithm.use_kl_in_reward"):
         draft.lacks("algorithm.use_kl_in_reward", in_reward, "KL is a term of the loss: set algorithm.reference_kl")
     given.take("algorithm.kl_ctrl.type", "algorithm.kl_penalty", "algorithm.gamma", "algorithm.lam")
