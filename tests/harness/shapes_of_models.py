@@ -1,6 +1,7 @@
 """Folders with the config.json of models by their sizes, without weights and tokenizer: for estimates."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def text_folder(folder: Path, name: str, **changes: Any) -> Path:
 def seeing_folder(folder: Path, larger: bool = False) -> Path:
     """The folder of Qwen2.5-VL-3B, or of 7B."""
     folder.mkdir(parents=True, exist_ok=True)
-    kind, given = SEEING["Qwen2.5-VL-3B"]["model_type"], config_of("Qwen2.5-VL-3B", 2)
+    kind, given = SEEING["Qwen2.5-VL-3B"]["model_type"], deepcopy(config_of("Qwen2.5-VL-3B", 2))
     if larger:
         given["text_config"] |= LARGER_TEXT
         given["vision_config"] |= {"out_hidden_size": LARGER_TEXT["hidden_size"]}
