@@ -31,10 +31,12 @@ AS_FAST = 0.96
 """Share of the versions from which on fewer sequences count as being as fast: simulations differ by that much."""
 
 
-def explain(config: Config, problems: int | None = None, gpu_bytes: int | None = None) -> list[str]:
+def explain(
+    config: Config, problems: int | None = None, gpu_bytes: int | None = None, card: str = "as this machine's"
+) -> list[str]:
     """The run in lines for people; `problems` is the number of rows in data.train, `gpu_bytes` the memory of a GPU that
-    serves, where they are known."""
-    room = kv_room(config, gpu_bytes)
+    serves, where they are known; `card` describes that GPU."""
+    room = kv_room(config, gpu_bytes, card)
     most = most_running(config) if room.sequences is None else max(1, min(most_running(config), room.sequences))
     flow = expected(config, admitted_staleness(config), most)
     sizes = (line.removeprefix("model.path: ") for line in unpublishable(config, gpu_bytes or USUAL_GPU_BYTES))

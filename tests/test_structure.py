@@ -64,6 +64,10 @@ MAY: dict[str, set[str]] = {
         *("configs", "buffer", "rollout", "actors.process", "actors.doctor"),
         "learner.model.exactness",  # in a process of its own, which imports torch
     },
+    "actors.doctor.forecast": {
+        *("configs", "buffer", "actors.doctor", "learner.model", "learner.algorithms"),
+        "learner.train.pictures",  # by price.py only where there is a card to estimate for: torch is slow to import
+    },
     "actors.scaling": {"configs", "buffer", "actors.process", "actors.watch", "actors.scaling"},
     "actors.supervise": {
         *("configs", "buffer", "actors.process", "actors.watch", "actors.report", "actors.doctor", "actors.scaling"),

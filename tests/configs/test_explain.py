@@ -325,3 +325,12 @@ def test_without_a_gpu_a_model_too_large_for_80_gb_is_noted(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     text = "\n".join(explain(config(f"model.path={tmp_path}")))
     assert f"note: {tmp_path}: learner rank 0 holds two copies of trained weights for the servers, 115.5 GiB" in text
+
+
+def test_the_run_file_of_the_readme_is_valid(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = (part.partition("```")[0] for part in text.split("```yaml\n")[1:])
+    (tmp_path / "run.yaml").write_text(block)
+    run = load([str(tmp_path / "run.yaml")])
+    check(run, files=())
+    assert (run.run.versions, run.data.columns) == (200, {"problem": "question"})
