@@ -8,7 +8,6 @@ other one.
 import logging
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 
 from configs.data.sources import count_rows
@@ -16,6 +15,7 @@ from configs.entrypoint import DONE, run_and_exit
 from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
 from configs.load import dump, read
+from configs.own_packages import command
 from configs.plain_text import print_visible
 from configs.resume import fingerprint
 
@@ -25,8 +25,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
     config = read(argv, "python -m configs")
     print_visible("\n".join(explain(config, count_rows(config.data.train), gpu_bytes())))
-    command = [sys.executable, "-m", "actors.doctor.run_file"]
-    code = subprocess.run(command, input=dump(config), encoding="utf-8").returncode
+    code = subprocess.run(command("actors.doctor.run_file"), input=dump(config), encoding="utf-8").returncode
     if code == DONE:
         print_visible(f"valid, fingerprint {fingerprint(config)}")
     return code

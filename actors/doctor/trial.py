@@ -28,6 +28,7 @@ from buffer.image_rows import IMAGES
 from configs.architecture import is_proven
 from configs.data.sources import told
 from configs.load import ConfigError, dump, parse
+from configs.own_packages import command
 from configs.schema import Config
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
     """The process that tries `part`, and a function that waits for its judgement; nothing of it is left at the end."""
     with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as folder:
         (Path(folder) / "given").write_bytes(given)
-        line = [sys.executable, "-m", "actors.doctor.trial", part, folder]
+        line = command("actors.doctor.trial", part, folder)
         none = subprocess.DEVNULL
         process = subprocess.Popen(line, stdin=none, stdout=none, stderr=none, start_new_session=True)
 
