@@ -29,6 +29,7 @@ TOKEN_BYTES = 13
 
 FILES = (
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
+    *("algorithm.loss", "algorithm.advantage"),
     *("reward.function", "reward.model", "rollout.task", "rollout.agent.command", "rollout.environment.python"),
     *("run.folder", "log.trackers"),
 )
@@ -417,6 +418,10 @@ def _evaluation(config: Config) -> Iterator[str]:
 def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
     """A built-in name, or `path/to/file.py:function`, a file that defines the function."""
     rewards = [("reward.function", part.function) for part in config.reward.parts]
+    for key, value in (("algorithm.loss", config.algorithm.loss), ("algorithm.advantage", config.algorithm.advantage)):
+        file, _, function = value.rpartition(":")
+        if file and key in files:
+            yield from _defined(key, file, function)
     for key, value in (*rewards, ("rollout.task", config.rollout.task)):
         file, _, function = value.rpartition(":")
         if value == "task" and not isinstance(config.reward.function, str):

@@ -62,7 +62,7 @@ MAY: dict[str, set[str]] = {
     "actors.live": {*("configs", "buffer", "actors.process"), *("actors.watch", "actors.report", "actors.live")},
     "actors.doctor": {
         *("configs", "buffer", "rollout", "actors.process", "actors.doctor"),
-        "learner.model.exactness",  # in a process of its own, which imports torch
+        *("learner.model.exactness", "learner.algorithms.own_trial"),  # in processes of their own, which import torch
     },
     "actors.scaling": {"configs", "buffer", "actors.process", "actors.watch", "actors.scaling"},
     "actors.supervise": {

@@ -118,12 +118,14 @@ def test_a_run_is_launched_stopped_and_goes_on(foreign: Foreign) -> None:
             launched.kill()
     assert launched.returncode == 130, out + err
     assert "go on with: headrace launch runs/mine/config.yaml" in out.replace("\n", "")
+    code, out, err = foreign.headrace("status", "runs/mine")
+    assert code == 1 and "Go on with: headrace launch runs/mine/config.yaml" in out and "python -m" not in out, (
+        out + err
+    )
     reached = run.metrics()[-1]["version"]
     code, out, err = foreign.headrace(*foreign.launch(named, f"--run.versions={reached + 2}"))
     assert code == 0, out + err
     assert run.metrics()[-1]["version"] == reached + 2 and "restored version" in run.log("learner")
-    code, out, err = foreign.headrace("status", "runs/mine")
-    assert code == 0 and "headrace launch" in out and "python -m" not in out, out + err
     code, out, err = foreign.headrace("show", "0", "runs/mine")
     assert code in (0, 2) and "Traceback" not in err
     code, out, err = foreign.headrace("export", "all.parquet", "runs/mine")
