@@ -82,9 +82,8 @@ class Run:
 
     def metrics(self) -> list[Record]:
         """A dict for each version that was trained, in order; `pandas.DataFrame(run.metrics())` makes it a table."""
-        found = {
-            record["version"]: record for record in self._records() if "version" in record and "kind" not in record
-        }
+        other = {"kind", "eval/version"}  # looks at the servers, evaluations
+        found = {record["version"]: record for record in self._records() if not other & record.keys()}
         return [found[version] for version in sorted(found)]
 
     def evaluations(self) -> list[Record]:
@@ -261,4 +260,4 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, set | frozenset):
         return sorted(value)
-    raise TypeError(f"{value!r} of {type(value).__name__} cannot stand in a run file")
+    raise TypeError(f"{value!r} cannot stand in a run file; write a number, a text, a list or a dict")

@@ -1,8 +1,8 @@
 """Headrace in a user's own environment and repository, which has packages `configs`, `actors`, `buffer` and `tests`.
 
 The wheel is built and installed into a virtual environment of the test, whose rollout servers are then stand-ins
-without vLLM (harness/stand_in). The user's reward imports the user's packages; whatever of Headrace imports one of them
-ends its process.
+without vLLM (harness/stand_in). The user's reward and loss import the user's packages; whatever of Headrace imports one
+of them ends its process.
 """
 
 import os
@@ -36,6 +36,8 @@ TEXTS = {
     "tests/test_mine.py": "",
     "rewards/mine.py": "from actors.actor import RIGHT\nfrom helper import TWICE\n"
     "def score(solution_str, ground_truth): return RIGHT * TWICE / 2\n",
+    "rewards/loss.py": "from configs.prompts import RIGHT\nfrom learner.algorithms.losses import dppo\n"
+    "def loss(inputs, config): return RIGHT * dppo(inputs, config).loss\n",
     "rewards/helper.py": "import configs.prompts\nTWICE = configs.prompts.RIGHT * 4\n",
 }
 
@@ -77,7 +79,8 @@ class Foreign:
 
     def launch(self, *more: str) -> list[str]:
         address = f"--buffer.address=tcp://127.0.0.1:{free_port()}"
-        return ["launch", "run.yaml", "--reward.function=rewards/mine.py:score", "--no-report", address, *more]
+        own = ("--reward.function=rewards/mine.py:score", "--algorithm.loss=rewards/loss.py:loss")
+        return ["launch", "run.yaml", *own, "--no-report", address, *more]
 
 
 def built(folder: Path) -> Path:
@@ -122,6 +125,7 @@ def test_a_run_is_launched_stopped_and_goes_on(foreign: Foreign) -> None:
     assert code == 1 and "Go on with: headrace launch runs/mine/config.yaml" in out and "python -m" not in out, (
         out + err
     )
+    assert "algorithm.loss: rewards/loss.py:loss was tried" in out + run.log("learner")
     reached = run.metrics()[-1]["version"]
     code, out, err = foreign.headrace(*foreign.launch(named, f"--run.versions={reached + 2}"))
     assert code == 0, out + err
