@@ -228,7 +228,7 @@ class OwnNames:
         place = self._places.get(top)
         if place is None or is_ours(importer or {}):
             return None
-        if inner and place.is_dir() and place_of_inner(place, inner.partition(".")[0]) is None:
+        if inner and place_of_inner(place, inner.partition(".")[0]) is None:
             return None
         return f"{PREFIX}{quoted(place)}{'.' * bool(inner)}{inner}"
 
@@ -242,7 +242,7 @@ def is_ours(module: Mapping[str, Any]) -> bool:
 
 
 def place_of_inner(package: Path, name: str) -> Path | None:
-    """The module or package `name` in the folder of `package`; None if there is none."""
+    """The module or package `name` in `package`; None if there is none, or if `package` is a file."""
     return next((path for path in (package / f"{name}.py", package / name) if path.exists()), None)
 
 

@@ -23,6 +23,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
+OF_MODULE = ("__name__", "__doc__", "__package__", "__spec__", "__loader__", "__file__", "__builtins__")
+"""Names that each module has by itself."""
 REMEDY = "write the function into a file, and set reward.function: path/to/file.py:function"
 
 
@@ -40,8 +42,8 @@ def reward_file(function: Callable[..., Any], folder: Path) -> str:
         raise NoSource(
             f"reward: {given} is no function with a source; give a function, and its settings as reward.kwargs"
         )
-    if file := _file_of(function):
-        return f"{file}:{function.__name__}"
+    if known := _file_of(function):
+        return f"{known}:{function.__name__}"
     text = Source(function).text()
     file = folder / f"{function.__name__}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,6 +84,8 @@ class Source:
             raise NoSource(f"reward: {uses}; make it inside of the function, or {REMEDY}")
         own, text = value.__name__, _source(value)
         for used in _used(compile(text, own, "exec")):
+            if used in OF_MODULE:
+                continue
             if used in names:
                 if used != own:
                     self._define(used, names[used], names)
@@ -163,8 +167,9 @@ def _source(value: Any) -> str:
 def _class_source(value: type) -> str:
     """The source of a class, found by one of its functions: a notebook's module has no file. Raises OSError."""
     for function in vars(value).values():
-        code = getattr(function, "__code__", None)
-        lines = linecache.getlines(code.co_filename) if code else []
+        if not isinstance(code := getattr(function, "__code__", None), CodeType):
+            continue
+        lines = linecache.getlines(code.co_filename)
         for node in ast.walk(ast.parse("".join(lines))):
             if isinstance(node, ast.ClassDef) and node.name == value.__name__:
                 first = min([node.lineno, *(each.lineno for each in node.decorator_list)])

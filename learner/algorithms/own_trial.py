@@ -160,8 +160,8 @@ def halves(whole: LossInputs) -> list[Part]:
 
 def of_tokens(whole: LossInputs, tokens: Tensor) -> LossInputs:
     """The same of these tokens; counts stay those of the whole batch."""
-    values = {field.name: getattr(whole, field.name) for field in fields(whole)}
-    return replace(whole, **{name: value[tokens] for name, value in values.items() if isinstance(value, Tensor)})
+    values: dict[str, Any] = {field.name: getattr(whole, field.name) for field in fields(whole)}
+    return LossInputs(**{name: x[tokens] if isinstance(x, Tensor) else x for name, x in values.items()})
 
 
 def _refusing(key: str, name: str, attempt: Callable[[], None]) -> None:

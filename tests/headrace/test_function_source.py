@@ -88,7 +88,7 @@ def test_a_function_reaches_another_process_with_all_that_it_uses(cells: dict[st
     assert place.startswith(f"{tmp_path}/.rewards/score_") and place.endswith(".py:score")
     assert answers(place, "2 apples", "7", "again", "none") == "[1.0, 0.0, 1.0, 0.0]"
     text = Path(place.rpartition(":")[0]).read_text()
-    assert "TOKENIZER" not in text and "uses_object" not in text
+    assert "TOKENIZER" not in text and "uses_object" not in text and "__main__" not in text
     assert reward_file(cells["score"], tmp_path / ".rewards") == place
 
 

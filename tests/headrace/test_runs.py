@@ -24,7 +24,7 @@ RECORDS: list[dict[str, Any]] = [
 
 def test_metrics_are_a_dict_for_each_version_and_the_later_record_counts(tmp_path: Path) -> None:
     run = headrace.Run(tmp_path)
-    assert run.metrics() == run.evaluations() == run.output == []
+    assert (run.metrics(), run.evaluations(), run.output) == ([], [], [])
     lines = [*map(json.dumps, RECORDS), '{"version": 3, "rew']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert run.metrics() == [RECORDS[3], RECORDS[1]] and run.evaluations() == [RECORDS[4]]

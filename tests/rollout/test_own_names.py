@@ -21,8 +21,8 @@ assert importlib.import_module("configs.prompts") is prompts
 
 def score(solution_str):
     from configs.prompts import SYSTEM
-    import learner
-    return [SYSTEM, names.NAMES, VALUE, Trajectory.__module__, learner.__file__]
+    from learner.saved import manifest
+    return [SYSTEM, names.NAMES, VALUE, Trajectory.__module__, manifest.__file__]
 """
 SCRIPT = """
 import sys
@@ -45,6 +45,7 @@ def repository(tmp_path: Path) -> Path:
         "buffer/deep/__init__.py": "from .inner import VALUE\n",
         "buffer/deep/inner.py": "import configs\nVALUE = configs.SYSTEM\n",
         "rollout/__init__.py": "",
+        "learner.py": "raise ImportError('a file cannot have submodules, so this one is not imported')\n",
     }
     for name, text in texts.items():
         file = tmp_path / "mine" / name
@@ -56,6 +57,6 @@ def repository(tmp_path: Path) -> Path:
 def test_a_users_file_imports_the_users_packages_and_headrace_its_own(repository: Path) -> None:
     line = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {ROOT!r})\n{SCRIPT}"]
     done = subprocess.run(line, cwd=repository, capture_output=True, text=True, timeout=60)
-    expected = f"['mine', 'no __init__', 'mine', 'rollout.tasks.trajectory', '{ROOT}/learner/__init__.py']"
+    expected = f"['mine', 'no __init__', 'mine', 'rollout.tasks.trajectory', '{ROOT}/learner/saved/manifest.py']"
     ours = " ".join(f"{ROOT}/{name}.py" for name in ("configs/__init__", "actors/__init__", "configs/schema"))
     assert done.stdout == f"{expected} {ours}\n", done.stderr
