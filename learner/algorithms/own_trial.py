@@ -161,7 +161,8 @@ def halves(whole: LossInputs) -> list[Part]:
 def of_tokens(whole: LossInputs, tokens: Tensor) -> LossInputs:
     """The same of these tokens; counts stay those of the whole batch."""
     values: dict[str, Any] = {field.name: getattr(whole, field.name) for field in fields(whole)}
-    return LossInputs(**{name: x[tokens] if isinstance(x, Tensor) else x for name, x in values.items()})
+    of_these: dict[str, Any] = {name: x[tokens] if isinstance(x, Tensor) else x for name, x in values.items()}
+    return LossInputs(**of_these)
 
 
 def _refusing(key: str, name: str, attempt: Callable[[], None]) -> None:
