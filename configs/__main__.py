@@ -22,6 +22,7 @@ from configs.flow.cards import checked_card
 from configs.flow.kv_room import gpu_bytes
 from configs.load import dump, read
 from configs.migration import convert
+from configs.own_packages import command
 from configs.plain_text import print_visible
 from configs.resume import fingerprint
 from configs.schema import Config
@@ -59,8 +60,7 @@ def _convert(source: Path | None, out: Path | None, rest: Sequence[str]) -> int:
 
 def _judge(config: Config, *module: str) -> int:
     """Exit code of `python -m MODULE ...` with the config on stdin."""
-    command = [sys.executable, "-m", *module]
-    return subprocess.run(command, input=dump(config), encoding="utf-8").returncode
+    return subprocess.run(command(*module), input=dump(config), encoding="utf-8").returncode
 
 
 if __name__ == "__main__":

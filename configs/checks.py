@@ -19,6 +19,7 @@ from configs import variables
 from configs.data.sources import INSTALL, problems_with, told
 from configs.load import ConfigError
 from configs.model_facts import model_facts
+from configs.own_packages import shadows
 from configs.schema import Config
 
 OWN_RAY = "local"
@@ -28,6 +29,7 @@ TOKEN_BYTES = 13
 
 FILES = (
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
+    *("algorithm.loss", "algorithm.advantage"),
     *("reward.function", "reward.model", "rollout.task", "rollout.agent.command", "rollout.environment.python"),
     *("run.folder", "log.trackers"),
 )
@@ -104,7 +106,7 @@ def check(
         *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
-        *_nodes(config), *_trackers(config, files), *_lora(config), *_variables(config), *further,
+        *_nodes(config), *_trackers(config, files), *_lora(config), *_variables(config), *_shadows(config), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -114,6 +116,15 @@ def _variables(config: Config) -> list[str]:
     """What is wrong with this process's environment. Interfaces are not checked with a cluster: its nodes have their
     own."""
     return variables.problems(os.environ, interfaces=not cluster_of(config), own_ray=starts_ray(config))
+
+
+def _shadows(config: Config) -> Iterator[str]:
+    """Ray's processes search the current folder and PYTHONPATH first, where a user's packages have our names."""
+    folders = [os.curdir, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if cluster_of(config) or starts_ray(config):
+        for place in shadows(folders):
+            found = f"Ray ({named_by(config)}) would import {place} in place of Headrace's {place.stem}"
+            yield f"cluster.address: {found}; start the run in a folder without it, and take it from PYTHONPATH"
 
 
 def cluster_of(config: Config) -> str:
@@ -407,6 +418,10 @@ def _evaluation(config: Config) -> Iterator[str]:
 def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
     """A built-in name, or `path/to/file.py:function`, a file that defines the function."""
     rewards = [("reward.function", part.function) for part in config.reward.parts]
+    for key, value in (("algorithm.loss", config.algorithm.loss), ("algorithm.advantage", config.algorithm.advantage)):
+        file, _, function = value.rpartition(":")
+        if file and key in files:
+            yield from _defined(key, file, function)
     for key, value in (*rewards, ("rollout.task", config.rollout.task)):
         file, _, function = value.rpartition(":")
         if value == "task" and not isinstance(config.reward.function, str):

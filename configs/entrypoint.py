@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from configs import variables
 from configs.log_floods import FloodFilter
+from configs.own_packages import PIN
 from configs.plain_text import PlainFormatter
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ ABOVE = "HEADRACE_ABOVE"
 """In the environment of a process that gets its signals from a process above it: the launcher from its front process, a
 kept process from its keeper, a rank from its node's learner. The process above forces it with FORCING."""
 FORCING = signal.SIGQUIT
-TIE = f"from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
+TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 """The first statements of a spawned process."""
 PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

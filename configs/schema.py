@@ -13,6 +13,7 @@ Positive = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(gt=0, le=1e6)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+OwnFunction = Annotated[str, Field(pattern=r"\.py:[A-Za-z_]\w*$", examples=["path/to/file.py:function"])]
 Address = Annotated[
     str,
     Field(
@@ -300,10 +301,13 @@ class BatchConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    loss: Literal["dppo", "cispo", "ppo", "decoupled", "gspo", "m2po", "topr", "reinforce"] = "dppo"
-    """Policy loss; docs/algorithms.md has formula, paper and known staleness of each."""
-    advantage: Literal["group_mean", "group_std", "batch_std", "leave_one_out", "reinforce_baseline"] = "group_mean"
-    """How a group's rewards become advantages."""
+    loss: Literal["dppo", "cispo", "ppo", "decoupled", "gspo", "m2po", "topr", "reinforce"] | OwnFunction = "dppo"
+    """Policy loss, or your own as `path/to/file.py:function`; docs/algorithms.md has formula, paper and known staleness
+    of each."""
+    advantage: Literal["group_mean", "group_std", "batch_std", "leave_one_out", "reinforce_baseline"] | OwnFunction = (
+        "group_mean"
+    )
+    """How a group's rewards become advantages, or a function of your own as `path/to/file.py:function`."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
     """Credit a turn with the rewards from it on, those of k turns later times this to the power k, less the group's
     baseline; needs `advantage: group_mean` or `leave_one_out`. null: every turn gets the advantage of its sample."""

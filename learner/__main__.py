@@ -50,6 +50,7 @@ from configs.resume import fingerprint
 from configs.schema import Config
 from learner import loop, ranks, watchdog
 from learner.algorithms.losses import needs_entropy_gradient, needs_reference
+from learner.algorithms.own_trial import check_own
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
 from learner.mesh import process_group, ranks_of_node, replica, shards
@@ -85,6 +86,8 @@ log = logging.getLogger("learner")
 PROG = "python -m learner"
 OVER = (NoDiskSpace, PictureMismatch, RouteMismatch, StepsSkipped)
 """Errors that a restart would only repeat."""
+FILES = ("model.path", "algorithm.loss", "algorithm.advantage")
+"""Keys of files that each rank reads."""
 LAST_PUBLISH_S = 10.0
 """Time that the rollout servers get at the end to take the last policy."""
 
@@ -94,12 +97,14 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
     if command := {"merge": merge.main, "digest": base_digest.main}.get(argv[0] if argv else ""):
         return command(argv[1:])
-    config = read(argv, PROG, lambda config: check(config, files=("model.path",)))
+    config = read(argv, PROG, lambda config: check(config, files=FILES))
     try:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
         ranks.check_environment(config.learner, os.environ)
         device, form = choose_device(config), image_format(config)
         check_exact(config.model, config.learner.share_prompts)
+        for line in check_own(config.algorithm, config.sampling.max_tokens, config.rollout.task != "single_turn"):
+            log.info("%s", line)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner)
         finished = train(config, configure_process(config, device), form)

@@ -213,11 +213,14 @@ def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
         "reward": ("reward.function", "reward.kwargs", "reward.model"),
         "task": ("rollout.task", "rollout.environment"),
         "architecture": ("model.path",),
+        "algorithm": ("algorithm.",),
     }
     if config.rollout.task in ("single_turn", "agent"):
         del keys["task"]
     if config.reward.function == "task":
         del keys["reward"]
+    if ":" not in config.algorithm.loss + config.algorithm.advantage:
+        del keys["algorithm"]
     if model_facts(config.model.path).kind in PROVEN:
         del keys["architecture"]
     return [part for part, names in keys.items() if not any(line.startswith(names) for line in refused)]

@@ -8,7 +8,6 @@ with their rewards. Waits for the engine, which takes a minute to start on a GPU
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,25 +18,27 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from configs.entrypoint import DONE, FAILED
 from configs.load import ConfigError, write
+from configs.own_packages import command
 from configs.plain_text import print_visible
 from configs.schema import Config, EvalSet, MixedSource
 
 ROWS = 8
 """Problems that are answered; the first two answers are shown."""
 SET = "dry_run"
-EVALUATE = (sys.executable, "-m", "rollout", "evaluate")
 SHOWN_CHARS = 2000
 
 
-def main(config: Config, command: Sequence[str] = EVALUATE) -> int:
-    """Exit code: 0 if an answer got a reward, 1 if none did, that of `command`, which evaluates, if it failed. Raises
+def main(config: Config, evaluate: Sequence[str] = ()) -> int:
+    """Exit code: 0 if an answer got a reward, 1 if none did, that of `evaluate`, the command that evaluates, if it failed. Raises
     ConfigError for a model that is not there."""
     model = model_folder(config.model.path)
     with tempfile.TemporaryDirectory(prefix="headrace-dry-run-") as folder:
         file, out = Path(folder) / "config.yaml", Path(folder) / "answers.json"
         write(tried(config, Path(folder)), file)
         print_visible(f"dry run: at most {ROWS} problems of data.train; the engine takes a minute to start on a GPU")
-        code = subprocess.run([*command, str(file), "--models", str(model), "--out", str(out)]).returncode
+        code = subprocess.run(
+            [*(evaluate or command("rollout", "evaluate")), str(file), "--models", str(model), "--out", str(out)]
+        ).returncode
         if code:
             print_visible(f"dry run: evaluating ended with exit code {code}; see the lines above", sys.stderr)
             return code

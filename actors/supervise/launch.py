@@ -41,6 +41,7 @@ from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
 from configs.load import ConfigError, read, write
 from configs.origins import variables
+from configs.own_packages import command
 from configs.plain_text import print_visible
 from configs.schema import Config
 from configs.variables import for_children, run_folder
@@ -148,7 +149,7 @@ def _process(
     cleaned = for_children(given, own_hosts(config))
     env = {key: value for key, value in cleaned.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
     module = ("rollout", "reward") if role == "reward" else (role,)
-    argv, nodes = (sys.executable, "-m", *module, file, *flags), config.learner.nodes if role == "learner" else 1
+    argv, nodes = command(*module, file, *flags), config.learner.nodes if role == "learner" else 1
     return Process(name, role, argv, log, os.getcwd(), env, gpus, nodes, drain_s)
 
 

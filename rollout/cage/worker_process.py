@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from configs.own_packages import PIN
 from rollout.cage import CagedFunction
 from rollout.cage.frames import BAD_BYTES, encode, unpacker
 
@@ -17,8 +18,9 @@ KILL_S = 10.0
 """Time for a warden to kill its worker before it is killed as well: the worker dies with it (PDEATHSIG)."""
 OUTPUT_S = 2.0
 """Longest wait for the last output of a call that failed."""
-START = """import sys
+START = f"""import sys
 sys.path[:] = sys.argv[4:]
+{PIN}
 from rollout.cage.warden import main
 worker = main(*map(int, sys.argv[1:4]))
 from rollout.cage.worker_loop import work

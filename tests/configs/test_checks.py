@@ -306,6 +306,14 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
         "reward.function: 'x.py' is neither one of countdown, math, math_verify, exact_match, regex, length, judge, "
         "reward_model, reasoning_gym, task nor path/to/file.py:function"
     ]
+    for key in ("algorithm.loss", "algorithm.advantage"):
+        assert (
+            refused(f"{key}=reward.py:missing", files=FILES)[-1]
+            == f"{key}: reward.py has no function missing; it has score"
+        )
+        assert refused(f"{key}=no.py:f", files=FILES)[-1] == f"{key}: no.py: no such file (from {tmp_path}); correct it"
+        with pytest.raises(ConfigError, match=f'{key}: "grpo" is not one of .* or text like path/to/file.py:function'):
+            config(f"{key}=grpo")
     for fine in ("reward.py:score", "reward.py:y", "countdown"):
         check(config(f"reward.function={fine}"), files=("reward.function",))
 

@@ -9,7 +9,6 @@ import logging
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from safetensors import safe_open
 
 from configs.entrypoint import BAD_INPUT
 from configs.load import ConfigError
+from configs.own_packages import command
 from configs.schema import Config, LoraConfig
 from learner.weights.plan import LORA_A, LORA_B
 
@@ -130,7 +130,7 @@ def base_digest(checkpoint: Path) -> str:
 def digest_like(checkpoint: Path, path: str) -> str:
     """The same of the model at `path`, by a process of the learner, which reads all of it. Raises ValueError."""
     log.warning("reading all of %s: the adapter in %s is of a base of another name", path, checkpoint)
-    return last_word([sys.executable, "-m", "learner", "digest", str(checkpoint), path])
+    return last_word(command("learner", "digest", str(checkpoint), path))
 
 
 def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
