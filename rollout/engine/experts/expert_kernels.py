@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from rollout.engine.door.vllm_worker import RoutedExperts
 
 MODELS = ("Qwen3MoeForCausalLM",)
 """vLLM's classes of models with experts whose reload was compared with transformers."""

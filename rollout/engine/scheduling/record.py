@@ -4,9 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.request import Request
-
+from rollout.engine.door.vllm_scheduler import EngineCoreOutput, Request
 from rollout.engine.experts.returned_routes import RowsKept
 
 OTHERS = "rl_others"
