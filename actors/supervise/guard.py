@@ -1,7 +1,7 @@
 """A guard: runs one command and makes sure that nothing the command started outlives it, or outlives the guard's owner.
 
 The owner (`keeper.py` for each process of a run, `actors/__main__.py` for the launcher) makes a `Guarded`, which runs
-this file by path, isolated (`python -I`), so it may import the standard library and psutil only. They talk over a
+this file by path, isolated (`python -I`), so it imports only the standard library, psutil and `configs/parent_death.py`. They talk over a
 socket that keeps messages apart: the owner sends the command line once, as a JSON list, then numbers of signals; the
 guard answers `{"pid": N}` and, when nothing is left, `{"code": N}`. It waits for the owner and for SIGCHLD.
 
@@ -11,7 +11,6 @@ session, as torch elastic's ranks do. If the guard itself is killed, the kernel 
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -21,11 +20,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+if __name__ == "__main__":  # isolated, so Python does not look here by itself
+    sys.path.insert(0, os.fspath(Path(__file__).parents[2]))
+
+from configs.parent_death import adopt_orphans, end_with_parent
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a scheduler or a terminal may send to all processes of a run. A guard leaves them to its owner."""
 GRACE_S = 2.0
@@ -104,14 +108,14 @@ class Guard:
         send(self.owner, {"code": LOST if self.code is None else self.code})
 
     def start(self, argv: list[str]) -> None:
-        libc, guard = ctypes.CDLL(None), os.getpid()
+        guard = os.getpid()
 
         def die_with_guard() -> None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            end_with_parent()
             if os.getppid() != guard:  # the guard died before the line above
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         quiet = subprocess.DEVNULL
         self.command = subprocess.Popen(argv, stdin=quiet, start_new_session=True, preexec_fn=die_with_guard)
         send(self.owner, {"pid": self.command.pid})

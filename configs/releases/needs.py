@@ -114,7 +114,7 @@ def unequal(
 def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[str]:
     """Yield a unified diff of each function that Headrace follows or replaces and that differs between two releases."""
     for need in needs:
-        for name in [*need.follows.split(), *(form.partition("(")[0] for form in need.replaces)]:
+        for name in dict.fromkeys([*need.follows.split(), *(form.partition("(")[0] for form in need.replaces)]):
             path = need.path if name == need.path.rpartition(".")[2] else f"{need.path}.{name}"
             old, new = body(before.find(path)), body(after.find(path))
             if old != new:

@@ -12,7 +12,6 @@ the worker, read from /proc: RLIMIT_AS would count address space that CUDA, Java
 brake for allocations that are faster than the watch, each process has RLIMIT_DATA at twice the limit.
 """
 
-import ctypes
 import mmap
 import os
 import resource
@@ -26,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from configs.parent_death import adopt_orphans, end_with_parent
 from configs.plain_text import colourless, conceal, visible
 from configs.variables import open_private, private_folder
 from rollout.cage import CagedFunction
@@ -55,7 +55,6 @@ DUMP_SIGNAL = signal.SIGRTMAX - 3
 DUMP_S = 0.5
 """Longest wait for these stacks."""
 KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 DEADLINE, CURRENT, STARTED, APART = range(4)
 """Indices in CallState: when the call must be over (`time.monotonic()`, 0 for no call), the number of the call or
@@ -295,13 +294,13 @@ def memory_limit(function: CagedFunction) -> str:
 
 def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, socket.socket, CallState]:
     """Fork the worker, in which this returns; the process itself stays as its warden until the end."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    adopt_orphans()
+    end_with_parent(signal.SIGTERM)
     control, status, frames = socket.socket(fileno=control_fd), socket.socket(fileno=status_fd), unpacker()
     setup = None
     while setup is None:
         data = status.recv(2**16)
-        if not data or os.getppid() != server:  # it ended before PDEATHSIG was set
+        if not data or os.getppid() != server:  # it ended before `end_with_parent`
             os._exit(0)
         frames.feed(data)
         setup = next(frames, None)
@@ -354,7 +353,7 @@ def _become_worker(function: CagedFunction, warden: int, printing: int) -> None:
     """In the worker: a session of its own, limits, and output that goes to the warden."""
     os.setsid()  # `kill(0, ...)` in users' code reaches the worker, not the warden
     _outlive_sigterm()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != warden:
         os._exit(1)
     for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
@@ -365,9 +364,3 @@ def _become_worker(function: CagedFunction, warden: int, printing: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (int(function.memory_gib * 2**31),) * 2)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # if the machine's memory runs out, the kernel takes this process first
-
-
-def prctl(option: int, value: int) -> None:
-    """prctl(2); raises OSError."""
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")

@@ -14,7 +14,7 @@ from rollout.cage import CagedFunction
 from rollout.cage.frames import BAD_BYTES, encode, unpacker
 
 KILL_S = 10.0
-"""Time for a warden to kill its worker before it is killed as well: the worker dies with it (PDEATHSIG)."""
+"""Time for a warden to kill its worker before it is killed as well: the worker dies with it (`end_with_parent`)."""
 OUTPUT_S = 2.0
 """Longest wait for the last output of a call that failed."""
 START = """import sys

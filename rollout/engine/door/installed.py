@@ -45,10 +45,10 @@ def definition(path: str) -> ast.AST | None:
 def variable_readers() -> dict[str, Callable[[], object]]:
     """vLLM's reader of each environment variable, by the variable's name. Runs vLLM's `envs.py` alone, a tenth of a
     second."""
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None or vllm.origin is None:
+    source = installed()
+    if source is None:
         return {}
-    spec = importlib.util.spec_from_file_location("vllm_envs_alone", Path(vllm.origin).with_name("envs.py"))
+    spec = importlib.util.spec_from_file_location("vllm_envs_alone", Path(str(source.root)) / "vllm" / "envs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

