@@ -1,8 +1,8 @@
 """prctl(2): has the kernel end a process with its parent, or hand it the orphans below it.
 
 Used by everything that starts processes: `entrypoint.py`, the guard, the warden and its workers. Does nothing on other
-systems than Linux. Imports only the standard library. The C library is looked up here, at import, because a process that
-has just been forked must not wait for the loader's lock.
+systems than Linux. Imports only the standard library. The C library is looked up at import, because a process that has
+just been forked must not wait for the loader's lock.
 """
 
 import ctypes
