@@ -1,4 +1,4 @@
-"""What this machine has, as plain facts: versions, GPUs, disk, memory, limits. `findings.py` judges them.
+"""Plain facts of this machine: versions, GPUs, disk, memory, limits. `findings.py` judges them.
 
 Versions come from the packages' metadata, GPUs from `nvidia-smi`. torch and torchvision, whose imports fail on a broken
 installation, are imported in a subprocess each. Waits at most PROBE_S for one.

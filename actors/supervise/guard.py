@@ -168,7 +168,7 @@ def send(end: socket.socket, message: object) -> None:
 
 
 def receive(end: socket.socket, at_end: Any) -> Any:
-    """The next JSON value, or `at_end` when the other end says no more or is dead."""
+    """The next JSON value, or `at_end` when the other end is closed or dead."""
     with contextlib.suppress(OSError):
         if message := end.recv(MESSAGE_BYTES):
             return json.loads(message)

@@ -45,7 +45,7 @@ SCAN_INTERVAL_PER_COST = 20
 MAX_PROCESSES = 256
 """Processes of one episode apart. A limit of the kernel (RLIMIT_NPROC) would count all processes of the user."""
 OUT_OF_MEMORY, TOO_MANY = signal.SIGUSR1, signal.SIGUSR2
-"""What the guard of an episode apart is told when that exceeds a limit."""
+"""Signals to the guard of an episode apart that exceeds a limit."""
 STOPPED_S = 1.0
 """A wait that ends so much late means that this process was stopped."""
 KILL_S = 5.0
@@ -62,7 +62,7 @@ episode whose code runs, the calls started, whether episodes run in processes of
 
 
 class CallState:
-    """What a worker tells its warden while it runs: numbers in memory that both processes share."""
+    """State of the running call, which a worker writes for its warden: numbers in memory that both processes share."""
 
     def __init__(self) -> None:
         self._numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
@@ -75,7 +75,7 @@ class CallState:
 
 
 class Warden:
-    """Watches one worker until it ends; `run` returns after the server was told how."""
+    """Watches one worker until it ends; `run` returns after the server has got the reason."""
 
     def __init__(self, function: CagedFunction, worker: int, status: socket.socket, capture: int, state: CallState):
         self.function, self.worker, self.status, self.capture, self.state = function, worker, status, capture, state
@@ -93,13 +93,13 @@ class Warden:
         self._processes: dict[int, list[int]] = {}
         """What is watched: all processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
-        """Of these, where no process came or went between the last two looks."""
+        """The guards below which no process came or went between the last two looks."""
 
     def _on_term(self, *_: object) -> None:
         self._orphaned = os.getppid() != self._server  # else SIGTERM went to all of a job: the server drains
 
     def run(self) -> None:
-        """Wait for the worker's end, bring it about where a limit says so, and tell the server."""
+        """Wait for the worker's end, kill it where it exceeds a limit, and send the server the reason."""
         end = None
         while end is None:
             until = min(self._measure_at, self.state[DEADLINE] or self._measure_at)
@@ -209,7 +209,7 @@ class Warden:
             os.kill(guard, number)
 
     def _dump_stacks(self) -> None:
-        """Have the worker print where it is: the last lines of its output tell why it took so long."""
+        """Have the worker print where it is: the last lines of its output show why it took so long."""
         with suppress(ProcessLookupError):
             os.kill(self.worker, DUMP_SIGNAL)
         until, wait_s = time.monotonic() + DUMP_S, DUMP_S
@@ -316,7 +316,7 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
     conceal(function.concealed)
     try:
         Warden(function, worker, status, capture, state).run()
-    except BaseException:  # the outermost frame: a server that is told nothing knows that the warden was lost
+    except BaseException:  # the outermost frame: without a reason the server knows that the warden was lost
         with suppress(ChildProcessError, ProcessLookupError, PermissionError):
             os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # not waited for: its group is still ours
             os.killpg(worker, signal.SIGKILL)

@@ -41,7 +41,7 @@ LINEAR_LAYERS = (
 )
 """Layers of attention and MLP that vLLM adapts, where a model has them, for `model.lora.targets: all`."""
 PARTS = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
-"""Of layers that vLLM joins: a part of each."""
+"""A part of each layer that vLLM joins."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's `max_lora_rank` may be; adapters of a lower rank are padded."""
 USUAL_PROMPT = 128
@@ -244,7 +244,7 @@ def longest_sample(config: Config) -> int:
 
 def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """For an adapter beside the base. Every request names it, so CUDA graphs without one would never run: vLLM's first
-    model runner captures none then. Its second one does whatever it is told (0.26 to 0.32), for time and memory."""
+    model runner captures none then. Its second one captures them if asked to (0.26 to 0.32), for time and memory."""
     lora, known = model.lora, model_facts(model.path).linear
     assert lora is not None
     layers = list(lora.targets)

@@ -54,7 +54,7 @@ class JoinedRequests:
         self._handler.add_done_callback(lambda _: self._fail([*self._waiting], EngineDeadError()))
 
     async def end(self, key: object, make: Make) -> EngineCoreOutput:
-        """The last output of a request, with all that was sampled (`Record.finish`). `key`: what tells it from others.
+        """The last output of a request, with all that was sampled (`Record.finish`). `key`: equal for equal requests.
 
         Cancelled, it aborts the request. Raises what vLLM raises for the request, EngineError for one that vLLM ended
         by itself, EngineDeadError.

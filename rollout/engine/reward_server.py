@@ -33,7 +33,7 @@ KEYS_VARIABLE = "HEADRACE_REWARD_KEYS"
 """Environment variable that names the folder of the run's keys to the process that serves."""
 REFUSAL = b'{"error": {"message": "this reward server asks for the token of its run: <run>/keys/reward.token"}}'
 LEVEL = "warning"
-"""Of uvicorn's log, which would have a line for each request."""
+"""The level of uvicorn's log, which would have a line for each request."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,7 +93,7 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
 
 class TokenGate:
     """ASGI middleware around vLLM's server: limits requests, refuses those without the token, `GET /health` apart,
-    and tells the keeper that this server has scored answers."""
+    and notes for the keeper that this server has scored answers."""
 
     host: ClassVar[str] = ""
     """That the server listens on."""

@@ -215,7 +215,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Of the policy: set it once the workers have loaded it, and nothing that other weights computed is used."""
+        """The policy's version: set it once the workers have loaded it; what other weights cached is not used then."""
         return self._version
 
     @version.setter
