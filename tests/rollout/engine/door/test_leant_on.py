@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from configs.releases.needs import Need
 from configs.releases.source import Source, attributes_of
 from rollout.engine.door import leant_on
 
@@ -39,7 +40,7 @@ FURTHER = {
 """Attributes of others: Python's, torch's, safetensors', transformers'."""
 
 
-def named(need: leant_on.Need) -> Iterator[str]:
+def named(need: Need) -> Iterator[str]:
     """Attributes that an entry of the table names."""
     for word in need.has.split():
         yield from word.rstrip("?").split("|")
@@ -65,7 +66,7 @@ def read_attributes(source: str) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and not node.attr.startswith(("rl_", "__")):
             yield node.attr
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
-            yield from (arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant))
+            yield from (str(arg.value) for arg in node.args[1:2] if isinstance(arg, ast.Constant))
 
 
 def own_attributes(source: str) -> Iterator[str]:
