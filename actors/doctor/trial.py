@@ -415,7 +415,7 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
     late = f"{asked} gave none within {import_s(config):g} s"
     made: object = function.function
     if isinstance(made, HttpModel):
-        made.wait_elsewhere()  # a server that is not there is told at once
+        made.wait_elsewhere()  # a server that is not there is reported at once
     with trial.limit(import_s(config), trial.found.warnings, late), asyncio.Runner() as runner:
         for number, row in rows:
             answer = [Answer(text="", num_tokens=0, row=row)]

@@ -61,7 +61,7 @@ class Delivery:
 
     @classmethod
     def pack(cls, config: Config, home: str, shipped: bool) -> "Delivery":
-        """That of a run whose folder, config and keys are there; marks the folder."""
+        """Make the delivery of a run whose folder, config and keys are there; marks the folder."""
         run, keys = config.run.path, config.run.path / "keys"
         with open(run / MARK, "w", encoding="utf-8", opener=open_private) as file:
             file.write(mark := secrets.token_hex(8))

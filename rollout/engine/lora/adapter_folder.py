@@ -26,10 +26,10 @@ from learner.weights.plan import LORA_A, LORA_B
 
 log = logging.getLogger(__name__)
 NUMBER = 1
-"""Of a server's adapter: requests name it, and workers hold it."""
+"""The number of a server's adapter: requests name it, and workers hold it."""
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "manifest.json"
-"""Of a checkpoint of the learner, whose folder `adapter` is one of these."""
+"""The manifest of a checkpoint of the learner, whose folder `adapter` is in PEFT's format."""
 PREFIX = "base_model.model."
 """PEFT's, before each layer's name."""
 STILL_S = 30.0
@@ -47,7 +47,7 @@ class AdapterFolder:
     scale: float
     """The adapter's output is multiplied by it."""
     base: str
-    """What the adapter was trained on, as far as the folder tells; else empty."""
+    """The model that the adapter was trained on, if the folder names it; else empty."""
     layers: dict[str, tuple[int, ...]]
     """Adapted layers by name, with their outputs and inputs."""
 
