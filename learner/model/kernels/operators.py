@@ -28,9 +28,10 @@ def attend(
     window: int | None,
     kernel: str,
     copied: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [queries, heads, head_dim] and float32 log-sum-exp [heads, queries]; see `Sequences`."""
-    at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window)
+    at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window, softcap)
     out, lse = KERNELS[kernel].forward(q, *_copies(k, v, copied), at)
     return out.contiguous(), lse.contiguous()
 
@@ -57,9 +58,10 @@ def attend_backward(
     window: int | None,
     kernel: str,
     copied: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; `grad` is that of `out`."""
-    at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window)
+    at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window, softcap)
     dq, dk, dv = KERNELS[kernel].backward(grad.contiguous(), q, *_copies(k, v, copied), out, lse.contiguous(), at)
     if copied is not None:
         dk, dv = _added_up(dk, copied, k), _added_up(dv, copied, v)
