@@ -11,7 +11,8 @@ made in here, in both operators: the compiler would keep them from the forward t
 import torch
 from torch import Tensor
 
-from learner.model.kernels.implementations import KERNELS, Sequences, empty_results
+from learner.model.kernels.implementations import KERNELS, empty_results
+from learner.model.kernels.sequences import Sequences
 
 
 @torch.library.custom_op("headrace::attend", mutates_args=())
