@@ -130,8 +130,9 @@ def choose_device(config: Config) -> torch.device:
     if device.type == "cuda" and gpus < local_ranks:
         problem = f"learner.ranks: {local_ranks} ranks need {local_ranks} GPUs, {gpus} are seen"
         raise ConfigError([f"{problem}; lower it, or set learner.device: cpu"])
-    attention.choose(learner.attention, device, getattr(torch, model.dtype))
-    check_experts(loading.read_config(model), model.path, config.rollout.routing_replay)
+    known = loading.read_config(model)
+    attention.choose(learner.attention, device, getattr(torch, model.dtype), known)
+    check_experts(known, model.path, config.rollout.routing_replay)
     return device
 
 

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from configs.architecture import unsupported
-from configs.checks import EXPERT_MODELS
+from configs.architecture import PROVEN, unsupported
 from configs.load import ConfigError
 from configs.schema import ModelConfig
-from learner.model import attention, loading, vision
+from learner.model import attention, loading, state, vision
+from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
+from learner.model.file_form import FileForm
 from learner.model.flops import Costs
 from learner.model.head import HeadOptions
 from learner.model.microbatch import Microbatch, lay_out
@@ -41,11 +42,16 @@ FAR = 10**7
 """A position beyond any window."""
 TRIED = attention.registered("sdpa") + "_tried"
 """The attention of the trial: `sdpa` that also checks the masks that transformers would make."""
-LENGTHS = (5, 2 * WINDOW + 5, 9)
-"""Tokens of the packed documents; the second is longer than any window."""
+LENGTHS = (5, 2 * WINDOW + 5, 10, 9)
+"""Tokens of the packed documents; the second is longer than any window, the last two are of similar length, which
+layers that keep a state compute together."""
 LARGEST = 200_000_000
 """Most parameters of a small copy."""
-NARROW = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+NARROW = {
+    **{"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    **{"vocab_size_per_layer_input": VOCABULARY, "mamba_n_groups": 1},
+}
+"""Sizes of a small copy at most."""
 ANSWERS = (4, 1, 6)
 """Tokens of the answers to a shared prompt."""
 SIZES = re.compile("window|chunk|local")
@@ -69,6 +75,8 @@ def check_exact(model: ModelConfig, share: bool) -> None:
     kind = config.get_text_config().model_type
     if found := reasons(config, share, model.trust_remote_code):
         raise ConfigError([f"model.path: {model.path} ({kind}): {reason}" for reason in found])
+    if model.lora and (problem := _no_adapter(config, model.trust_remote_code)):
+        raise ConfigError([f"model.lora: {model.path} ({kind}) {problem}; set it to null"])
 
 
 def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False) -> list[str]:
@@ -81,6 +89,18 @@ def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False)
     except Inexact as error:
         return [f"it would be trained wrongly: {error}; {REMEDY}"]
     return []
+
+
+def _no_adapter(config: PreTrainedConfig, trusted: bool) -> str | None:
+    """Why the model cannot be trained by an adapter; None if it can."""
+    if config.get_text_config().model_type in PROVEN:
+        return None
+    empty = loading.build(copy.deepcopy(config), TRIED, torch.device("meta"), trusted)
+    if kept := state.kinds(empty):
+        return f"has layers that keep a state ({', '.join(kept)}), of which no server was seen to take an adapter"
+    if changed := list(FileForm(empty).changed):
+        return f"has weights that its files name otherwise ({changed[0]}), and an adapter would not fit them"
+    return None
 
 
 def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
@@ -96,13 +116,8 @@ def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
 def small(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a small `config`: each kind of layer once or twice, few heads of the same size, short windows."""
     config = copy.deepcopy(config)
-    text, layers = config.get_text_config(), config.get_text_config().num_hidden_layers
-    lists = {name: x for name, x in vars(text).items() if isinstance(x, list | tuple) and len(x) == layers}
-    kinds = [tuple(x[layer] for x in lists.values()) for layer in range(layers)]
-    kept = sorted({*range(min(2, layers)), *(kinds.index(kind) for kind in kinds)})
-    for name, values in lists.items():
-        setattr(text, name, [values[layer] for layer in kept])
-    text.num_hidden_layers = len(kept)
+    text = config.get_text_config()
+    own = _keep_each_kind(text)
     heads = text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -117,12 +132,45 @@ def small(config: PreTrainedConfig) -> PreTrainedConfig:
     for name, value in NARROW.items():
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, min(value, getattr(text, name)))
+    _fit_state_spaces(text)
+    if own:
+        shrunk = {name: getattr(text, name) for name in ("num_attention_heads", "num_key_value_heads")}
+        text.per_layer_config = {
+            at: {name: shrunk.get(name, value) for name, value in each.items()} for at, each in own.items()
+        }
     for part in {id(each): each for each in (config, text)}.values():
         if isinstance(getattr(part, "pad_token_id", None), int):
             part.pad_token_id = 0
     if loading.sees(config):
         _narrow_tower(config.vision_config, text.hidden_size)
     return config
+
+
+def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
+    """Keep the first two layers and one of each kind, by the values that a config lists for each layer. Returns those
+    that single layers have in place of the config's own, by number, and takes them from the config."""
+    layers, shared = text.num_hidden_layers, getattr(text, "num_kv_shared_layers", None) or 0
+    own: dict[int, dict[str, Any]] = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {})
+    lists = {name: x for name, x in vars(text).items() if isinstance(x, list | tuple) and len(x) == layers}
+    kinds = [
+        (*(x[layer] for x in lists.values()), repr(own.get(layer)), layer >= layers - shared) for layer in range(layers)
+    ]
+    kept = sorted({*range(min(2, layers)), *(kinds.index(kind) for kind in kinds)})
+    if own:  # or the config's own could not be read
+        text.per_layer_config = None
+    for name, values in lists.items():
+        setattr(text, name, [values[layer] for layer in kept])
+    text.num_hidden_layers = len(kept)
+    if shared:
+        text.num_kv_shared_layers = sum(layer >= layers - shared for layer in kept)
+    return {at: own[layer] for at, layer in enumerate(kept) if layer in own}
+
+
+def _fit_state_spaces(text: Any) -> None:
+    """Give state spaces as many heads as the narrow model's width has room for, where the config counts them."""
+    expanded = getattr(text, "mamba_expand", None)
+    if isinstance(expanded, int) and isinstance(getattr(text, "mamba_d_head", None), int):
+        text.mamba_n_heads = max(1, expanded * text.hidden_size // text.mamba_d_head)
 
 
 def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:
@@ -185,20 +233,18 @@ def _stir(model: PreTrainedModel) -> None:
 def _check_structure(model: PreTrainedModel) -> None:
     """Raise Inexact for faults that no comparison of log-probabilities shows: random dropout, values that are not sent
     to servers, and experts whose routing and loading are not tested."""
-    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):  # type: ignore[no-untyped-call]
+    if not loading.has_blocks(model):
         raise Inexact(f"{type(model).__name__} has no decoder.layers, where the learner looks for its blocks")
-    names = dict(model.named_parameters(remove_duplicate=False))
-    if kept := [name for name in model.state_dict() if name not in names]:
-        raise Inexact(f"it has persistent buffers, which would reach no server ({kept[0]})")
+    blocks_of: dict[nn.Parameter, int] = {}
+    for number, block in enumerate(loading.blocks(model)):
+        if any(blocks_of.setdefault(parameter, number) != number for parameter in block.parameters()):
+            raise Inexact(f"its {type(block).__name__} shares weights with another block, and blocks are sharded alone")
     for name, module in model.named_modules():
         rates = {key: x for key, x in vars(module).items() if isinstance(x, float) and ("drop" in key or key == "p")}
         if dropping := next((key for key, x in rates.items() if x and ("drop" in f"{key} {type(module)}".lower())), ""):
             raise Inexact(f"its dropout cannot be switched off ({name}.{dropping}: {rates[dropping]:g})")
         if "expert" in f"{name} {type(module).__name__}".lower() and not has_experts(model.config):
             raise Inexact(f"it has experts ({name}) that its config does not count")
-    kind = model.config.get_text_config().model_type
-    if has_experts(model.config) and kind not in EXPERT_MODELS:
-        raise Inexact(f"it is a mixture of experts, and only {', '.join(EXPERT_MODELS)} is known to be trained right")
 
 
 def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> None:
@@ -211,25 +257,39 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
         ("a document", _row(documents[1:2]), documents[1:2], 1),
         ("packed documents", _row(documents), documents, 1),
     ]
-    if share and attention.why_unshared(ours.config, "sdpa", torch.device("cpu")) is None:
+    if share and attention.why_unshared(ours.config, "sdpa", torch.device("cpu"), state.kinds(ours)) is None:
         row, whole = _row([prompt, *answers], [len(answers)]), [np.concatenate([prompt, each]) for each in answers]
         cases += [(name, each, whole, len(prompt)) for name, each in _shared(row)]
     try:
         Costs.of(ours), attention.most_copied(ours.config)  # a policy needs these of a model
-        mixture = Mixture.of(ours)
+        mixture, options = Mixture.of(ours), OPTIONS._replace(epilogue=Epilogue.of(ours.config))
         sight = vision.Sight(ours, attention.of_tower("sdpa")) if loading.sees(ours.config) else None
         for what, row, texts, given in cases:
             with _outputs(ours) as in_ours:
-                got = apply_head(ours, hidden_states(ours, sight, mixture, row), row, OPTIONS)[0][row.scored]
+                got = apply_head(ours, hidden_states(ours, sight, mixture, row), row, options)[0][row.scored]
             with _outputs(theirs) as in_theirs:
                 wanted = torch.cat([_alone(theirs, text)[given - 1 :] for text in texts])
             if not (difference := float((got - wanted).abs().max())) <= TOLERANCE:
                 where = _first_difference(ours, in_ours, in_theirs)
                 raise Inexact(f"{where}: the log-probabilities of {what} would be {difference:.2g} nat off")
+        if sight is None:
+            _check_gradients(ours, mixture, cases[1][1])
     except Inexact:
         raise
     except FOREIGN as error:
         raise Inexact(f"its packed rows cannot be computed ({_named(error)})") from error
+
+
+def _check_gradients(model: PreTrainedModel, mixture: Mixture | None, row: Microbatch) -> None:
+    """Raise Inexact if a weight has no gradient: ranks could not reduce it, and it would never be trained."""
+    options = OPTIONS._replace(epilogue=Epilogue.of(model.config))
+    with torch.enable_grad():
+        apply_head(model, hidden_states(model, None, mixture, row), row, options)[0].sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            raise Inexact(f"its weight {name} has no gradient")
+        if not parameter.grad.isfinite().all():
+            raise Inexact(f"its weight {name} has a gradient that is not finite")
 
 
 def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
@@ -285,7 +345,7 @@ def _first_difference(model: PreTrainedModel, ours: Parts, theirs: Parts) -> str
             block, _, part = name.partition(".")
             kind = type(getattr(blocks[int(block)], part)).__name__
             return f"its {kind} (layers.{name}) gives a token another output in a packed row"
-    return "its head does more than multiply by the output embedding (a bias, a scale or a softcap)"
+    return "its head does more than multiply by the output embedding and by the scale and softcap of its config"
 
 
 def _named(error: BaseException) -> str:

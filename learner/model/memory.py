@@ -21,6 +21,7 @@ from configs.checks import COPIES_SHARE, max_sample_tokens
 from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
+from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
 from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
@@ -209,11 +210,11 @@ def estimate(
     if sends:  # twice what is trained, once what is frozen; of a model with an adapter, the adapter alone
         always["copies to send"] = width * (trained + (trained if model.lora else parameters))
     gathered = width * (root * (1 + reference) + (size.blocks if once else 2 * block))
-    # At the head: its gradient in fp32 and in model.dtype, and a chunk's logits with their gradient. They exist at the
-    # end of the forward pass or at the start of the backward pass, while all activations are kept.
-    at_head = PeakCandidate(
-        always | {"gathered weights": gathered, "head": (4 + width) * (head + chunk)}, {"activations": kept} | images
-    )
+    # At the head: its gradient in fp32 and in model.dtype, and a chunk's logits with their gradient; with a softcap its
+    # slope. They exist at the end of the forward pass or at the start of the backward pass, while all activations are
+    # kept.
+    in_head = (4 + width) * (head + chunk) + (4 * chunk if size.softcap else 0)
+    at_head = PeakCandidate(always | {"gathered weights": gathered, "head": in_head}, {"activations": kept} | images)
     # In a block's backward pass: its gradient in model.dtype and in fp32 for the reduction, and the gradient of the
     # output embedding, which is reduced at the end.
     rest = {"gathered weights": gathered + (0 if once else width * block), "head": width * head}
@@ -262,6 +263,8 @@ class ModelSizes:
     tower_is_trained: bool = False
     ends_of_tower: int = 0
     """Bytes per patch that are kept outside of the tower's blocks."""
+    softcap: bool = False
+    """Whether the head bends its logits."""
 
 
 def sizes_of(model: ModelConfig) -> ModelSizes:
@@ -299,6 +302,7 @@ def _sizes_of(written: str, config_json: str) -> ModelSizes:
         tower,
         trained,
         ends,
+        Epilogue.of(empty.config).softcap is not None,
     )
 
 

@@ -452,8 +452,11 @@ def test_positions_are_read_from_configs_of_transformers_4_and_5(name: str, mode
 
 
 ARCHITECTURES: dict[str, tuple[dict[str, object], str]] = {
-    "hybrid": ({"layer_types": ["linear_attention", "full_attention"]}, "it has layers of type linear_attention, but"),
-    "blocks": ({"layers_block_type": ["mamba", "full_attention"]}, "it has layers of type mamba, but"),
+    "hybrid": (
+        {"layer_types": ["chunked_attention", "full_attention"]},
+        "it has layers of type chunked_attention, but",
+    ),
+    "blocks": ({"layers_block_type": ["rwkv", "full_attention"]}, "it has layers of type rwkv, but"),
     "compressed tensors": ({"compression_config": {"format": "int"}}, "its weights are quantised (unknown)"),
     "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
     "mxfp4 in a text config": (

@@ -185,7 +185,7 @@ def test_rows_of_the_whole_file_are_tried_its_ends_first(number: int, tried: int
 @pytest.mark.parametrize(
     ("kind", "keys", "refused"),
     [
-        ("cohere", {"logit_scale": 0.25}, "it would be trained wrongly: its head does more than multiply"),
+        ("glm4", {"logit_scale": 0.25}, "it would be trained wrongly: its head does more than multiply"),
         ("olmo2", {}, ""),
         ("qwen2", {}, ""),
     ],
