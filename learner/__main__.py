@@ -68,6 +68,7 @@ from learner.model.memory import (
     memory_budget,
 )
 from learner.model.policy import Policy
+from learner.model.settled import keeps_reference
 from learner.record.metrics import Metrics
 from learner.record.observer import Observer
 from learner.record.trackers import Tracker
@@ -75,7 +76,7 @@ from learner.saved import base_digest, merge
 from learner.sound import SoundSteps, bounds_of
 from learner.train import collectives
 from learner.train.optimizer import Optimizer
-from learner.train.pictures import PictureMismatch, one_shown
+from learner.train.pictures import PictureMismatch, max_sample_patches, one_shown
 from learner.train.routes import RouteMismatch
 from learner.train.skipped import StepsSkipped
 from learner.train.step import Algorithm
@@ -201,12 +202,6 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
     return draining.finished
 
 
-def max_sample_patches(config: Config, form: ImageFormat) -> int:
-    """Most patches of the images of one sample: as many as its tokens, or as its images, can be."""
-    most = config.data.max_images * form.max_pixels // form.patch**2
-    return min(most, max_sample_tokens(config) * form.merge**2)
-
-
 def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: int) -> Config:
     """Return `config` with `learner.compile`, `activation_checkpointing` and `head_chunk_tokens` decided, the same on
     all ranks.
@@ -242,11 +237,6 @@ def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patche
         log.info("learner.gather: pass, as another rank has no room for batch")
     gather = "pass" if apart else "batch"
     return config.model_copy(update={"learner": own.model_copy(update={"gather": gather})})
-
-
-def keeps_reference(config: Config) -> bool:
-    """Whether there is a second, frozen model: with an adapter the policy's own base is the reference."""
-    return needs_reference(config.algorithm) and config.model.lora is None
 
 
 def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None) -> tuple[Policy, Algorithm]:
