@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
-from configs import variables
+from configs import publishing, variables
 from configs.data.sources import INSTALL, problems_with, told
 from configs.load import ConfigError
 from configs.model_facts import model_facts
@@ -85,10 +85,6 @@ SPREAD = ("enable_expert_parallel", "enable_eplb")
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 """Keys of `rollout.engine` with which vLLM returns no routes, unless they are 1."""
 
-COPIES_SHARE = 0.9
-"""Share of a GPU that the copies for the servers may fill; the rest is for CUDA and NCCL. With 80 GB, the largest full
-model has about 17 G parameters in bfloat16."""
-
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 """Values of `rollout.engine.quantization`: vLLM quantises the weights of each policy as they are loaded."""
 
@@ -106,7 +102,8 @@ def check(
         *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
-        *_nodes(config), *_trackers(config, files), *_lora(config), *_variables(config), *_shadows(config), *further,
+        *publishing.contradictions(config), *_nodes(config), *_trackers(config, files), *_lora(config),
+        *_variables(config), *_shadows(config), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -151,15 +148,6 @@ def own_hosts(config: Config) -> list[str]:
     given = [config.buffer.host or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
     return [host for host in dict.fromkeys(given) if host not in ("", "*", "0.0.0.0", "::")]
-
-
-def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
-    """Yield a line if the policy's copies for the servers do not fit a learner's GPU of `gpu_bytes` (None: no GPU)."""
-    sent = model_facts(config.model.path).sent_bytes(config.model)
-    if gpu_bytes and config.learner.device != "cpu" and sent > COPIES_SHARE * gpu_bytes:
-        needed = f"learner rank 0 holds two copies of trained weights for the servers, {sent / 2**30:,.1f} GiB"
-        remedy = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
-        yield f"model.path: {config.model.path}: {needed}, but a GPU has {gpu_bytes / 2**30:,.1f} GiB; {remedy}"
 
 
 def max_sample_tokens(config: Config) -> int:

@@ -74,8 +74,8 @@ class ModelFacts:
         return self.adapter_parameters(model) if model.lora else self.parameters
 
     def sent_bytes(self, model: ModelConfig) -> int:
-        """Bytes that the learner's rank 0 needs for the servers' copies: two copies of trained weights, one of frozen
-        weights.
+        """Bytes that the learner needs for the servers' copies, on all ranks together: two copies of trained weights,
+        one of frozen weights.
 
         With an adapter only the adapter is sent. 0 if unknown.
         """

@@ -556,12 +556,17 @@ class WeightsConfig(Section):
     transport: Literal["broadcast", "safetensors"] = "broadcast"
     """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, which all servers
     must see; for servers that NCCL cannot reach."""
+    publish: Literal["auto", "rows", "gather"] = "auto"
+    """Who sends: each learner rank the rows that it owns, and holds its share of two copies (`rows`); or rank 0, which
+    gathers and holds two whole copies (`gather`). `auto`: rows, but gather for one rank, with files, or where other
+    nodes' ranks cannot reach `weights.host`."""
     staging: Literal["auto", "full", "bucket"] = "auto"
     """Where a server receives: into a second copy of the weights while the engine generates (`full`), or bucket by
     bucket into the engine's weights while it is paused (`bucket`); `auto` takes the copy if there is memory for it."""
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
     """Size of the buckets in which weights travel; a larger tensor gets a bucket to itself. A server without memory for
-    a whole copy allocates two buckets."""
+    a whole copy allocates two buckets. With `publish: rows` buckets are as many times larger as there are ranks, at
+    most four times, and a server allocates two of a rank's shares of them too."""
     timeout_s: Seconds = 60.0
     """Longest wait for a server to prepare for, receive and load a policy; a slower server is left out and may
     rejoin."""

@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -46,6 +47,7 @@ from configs.entrypoint import (
 from configs.load import ConfigError, read
 from configs.origins import disclosed
 from configs.plain_text import print_visible
+from configs.publishing import copies_over, publishes_rows
 from configs.resume import fingerprint
 from configs.schema import Config
 from learner import loop, ranks, watchdog
@@ -53,7 +55,7 @@ from learner.algorithms.losses import needs_entropy_gradient, needs_reference
 from learner.algorithms.own_trial import check_own
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
-from learner.mesh import process_group, ranks_of_node, replica, shards
+from learner.mesh import default_store, process_group, ranks_of_node, replica, shards
 from learner.model import attention, flops, loading, speed
 from learner.model.exactness import check_exact
 from learner.model.experts.mixture import check_experts
@@ -80,7 +82,9 @@ from learner.train.routes import RouteMismatch
 from learner.train.skipped import StepsSkipped
 from learner.train.step import Algorithm
 from learner.weights.probe import ShownProbe, shown_tokens, tokens_of
+from learner.weights.sender.mailbox import SendingRanks
 from learner.weights.sender.publish import Bystander, Follower, Sender
+from learner.weights.sender.row_rank import RowRank
 
 log = logging.getLogger("learner")
 PROG = "python -m learner"
@@ -169,7 +173,8 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         patches = max_sample_patches(config, form) if form else 0
         config = decide_gather(decide_speed(config, gpu_memory(device), mesh, patches), device, mesh, patches)
-        expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), rank == 0, patches)
+        sends = copies_over(config, shards(mesh), rank)
+        expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), sends, patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         policy, algorithm = build(config, mesh, budget, form)
         saved = path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions, shards(mesh)
@@ -211,7 +216,8 @@ def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: 
     most that one sample has.
     """
     written, versions, on_gpu = config.learner, config.run.versions, memory is not None
-    tokens, reference, sends = least_microbatch(config, patches), keeps_reference(config), mesh.get_rank() == 0
+    tokens, reference = least_microbatch(config, patches), keeps_reference(config)
+    sends = copies_over(config, shards(mesh), mesh.get_rank())
     automatic = written.model_copy(update={"compile": "auto", "activation_checkpointing": "auto"})
     decided = []
     for learner in (written, automatic):
@@ -228,7 +234,8 @@ def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: 
 def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:
     """`config` with `learner.gather: auto` decided, and for all ranks alike, though their GPUs may differ: a collective
     of them. `patches`: most of one sample."""
-    tokens, reference, sends = least_microbatch(config, patches), keeps_reference(config), mesh.get_rank() == 0
+    tokens, reference = least_microbatch(config, patches), keeps_reference(config)
+    sends = copies_over(config, shards(mesh), mesh.get_rank())
     sizes = shards(mesh), gpu_memory(device), tokens
     own = choose_gather(config.model, config.learner, *sizes, reference=reference, sends=sends)
     (apart,) = collectives.all_reduce_max(own.gather == "pass")
@@ -259,9 +266,9 @@ def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | Non
 
 def open_weights_wire(
     config: Config, policy: Policy, mesh: DeviceMesh, form: ImageFormat | None
-) -> Sender | Follower | Bystander:
-    """This rank's end of the weights wire: the first replica gathers and rank 0 sends. Raises ConfigError if a sample
-    is too short for its probe, or rank 0 cannot listen on `weights.host`."""
+) -> Sender | RowRank | Follower | Bystander:
+    """This rank's end of the weights wire: the first replica publishes. Raises ConfigError if a sample is too short for
+    its probe, or rank 0 cannot listen on `weights.host`."""
     if replica(mesh) > 0:
         return Bystander()
     specs, seed, frozen = policy.weight_specs(), config.run.seed, policy.frozen_names()
@@ -272,12 +279,25 @@ def open_weights_wire(
     else:
         tokens, image = shown_tokens(tokenizer, longest, form)
         probe = ShownProbe(tokens, image, one_shown(tokens, [image]))
+    ranks = sending_ranks(policy, mesh) if publishes_rows(config, shards(mesh)) else None
     if mesh.get_rank() > 0:
+        if ranks:
+            return RowRank(specs, config.weights, seed, policy.device, ranks, probe, frozen)
         return Follower(specs, config.weights, seed, probe, frozen)
     check_weights_host(config.weights.host)
     keys = load_server_keys(ready(config.buffer.address, config.run.path), "learner")
     folder = config.run.path / "weights"
-    return Sender(specs, config.weights, seed, policy.device, probe, folder=folder, frozen=frozen, keys=keys)
+    return Sender(
+        specs, config.weights, seed, policy.device, probe, folder=folder, frozen=frozen, ranks=ranks, keys=keys
+    )
+
+
+def sending_ranks(policy: Policy, mesh: DeviceMesh) -> SendingRanks:
+    """The ranks of the first replica, this one among them, of which each sends its own rows."""
+    group = mesh.get_group(mesh.ndim - 1)
+    store, number = default_store("rows"), shards(mesh)
+    agree = partial(collectives.broadcast_from_first, group=group)
+    return SendingRanks(mesh.get_rank(), number, store, agree, policy.replicated_names())
 
 
 def check_weights_host(host: str) -> None:

@@ -26,7 +26,7 @@ from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
 from configs import variables
 from configs.architecture import PROVEN
-from configs.checks import check, cluster_of, existing, named_by, unpublishable
+from configs.checks import check, cluster_of, existing, named_by
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
@@ -36,6 +36,7 @@ from configs.load import ConfigError, parse
 from configs.model_facts import SPARE_BYTES, model_facts
 from configs.origins import credentials
 from configs.plain_text import print_visible, visible_line
+from configs.publishing import unpublishable
 from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
 from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers, unserved_heads
 from rollout.engine.arguments import problems as engine_problems

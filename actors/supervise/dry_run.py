@@ -8,6 +8,7 @@ with their rewards. Waits for the engine, which takes a minute to start on a GPU
 
 import json
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,8 +30,8 @@ SHOWN_CHARS = 2000
 
 
 def main(config: Config, evaluate: Sequence[str] = ()) -> int:
-    """Exit code: 0 if an answer got a reward, 1 if none did, that of `evaluate`, the command that evaluates, if it failed. Raises
-    ConfigError for a model that is not there."""
+    """Exit code: 0 if an answer got a reward, 1 if none did, that of `evaluate`, the command that evaluates, if it
+    failed. Raises ConfigError for a model that is not there."""
     model = model_folder(config.model.path)
     with tempfile.TemporaryDirectory(prefix="headrace-dry-run-") as folder:
         file, out = Path(folder) / "config.yaml", Path(folder) / "answers.json"

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from configs.checks import COPIES_SHARE, max_sample_tokens
+from configs.checks import max_sample_tokens
 from configs.load import ConfigError
+from configs.publishing import COPIES_SHARE, held, publishes_rows, remedy
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
 from learner.model.epilogue import Epilogue
@@ -119,7 +120,7 @@ def choose_gather(
     memory: int | None,
     tokens: int,
     reference: bool = False,
-    sends: bool = False,
+    sends: int = 0,
 ) -> LearnerConfig:
     """`learner` with its `gather: auto` decided, and logged, for a rank with `memory` bytes (None: on CPU) and
     microbatches of at least `tokens`. The other arguments as in `estimate`."""
@@ -141,7 +142,7 @@ def choose_gather(
 
 
 def memory_budget(
-    config: Config, device: torch.device, shards: int, reference: bool, sends: bool, patches: int = 0
+    config: Config, device: torch.device, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
     """The memory that a rank on `device` will take, and the tokens of its microbatches; logged before anything is
     loaded. For the rest see `budget_in`."""
@@ -149,7 +150,7 @@ def memory_budget(
 
 
 def budget_in(
-    config: Config, available: int | None, shards: int, reference: bool, sends: bool, patches: int = 0
+    config: Config, available: int | None, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
     """The same for a rank with `available` bytes (None: on CPU).
 
@@ -166,31 +167,32 @@ def budget_in(
     if (wanted == "auto" and budget < least) or expected.total(max(budget, least)) > available:
         images = f" and {patches} patches of images" if patches else ""
         sample = f"a sample of {max_sample_tokens(config)} tokens{images}"
-        check_copies(expected, available)
+        check_copies(expected, available, config, shards)
         problem = f"learner.tokens_per_microbatch: {wanted}: {sample} takes {needed}, a GPU "
         more = "learner.ranks" if shards == config.learner.ranks else "learner.shard"
         less = "learner.gather: pass, " if config.learner.gather == "batch" else ""
-        remedy = f"set {less}learner.activation_checkpointing: block or learner.cpu_offload, or raise {more}"
-        remedy += ", or lower data.max_pixels" if patches else ""
-        raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {remedy}"])
+        change = f"set {less}learner.activation_checkpointing: block or learner.cpu_offload, or raise {more}"
+        change += ", or lower data.max_pixels" if patches else ""
+        raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {change}"])
     return expected, budget
 
 
-def check_copies(expected: Estimate, available: int) -> None:
-    """Raise ConfigError if the servers' copies alone do not fit a GPU of `available` bytes. No key of the learner makes
-    them smaller."""
+def check_copies(expected: Estimate, available: int, config: Config, shards: int) -> None:
+    """Raise ConfigError if the servers' copies alone do not fit a GPU of `available` bytes. No other key of the learner
+    than its number of ranks makes them smaller, and that only where each publishes its rows."""
     copies = expected.candidates[0].fixed.get("copies to send", 0)
     if copies > COPIES_SHARE * available:
-        held = f"rank 0 holds two copies of trained weights for the servers, {copies / GIB:.1f} GiB"
-        remedy = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
-        raise ConfigError([f"model.path: {held}, but a GPU has {available / GIB:.1f} GiB; {remedy}"])
+        who = "a rank" if publishes_rows(config, shards) else "rank 0"
+        problem = f"model.path: {who} holds {held(config)} for the servers, {copies / GIB:.1f} GiB"
+        raise ConfigError([f"{problem}, but a GPU has {available / GIB:.1f} GiB; {remedy(config, shards)}"])
 
 
 def estimate(
-    model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False, sends: bool = False
+    model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False, sends: int = 0
 ) -> Estimate:
     """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too.
-    `sends`: this is rank 0, whose GPU holds the copies for the servers (`learner.weights.buckets.DoubleBuffer`). As in
+    `sends`: over how many ranks the copies for the servers are spread, of which this GPU holds a share
+    (`learner.weights.buckets.DoubleBuffer`); 0: it holds none. As in
     `Policy`, keys that are still `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
     size, width = sizes_of(model), getattr(torch, model.dtype).itemsize
     held, parameters, trained = size.held, size.parameters, size.trained
@@ -208,7 +210,7 @@ def estimate(
     if once:  # whole until the last backward pass, in which shards take their place
         always["gradients"] = 4 * trained
     if sends:  # twice what is trained, once what is frozen; of a model with an adapter, the adapter alone
-        always["copies to send"] = width * (trained + (trained if model.lora else parameters))
+        always["copies to send"] = width * (trained + (trained if model.lora else parameters)) // sends
     gathered = width * (root * (1 + reference) + (size.blocks if once else 2 * block))
     # At the head: its gradient in fp32 and in model.dtype, and a chunk's logits with their gradient; with a softcap its
     # slope. They exist at the end of the forward pass or at the start of the backward pass, while all activations are

@@ -32,7 +32,7 @@ from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.microbatch import Microbatch, one_document
-from learner.model.unshard import unshard
+from learner.model.unshard import is_sharded, own_rows, unshard
 from learner.weights.plan import Spec
 
 log = logging.getLogger(__name__)
@@ -199,6 +199,19 @@ class Policy(nn.Module):
             yield from self.form.tensors(name, weight)
         for name, buffer in self._published_buffers():
             yield from self.form.tensors(name, buffer)
+
+    def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """This rank's own rows of each weight but those named `without`, which may be none, or all of one that is not
+        sharded; times their scale and not rounded to `model.dtype` yet. No communication. What is yielded is to be
+        copied, not written to."""
+        for name, parameter, scale in self._published():
+            if name not in without:
+                local = own_rows(parameter)
+                yield name, local if scale == 1.0 else local * scale
+
+    def replicated_names(self) -> frozenset[str]:
+        """Of the names of `weight_specs` those that every rank holds whole."""
+        return frozenset(name for name, p, _ in self._published() if not is_sharded(p))
 
     def weight_specs(self) -> list[Spec]:
         """Name, shape and dtype of what `full_weights` yields; no communication."""

@@ -7,6 +7,7 @@ file and the bytes of a GPU; reads config.json, waits for nothing. `actors/docto
 
 from dataclasses import dataclass
 
+from configs.publishing import copies_over
 from configs.schema import Config, LearnerConfig
 from learner.algorithms.losses import needs_reference
 from learner.model.memory import SHARE, Estimate, budget_in, choose_gather, least_microbatch
@@ -72,9 +73,11 @@ def settle_gather(config: Config, memory: int, patches: int) -> Config:
     return config.model_copy(update={"learner": next((way for way in own if way.gather == "pass"), own[0])})
 
 
-def roles(config: Config) -> list[bool]:
-    """Which kinds of rank there are: rank 0 sends, the others do not."""
-    return [True, False] if config.learner.ranks > 1 else [True]
+def roles(config: Config) -> list[int]:
+    """Over how many ranks the copies for the servers are spread of which rank 0 holds a share, and the last rank, if it
+    is another one; 0: it holds none."""
+    shards = shards_of(config.learner)
+    return [copies_over(config, shards, rank) for rank in sorted({0, config.learner.ranks - 1})]
 
 
 def shards_of(learner: LearnerConfig) -> int:

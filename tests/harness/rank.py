@@ -43,6 +43,7 @@ from tests.harness.episodic import make_episodes
 from tests.harness.expert_batches import SIZES, random_routes, routed
 from tests.harness.keys import client_keys
 from tests.harness.pictured import form_of, make_pictured
+from tests.harness.published_rows import rows
 
 
 def gradients(
@@ -417,6 +418,7 @@ CASES: dict[str, Callable[..., None]] = {
         other_base,
         gathers,
         wholes,
+        rows,
         decisions,
         speeds,
         train,
