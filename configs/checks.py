@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
-from configs import variables
+from configs import sft, variables
 from configs.data.sources import INSTALL, problems_with, told
 from configs.load import ConfigError
 from configs.model_facts import model_facts
@@ -32,6 +32,12 @@ FILES = (
     *("run.folder", "log.trackers"),
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
+SFT_FILES = (
+    *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt"),
+    *("run.folder", "log.trackers"),
+)
+"""The keys of FILES that supervised fine-tuning needs."""
+SFT = "supervised fine-tuning, which python -m learner sft runs"
 
 REWARDS = (
     *("countdown", "math", "math_verify", "exact_match", "regex", "length", "judge", "reward_model"),
@@ -99,12 +105,25 @@ def check(
     `problems`: rows of data.train, where known. `files`: keys whose files must be on this machine. `further`: lines of
     the caller, such as columns missing from the data.
     """
+    if config.sft.rows is not None:
+        raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes {SFT}; remove the section sft"])
     found = [
         *_architecture(config), *_lengths(config), *_images(config), *_batch(config), *_algorithm(config),
         *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
         *_nodes(config), *_trackers(config, files), *_lora(config), *_variables(config), *further,
+    ]  # fmt: skip
+    if found:
+        raise ConfigError(found)
+
+
+def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
+    """Raise ConfigError with everything that contradicts supervised fine-tuning, one line each. `rows`: those of
+    data.train, where known."""
+    found = [
+        *sft.rules(config, rows), *_architecture(config), *_devices(config), *_nodes(config), *_lora(config),
+        *_files(config, files), *_trackers(config, files), *_chat(config), *_variables(config),
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -153,7 +172,10 @@ def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
 
 def max_sample_tokens(config: Config) -> int:
     """Tokens of the longest sample that a server makes and the learner trains. The task `single_turn` makes a prompt
-    and an answer; a task of your own may fill `rollout.max_sample_tokens`, or else the engine."""
+    and an answer; a task of your own may fill `rollout.max_sample_tokens`, or else the engine. In supervised
+    fine-tuning: of the longest row."""
+    if config.sft.rows is not None:
+        return sft.longest(config)
     turn, held = config.data.max_prompt_tokens + config.sampling.max_tokens, config.rollout.engine.get("max_model_len")
     fills = config.rollout.task != "single_turn" and isinstance(held, int)
     return config.rollout.max_sample_tokens or (max(held or 0, turn) if fills else turn)

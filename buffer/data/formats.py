@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,12 @@ class FileRows(NamedTuple):
     """None for a file that has none."""
     types: dict[str, str] | None = None
     """What each column holds, where the file says so. Example: `{"problem": "string"}`"""
+    line: Callable[[int], int] | None = None
+    """The line of each row, by its index; None for a file whose rows are not lines."""
+
+    def place(self, index: int) -> str:
+        """Where a row stands in its file. Example: `line 7`"""
+        return f"line {self.line(index)}" if self.line else f"row {index}"
 
 
 def read(path: Path, rules: ColumnRules, where: str, index: Path | None = None) -> FileRows:
@@ -179,7 +186,7 @@ def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None
     their images are looked at anyway."""
     index = LineIndex(folder, data, [rules.renamed, rules.truth]) if folder else None
     if index and (bounds := index.read()) is not None:
-        return _rows_of(_Lines(data, bounds), rules, where, False)
+        return _rows_of(_Lines(data, bounds), rules, where, False)._replace(line=partial(_line_of, data, bounds))
     lines = data.splitlines(keepends=True)
     numbered = ((f"line {n}", line.rstrip(b"\r\n")) for n, line in enumerate(lines, 1) if line.strip())
     with_images = _checked(numbered, rules, where, "one object per line")
@@ -187,7 +194,12 @@ def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None
     if index and not with_images:
         with suppress(OSError):  # a full disk costs the next start its seconds, and is told when the ledger is opened
             index.write(bounds)
-    return _rows_of(_Lines(data, bounds), rules, where, with_images)
+    return _rows_of(_Lines(data, bounds), rules, where, with_images)._replace(line=partial(_line_of, data, bounds))
+
+
+def _line_of(data: bytes, bounds: Sequence[int], index: int) -> int:
+    """The line of the row at `index`, counted from 1: blank lines are no rows."""
+    return len(data[: bounds[2 * index]].splitlines()) + 1
 
 
 class _Lines(Sequence[bytes]):
