@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from configs.checks import refuse_sft
 from configs.data.sources import count_rows
 from configs.entrypoint import DONE, run_and_exit
 from configs.explain import explain
@@ -23,7 +24,7 @@ from configs.resume import fingerprint
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run that may start, 2 for one that may not."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
-    config = read(argv, "python -m configs")
+    config = read(argv, "python -m configs", refuse_sft)
     print_visible("\n".join(explain(config, count_rows(config.data.train), gpu_bytes())))
     command = [sys.executable, "-m", "actors.doctor.run_file"]
     code = subprocess.run(command, input=dump(config), encoding="utf-8").returncode

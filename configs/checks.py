@@ -37,7 +37,6 @@ SFT_FILES = (
     *("run.folder", "log.trackers"),
 )
 """The keys of FILES that supervised fine-tuning needs."""
-SFT = "supervised fine-tuning, which python -m learner sft runs"
 
 REWARDS = (
     *("countdown", "math", "math_verify", "exact_match", "regex", "length", "judge", "reward_model"),
@@ -105,8 +104,7 @@ def check(
     `problems`: rows of data.train, where known. `files`: keys whose files must be on this machine. `further`: lines of
     the caller, such as columns missing from the data.
     """
-    if config.sft.rows is not None:
-        raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes {SFT}; remove the section sft"])
+    refuse_sft(config)
     found = [
         *_architecture(config), *_lengths(config), *_images(config), *_batch(config), *_algorithm(config),
         *_devices(config), *_engine(config),
@@ -116,6 +114,13 @@ def check(
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
+
+
+def refuse_sft(config: Config) -> None:
+    """Raise ConfigError for a run file of supervised fine-tuning: whoever calls this is of reinforcement learning."""
+    if config.sft.rows is not None:
+        remedy = "run it with python -m learner sft, or remove the section sft"
+        raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
 
 
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:

@@ -11,6 +11,8 @@ from configs.data.sources import SourceError, generated, parts_of, told
 from configs.model_facts import model_facts
 from configs.schema import NO_REWARD, Config
 
+LOCK = "sft.lock"
+"""The file in the run's folder that the process holds which trains it."""
 WITHOUT = ("reward", "sampling", "batch", "algorithm", "rollout", "weights", "buffer", "cluster")
 """Sections that only reinforcement learning reads."""
 READ_HERE = ("rollout.chat.template_kwargs",)

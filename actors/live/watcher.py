@@ -14,6 +14,7 @@ from actors.watch.metrics_log import Records
 from actors.watch.overview import Overview, look_over
 from actors.watch.run_state import ending, last_life, stored, when
 from actors.watch.state_poll import EVERY_S, StatePoll
+from actors.watch.tuning import is_tuned, tuner
 from buffer.curve import is_loopback
 from buffer.keys import KeysError, NoKeys
 from buffer.store.faults import StoreError
@@ -78,13 +79,13 @@ class Watcher:
             await asyncio.sleep(EVERY_S)
 
     def _look(self) -> Overview:
-        now, answers, ended = time.time(), self.state is not None, ""
+        now, answers, ended = time.time(), self.state is not None or bool(tuner(self.config, self.run)), ""
         state = self.state
         if state is None:
             state = self._from_file()
             ended = ending(self.config, self.run, state, records=self.records)
         overview = look_over(self.config, self.records, state, now, ended, answers)
-        if overview.status != "silent":
+        if overview.status != "silent" or is_tuned(self.config):
             return overview
         return replace(overview, told=self._silence())
 

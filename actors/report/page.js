@@ -9,6 +9,7 @@ let D = JSON.parse($("data").textContent);
 const CHARTS = {
   learn: [
     { t: "reward", p: "mean of a batch; bold: mean of 20 versions", s: [["reward/mean", 0, { w: 1, a: .35 }], ["~reward/mean", 0, { w: 2.5 }]] },
+    { t: "loss", p: "mean over trained tokens of a batch; bold: mean of 20 versions", only: "tokens_trained", s: [["loss", 0, { w: 1, a: .35 }], ["~loss", 0, { w: 2.5 }]] },
     { t: "evaluation", p: "on problems kept out of training", x: "evaluations", dots: true },
     { t: "groups all right, none right", p: "what is left between them is what teaches", s: [["groups/solved_all", 2], ["groups/solved_none", 5]], range: [0, 1] },
     { t: "answer length, tokens", p: "right axis: share cut off", s: [["length/mean", 0, { w: 2 }], ["length/max", 6], ["length/truncated", 5, { y2: true }]] },
@@ -79,7 +80,7 @@ function dataOf(chart, series) {
   if (chart.stack) { let top = null; return [x, ...cols.map(c => top = c.map((v, i) => (v || 0) + (top ? top[i] : 0)))]; }
   return [x, ...cols.map(c => chart.log ? c.map(v => v == null || v <= 0 ? null : Math.max(v, 1e-8)) : c)];
 }
-const has = chart => { const [, get] = tableOf(chart), base = k => chart.x ? k : k.replace(/^[~%]/, ""); return seriesOf(chart).some(s => get(base(s[0])).some(v => v != null)); };
+const has = chart => { if (chart.only && !D.columns[chart.only]) return false; const [, get] = tableOf(chart), base = k => chart.x ? k : k.replace(/^[~%]/, ""); return seriesOf(chart).some(s => get(base(s[0])).some(v => v != null)); };
 
 const drawn = [];
 function addChart(chart, grid) {

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoTokenizer
 
 from buffer.store.lock import InUse, locked
+from configs.architecture import usable_positions
 from configs.checks import check_sft
 from configs.data.sources import count_rows
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, GIVEN_UP, StopSignals
@@ -25,11 +26,12 @@ from configs.origins import disclosed
 from configs.plain_text import print_visible
 from configs.resume import changes, written
 from configs.schema import Config
+from configs.sft import LOCK, longest
 from configs.variables import run_folder
 from learner import ranks, watchdog
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.mesh import process_group, shards
-from learner.model import flops
+from learner.model import flops, loading
 from learner.model.exactness import check_exact
 from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory, memory_budget
 from learner.model.policy import Policy
@@ -45,8 +47,6 @@ from learner.train.optimizer import Optimizer
 from learner.train.skipped import StepsSkipped
 
 PROG = "python -m learner sft"
-LOCK = "sft.lock"
-"""The file in the run's folder that rank 0 holds: two processes would write into the same checkpoints."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
         ranks.check_environment(config.learner, os.environ)
         device = choose_device(config)
+        config = known(config)
         check_exact(config.model, False)
         changes(written(config.run.path), config)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
@@ -70,9 +71,22 @@ def main(argv: Sequence[str]) -> int:
     return DONE
 
 
+def known(config: Config) -> Config:
+    """`config` with what only the model's own config says where `model.path` is a name on the hub. Raises ConfigError
+    for a model that reads images."""
+    model = loading.read_config(config.model)
+    if loading.sees(model):
+        problem = "reads images, and supervised fine-tuning trains text models only"
+        raise ConfigError([f"model.path: {config.model.path} {problem}; name another"])
+    positions = usable_positions(model.get_text_config().to_dict())
+    if positions is None or config.sft.max_tokens != "auto" or longest(config) <= positions:
+        return config
+    return config.model_copy(update={"sft": config.sft.model_copy(update={"max_tokens": positions})})
+
+
 def take_folder(config: Config) -> None:
     """Lock the run's folder for the life of this process, and write its `config.yaml`. Raises ConfigError if another
-    process has it."""
+    process has it: two would write the same checkpoints."""
     path = config.run.path
     run_folder(path)
     try:
