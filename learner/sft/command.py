@@ -56,14 +56,14 @@ def main(argv: Sequence[str]) -> int:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
         ranks.check_environment(config.learner, os.environ)
         device = choose_device(config)
-        config = known(config)
+        fitting = known(config)
         check_exact(config.model, False)
         changes(written(config.run.path), config)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(["sft", *argv], config.learner)
         if os.environ.get("RANK", "0") == "0":
             take_folder(config)
-        tune(config, configure_process(config, device))
+        tune(fitting, configure_process(config, device))
     except (ConfigError, OutOfMemory, NoDiskSpace, StepsSkipped) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
         over = isinstance(error, NoDiskSpace | StepsSkipped)
