@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from buffer.image_rows import IMAGES
 from configs.load import ConfigError
 from configs.schema import Config
 from rollout.episodes.prompts import Prompts
@@ -27,7 +26,6 @@ FLAG = "train"
 FOREIGN = {"weight": "write it as train: true or train: false", "training": "write it as train"}
 """Keys of a message by which other tools say it, and the remedy."""
 UNREAD = {
-    IMAGES: "only text is trained",
     "videos": "only text is trained",
     "tools": "write them into the system message, as the chat template would",
 }
@@ -140,7 +138,9 @@ class AnswerReader:
     def _rendered(self, chat: Chat, trained: Sequence[int]) -> list[TrainedText]:
         drafts: list[Draft] = []
         for number in trained:
-            before = self.prompts.chat_text(chat[:number], header=True) if number else ""
+            if number == 0:
+                raise PromptError("message 0 is an answer, and nothing before it asks for one; leave it untrained")
+            before = self.prompts.chat_text(chat[:number], header=True)
             after = self.prompts.chat_text(chat[: number + 1], header=False)
             if not after.startswith(before):
                 problem = f"the chat template writes what is before message {number} in another way once that follows"

@@ -95,6 +95,8 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
     except SourceError as error:
         raise ConfigError([f"{key}: {told(source)}: {error}"]) from None
     rows = JoinedRows([part for _, found in opened for part in found])
+    if pictured := next((part.where for part in rows.parts if part.rows.images is not None), None):
+        raise ConfigError([f"{pictured}: rows have images, and only text is trained; leave the column images out"])
     limit = config.data.eval[_name(key)].limit if _name(key) in config.data.eval else None
     number = min(rows.starts[-1], limit or rows.starts[-1])
     own, wrong = _converted(config, rows, range(dist.get_rank(), number, dist.get_world_size()), reader)

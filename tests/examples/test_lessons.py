@@ -50,6 +50,7 @@ def test_traces_are_true_and_some_give_up() -> None:
     assert 0.02 < sum(reward == 1.0 for reward in rewards) / len(rewards) < 0.9
 
 
+@pytest.mark.long
 def test_a_lesson_writes_a_model_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `python -m learner sft`, on as many demonstrations as its steps need."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -130,7 +130,8 @@ def test_without_a_template_the_end_of_text_ends_the_answer(read: Any) -> None:
         ({"problem": "1+1=", "answer": " "}, "message 1 is an answer without text"),
         ({"problem": "1+1=", "answer": "\ud83d"}, "the answer of the row has a lone surrogate"),
         ({"prompt": TURNS[:2], "answer": "2"}, "its prompt ends with a message of the assistant"),
-        ({"messages": TURNS, "images": [b""]}, "the row has images"),
+        ({"messages": TURNS, "videos": ["a.mp4"]}, "the row has videos"),
+        ({"messages": TURNS[1:3]}, "message 0 is an answer, and nothing before it asks for one"),
     ],
 )
 def test_a_row_without_anything_right_to_train_is_refused(read: Any, row: dict[str, Any], why: str) -> None:

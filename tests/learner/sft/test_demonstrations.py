@@ -63,6 +63,7 @@ def test_a_wrong_row_of_parquet_is_named_by_its_number(tmp_path: Path, mesh) -> 
         ('{"prompt": "a", "reward_model": {"ground_truth": 1}}', "line 1: supervised fine-tuning needs the columns"),
         ('{"problem": "a", "answer": null}', "line 1: answer is empty"),
         ("", "no rows"),
+        ('{"problem": "a", "answer": "b", "images": ["a.png"]}', "rows have images, and only text is trained"),
     ],
 )
 def test_a_file_of_other_rows_is_refused(tmp_path: Path, mesh, text: str, why: str) -> None:

@@ -95,6 +95,7 @@ def padded(rows: list[Any]) -> dict[str, torch.Tensor]:
     return {"input_ids": filled(tokens, 0), "labels": filled(labels, -100), "attention_mask": filled(mask, 0)}
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_the_losses_are_those_of_transformers_trainer(tmp_path: Path, fork: Fork, mesh) -> None:
     """50 steps of AdamW with warm-up, clipping and weight decay, in float32, on the same rows in the same order."""
