@@ -109,11 +109,11 @@ class AnswerReader:
             raise PromptError(f"the messages of the row are {given!r:.40}; a list of messages is needed")
         if self.formats:
             raise PromptError("the row has messages, and data.format_prompt is for rows of prompt and answer")
-        flags = [_flag(number, message) for number, message in enumerate(given)]
+        flags: list[bool | None] = [_flag(number, message) for number, message in enumerate(given)]
         bare = [{k: v for k, v in one.items() if k != FLAG} if isinstance(one, Mapping) else one for one in given]
         chat = self.prompts.messages({"prompt": bare})
-        flags = [None] * (len(chat) - len(flags)) + flags  # a system prompt of the run file comes first
-        return chat, self._chosen(chat, flags)
+        added: list[bool | None] = [None] * (len(chat) - len(flags))  # a system prompt of the run file comes first
+        return chat, self._chosen(chat, [*added, *flags])
 
     def _chosen(self, chat: Chat, flags: Sequence[bool | None]) -> list[int]:
         answers = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
@@ -162,7 +162,7 @@ class AnswerReader:
             raise PromptError(f"{problem}; write it as the template does, or name another in data.chat_template")
         given, tokens = self._encoded(before[len(draft.text) :]), self._encoded(answer)
         end = len(tokens)
-        while end and tokens[end - 1] not in self.ends and not self.tokenizer.decode(tokens[end - 1]).strip():
+        while end and tokens[end - 1] not in self.ends and not str(self.tokenizer.decode(tokens[end - 1])).strip():
             end -= 1
         draft.pieces.append((given, False))
         if end and tokens[end - 1] in self.ends:
