@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 
 from buffer.store.lock import InUse, locked
 from configs.architecture import usable_positions
+from configs.checkpoint_files import complete
 from configs.checks import check_sft
 from configs.data.sources import count_rows
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, GIVEN_UP, StopSignals
@@ -58,12 +60,12 @@ def main(argv: Sequence[str]) -> int:
         device = choose_device(config)
         fitting = known(config)
         check_exact(config.model, False)
-        changes(written(config.run.path), config)
+        check_past(config)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(["sft", *argv], config.learner)
         if os.environ.get("RANK", "0") == "0":
-            take_folder(config)
-        tune(fitting, configure_process(config, device))
+            take_folder(config.run.path)
+        tune(config, fitting, configure_process(config, device))
     except (ConfigError, OutOfMemory, NoDiskSpace, StepsSkipped) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
         over = isinstance(error, NoDiskSpace | StepsSkipped)
@@ -84,20 +86,27 @@ def known(config: Config) -> Config:
     return config.model_copy(update={"sft": config.sft.model_copy(update={"max_tokens": positions})})
 
 
-def take_folder(config: Config) -> None:
-    """Lock the run's folder for the life of this process, and write its `config.yaml`. Raises ConfigError if another
-    process has it: two would write the same checkpoints."""
-    path = config.run.path
+def check_past(config: Config) -> None:
+    """Raise ConfigError if the run has checkpoints and keys have changed since that may not, or if its folder is that
+    of a run of reinforcement learning."""
+    before = written(config.run.path)
+    if before and (before.get("sft.rows") is None or complete(config.run.path / "checkpoints")):
+        changes(before, config)
+
+
+def take_folder(path: Path) -> None:
+    """Lock the run's folder for the life of this process. Raises ConfigError if another process has it: two would write
+    the same checkpoints."""
     run_folder(path)
     try:
         locked(path / LOCK)
     except InUse as error:
         raise ConfigError([f"run.name: {path} is {error}; end that, or choose another run.name"]) from None
-    write(config, path / "config.yaml")
 
 
-def tune(config: Config, device: torch.device) -> None:
-    """Build the loop's parts, run it, and close them in order."""
+def tune(given: Config, config: Config, device: torch.device) -> None:
+    """Build the loop's parts, run it, and close them in order. `given`: what `config.yaml` records; `config`: the same
+    with what is known of the model."""
     path, versions = config.run.path, config.run.versions
     with process_group(config, device) as mesh, ExitStack() as parts:
         rank = mesh.get_rank()
@@ -106,6 +115,8 @@ def tune(config: Config, device: torch.device) -> None:
         config = fitted(config, device, mesh, data, held_out)
         expected, budget = memory_budget(config, device, shards(mesh), False, False)
         parts.enter_context(explain_out_of_memory(expected, budget))
+        if rank == 0:
+            write(given, path / "config.yaml")
         policy = Policy(config.model, config.learner, mesh, seed=config.run.seed)
         optimizer, rows = Optimizer(policy, config.learner, versions), config.sft.rows or 0
         saved = path / "checkpoints", config.model, config.learner, optimizer, versions, shards(mesh)

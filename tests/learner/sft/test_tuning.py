@@ -202,7 +202,8 @@ def test_wrong_rows_end_it_before_anything_is_written(tmp_path: Path, fork: Fork
     words = sft_run(tmp_path, [*demonstrations(9), {"messages": TURNS[:1]}], learner={"ranks": 2})
     errors = done(fork(words, 2), code=2)
     assert f"python -m learner sft: data.train {tmp_path / 'train.jsonl'}: line 10: no message is trained" in errors
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert {file.name for file in (tmp_path / "run").iterdir()} <= {"sft.lock", "logs"}
+    done(fork([*sft_run(tmp_path), "--run.versions=1", "--sft.turns=last"]))
 
 
 @pytest.mark.xdist_group("ranks")
