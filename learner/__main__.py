@@ -58,15 +58,16 @@ from learner.model.exactness import check_exact
 from learner.model.lora.base import Base
 from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory, memory_budget
 from learner.model.policy import Policy
+from learner.model.settled import keeps_reference
 from learner.record.metrics import Metrics
 from learner.record.observer import Observer
 from learner.record.trackers import Tracker
 from learner.saved import base_digest, merge
 from learner.sft import command
 from learner.sound import SoundSteps, bounds_of
-from learner.starting import choose_device, configure_process, decide_gather, decide_speed, keeps_reference
+from learner.starting import choose_device, configure_process, decide_gather, decide_speed
 from learner.train.optimizer import Optimizer
-from learner.train.pictures import PictureMismatch, one_shown
+from learner.train.pictures import PictureMismatch, max_sample_patches, one_shown
 from learner.train.routes import RouteMismatch
 from learner.train.skipped import StepsSkipped
 from learner.train.step import Algorithm
@@ -158,12 +159,6 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         if not draining.interrupted:
             algorithm.skipped.check_end()
     return draining.finished
-
-
-def max_sample_patches(config: Config, form: ImageFormat) -> int:
-    """Most patches of the images of one sample: as many as its tokens, or as its images, can be."""
-    most = config.data.max_images * form.max_pixels // form.patch**2
-    return min(most, max_sample_tokens(config) * form.merge**2)
 
 
 def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None) -> tuple[Policy, Algorithm]:

@@ -13,11 +13,11 @@ from transformers.utils import logging as transformers_logging
 
 from configs.load import ConfigError
 from configs.schema import Config
-from learner.algorithms.losses import needs_reference
 from learner.mesh import ranks_of_node, shards
 from learner.model import attention, loading, speed
 from learner.model.experts.mixture import check_experts
 from learner.model.memory import choose_gather, gpu_memory, least_microbatch
+from learner.model.settled import keeps_reference
 from learner.train import collectives
 
 log = logging.getLogger("learner")
@@ -87,11 +87,6 @@ def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patche
         log.info("learner.gather: pass, as another rank has no room for batch")
     gather = "pass" if apart else "batch"
     return config.model_copy(update={"learner": own.model_copy(update={"gather": gather})})
-
-
-def keeps_reference(config: Config) -> bool:
-    """Whether there is a second, frozen model: with an adapter the policy's own base is the reference."""
-    return needs_reference(config.algorithm) and config.model.lora is None
 
 
 def sends_copies(config: Config, mesh: DeviceMesh) -> bool:

@@ -39,12 +39,14 @@ MAY: dict[str, set[str]] = {
     "buffer.wire": {*WIRE, "buffer.ledger", "buffer.store", "buffer.resources"},
     "buffer.transcript": {*WIRE, "buffer.transcript"},
     "buffer.dead_letters": {*WIRE, "buffer.ledger", "buffer.dead_letters"},
+    "buffer.problem_list": {"configs", "buffer.ledger", "buffer.problem_list"},
     "buffer.inspect": {
         *WIRE,
         "buffer.ledger",
         "buffer.store",
         "buffer.transcript",
         "buffer.dead_letters",
+        "buffer.problem_list",
         "buffer.inspect",
     },
     "learner": {*WIRE, "learner"},
@@ -65,6 +67,10 @@ MAY: dict[str, set[str]] = {
     "actors.doctor": {
         *("configs", "buffer", "rollout", "actors.process", "actors.doctor"),
         "learner.model.exactness",  # in a process of its own, which imports torch
+    },
+    "actors.doctor.forecast": {
+        *("configs", "buffer", "actors.doctor", "learner.model", "learner.algorithms"),
+        "learner.train.pictures",  # by price.py only where there is a card to estimate for: torch is slow to import
     },
     "actors.scaling": {"configs", "buffer", "actors.process", "actors.watch", "actors.scaling"},
     "actors.supervise": {

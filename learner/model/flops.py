@@ -18,21 +18,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from configs.flow.cards import card_of
 from learner.model.experts.mixture import experts_of
 from learner.model.loading import blocks
 from learner.model.vision import mergers, tower_of
-
-PEAKS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-}
-"""Dense bf16 FLOP/s according to the vendor's datasheets, by a word of the GPU's name."""
 
 
 @dataclass(frozen=True)
@@ -122,5 +111,5 @@ def _idle(model: PreTrainedModel, size: Callable[[nn.Module], int]) -> int:
 
 def peak(name: str) -> float | None:
     """Peak FLOP/s of the GPU called `name`, e.g. "NVIDIA H200"; None if unknown."""
-    words = name.replace("-", " ").split()
-    return next((speed for known, speed in PEAKS.items() if known in words), None)
+    card = card_of(name)
+    return card.peak if card else None

@@ -67,7 +67,7 @@ def test_a_learner_of_several_nodes() -> None:
 
 def test_what_the_buffer_takes_is_told() -> None:
     text = "\n".join(explain(config("rollout.servers=2048", "learner.ranks=256", "batch.groups=256"), problems=10**6))
-    assert "the buffer's process: 2,408 open files, of which 2,312 are connections; 0.8 " in text
+    assert "the buffer's process: 2,408 open files, of which 2,312 are connections; 1.1 " in text
     assert "GiB of memory at most, besides the text of the problems" in text
 
 
@@ -325,3 +325,12 @@ def test_without_a_gpu_a_model_too_large_for_80_gb_is_noted(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     text = "\n".join(explain(config(f"model.path={tmp_path}")))
     assert f"note: {tmp_path}: learner rank 0 holds two copies of trained weights for the servers, 115.5 GiB" in text
+
+
+def test_the_run_file_of_the_readme_is_valid(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = (part.partition("```")[0] for part in text.split("```yaml\n")[1:])
+    (tmp_path / "run.yaml").write_text(block)
+    run = load([str(tmp_path / "run.yaml")])
+    check(run, files=())
+    assert (run.run.versions, run.data.columns) == (200, {"problem": "question"})

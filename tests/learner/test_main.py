@@ -21,8 +21,9 @@ from buffer.wire.protocol import Finished, Hello, Rewind, Trained
 from configs.checkpoint_files import complete
 from configs.load import ConfigError
 from configs.schema import Config
-from learner.__main__ import image_format, main, max_sample_patches
+from learner.__main__ import image_format, main
 from learner.record.metrics import read
+from learner.train.pictures import max_sample_patches
 from tests.harness.canned import Canned
 from tests.harness.forked_learner import ForkedLearner, ranks_meeting_in
 from tests.harness.keys import give_keys
