@@ -186,10 +186,10 @@ def one_step(index: int) -> dict[str, Any]:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.device_mesh import init_device_mesh
 
-    from learner.__main__ import decide_gather, decide_speed
     from learner.model.memory import GIB, gpu_memory, memory_budget
     from learner.model.policy import Policy
     from learner.model.settled import keeps_reference
+    from learner.starting import decide_gather, decide_speed
     from learner.train.optimizer import Optimizer
     from learner.train.step import Algorithm
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.checks import refuse_sft
 from configs.data.sources import count_rows
 from configs.entrypoint import BAD_INPUT, run_and_exit, split_flags
 from configs.explain import explain
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     flags, rest = split_flags(argv, PROG, gpu={}, **{"from": {"type": Path}}, out={"type": Path})
     if (source := getattr(flags, "from")) or flags.out:
         return _convert(source, flags.out, rest)
-    config = read(rest, f"{PROG} [--gpu NAME | --from FILE [--out RUN.yaml]]")
+    config = read(rest, f"{PROG} [--gpu NAME | --from FILE [--out RUN.yaml]]", refuse_sft)
     card = checked_card(flags.gpu, PROG)
     size, which = (card.total, f"such as {card.name}") if card else (gpu_bytes(), "as this machine's")
     print_visible("\n".join(explain(config, count_rows(config.data.train), size, which)))

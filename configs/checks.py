@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
-from configs import publishing, variables
+from configs import publishing, sft, variables
 from configs.data.sources import INSTALL, problems_with, told
 from configs.load import ConfigError
 from configs.model_facts import model_facts
@@ -34,6 +34,11 @@ FILES = (
     *("run.folder", "log.trackers"),
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
+SFT_FILES = (
+    *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt"),
+    *("run.folder", "log.trackers"),
+)
+"""The keys of FILES that supervised fine-tuning needs."""
 
 REWARDS = (
     *("countdown", "math", "math_verify", "exact_match", "regex", "length", "judge", "reward_model"),
@@ -97,6 +102,7 @@ def check(
     `problems`: rows of data.train, where known. `files`: keys whose files must be on this machine. `further`: lines of
     the caller, such as columns missing from the data.
     """
+    refuse_sft(config)
     found = [
         *_architecture(config), *_lengths(config), *_images(config), *_batch(config), *_algorithm(config),
         *_devices(config), *_engine(config),
@@ -104,6 +110,24 @@ def check(
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
         *publishing.contradictions(config), *_nodes(config), *_trackers(config, files), *_lora(config),
         *_variables(config), *_shadows(config), *further,
+    ]  # fmt: skip
+    if found:
+        raise ConfigError(found)
+
+
+def refuse_sft(config: Config) -> None:
+    """Raise ConfigError for a run file of supervised fine-tuning: whoever calls this is of reinforcement learning."""
+    if config.sft.rows is not None:
+        remedy = "run it with python -m learner sft, or remove the section sft"
+        raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
+
+
+def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
+    """Raise ConfigError with everything that contradicts supervised fine-tuning, one line each. `rows`: those of
+    data.train, where known."""
+    found = [
+        *sft.rules(config, rows), *_architecture(config), *_devices(config), *_nodes(config), *_lora(config),
+        *_files(config, files), *_trackers(config, files), *_chat(config), *_variables(config),
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -152,7 +176,10 @@ def own_hosts(config: Config) -> list[str]:
 
 def max_sample_tokens(config: Config) -> int:
     """Tokens of the longest sample that a server makes and the learner trains. The task `single_turn` makes a prompt
-    and an answer; a task of your own may fill `rollout.max_sample_tokens`, or else the engine."""
+    and an answer; a task of your own may fill `rollout.max_sample_tokens`, or else the engine. In supervised
+    fine-tuning: of the longest row."""
+    if config.sft.rows is not None:
+        return sft.longest(config)
     turn, held = config.data.max_prompt_tokens + config.sampling.max_tokens, config.rollout.engine.get("max_model_len")
     fills = config.rollout.task != "single_turn" and isinstance(held, int)
     return config.rollout.max_sample_tokens or (max(held or 0, turn) if fills else turn)

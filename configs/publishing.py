@@ -35,7 +35,10 @@ def _rank_0_alone(config: Config, shards: int) -> str:
 
 
 def copies_over(config: Config, shards: int, rank: int) -> int:
-    """Over how many ranks the two copies for the servers are spread of which `rank` holds a share; 0: it holds none."""
+    """Over how many ranks the two copies for the servers are spread of which `rank` holds a share; 0: it holds none.
+    Supervised fine-tuning has no servers."""
+    if config.sft.rows is not None:
+        return 0
     if publishes_rows(config, shards):
         return shards if rank < shards else 0
     return int(rank == 0)

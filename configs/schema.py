@@ -24,6 +24,8 @@ Address = Annotated[
 BUFFER_PORT = 5600
 """Port of a buffer whose address a launch on a cluster chooses."""
 MOST_MESSAGE_MIB = 4096
+NO_REWARD = "none"
+"""`reward.function` of a run file of supervised fine-tuning, which scores nothing."""
 PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 1.0
 
 
@@ -356,6 +358,22 @@ class AlgorithmConfig(Section):
     """Largest soft penalty, in units of reward."""
 
 
+class SftConfig(Section):
+    """Supervised fine-tuning, by `python -m learner sft`: `data.train` holds demonstrations."""
+
+    rows: Positive | None = None
+    """Rows of `data.train` in a batch: one batch takes the policy from version v to v + 1. Supervised fine-tuning needs
+    a number; null: the run file describes reinforcement learning."""
+    turns: Literal["all", "last", "flagged"] = "all"
+    """Answers of the assistant that are trained where a row has `messages`: all of them, the last one, or those whose
+    message has `train: true` (`flagged`). Of a row of prompt and answer the answer is trained."""
+    max_tokens: Positive | Literal["auto"] = "auto"
+    """Longest row in tokens; `auto`: as long as the model's positions, and `learner.tokens_per_microbatch` if that is a
+    number, allow."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What happens to longer rows: the run is refused, with the first of them, or they are left out and counted."""
+
+
 class LearnerConfig(Section):
     ranks: Positive = 1
     """Processes of the learner, one per GPU, on all its nodes; the model is sharded over those of a node."""
@@ -659,6 +677,7 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     batch: BatchConfig = BatchConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    sft: SftConfig = SftConfig()
     learner: LearnerConfig = LearnerConfig()
     rollout: RolloutConfig = RolloutConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -668,6 +687,15 @@ class Config(Section):
     log: LogConfig = LogConfig()
     _origins: dict[tuple[int | str, ...], Any] = PrivateAttr(default_factory=dict)
     """What `origins.py` knows of values that came from environment variables, by place."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_reward(cls, given: Any) -> Any:
+        """Supervised fine-tuning needs no `reward.function`. `load` names every section."""
+        match given:
+            case {"sft": {"rows": int()}, "reward": {**reward}} if "function" not in reward:
+                return {**given, "reward": {**reward, "function": NO_REWARD}}
+        return given
 
     @model_validator(mode="before")
     @classmethod

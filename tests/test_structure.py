@@ -52,6 +52,10 @@ MAY: dict[str, set[str]] = {
         "buffer.inspect",
     },
     "learner": {*WIRE, "learner"},
+    "learner.sft": {  # whose rows become texts as a rollout server's do, in the buffer's order
+        *(*WIRE, "learner", "buffer.ledger.schedule", "buffer.store.lock"),
+        *("rollout.templates", "rollout.episodes.prompts", "rollout.episodes.row_messages", "rollout.errors"),
+    },
     "learner.weights": {*WIRE, "learner.weights"},  # rollout imports it: it must not bring the learner along
     "learner.algorithms": {"configs", "learner.algorithms"},
     "learner.saved.manifest": {"configs", "learner.saved.manifest"},

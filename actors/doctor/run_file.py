@@ -26,7 +26,7 @@ from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
 from configs import variables
 from configs.architecture import PROVEN
-from configs.checks import check, cluster_of, existing, named_by
+from configs.checks import check, cluster_of, existing, named_by, refuse_sft
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
@@ -79,6 +79,10 @@ def is_live(config: Config) -> bool:
 
 def judge(config: Config, live: bool | None = None) -> Judgement:
     """All that is known of `config` on this machine before anything is started. `live`: see `is_live`, None asks it."""
+    try:
+        refuse_sft(config)
+    except ConfigError as error:
+        return Judgement(refused=[*error.problems])
     live = is_live(config) if live is None else live
     further: list[str] = []
     rows: Rows = []

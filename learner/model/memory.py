@@ -103,7 +103,8 @@ def gpu_memory(device: torch.device) -> int | None:
 
 def share_of_batch(config: Config) -> int:
     """Most tokens that a rank can get in one batch. A microbatch need not be larger."""
-    return -(-config.batch.groups * config.batch.samples // config.learner.ranks) * max_sample_tokens(config)
+    samples = config.sft.rows or config.batch.groups * config.batch.samples
+    return -(-samples // config.learner.ranks) * max_sample_tokens(config)
 
 
 def least_microbatch(config: Config, patches: int = 0) -> int:

@@ -23,7 +23,6 @@ from buffer.wire.values import Bounds
 from configs.load import ConfigError
 from configs.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig
 from learner import watchdog
-from learner.__main__ import decide_gather, decide_speed
 from learner.checkpoint import Checkpoints
 from learner.drain import Draining
 from learner.mesh import make_mesh, replica, shards
@@ -33,6 +32,7 @@ from learner.model.lora.adapter import Factor
 from learner.model.lora.base import Base, digest
 from learner.model.microbatch import one_document
 from learner.sound import SoundSteps, only
+from learner.starting import decide_gather, decide_speed
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.routes import RouteMismatch

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from configs.schema import Config, WeightsConfig
-from learner.__main__ import decide_speed
 from learner.model.memory import GIB, SHARE, budget_in, estimate
 from learner.model.settled import roles, settle, settle_speed, shards_of
 from learner.model.speed import fastest_first
+from learner.starting import decide_speed
 from tests.learner.model.test_memory import wide_model
 
 
