@@ -21,7 +21,7 @@ def shards_of(config: Config) -> int:
 
 def publishes_rows(config: Config, shards: int) -> bool:
     """Whether each of `shards` ranks sends its own rows; else rank 0 gathers and sends everything."""
-    return shards > 1 and config.weights.publish != "gather" and not _rank_0_alone(config, shards)
+    return shards > 1 and config.weights.publish == "rows" and not _rank_0_alone(config, shards)
 
 
 def _rank_0_alone(config: Config, shards: int) -> str:
@@ -79,11 +79,10 @@ def remedy(config: Config, shards: int) -> str:
     smaller = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
     if publishes_rows(config, shards):
         return f"raise learner.ranks or learner.shard, {smaller}"
-    if shards == 1 and config.weights.publish != "gather" and config.weights.transport == "broadcast":
-        return f"raise learner.ranks, of which each then holds its share, {smaller}"
-    if config.weights.publish == "gather" and not _rank_0_alone(config, shards):
-        return f"set weights.publish: auto, with which each rank holds its share, {smaller}"
-    return smaller
+    if _rank_0_alone(config, shards):
+        return smaller
+    ranks = "" if shards > 1 else " and raise learner.ranks"
+    return f"set weights.publish: rows{ranks}, with which each rank holds its share (not run on GPUs yet), {smaller}"
 
 
 def is_loopback(host: str) -> bool:
@@ -95,4 +94,4 @@ def contradictions(config: Config) -> Iterator[str]:
     """What of `weights.publish` cannot be."""
     why = _rank_0_alone(config, shards_of(config))
     if config.weights.publish == "rows" and why:
-        yield f"weights.publish: rows, but {why}; change that, or set weights.publish: auto"
+        yield f"weights.publish: rows, but {why}; change that, or leave weights.publish out"

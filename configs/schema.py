@@ -574,10 +574,10 @@ class WeightsConfig(Section):
     transport: Literal["broadcast", "safetensors"] = "broadcast"
     """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, which all servers
     must see; for servers that NCCL cannot reach."""
-    publish: Literal["auto", "rows", "gather"] = "auto"
-    """Who sends: each learner rank the rows that it owns, and holds its share of two copies (`rows`); or rank 0, which
-    gathers and holds two whole copies (`gather`). `auto`: rows, but gather for one rank, with files, or where other
-    nodes' ranks cannot reach `weights.host`."""
+    publish: Literal["gather", "rows"] = "gather"
+    """Who sends: rank 0, which gathers and holds two whole copies (`gather`); or each learner rank the rows that it
+    owns, and holds its share of two copies (`rows`), so that larger models fit. One rank sends everything either way.
+    `rows` has run over gloo on CPUs, and not yet on GPUs."""
     staging: Literal["auto", "full", "bucket"] = "auto"
     """Where a server receives: into a second copy of the weights while the engine generates (`full`), or bucket by
     bucket into the engine's weights while it is paused (`bucket`); `auto` takes the copy if there is memory for it."""

@@ -97,7 +97,11 @@ def _speed(found: "Forecast", answer: float) -> Iterator[str]:
         return
     sampled = f"{speed.sampled:,.0f} sampled tokens, {speed.tokens_per_s:,.0f} a second"
     assumed = f"answers of {answer:,.0f} tokens in the mean are assumed, a quarter of the longest"
-    right = "speeds within 20 % of what was measured" if found.card.name in MEASURED else "no speed was measured there"
+    right = (
+        "the MFU within 20 % of what was measured, a whole run may be slower"
+        if found.card.name in MEASURED
+        else "no speed was measured there"
+    )
     yield f"a version: {speed.version_s:,.1f} s, {sampled}; {ESTIMATED}, {right}; {assumed}"
     ranks = config.learner.ranks
     trains = f"{f'{ranks} ranks train' if ranks > 1 else '1 rank trains'} a batch in {speed.train_s:,.1f} s"

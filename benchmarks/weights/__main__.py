@@ -233,7 +233,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=768, help="tokens per sequence")
     parser.add_argument("--bucket-mib", type=int, default=1024)
     parser.add_argument("--staging", default="auto")
-    parser.add_argument("--publish", default="auto", help="rows or gather, for cases of several learner GPUs")
+    parser.add_argument("--publish", default="gather", help="rows or gather, for cases of several learner GPUs")
     parser.add_argument("--tolerance", type=float, default=0.2, help="of the probe")
     parser.add_argument("--engine", default="{}", help="JSON of engine arguments that override the benchmark's own")
     parser.add_argument("--shape", choices=SHAPES, help="a shape of shapes.py other than the case's")

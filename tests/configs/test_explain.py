@@ -324,20 +324,24 @@ def test_a_model_whose_copies_fill_rank_0_is_refused(
     ("keys", "who", "remedy"),
     [
         (
-            ("learner.ranks=2",),
+            ("learner.ranks=2", "weights.publish=rows"),
             "each of 2 learner ranks holds two copies of its rows",
             "raise learner.ranks or learner",
         ),
-        (("learner.ranks=8",), "", ""),
-        (("learner.ranks=16", "learner.shard=8"), "", ""),
+        (("learner.ranks=8", "weights.publish=rows"), "", ""),
+        (("learner.ranks=16", "learner.shard=8", "weights.publish=rows"), "", ""),
         (
-            ("learner.ranks=8", "weights.publish=gather"),
+            ("learner.ranks=8",),
             "learner rank 0 holds two copies of tr",
-            "set weights.publish: a",
+            "set weights.publish: rows, with",
         ),
         (("learner.ranks=8", "weights.transport=safetensors"), "learner rank 0 holds two copies of tr", "train an ad"),
         (("learner.ranks=8", "learner.nodes=4", "learner.shard=8"), "learner rank 0 holds two copies", "train an ad"),
-        (("learner.ranks=8", "learner.nodes=4", "learner.shard=8", "weights.host=10.0.0.1"), "", ""),
+        (
+            ("learner.ranks=8", "learner.nodes=4", "learner.shard=8", "weights.host=10.0.0.1", "weights.publish=rows"),
+            "",
+            "",
+        ),
     ],
 )
 def test_ranks_that_publish_their_rows_divide_the_copies(
@@ -353,8 +357,8 @@ def test_ranks_that_publish_their_rows_divide_the_copies(
 
 def test_the_first_replicas_ranks_hold_the_copies_or_rank_0_alone() -> None:
     four = ("learner.ranks=4", "learner.shard=2")
-    assert [copies_over(config(*four), 2, rank) for rank in range(4)] == [2, 2, 0, 0]
-    assert [copies_over(config(*four, "weights.publish=gather"), 2, rank) for rank in range(4)] == [1, 0, 0, 0]
+    assert [copies_over(config(*four, "weights.publish=rows"), 2, rank) for rank in range(4)] == [2, 2, 0, 0]
+    assert [copies_over(config(*four), 2, rank) for rank in range(4)] == [1, 0, 0, 0]
     assert copies_over(config(), 1, 0) == copies_over(config("weights.publish=rows"), 1, 0) == 1
 
 
@@ -362,8 +366,9 @@ def test_explain_names_the_largest_model_that_can_be_published() -> None:
     def most(*keys: str) -> int:
         return most_parameters(config(*keys), 80 * 10**9)
 
-    assert most() == most("learner.ranks=8", "weights.publish=gather") == 18 * 10**9
-    assert most("learner.ranks=8") == 8 * most() and most("learner.ranks=8", "model.dtype=float32") == 4 * most()
+    assert most() == most("learner.ranks=8") == 18 * 10**9
+    eight = ("learner.ranks=8", "weights.publish=rows")
+    assert most(*eight) == 8 * most() and most(*eight, "model.dtype=float32") == 4 * most()
 
 
 def test_rows_are_refused_where_only_rank_0_can_publish() -> None:

@@ -51,6 +51,7 @@ def test_killed_while_it_works_the_run_goes_on(versions: int, ranks: int, stalen
     """Probes of each version; SIGKILL to buffer, learner and server. In the long form vLLM then loads the export."""
     run = toy.run(f"kills-{versions}")
     more = (f"--learner.ranks={ranks}", f"--batch.max_staleness={staleness}", "--learner.checkpoint_every=2")
+    more += ("--weights.publish=rows",) if ranks > 1 else ()
     settings = toy.settings(run.path.name, f"--run.versions={versions}", "--no-report", *more)
     command = [sys.executable, "-m", "actors", "launch", *settings]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:

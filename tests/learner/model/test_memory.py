@@ -289,13 +289,13 @@ def test_copies_larger_than_a_gpu_are_refused() -> None:
         given = {"model": {"path": "m"}, "data": {"train": "x"}, "reward": {"function": "x"}, "learner": {"ranks": 2}}
         return Config.model_validate(given | {"weights": weights})
 
-    memory.check_copies(holding(60), 80 << 30, run(), 2)
+    memory.check_copies(holding(60), 80 << 30, run(publish="rows"), 2)
     with pytest.raises(ConfigError, match=r"a rank holds two copies of its rows .*, 114\.0 GiB.*raise learner\.ranks"):
-        memory.check_copies(holding(114), 80 << 30, run(), 2)
+        memory.check_copies(holding(114), 80 << 30, run(publish="rows"), 2)
     with pytest.raises(
         ConfigError, match=r"path: rank 0 holds two copies .*, but a GPU has 80\.0 GiB; set weights\.pub"
     ):
-        memory.check_copies(holding(114), 80 << 30, run(publish="gather"), 2)
+        memory.check_copies(holding(114), 80 << 30, run(), 2)
 
 
 def test_out_of_memory_says_what_fills_it_and_what_to_change() -> None:

@@ -37,8 +37,8 @@ def test_it_is_what_the_learner_decides(tmp_path: Path, mesh) -> None:
 
 def test_all_ranks_take_what_fits_rank_0(tmp_path: Path) -> None:
     config = config_of(tmp_path, ranks=4)
-    assert roles(config) == [4, 4], "each has its share of the copies for the servers"
-    config = config.model_copy(update={"weights": WeightsConfig(publish="gather")})
+    rows = config.model_copy(update={"weights": WeightsConfig(publish="rows")})
+    assert roles(rows) == [4, 4], "each has its share of the copies for the servers"
     fast = fastest_first(config.learner, True, 1000)[0]
     memory = int(estimate(config.model, fast, 4, sends=True).total(8192) / SHARE) - GIB // 64
     assert estimate(config.model, fast, 4).fit(int(SHARE * memory)) > 8192  # the others have room
