@@ -34,10 +34,12 @@ COMMANDS = {
     "evaluate": ("rollout", "evaluate checkpoints on test sets"),
     "tail": ("buffer", "the groups that came in last"),
     "show": ("buffer", "one item: its problem, and its samples as people read them"),
+    "problems": ("buffer", "the problems that were drawn, with their solved shares"),
     "export": ("buffer", "all samples as a parquet file"),
     "quarantine": ("buffer", "the groups that could not be trained, and why"),
     "scrub": ("buffer", "read all that a run keeps, and compare it with its checksums"),
     "merge": ("learner", "whole weights of a checkpoint with an adapter"),
+    "sft": ("learner", "supervised fine-tuning on demonstrations, without servers"),
 }
 """Commands with the package that has them. The packages are commands too."""
 

@@ -46,7 +46,7 @@ def test_a_failure_is_seen_everywhere_and_ends_as_it_should(case: Case, tmp_path
     if case.ends:
         last = story.text[story.text.rindex("python -m learner: ") :]
         assert case.ends in last.splitlines()[0]
-        assert last.count("for example row") == (3 if case.code == 1 else 0)
+        assert last.count("for example ") == (3 if case.code == 1 else 0)
         assert case.says in last
 
 
