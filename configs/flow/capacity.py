@@ -25,7 +25,7 @@ COMMIT_BYTES = 16 * 2**20
 """Bytes of messages that are gathered for one commit."""
 BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512, 16
 RECORD_BYTES, PLACE_BYTES = 320, 320
-"""Of each row that was drawn: its record, and with `data.difficulty` its place among those to be drawn."""
+"""Bytes of the record of each row that was drawn, and with `data.difficulty` of its place among those to be drawn."""
 """The process itself; and for each connection, each open sample without its tokens, and each row besides its text."""
 
 
