@@ -50,6 +50,7 @@ from configs.resume import fingerprint
 from configs.schema import Config
 from learner import loop, ranks, watchdog
 from learner.algorithms.losses import needs_entropy_gradient, needs_reference
+from learner.certify import process
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
 from learner.mesh import process_group, ranks_of_node, replica, shards
@@ -98,7 +99,10 @@ def main(argv: Sequence[str]) -> int:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
         ranks.check_environment(config.learner, os.environ)
         device, form = choose_device(config), image_format(config)
-        check_exact(config.model, config.learner.share_prompts)
+        if process.leads(os.environ):
+            process.require(config)
+        else:
+            check_exact(config.model, config.learner.share_prompts)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner)
         finished = train(config, configure_process(config, device), form)

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from configs.architecture import text_config
 from configs.certificate import Certificate, Check, judged
 from configs.load import ConfigError
 from configs.schema import LearnerConfig, ModelConfig
@@ -93,16 +94,15 @@ def certify_config(
         return made.model_copy(update={"refused": "; ".join(refused), "seconds": time.perf_counter() - started})
     with tempfile.TemporaryDirectory(prefix="headrace-certify-") as place:
         folder = Path(place)
-        little = write_copy(config, model, folder / "model")
-        checks = examine(little, share, mesh, pair, folder)
-        size = described(loading.read_config(little), folder / "model")
+        checks = attempt("a small copy", lambda: examine(write_copy(config, model, folder), share, mesh, pair, folder))
+        size = described(folder / "model")
     update = {"checks": tuple(checks), "copy_of": size, "seconds": time.perf_counter() - started}
     return made.model_copy(update=update | ({"remedy": ADVICE} if any(check.fault for check in checks) else {}))
 
 
 def write_copy(config: PreTrainedConfig, model: ModelConfig, folder: Path) -> ModelConfig:
-    """Write a small copy with random weights into `folder`."""
-    trusted = model.trust_remote_code
+    """Write a small copy with random weights into `folder`/model."""
+    folder, trusted = folder / "model", model.trust_remote_code
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         little = small(config, trusted)
@@ -115,32 +115,41 @@ def write_copy(config: PreTrainedConfig, model: ModelConfig, folder: Path) -> Mo
     return ModelConfig(path=str(folder), dtype="float32", trust_remote_code=trusted)
 
 
-def described(config: PreTrainedConfig, folder: Path) -> str:
-    """Describe a copy. Example: `2 layers, hidden size 256, 0.2 M parameters`"""
-    text = config.get_text_config()
+def described(folder: Path) -> str:
+    """Describe a copy; empty if there is none. Example: `2 layers, 256 wide, 0.2 M parameters`"""
+    if not (folder / "config.json").exists():
+        return ""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = text_config(config)
+    sizes = [
+        f"{text[key]} {what}" for key, what in (("num_hidden_layers", "layers"), ("hidden_size", "wide")) if key in text
+    ]
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 4e6
-    return f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, {size:.1f} M parameters"
+    return ", ".join([*sizes, f"{size:.1f} M parameters"])
 
 
 def examine(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, folder: Path) -> list[Check]:
     """Compare the copy in `model.path` in every way. `folder`: where further copies are written."""
     config = loading.read_config(model)
-    reference = read_reference(model)
+    reference, unshared = read_reference(model), attention.why_unshared(config, "sdpa", torch.device("cpu"))
+    unshared = unshared if share else "learner.share_prompts is off"
+    options = OPTIONS.model_copy(update={"share_prompts": unshared is None})
     try:
-        policy = Policy(model, OPTIONS.model_copy(update={"share_prompts": share}), mesh)
+        policy = Policy(model, options, mesh)
     except ConfigError as error:
         return [Check(what="a policy of the learner", fault="; ".join(error.problems))]
     every = list(cases(config.get_text_config().vocab_size))
     checks: list[Check] = []
     for case in every:
-        if case.shares and not policy.share_prompts:
-            why = attention.why_unshared(policy.model.config, policy.attention, policy.device)
-            checks.append(Check(what=case.what, note=why or "learner.share_prompts is off"))
+        if case.shares and unshared:
+            checks.append(Check(what=case.what, note=unshared))
         else:
             checks += compare(policy, reference, case)
     longest = next(case for case in every if len(case.texts) > 1 and "longer" in case.what)
     checks += attempt("two ranks = one", lambda: compare_ranks(model, reference, longest, pair))
-    return checks + attempt("copies of changed weights", lambda: compare_copies(policy, reference, model, longest, folder))
+    return checks + attempt(
+        "copies of changed weights", lambda: compare_copies(policy, reference, model, longest, folder)
+    )
 
 
 def read_reference(model: ModelConfig) -> PreTrainedModel:
@@ -158,7 +167,7 @@ def compare_ranks(model: ModelConfig, reference: PreTrainedModel, case: Case, pa
     documents = list(zip(case.texts, np.split(weights, ends), strict=True))
     half = len(documents) // 2
     answers: list[Answer] = pair.ask(model, [documents[:half], documents[half:]])
-    names = ("two ranks = one", "gradient: two ranks = one")
+    names = ("two ranks = one", "two ranks = one, gradient")
     if error := next((answer.error for answer in answers if answer.error), ""):
         return [Check(what=names[0], fault=f"it cannot be computed ({error})")]
     if unmet := next((answer.unmet for answer in answers if answer.unmet), ""):

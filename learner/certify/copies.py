@@ -50,8 +50,8 @@ def compare_copies(
     still = "" if moved >= LEAST else "the change of its weights changes no log-probability"
     checks = []
     for what, copy, missing in (
-        ("changed weights, as servers get them = the learner's", pushed, unsent),
-        ("export, read back by transformers = the learner's", exported, unwritten),
+        ("changed weights, pushed = learner", pushed, unsent),
+        ("export, read back = learner", exported, unwritten),
     ):
         with torch.no_grad():
             apart = distance(expected(copy, case), ours)
@@ -88,7 +88,9 @@ def write_pushed(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -
     for file in Path(model.path).iterdir():
         if file.is_file() and not file.name.endswith(export.WEIGHT_FILES):
             shutil.copyfile(file, folder / file.name)
-    save_file({name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
 
 
 def read_back(folder: Path, model: ModelConfig) -> tuple[PreTrainedModel, str]:
@@ -110,7 +112,7 @@ def read_back(folder: Path, model: ModelConfig) -> tuple[PreTrainedModel, str]:
 
 def _same(pushed: PreTrainedModel, exported: PreTrainedModel) -> Check:
     """Compare all weights and persistent buffers of two models bit by bit."""
-    what = "weights pushed = weights loaded from disk"
+    what = "weights pushed = loaded from disk"
     ours, theirs = pushed.state_dict(), exported.state_dict()
     other = [name for name, x in ours.items() if name not in theirs or not torch.equal(x, theirs[name])]
     return judged(what, float(len(other)), 0.0, "of its tensors", f"{', '.join(other[:3])} differ")

@@ -55,7 +55,7 @@ def gradient(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
     weights = coefficients(case)
     policy.zero_grad()
     (policy(case.row.to(policy.device), 1.0)[0][case.row.scored] * weights).sum().backward()
-    return judge_gradients(f"gradient: {case.what}", gradients_of(policy), gradients(reference, case), policy.model)
+    return judge_gradients(f"{case.what}, gradient", gradients_of(policy), gradients(reference, case), policy.model)
 
 
 def gradients(reference: PreTrainedModel, case: Case) -> dict[str, Tensor]:

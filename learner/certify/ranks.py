@@ -31,7 +31,9 @@ from learner.model.policy import Policy
 
 RANKS = 2
 LIMIT_S = 120.0
-OPTIONS = LearnerConfig(gather="batch", activation_checkpointing="block", head_chunk_tokens=16, compile=False)
+OPTIONS = LearnerConfig(
+    gather="batch", activation_checkpointing="block", head_chunk_tokens=16, compile=False, share_prompts=False
+)
 """Other ways to compute than those of the comparison on one rank."""
 Document = tuple[np.ndarray, np.ndarray]
 """Tokens, and what the log-probability of each but the first is multiplied by."""

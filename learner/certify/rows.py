@@ -39,9 +39,9 @@ def cases(vocabulary: int) -> Iterator[Case]:
         return [draw.integers(2, min(vocabulary, VOCABULARY), length) for length in lengths]
 
     for what, lengths in (
-        ("one document = transformers' eager", LONG[:1]),
+        ("one document = eager", LONG[:1]),
         ("packed documents = alone", SHORT),
-        ("documents longer than any window, packed = alone", LONG),
+        ("packed, longer than windows = alone", LONG),
     ):
         texts = made(lengths)
         yield Case(what, packed_row(texts), texts, [1] * len(texts))
@@ -49,6 +49,6 @@ def cases(vocabulary: int) -> Iterator[Case]:
         (prompt,), pieces, rest = made((length,)), made(answers), made(others)
         row = packed_row([prompt, *pieces, *rest], [len(pieces)])
         texts = [*(np.concatenate([prompt, piece]) for piece in pieces), *rest]
-        given, long = [length] * len(pieces) + [1] * len(rest), " beyond windows" * (length > WINDOW + 1)
+        given, long = [length] * len(pieces) + [1] * len(rest), ", longer than windows" * (length > WINDOW + 1)
         yield Case(f"answers to a shared prompt{long} = unshared", row, texts, given, True)
         yield Case(f"answers to a copied prompt{long} = unshared", row.copying(inf), texts, given, True)

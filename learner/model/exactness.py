@@ -150,7 +150,10 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
         ("packed documents", packed_row(documents), documents, 1),
     ]
     if share and attention.why_unshared(ours.config, "sdpa", torch.device("cpu")) is None:
-        row, whole = packed_row([prompt, *answers], [len(answers)]), [np.concatenate([prompt, each]) for each in answers]
+        row, whole = (
+            packed_row([prompt, *answers], [len(answers)]),
+            [np.concatenate([prompt, each]) for each in answers],
+        )
         cases += [(name, each, whole, len(prompt)) for name, each in _shared(row)]
     try:
         Costs.of(ours), attention.most_copied(ours.config)  # a policy needs these of a model
