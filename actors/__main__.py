@@ -26,7 +26,7 @@ COMMANDS = {
     "certify": ("actors.certify.command", "prove that a model is trained and served exactly"),
 }
 """Module of each command, imported when it is called: launching needs no page, status no keepers."""
-PRINTING = ("status", "report", "doctor", "certify")
+PRINTING = ("status", "report", "doctor")
 """These only print. The others write to sockets: they must outlive a peer that leaves."""
 
 

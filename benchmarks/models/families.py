@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, tied": ("glm4_moe", {"tie_word_embeddings": True}),
     "starcoder2 with a window": ("starcoder2", {"sliding_window": 64}),
     "seed_oss with dropout": ("seed_oss", {"residual_dropout": 0.1, "attention_dropout": 0.1}),
-    "helium": ("helium", {"num_key_value_heads": 4}),
+    "lfm2 with convolutions": ("lfm2", {"layer_types": ["conv", "conv", "full_attention"], "num_hidden_layers": 3}),
 }
 """What a family's own default config does not show."""
 

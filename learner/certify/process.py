@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,24 +61,22 @@ def require(config: Config) -> None:
 
 def made(model: ModelConfig, share: bool, limit_s: float = LIMIT_S) -> Certificate:
     """Have the certificate of a model made. Raises ConfigError for a config that transformers cannot read."""
+    loading.read_config(model)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    os.environ[PARENT] = str(os.getpid())
-    process = context.Process(target=_make, args=(theirs, model, share), name="certify")
+    process = context.Process(target=_make, args=(theirs, model, share, os.getpid()), name="certify")
     process.start()
     theirs.close()
     try:
-        found: Any = ours.recv() if ours.poll(limit_s) else None
+        found: str | None = ours.recv() if ours.poll(limit_s) else None
     except EOFError:
         found = None
     finally:
         process.kill()
         process.join()
         ours.close()
-    if isinstance(found, list):
-        raise ConfigError(found)
     if found is None:
-        raise RuntimeError(f"the process that certifies {model.path} gave no certificate within {limit_s:g} s")
+        raise RuntimeError(f"the process that certifies {model.path} ended or gave no certificate in {limit_s:g} s")
     return Certificate.model_validate_json(found)
 
 
@@ -99,18 +96,15 @@ def prepare() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _make(connection: Connection, model: ModelConfig, share: bool) -> None:
+def _make(connection: Connection, model: ModelConfig, share: bool, parent: int) -> None:
     """Be the forked process."""
+    os.environ[PARENT] = str(parent)
     prepare()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with Pair(multiprocessing.get_context("fork"), prepare) as pair:
         pair.start()
-        try:
-            with one_rank() as mesh:
-                found = certify(model, share, mesh, pair)
-        except ConfigError as error:
-            connection.send(error.problems)
-            return
+        with one_rank() as mesh:
+            found = certify(model, share, mesh, pair)
     connection.send(found.model_dump_json())

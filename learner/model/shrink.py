@@ -23,7 +23,7 @@ LARGEST = 200_000_000
 """Most parameters of a small copy."""
 SHORTER = re.compile("window|chunk|local|index_topk$")
 """Names of lengths that only affect longer documents."""
-NARROWER = re.compile(r"(intermediate_size|ffn_hidden_size|ffn_dim|dim_ff|feed_forward_size|dff)(_mlp)?$")
+NARROWER = re.compile(r"(intermediate_size|ffn_hidden_size|ffn?_dim|dim_ff|feed_forward_size|dff)(_mlp)?$")
 """Names of widths between two matrices of a block."""
 NARROW, NARROW_EXPERT = 64, 32
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")

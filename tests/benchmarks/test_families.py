@@ -15,7 +15,7 @@ from tests.harness.world import alone
 
 FAST = (
     *("llama 3.1 (llama3 rope)", "mistral 0.1 (window)", "gemma3_text", "gemma2", "qwen3_moe"),
-    *("granite 3 (multipliers)", "qwen3_5_text", "lfm2", "gpt_oss", "deepseek_v3 without groups"),
+    *("granite 3 (multipliers)", "qwen3_5_text", "lfm2 with convolutions", "gpt_oss", "deepseek_v3 without groups"),
 )
 
 
