@@ -130,18 +130,17 @@ def described(folder: Path) -> str:
 
 def examine(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, folder: Path) -> list[Check]:
     """Compare the copy in `model.path` in every way. `folder`: where further copies are written."""
-    config = loading.read_config(model)
-    reference, unshared = read_reference(model), attention.why_unshared(config, "sdpa", torch.device("cpu"))
-    unshared = unshared if share else "learner.share_prompts is off"
-    options = OPTIONS.model_copy(update={"share_prompts": unshared is None})
+    config, reference = loading.read_config(model), read_reference(model)
     try:
-        policy = Policy(model, options, mesh)
+        policy = Policy(model, OPTIONS.model_copy(update={"share_prompts": share}), mesh)
     except ConfigError as error:
         return [Check(what="a policy of the learner", fault="; ".join(error.problems))]
+    why = attention.why_unshared(policy.model.config, policy.attention, policy.device)
+    unshared = (why or "the learner does not") if share else "learner.share_prompts is off"
     every = list(cases(config.get_text_config().vocab_size))
     checks: list[Check] = []
     for case in every:
-        if case.shares and unshared:
+        if case.shares and not policy.share_prompts:
             checks.append(Check(what=case.what, note=unshared))
         else:
             checks += compare(policy, reference, case)

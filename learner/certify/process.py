@@ -103,6 +103,7 @@ def _make(connection: Connection, model: ModelConfig, share: bool, parent: int) 
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.getLogger("learner.model").setLevel(logging.ERROR)  # the run's own policy warns of the same
     with Pair(multiprocessing.get_context("fork"), prepare) as pair:
         pair.start()
         with one_rank() as mesh:

@@ -42,7 +42,7 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
     `trusted`: the model's code may run."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
-    _drop_layers(text)
+    _keep_each_kind(text)
     for name, value in vars(text).items():
         if isinstance(value, int) and SHORTER.search(name) and value > WINDOW:
             setattr(text, name, WINDOW)
@@ -58,18 +58,28 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
     return narrow if _runs(narrow, trusted) else short
 
 
-def _drop_layers(text: Any) -> None:
-    """Keep the first two layers and one of each other kind."""
-    layers = getattr(text, "num_hidden_layers", None)
+def _keep_each_kind(text: Any) -> None:
+    """Keep the first two layers and one of each kind, by the values that a config lists for each layer."""
+    layers, shared = getattr(text, "num_hidden_layers", None), getattr(text, "num_kv_shared_layers", None) or 0
     if not isinstance(layers, int):
         return
+    own: dict[int, dict[str, Any]] = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {})
     lists = {name: x for name, x in vars(text).items() if isinstance(x, list | tuple) and len(x) == layers}
-    kinds = [tuple(str(x[layer]) for x in lists.values()) for layer in range(layers)]
+    kinds = [
+        (*(str(x[layer]) for x in lists.values()), repr(own.get(layer)), layer >= layers - shared)
+        for layer in range(layers)
+    ]
     kept = sorted({*range(min(2, layers)), *(kinds.index(kind) for kind in kinds)})
+    if own:  # or the config's own could not be read
+        text.per_layer_config = None
     for name, values in lists.items():
         setattr(text, name, [values[layer] for layer in kept])
     if text.num_hidden_layers != len(kept):  # some configs derive it from a list
         text.num_hidden_layers = len(kept)
+    if shared:
+        text.num_kv_shared_layers = sum(layer >= layers - shared for layer in kept)
+    if own:
+        text.per_layer_config = {at: own[layer] for at, layer in enumerate(kept) if layer in own}
 
 
 def _narrow(text: Any) -> None:
@@ -93,6 +103,17 @@ def _narrow(text: Any) -> None:
         elif name in LESS:
             setattr(text, name, min(value, LESS[name]))
     _narrow_state(text)
+    _narrow_single_layers(text)
+
+
+def _narrow_single_layers(text: Any) -> None:
+    """Give layers that have values in place of the config's own as few heads as the others."""
+    own = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {})
+    if own:
+        shrunk = {name: getattr(text, name) for name in ("num_attention_heads", "num_key_value_heads")}
+        text.per_layer_config = {
+            at: {name: shrunk.get(name, value) for name, value in each.items()} for at, each in own.items()
+        }
 
 
 def _narrow_state(text: Any) -> None:
