@@ -25,7 +25,7 @@ from configs.certificate import Certificate, read
 from configs.schema import ModelConfig
 from learner.certify.certifier import certify_config
 from learner.certify.numbers import GRADIENT_LIMIT, LIMIT
-from learner.certify.process import one_rank, prepare
+from learner.certify.process import one_rank
 from learner.certify.ranks import Pair
 
 ROOT = Path(__file__).parents[2]
@@ -65,12 +65,17 @@ def made(names: Sequence[str]) -> dict[str, Certificate]:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     found = {}
-    with Pair(multiprocessing.get_context("fork"), prepare) as pair, one_rank() as mesh:
-        pair.start()
+    context = multiprocessing.get_context("forkserver")  # ranks that end with an error are replaced at any time
+    context.set_forkserver_preload(["learner.certify.ranks"])
+    with Pair(context, stay) as pair, one_rank() as mesh:
         for name in names:
             found[name] = certify_config(config_of(name), ModelConfig(path=name), True, mesh, pair)
             progress(f"{name}: {'; '.join(found[name].faults) or 'holds'} ({found[name].seconds:.1f} s)")
     return found
+
+
+def stay() -> None:
+    """Called first by each rank. Its parent is the fork server, which ends with this process."""
 
 
 def served(name: str) -> Certificate:

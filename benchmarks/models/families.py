@@ -20,6 +20,22 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "rwkv": {"hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
+    "xlstm": {"embedding_dim": 64, "num_heads": 2, "num_blocks": 2, "vocab_size": 64},
+    "mamba2": {"hidden_size": 64, "num_heads": 4, "head_dim": 32, "n_groups": 1, "num_hidden_layers": 2},
+    "codegen": {"n_embd": 128, "n_head": 4, "rotary_dim": 16, "n_layer": 2},
+    "dbrx": {"d_model": 64, "n_heads": 2, "n_layers": 2},
+    "deepseek_v2": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "hunyuan_v1_dense": {"head_dim": 64},
+    "hunyuan_v1_moe": {"head_dim": 64},
+    "ministral": {"head_dim": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "blt": {"vocab_size": 64, "encoder_hash_byte_group_vocab": 64},
+    "zamba2": {"hidden_size": 64, "num_attention_heads": 4, "n_mamba_heads": 4, "mamba_headdim": 32},
+}
+"""What the default configs of some types lack, or sizes that the certificate does not shrink."""
 WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -63,11 +79,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def families() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return every family by name, each a `model_type` and overrides of its config."""
-    plain = {kind: (kind, {}) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - PARTS_ONLY)}
+    plain = {
+        kind: (kind, DEFAULTS.get(kind, {})) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - PARTS_ONLY)
+    }
     return {**plain, **VARIANTS}
 
 
 def config_of(name: str) -> Any:
     """Return the config of a family."""
     kind, overrides = families()[name]
-    return AutoConfig.for_model(kind, **overrides)
+    return AutoConfig.for_model(kind, **DEFAULTS.get(kind, {}) | overrides)

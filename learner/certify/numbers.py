@@ -21,7 +21,7 @@ LIMIT = 1e-4
 """Largest difference of a log-probability, in nats, of float32 arithmetic in another order."""
 GRADIENT_LIMIT = 1e-3
 """Largest difference of a parameter's gradient over its norm."""
-NEGLIGIBLE = 1e-5
+NEGLIGIBLE = 1e-3
 """A gradient that is so small a share of the whole one is compared with this share instead of its own norm."""
 Gradients = Mapping[str, Tensor]
 

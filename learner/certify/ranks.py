@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.utils import logging as transformers_logging
 
 from configs.entrypoint import die_with_parent
 from configs.load import ConfigError
@@ -81,9 +82,10 @@ class Pair:
                 connection.send((model.model_dump(), list(share)))
         for _, connection in self._ranks:
             try:
-                answers.append(connection.recv() if connection.poll(LIMIT_S) else Answer(unmet="no answer"))
+                late = Answer(error=f"a rank gave no answer for {LIMIT_S:g} s")
+                answers.append(connection.recv() if connection.poll(LIMIT_S) else late)
             except (EOFError, OSError):
-                answers.append(Answer(unmet="its process has ended"))
+                answers.append(Answer(error="the process of a rank has ended"))
         if any(answer.unmet or answer.error for answer in answers):
             self.close()
         return answers
@@ -108,6 +110,7 @@ class Pair:
 def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], None]) -> None:
     """Be rank `rank` until the caller closes its end."""
     prepare()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)  # also because a forked process must not use its parent's pool of threads
     limit = timedelta(seconds=LIMIT_S / 2)
     try:

@@ -42,7 +42,7 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
     `trusted`: the model's code may run."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
-    _keep_each_kind(text)
+    own = _keep_each_kind(text)
     for name, value in vars(text).items():
         if isinstance(value, int) and SHORTER.search(name) and value > WINDOW:
             setattr(text, name, WINDOW)
@@ -53,16 +53,19 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
             part.pad_token_id = 0
     narrow = copy.deepcopy(short)
     _narrow(narrow.get_text_config())
+    _set_single_layers(narrow.get_text_config(), own)
+    _set_single_layers(text, own, shrunk=False)
     if loading.sees(narrow):
         _narrow_tower(narrow.vision_config, narrow.get_text_config().hidden_size)
     return narrow if _runs(narrow, trusted) else short
 
 
-def _keep_each_kind(text: Any) -> None:
-    """Keep the first two layers and one of each kind, by the values that a config lists for each layer."""
+def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
+    """Keep the first two layers and one of each kind, by the values that a config lists for each layer. Returns the
+    values that single layers have in place of the config's own, by number, and takes them from the config."""
     layers, shared = getattr(text, "num_hidden_layers", None), getattr(text, "num_kv_shared_layers", None) or 0
     if not isinstance(layers, int):
-        return
+        return {}
     own: dict[int, dict[str, Any]] = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {})
     lists = {name: x for name, x in vars(text).items() if isinstance(x, list | tuple) and len(x) == layers}
     kinds = [
@@ -78,8 +81,7 @@ def _keep_each_kind(text: Any) -> None:
         text.num_hidden_layers = len(kept)
     if shared:
         text.num_kv_shared_layers = sum(layer >= layers - shared for layer in kept)
-    if own:
-        text.per_layer_config = {at: own[layer] for at, layer in enumerate(kept) if layer in own}
+    return {at: own[layer] for at, layer in enumerate(kept) if layer in own}
 
 
 def _narrow(text: Any) -> None:
@@ -103,16 +105,14 @@ def _narrow(text: Any) -> None:
         elif name in LESS:
             setattr(text, name, min(value, LESS[name]))
     _narrow_state(text)
-    _narrow_single_layers(text)
 
 
-def _narrow_single_layers(text: Any) -> None:
-    """Give layers that have values in place of the config's own as few heads as the others."""
-    own = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {})
+def _set_single_layers(text: Any, own: dict[int, dict[str, Any]], shrunk: bool = True) -> None:
+    """Give single layers their values again; with `shrunk`, as few heads as the others."""
     if own:
-        shrunk = {name: getattr(text, name) for name in ("num_attention_heads", "num_key_value_heads")}
+        heads = {name: getattr(text, name) for name in ("num_attention_heads", "num_key_value_heads") if shrunk}
         text.per_layer_config = {
-            at: {name: shrunk.get(name, value) for name, value in each.items()} for at, each in own.items()
+            at: {name: heads.get(name, value) for name, value in each.items()} for at, each in own.items()
         }
 
 

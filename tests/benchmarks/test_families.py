@@ -34,6 +34,7 @@ def judge(name: str, pair: Pair) -> None:
         return
     assert found.faults == []
     compared = [check for check in found.checks if check.verdict == "holds"]
+    assert {"two ranks = one", "two ranks = one, gradient"} <= {check.what for check in compared}
     assert len(compared) >= 11, [check.cells() for check in found.checks]
     assert all(check.limit <= 1e-3 for check in compared)
 
