@@ -23,6 +23,7 @@ from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.certify.certifier import ADVICE, write_copy
 from learner.certify.copies import change
+from learner.certify.numbers import distance
 from learner.certify.process import one_rank
 from learner.model import loading
 from learner.model.exactness import packed_row
@@ -121,8 +122,8 @@ async def compare_texts(what: str, engine: Engine, policy: Policy, texts: Sequen
     found = await asyncio.gather(*(engine.probe(text.tolist()) for text in texts))
     row = packed_row(texts)
     ours = policy.score(policy.place(row), 1.0)[row.scored]
-    apart = float((ours - torch.tensor(np.concatenate(found))).abs().max())
-    return judged(what, apart, LIMIT, fault="vLLM computes other log-probabilities than the learner")
+    theirs = torch.tensor(np.concatenate(found), dtype=torch.float32)
+    return judged(what, distance(theirs, ours), LIMIT, fault="vLLM computes other log-probabilities than the learner")
 
 
 @asynccontextmanager

@@ -35,7 +35,8 @@ random weights) and compares it in float32:
 - **vLLM**: a real server on the CPU after three pushes, a load from disk and a push of the same weights, on several
   random texts in one batch
 
-A figure is the largest difference found: of log-probabilities in nats, or of a gradient as a share of its norm. Up to
+A figure is the largest difference found: of log-probabilities in nats (above 1 nat as a share), or of a gradient as a
+share of its norm. Up to
 {limit:g} nat holds, with vLLM {server_limit:g}, and {gradient_limit:g} of a gradient. "no" means that the learner does
 not do this for the model, which costs speed only; "–" means not compared. All figures are of {device}: no certificate
 is made on a GPU, whose kernels `tests/gpu` compares with the same arithmetic.

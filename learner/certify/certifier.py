@@ -31,6 +31,7 @@ from learner.certify.numbers import (
     attempt,
     coefficients,
     compare,
+    distance,
     expected,
     gradients,
     judge_gradients,
@@ -175,6 +176,7 @@ def compare_ranks(model: ModelConfig, reference: PreTrainedModel, case: Case, pa
     with torch.no_grad():
         wanted = expected(reference, case)
     ours = {name: torch.from_numpy(grad) for name, grad in answers[0].gradients.items()}
-    apart = float((got - wanted).abs().max())
-    logprobs = judged(names[0], apart, LIMIT, fault="two ranks compute other log-probabilities than one")
+    logprobs = judged(
+        names[0], distance(got, wanted), LIMIT, fault="two ranks compute other log-probabilities than one"
+    )
     return [logprobs, judge_gradients(names[1], ours, gradients(reference, case), reference)]

@@ -18,7 +18,7 @@ from learner.model.exactness import FOREIGN, alone, block_outputs, first_differe
 from learner.model.policy import Policy
 
 LIMIT = 1e-4
-"""Largest difference of a log-probability, in nats, of float32 arithmetic in another order."""
+"""Largest difference of a log-probability, in nats, of float32 arithmetic in another order; see `distance`."""
 GRADIENT_LIMIT = 1e-3
 """Largest difference of a parameter's gradient over its norm."""
 NEGLIGIBLE = 1e-3
@@ -99,8 +99,12 @@ def coefficients(case: Case) -> Tensor:
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference; NaN if a value is not finite."""
-    return float((ours.detach() - theirs.detach()).abs().max())
+    """Return the largest difference of log-probabilities, above 1 nat as a share of theirs; NaN if one is not finite.
+
+    Random weights give log-probabilities of tens of nats, of which float32 has six digits.
+    """
+    theirs = theirs.detach()
+    return float(((ours.detach() - theirs).abs() / theirs.abs().clamp(min=1.0)).max())
 
 
 def _attention(policy: Policy) -> str:

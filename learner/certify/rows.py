@@ -50,5 +50,5 @@ def cases(vocabulary: int) -> Iterator[Case]:
         row = packed_row([prompt, *pieces, *rest], [len(pieces)])
         texts = [*(np.concatenate([prompt, piece]) for piece in pieces), *rest]
         given, long = [length] * len(pieces) + [1] * len(rest), ", longer than windows" * (length > WINDOW + 1)
-        yield Case(f"answers to a shared prompt{long} = unshared", row, texts, given, True)
-        yield Case(f"answers to a copied prompt{long} = unshared", row.copying(inf), texts, given, True)
+        yield Case(f"shared prompt{long} = unshared", row, texts, given, True)
+        yield Case(f"copied prompt{long} = unshared", row.copying(inf), texts, given, True)
