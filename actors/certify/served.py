@@ -6,6 +6,7 @@ model predicts well, so that softcaps and scales show. Called by `command.py`; w
 """
 
 import asyncio
+import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -44,11 +45,15 @@ VERSIONS = 3
 PUSH_S = 120.0
 OPTIONS = LearnerConfig(gather="pass", activation_checkpointing="none", head_chunk_tokens=64, compile=False)
 NAME = "server"
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_CI_ENV": "1"}
+"""Variables by which vLLM logs errors only, and warms nothing up."""
 KV_BYTES = 64 << 20
 
 
 def with_server(certificate: Certificate, model: ModelConfig) -> Certificate:
     """Return the certificate with the server's comparisons. Raises ConfigError for a model that no server can load."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory(prefix="headrace-certify-") as place, one_rank() as mesh:
         folder = Path(place)
         config = run_config(write_copy(loading.read_config(model), model, folder), folder)

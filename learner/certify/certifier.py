@@ -38,7 +38,7 @@ from learner.certify.numbers import (
 )
 from learner.certify.ranks import Answer, Pair
 from learner.certify.rows import Case, cases
-from learner.model import attention, loading
+from learner.model import loading
 from learner.model.exactness import REMEDY, reasons
 from learner.model.policy import Policy
 from learner.model.shrink import small, stir
@@ -136,8 +136,7 @@ def examine(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, folde
         policy = Policy(model, OPTIONS.model_copy(update={"share_prompts": share}), mesh)
     except ConfigError as error:
         return [Check(what="a policy of the learner", fault="; ".join(error.problems))]
-    why = attention.why_unshared(policy.model.config, policy.attention, policy.device)
-    unshared = (why or "the learner does not") if share else "learner.share_prompts is off"
+    unshared = (policy.unshared or "") if share else "learner.share_prompts is off"
     every = list(cases(config.get_text_config().vocab_size))
     checks: list[Check] = []
     for case in every:
