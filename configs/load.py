@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 TIMES = "times"
 """Stands in the merged tree for a product: `{"times": [32, "${batch.samples}"]}`."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's choice: the two differ in what they accept
+
+CHECKED = "# crc32c {:08x} of the lines above; if you edit them, remove this line\n"
+"""The last line of a file that `write` made."""
 
 
 class ConfigError(ValueError):
@@ -146,14 +150,28 @@ def read(
 
 def write(config: Config, path: Path) -> None:
     """Write every key of `config` as YAML that `load` reads back to an equal Config. Atomic: a reader sees all or
-    nothing. Only the user can read a file that holds credentials; for another one RUN_UMASK holds."""
+    nothing. Only the user can read a file that holds credentials; for another one RUN_UMASK holds. The last line
+    is a comment with the checksum of the lines above."""
     run_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8", opener=open_private) as file:
         if any(credentials(config)):
             os.fchmod(file.fileno(), 0o600)
-        file.write(dump(config))
+        text = dump(config)
+        file.write(text + CHECKED.format(_crc32c(text)))
     draft.replace(path)
+
+
+def _crc32c(text: str) -> int:
+    return int(google_crc32c.value(text.encode()))
+
+
+def _check_sum(file: str, source: str) -> None:
+    """Raise ConfigError if `source` ends with a checksum, as `write` adds, and has changed since."""
+    above, line = source.rpartition("\n# crc32c ")[::2]
+    if above and f"# crc32c {line}" != CHECKED.format(_crc32c(above + "\n")):
+        remedy = "bring the file back; if a person edited it, remove its last line, which is the checksum"
+        raise ConfigError([f"{file}: its text does not fit its checksum, so a byte may be damaged: {remedy}"])
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -186,6 +204,7 @@ def _read_file(file: str) -> tuple[dict[str, Any], Callable[[str], str]]:
     except (OSError, UnicodeDecodeError) as error:
         missing = isinstance(error, FileNotFoundError)
         raise ConfigError([f"{file}: {'no such file' if missing else f'cannot be read as text: {error}'}"]) from None
+    _check_sum(file, source)
     tree = _parse(source, file)
     lines: dict[str, int] = {}
     for key, line, empty in _lines(yaml.compose(source, Loader=LOADER)):

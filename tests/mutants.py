@@ -29,7 +29,14 @@ class Area(NamedTuple):
 
 AREAS = {
     "ledger": Area(("buffer/ledger/*",), ("tests/buffer/ledger", "tests/buffer/wire/test_server.py")),
-    "store": Area(("buffer/store/*",), ("tests/buffer/store", "tests/buffer/wire/test_server.py")),
+    "store": Area(
+        ("buffer/store/*",),
+        (
+            "tests/buffer/store",
+            *(f"tests/buffer/wire/test_{name}.py" for name in ("server", "scale")),
+            "tests/actors/supervise/test_accept.py",
+        ),
+    ),
     "split": Area(("buffer/wire/split.py",), ("tests/buffer/wire/test_split.py", "tests/buffer/wire/test_server.py")),
     "algorithms": Area(("learner/algorithms/*",), ("tests/learner/algorithms", "tests/learner/train")),
     "train": Area(("learner/train/*",), ("tests/learner/train", "tests/learner/lora")),

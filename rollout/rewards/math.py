@@ -120,6 +120,18 @@ def start() -> None:
 def _judge() -> AnswerJudge:
     """Return this process's judge. Loads math-verify, which takes a second, only if this reward is used."""
     from math_verify import parse, verify
+    from sympy import Basic, Limit, S, preorder_traversal
+    from sympy.concrete.expr_with_limits import ExprWithLimits
+
+    def is_infinite(expression: Any) -> bool:
+        """Whether an infinity stands in it, other than as a bound of a sum, product, integral or limit."""
+        nodes = preorder_traversal(expression) if isinstance(expression, Basic) else iter(())
+        for node in nodes:
+            if isinstance(node, ExprWithLimits | Limit):
+                nodes.skip()
+            elif node in (S.Infinity, S.NegativeInfinity, S.ComplexInfinity, S.NaN):
+                return True
+        return False
 
     @lru_cache(maxsize=64)
     def truth_of(text: str) -> Any:
@@ -127,11 +139,16 @@ def _judge() -> AnswerJudge:
         return parse(ways[0], parsing_timeout=None) or parse(ways[1], parsing_timeout=None)
 
     def judge(truth: str, solution: str | None = None) -> Any:
-        """Whether the truth can be read; with a solution, whether it is right and whether it can be read."""
+        """Whether the truth can be read; with a solution, whether it is right and whether it can be read.
+
+        sympy draws random numbers to compare an infinite power with a finite number, and sometimes finds them equal.
+        So no infinite answer is right where the truth is finite.
+        """
         if solution is None:
             return bool(truth_of(truth))
-        answer = parse(solution, parsing_timeout=None)
-        return [bool(answer) and verify(truth_of(truth), answer, timeout_seconds=None), bool(answer)]
+        right, answer = truth_of(truth), parse(solution, parsing_timeout=None)
+        finite = answer if any(map(is_infinite, right)) else [each for each in answer if not is_infinite(each)]
+        return [bool(finite) and verify(right, finite, timeout_seconds=None), bool(answer)]
 
     judge("2", "$2$")  # load everything and print first warnings before the fork
     return AnswerJudge(judge)

@@ -307,3 +307,29 @@ def test_a_wrong_entry_of_a_list_is_named() -> None:
 )
 def test_a_quantised_server_may_differ_more_from_the_learner(options: list[str], tolerance: float) -> None:
     assert load([*NEEDED, *(f"--{option}" for option in options)]).weights.tolerance == tolerance
+
+
+@pytest.mark.parametrize("place", ["a value", "a key", "the checksum"])
+def test_one_wrong_bit_in_a_written_file_is_refused(place: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    write(load(NEEDED), path)
+    text = path.read_bytes()
+    at = {
+        "a value": text.index(b"lr: 1") + 4,
+        "a key": text.index(b"lr: 1"),
+        "the checksum": text.index(b"crc32c ") + 8,
+    }
+    flipped = bytearray(text)
+    flipped[at[place]] ^= 1
+    path.write_bytes(flipped)
+    assert f"{path}: its text does not fit its checksum" in refused(str(path))
+
+
+def test_a_person_may_edit_a_written_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    write(load([*NEEDED, "--learner.lr=1e-6"]), path)
+    edited = path.read_text().replace("lr: 1.0e-06", "lr: 2.0e-06")
+    path.write_text(edited)
+    assert "if a person edited it, remove its last line" in refused(str(path))
+    path.write_text(edited[: edited.index("# crc32c")])
+    assert load([str(path)]).learner.lr == 2e-6

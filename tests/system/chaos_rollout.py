@@ -100,7 +100,7 @@ class Prompts:
     """Stands for `Prompts` of episodes/prompts.py."""
 
     tokenizer, stops, form = Characters(), (END,), None
-    ends, plain, chat_template, system = (END,), False, None, None
+    ends, plain, chat_template, system, template_place = (END,), False, None, None, "here"
 
     def close(self) -> None:
         """Nothing renders templates here."""

@@ -117,6 +117,7 @@ def failed_by_loss(run: Run) -> list[Any]:
     return [reason for reason in reasons if any(words in reason for words in (*LOST, "drain"))]
 
 
+@pytest.mark.long
 def test_one_three_one_and_a_kill_in_the_middle_of_a_drain_and_nothing_is_lost(tmp_path: Path) -> None:
     run = Run.make(tmp_path / "run", ENDLESS, groups=4000, seed=0)
     change(run, {"rollout.heartbeat_s": LEASE_S / 5, "rollout.drain_s": 60.0, "run.versions": 10**6})

@@ -1,6 +1,7 @@
 """A run that is launched again: real launcher, buffer and learner, and servers without vLLM (harness/stand_in).
 
-Forks, live runs and full disks are in the long lane; `test_accept.py` tests the refusals of the first two.
+Raised versions, forks, live runs and full disks are in the long lane. `test_accept.py` tests the refusals of forks and
+live runs.
 """
 
 import json
@@ -167,6 +168,7 @@ def test_a_fork_goes_on_from_a_checkpoint_with_other_settings(world: World, fini
     assert code == 2 and "has begun already" in err
 
 
+@pytest.mark.long
 def test_raised_versions_go_on_where_the_run_ended(world: World, finished: Run) -> None:
     order = "select item, row from items where state = 'trained' order by item"
     before = finished.query(order)

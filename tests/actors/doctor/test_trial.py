@@ -127,6 +127,7 @@ def test_ground_truths_that_a_built_in_reward_cannot_use_are_refused_before_the_
     assert judgement.refused == [] and warning.startswith(f"data.train: d.jsonl: {share} truth is ")
 
 
+@pytest.mark.long
 def test_a_file_whose_import_takes_long_is_no_refusal(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)\ndef score(reward_input): return 1.0\n")
     run = config(tmp_path, f"reward.function={tmp_path}/slow.py:score", "reward.timeout_s=10")

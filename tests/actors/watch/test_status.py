@@ -172,10 +172,12 @@ def test_failures_are_shares_of_all_attempts() -> None:
 @pytest.mark.parametrize(
     ("version", "trained", "ended", "code", "words"),
     [
-        (60, 60, "finished: all 60 batches are formed", 0, "version 60 of 60, finished at 20"),
+        pytest.param(
+            60, 60, "finished: all 60 batches are formed", 0, "version 60 of 60, finished at 20", marks=pytest.mark.long
+        ),
         (3, 3, "the data ended after version 3 of 60", 0, "version 3 of 60, ended at 20"),
-        (2, 2, "the data ended after version 3 of 60", 1, "dead since 20"),
-        (59, 59, "finished: all 60 batches are formed", 1, "dead since 20"),
+        pytest.param(2, 2, "the data ended after version 3 of 60", 1, "dead since 20", marks=pytest.mark.long),
+        pytest.param(59, 59, "finished: all 60 batches are formed", 1, "dead since 20", marks=pytest.mark.long),
         (3, 3, "", 1, "dead since 20"),
     ],
 )

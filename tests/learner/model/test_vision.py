@@ -239,12 +239,8 @@ def test_the_tower_s_attention_is_asked_for_all_images_at_once(name: str) -> Non
     assert "flash" in attention.of_tower(name) and attention.of_tower(name) in ALL_ATTENTION_FUNCTIONS
 
 
-@pytest.mark.parametrize(
-    "seeing",
-    [pytest.param(kind, marks=pytest.mark.long if kind == "qwen2_5_vl" else ()) for kind in KINDS],
-    indirect=True,
-    scope="module",
-)
+@pytest.mark.long
+@pytest.mark.parametrize("seeing", KINDS, indirect=True, scope="module")
 def test_a_block_of_the_tower_compiles_in_one_piece(seeing: ModelConfig) -> None:
     """With a GPU's attention, on the meta device: forward and backward, whatever the number of patches."""
     torch._dynamo.reset()

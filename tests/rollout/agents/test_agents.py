@@ -175,7 +175,7 @@ async def test_the_engine_s_failure_is_no_reward_whatever_the_agent_returns(erro
             assert isinstance(failure, Failure) and failure.reason == "vLLM failed" and failure.kind == "engine"
 
 
-@pytest.mark.parametrize("how", ["plain", "concurrent"])
+@pytest.mark.parametrize("how", ["plain", pytest.param("concurrent", marks=pytest.mark.long)])
 async def test_an_agent_has_its_time_outside_of_model_calls(how: str, tmp_path: Path):
     row = {"problem": "1", "how": {"plain": "loop", "concurrent": "wait"}[how]}
     limits = ["--rollout.task_timeout_s=2", "--rollout.sample_attempts=1"]
@@ -196,6 +196,7 @@ async def test_an_agent_has_its_time_outside_of_model_calls(how: str, tmp_path: 
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 async def test_waiting_for_a_worker_is_not_the_agent_s_time(tmp_path: Path):
     (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(5)\nfrom {HOSTILE_MODULE} import plain\n")
     limits = ["--rollout.task_timeout_s=4", "--rollout.sample_attempts=1"]

@@ -150,7 +150,8 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_survives_the_server(number: signal.Signals, tmp_path: Path):
     """Agents in mid-episode, one with a daemon that left session and parent, when their server is killed."""
     command = [sys.executable, "-c", SERVER, str(tmp_path), f"{USER}:plain"]

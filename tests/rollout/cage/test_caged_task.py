@@ -298,6 +298,7 @@ async def test_a_users_task_with_the_real_classes(tmp_path: Path):
         assert "raised TypeError: NoneType returned instead of a Trajectory" in str(error)
 
 
+@pytest.mark.long
 async def test_a_problem_s_tokenizer_is_loaded_in_the_worker_when_it_is_asked_for(tmp_path: Path):
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 112, "hidden_size": 64}')

@@ -110,11 +110,18 @@ class Client:
             await self.ask(messages)
 
 
+FAST = {("chatml", True), ("qwen3", False), ("llama3", False), ("turns", False)}
+"""The templates of the fast lane: the plainest, one that drops reasoning, one with a single call, one without calls."""
+
+
 @pytest.mark.parametrize(
-    ("name", "calls"),
-    [("chatml", 3), ("qwen2.5", 3), ("qwen3", 3), ("llama3", 1), ("mistral", 3), ("base", 3), ("r1", 3), ("turns", 3)],
+    ("name", "calls", "keep"),
+    [
+        pytest.param(name, 1 if name == "llama3" else 3, keep, marks=() if (name, keep) in FAST else pytest.mark.long)
+        for name in ("chatml", "qwen2.5", "qwen3", "llama3", "mistral", "base", "r1", "turns")
+        for keep in (False, True)
+    ],
 )
-@pytest.mark.parametrize("keep", [False, True])
 @settings(max_examples=12)
 @given(
     steps=st.lists(

@@ -60,6 +60,24 @@ def test_math_gives_up_on_an_answer_that_takes_long(text: str):
 
 
 @pytest.mark.parametrize(
+    ("text", "truth", "right"),
+    [
+        (r"\boxed{\infty!}", "0", 0.0),
+        (r"\boxed{\infty^{-\infty}}", "0", 0.0),
+        (r"\boxed{\infty^{7}}", "7", 0.0),
+        (r"\boxed{\{7, \infty\}}", "7", 0.0),
+        (r"\boxed{\sum_{n=1}^{\infty} \frac{1}{2^n}}", "1", 1.0),
+        (r"\boxed{\int_0^{\infty} e^{-x} dx}", "1", 1.0),
+        (r"\boxed{\infty}", r"\infty", 1.0),
+        (r"\boxed{[0, \infty)}", r"[0, \infty)", 1.0),
+        (r"\boxed{-\infty}", r"\infty", 0.0),
+    ],
+)
+def test_an_infinite_answer_is_right_only_where_the_truth_is_infinite(text: str, truth: str, right: float):
+    assert compute_score(text, truth)["score"] == right
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "",
