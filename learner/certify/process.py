@@ -41,12 +41,12 @@ def leads(environment: Mapping[str, str]) -> bool:
 def require(config: Config) -> None:
     """Raise ConfigError unless the model of the run has a certificate that holds.
 
-    A certificate in the run's folder is used again where it was made of the same model by the same code.
+    A certificate in the run's folder that holds is used again where it was made of the same model by the same code.
     """
     model, file = config.model, config.run.path / FILE
     key = key_of(loading.read_config(model), config.learner.share_prompts, model.trust_remote_code)
     found = read(file)
-    if found is None or found.key != key:
+    if found is None or found.key != key or not found.holds:
         found = made(model, config.learner.share_prompts)
         run_folder(config.run.path)
         write(found, file)

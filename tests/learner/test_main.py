@@ -18,14 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
 from buffer.wire.protocol import Finished, Hello, Rewind, Trained
-from configs.certificate import FILE, Certificate, judged, write
+from configs.certificate import FILE, Certificate, judged
 from configs.certificate import read as read_certificate
 from configs.checkpoint_files import complete
 from configs.load import ConfigError
-from configs.schema import Config, ModelConfig
+from configs.schema import Config
 from learner.__main__ import image_format, main, max_sample_patches
-from learner.certify.certifier import key_of
-from learner.model.loading import read_config
+from learner.certify import process
 from learner.record.metrics import read
 from tests.harness.canned import Canned
 from tests.harness.forked_learner import ForkedLearner, ranks_meeting_in
@@ -230,15 +229,15 @@ def test_an_unknown_model_is_refused(tmp_path: Path, capsys) -> None:
     assert "model.path" in refused(line, capsys)
 
 
-def test_a_model_whose_certificate_fails_is_refused(tmp_path: Path, capsys) -> None:
-    line, model = command(tmp_path, "tcp://127.0.0.1:9"), ModelConfig(path=str(tmp_path / "model"))
+def test_a_model_whose_certificate_fails_is_refused(tmp_path: Path, capsys, monkeypatch) -> None:
+    line, path = command(tmp_path, "tcp://127.0.0.1:9"), str(tmp_path / "model")
     check = judged("two ranks = one", 1.0, 1e-4, fault="its Qwen2Attention (layers.0.self_attn) differs")
-    key = key_of(read_config(model), True, False)
-    made = Certificate(model=model.path, kind="qwen2", key=key, checks=(check,), remedy="take another")
-    write(made, tmp_path / "run" / FILE)
+    made = Certificate(model=path, kind="qwen2", checks=(check,), remedy="take another")
+    monkeypatch.setattr(process, "made", lambda model, share: made)
     problem = refused(line, capsys)
     why = "two ranks = one: its Qwen2Attention (layers.0.self_attn) differs; take another"
-    assert f"python -m learner: model.path: {model.path} (qwen2): {why}\n" in problem
+    assert f"python -m learner: model.path: {path} (qwen2): {why}\n" in problem
+    assert read_certificate(tmp_path / "run" / FILE) == made
 
 
 def test_another_vision_architecture_is_refused(tmp_path: Path, capsys) -> None:

@@ -92,7 +92,7 @@ def test_a_fault_refuses_the_run_at_every_start(starts: int, tmp_path: Path, mon
             process.require(config)
     (line,) = refused.value.problems
     assert line.startswith(f"model.path: {config.model.path} (qwen2): packed = alone: its Qwen2Attention (layers.0.")
-    assert line.endswith("; take another") and maker.asked == 1
+    assert line.endswith("; take another") and maker.asked == starts, "it may have been a fault of the machine"
 
 
 def test_a_refused_model_is_named_as_the_doctor_names_it(tmp_path: Path, monkeypatch: Any) -> None:
