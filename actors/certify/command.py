@@ -21,6 +21,8 @@ from configs.plain_text import print_visible, visible_line
 from configs.schema import ModelConfig
 
 PROG = "python -m actors certify"
+WIDE = 140
+"""Columns of a table that is not printed on a terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +62,8 @@ def parser() -> argparse.ArgumentParser:
 
 def show(certificate: Certificate, console: Console | None = None) -> None:
     """Print the table, the summary and the faults."""
-    console = console or Console(highlight=False, markup=False)
+    width = None if sys.stdout.isatty() else WIDE
+    console = console or Console(highlight=False, markup=False, width=width)
     if certificate.checks:
         table = Table(*COLUMNS, box=None, header_style="bold")
         for check in certificate.checks:
