@@ -1,4 +1,5 @@
-"""`python -m buffer CONFIG` runs the buffer of a run. Commands beside it: `tail|show|export|quarantine|scrub|keys`.
+"""`python -m buffer CONFIG` runs the buffer of a run. Commands beside it: `tail|show|export|quarantine`,
+`problems|scrub|keys`.
 
 The first SIGINT or SIGTERM stops it cleanly (exit 0: all that was received is committed and answered), the second at
 once. Exit 2: something is wrong with config, data, keys, port or file, found before anything was started. Exit 1: the
@@ -18,6 +19,8 @@ import uvloop
 from buffer import inspect, scrub
 from buffer.curve import buffer_keys
 from buffer.keys import KeysError, make_keys
+from buffer.ledger.difficulty import Shares
+from buffer.ledger.rows import Marks
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
@@ -106,7 +109,7 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
         if loss_accepted:
             accept_loss(config)
         changed = resume.changes(past(config).settings, config)
-        with Store(path, config.buffer.fsync, problems, problems.digest) as store:
+        with Store(path, config.buffer.fsync, problems, problems.digest, problems.place) as store:
             store.record_settings(resume.settings(config), changed)
             load.write(config, config.run.path / "config.yaml")
             for change in changed:
@@ -146,7 +149,7 @@ def restored(config: Config, store: Store, problems: Problems, clock: ListeningC
     """Rebuild the ledger from the store. Leases stay valid and are renewed now. The time since `clock` was made, in
     which the data were read, is no part of the first lease."""
     clock.mark()
-    batch = config.batch
+    batch, given = config.batch, config.data.difficulty
     ledger = Ledger(
         len(problems),
         batch.groups,
@@ -161,7 +164,10 @@ def restored(config: Config, store: Store, problems: Problems, clock: ListeningC
         skip_zero_variance=batch.skip_zero_variance,
         max_failed_share=config.rollout.max_failed_share,
         shares=problems.shares,
+        difficulty=Shares(given.shares, given.rest, given.return_after) if given else None,
+        marks=Marks(given.solved_at, given.groups) if given else None,
         eval_every=config.eval.every if config.data.eval else None,
+        place=problems.place,
         recall=store.closed,
     )
     ledger.restore(store.load(), clock.now())

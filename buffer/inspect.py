@@ -1,5 +1,5 @@
-"""What a run's buffer holds, for people: `python -m buffer tail [-f] | show ITEM | export OUT.parquet | quarantine`
-of RUN.
+"""What a run's buffer holds, for people: `python -m buffer tail [-f] | show ITEM | export OUT.parquet | quarantine |
+problems` of RUN.
 
 RUN is the run's folder or its config. Reads the SQLite file of a live or a dead run without disturbing it. Waits for
 nothing; `tail --follow` goes on until it is interrupted. What a live run waits for is in `python -m actors status`.
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.text import Text
 
-from buffer import transcript
+from buffer import problem_list, transcript
 from buffer.dead_letters import quarantine
 from buffer.ledger.types import LedgerError, server_name
 from buffer.store.sqlite import reading
@@ -40,8 +40,9 @@ LONGEST_LINE = 1 << 20
 COMMANDS = {
     "tail": "the groups that came in last",
     "show": "one item: its problem, and its samples as people read them",
-    "export": "all samples as a parquet file",
+    "export": "all samples that are kept, as a parquet file",
     "quarantine": "the groups that could not be trained, and why",
+    "problems": "the problems with their solved shares, attempts and states",
 }
 FOLLOW_S = 1.0
 """Between two looks of `tail --follow`."""
@@ -77,6 +78,8 @@ def main(argv: Sequence[str]) -> int:
     command = commands.add_parser("export", help=COMMANDS["export"], allow_abbrev=False)
     command.add_argument("out", type=Path, help="file to write")
     commands.add_parser("quarantine", help=COMMANDS["quarantine"], allow_abbrev=False)
+    command = commands.add_parser("problems", help=COMMANDS["problems"], allow_abbrev=False)
+    command.add_argument("--state", choices=problem_list.STATES, help="only those in this state")
     for command in commands.choices.values():
         command.add_argument(
             "run", nargs="+", help="the run's folder, or its config files; --section.key=value as elsewhere"
@@ -91,6 +94,7 @@ def main(argv: Sequence[str]) -> int:
         ),
         "export": lambda db, config: export(db, given.out),
         "quarantine": lambda db, config: quarantine(db, tokenizer_of(config.model.path)),
+        "problems": lambda db, config: problem_list.problems(db, given.state),
     }
     try:
         config, file = found([*given.run, *overrides])
@@ -235,7 +239,7 @@ def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
 
 
 def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
-    """Write all samples that are there to `out`, one row each (COLUMNS)."""
+    """Write all samples that are there to `out`, one row each (COLUMNS), and say how many are not there any more."""
     query = """
         SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem,
             data_of(segment, position, s.bytes, s.crc32c)
@@ -250,7 +254,10 @@ def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
             damaged += sum(row[-1] == b"" for row in found)
             writer.write_table(pa.Table.from_pylist([_row(*row) for row in some], COLUMNS))
     draft.replace(out)
+    (generated,) = db.execute("SELECT COALESCE(SUM(samples), 0) FROM items").fetchone()
     left_out = f"; {damaged} are damaged and left out, see `python -m buffer scrub`" if damaged else ""
+    if (removed := generated - number - damaged) > 0:
+        left_out += f"; {removed} others were removed with older checkpoints, which buffer.keep: all would keep"
     yield f"{out}: {number} samples{left_out}"
 
 

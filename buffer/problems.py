@@ -42,7 +42,10 @@ class Problems(Sequence[dict[str, Any]]):
         images: ImageRows | JoinedImages | None = None,
         shares: Sequence[tuple[int, float]] = (),
         made: JoinedRows | None = None,
+        place: Callable[[int], str] = lambda row: f"row {row} of data.train",
     ) -> None:
+        self.place = place
+        """File of a row and its line there."""
         self._number, self._text, self.images = number, row, images
         self.digest = digest
         """SHA-256 of the file, or of the digests of several."""
@@ -119,7 +122,7 @@ def load_problems(
     rows = JoinedRows(parts)
     shares = [(sum(part.rows.number for part in found), weight) for weight, found in sources if weight is not None]
     images = _images(rows, data, room)
-    return Problems(rows.starts[-1], rows.row, digest_of(parts), images, shares, rows if rows.made else None)
+    return Problems(rows.starts[-1], rows.row, digest_of(parts), images, shares, rows if rows.made else None, rows.name)
 
 
 def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:

@@ -9,6 +9,7 @@ from math import ceil, log10
 
 from configs.checks import max_group_bytes, max_sample_tokens, unpublishable
 from configs.flow.capacity import connections, memory_bytes, open_files
+from configs.flow.difficulty import drawn_shares
 from configs.flow.kv_room import KvRoom, kv_room
 from configs.flow.sequences import MEAN_SHARE, admitted_staleness, mean_tokens, open_groups, places, share_of_batch
 from configs.flow.simulation import LEARNER_SHARE, Flow, expected, most_running
@@ -18,6 +19,12 @@ from configs.schema import Config
 NEARLY_FULL = 0.85
 """Share of its places with sequences from which on a server counts as full."""
 MAX_NUM_SEQS = "rollout.engine.max_num_seqs"
+MIXTURES = {
+    "a third each is never, sometimes and always solved": {"unsolved": 1 / 3, "between": 1 / 3, "solved": 1 / 3},
+    "70 % are never and 10 % always solved": {"unsolved": 0.7, "between": 0.2, "solved": 0.1},
+    "10 % are never and 70 % always solved": {"unsolved": 0.1, "between": 0.2, "solved": 0.7},
+}
+"""Data sets of known solved shares, in words."""
 USUAL_GPU_BYTES = 80 * 10**9
 """Assumed if no GPU is found."""
 AS_FAST = 0.96
@@ -38,9 +45,9 @@ def explain(config: Config, problems: int | None = None, gpu_bytes: int | None =
         *_notes_on_addresses(config),
     )
     return [
-        *_batch(config), *_data(config, problems), *_images(config), *_flow(config, flow, most, room),
-        *_machines(config), *_publishing(config), *_disk(config), *_buffer(config, problems or 0),
-        *(f"note: {line}" for line in notes),
+        *_batch(config), *_data(config, problems), *_difficulty(config, problems), *_images(config),
+        *_flow(config, flow, most, room), *_machines(config), *_publishing(config), *_disk(config),
+        *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
     ]  # fmt: skip
 
 
@@ -70,6 +77,26 @@ def _data(config: Config, problems: int | None) -> Iterator[str]:
     order = "shuffled anew each" if config.data.shuffle else "in the order of the file"
     epochs = f"the run trains {needed:,} groups = {needed / problems:,.2f} epochs, {order}"
     yield f"data: {problems:,} problems make {problems / groups:,.1f} batches per epoch; {epochs}"
+
+
+def _difficulty(config: Config, problems: int | None) -> Iterator[str]:
+    """With `data.difficulty`."""
+    given, groups, versions = config.data.difficulty, config.batch.groups, config.run.versions
+    if given is None:
+        return
+    total = sum(given.shares.values())
+    each = ", ".join(f"{groups * share / total:.1f} {band}" for band, share in given.shares.items())
+    rests = (
+        f"a problem that was drawn rests for {given.rest} versions, one solved by all samples of {given.groups} groups"
+    )
+    yield f"difficulty: of {groups} groups drawn {each}; {rests} in a row for {given.return_after} more"
+    if problems:
+        what = []
+        for words, mixture in MIXTURES.items():
+            between = drawn_shares(given, problems, groups, versions, mixture)["between"]
+            what.append(f"{between:.0%} instead of {mixture['between']:.0%} if {words}")
+        to = f"over the run, of the groups of {problems:,} problems so many are of problems solved by some samples only"
+        yield f"difficulty: {to}: {'; '.join(what)}"
 
 
 def _images(config: Config) -> Iterator[str]:
@@ -225,6 +252,10 @@ def _as_fast(config: Config, flow: Flow, runs: int) -> int | None:
 
 def _notes_on_learning(config: Config) -> Iterator[str]:
     algorithm, learner, versions = config.algorithm, config.learner, config.run.versions
+    difficulty = config.data.difficulty
+    if difficulty and difficulty.rest + difficulty.return_after >= versions:
+        pause = f"data.difficulty.rest {difficulty.rest} + return_after {difficulty.return_after}"
+        yield f"{pause} is not below run.versions {versions}: a retired problem returns only if no other may be drawn"
     if algorithm.loss == "gspo" and max(algorithm.clip_low, algorithm.clip_high) > 0.01:
         ranges = f"clip_low {algorithm.clip_low:g} and clip_high {algorithm.clip_high:g} never bind"
         yield f"algorithm.loss gspo clips ratios of whole sequences: {ranges}; 3e-4 and 4e-4 are usual"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from configs.help import FACTORS, RENAMED_KEYS, keys, show
 from configs.load import ConfigError, load
 from configs.origins import comparable, recorded
-from configs.schema import Config, LoraConfig
+from configs.schema import Config, DifficultyConfig, LoraConfig, Section
 
 CHANGEABLE = (
     *("run.versions", "run.folder"),
@@ -89,8 +89,10 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
     }
     sections = {name: section.annotation.model_construct() for name, section in Config.model_fields.items()}  # type: ignore[union-attr]
     known = dict(_flat({name: section.model_dump(mode="json") for name, section in sections.items()})) | renamed
-    if lora := known["model.lora"]:  # the store has it as it was written
-        known["model.lora"] = LoraConfig.model_validate(lora).model_dump(mode="json")
+    forms: dict[str, type[Section]] = {"model.lora": LoraConfig, "data.difficulty": DifficultyConfig}
+    for key, form in forms.items():
+        if given := known[key]:  # the store has it as it was written
+            known[key] = form.model_validate(given).model_dump(mode="json")
     both = {key: comparable(key, known.get(key), value, config) for key, value in settings(config).items()}
     found = [Change(key, old, new) for key, (old, new) in both.items() if old != new]
     remedy = "it may not change while the run goes on: undo that, or begin another run with run.name and --fork-from"

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(gt=0, le=1e6)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Address = Annotated[
@@ -120,6 +121,34 @@ class EvalSet(Section):
         return (run.temperature if self.samples > 1 else 0.0) if self.temperature is None else self.temperature
 
 
+class DifficultyConfig(Section):
+    """Draw problems by the share of their samples that were solved so far; docs/difficulty.md says more."""
+
+    unseen: Weight = 0.3
+    """Share of the draws for problems without a group yet."""
+    unsolved: Weight = 0.1
+    """Share of the draws for problems of which no sample was solved."""
+    between: Weight = 0.5
+    """Share of the draws for problems of which some samples were solved and others were not."""
+    solved: Weight = 0.1
+    """Share of the draws for problems of which all samples were solved. The four shares are weights: their sum need not
+    be 1, and the turns of a band that has no problem to draw go to the others."""
+    solved_at: float = 1.0
+    """Reward from which on a sample counts as solved."""
+    groups: Positive = 2
+    """Groups in a row with all samples solved after which a problem is retired; what came before these groups counts no
+    longer for its band either, nor does what came before as many groups without a solved sample."""
+    rest: Annotated[int, Field(ge=0)] = 4
+    """Versions before a problem that was drawn is drawn again, as long as there are others."""
+    return_after: Positive = 50
+    """Further versions before a retired problem may be drawn again, among those that are solved."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The weight of each band."""
+        return {"unseen": self.unseen, "unsolved": self.unsolved, "between": self.between, "solved": self.solved}
+
+
 class DataConfig(Section):
     train: Path | Annotated[list[MixedSource], Field(min_length=1)]
     """Problems to train on: a file (parquet, jsonl, json, csv, tsv), a folder or glob of such files, a set of
@@ -143,6 +172,9 @@ class DataConfig(Section):
     many problems as they have rows together."""
     shuffle: bool = True
     """Shuffle each epoch anew, seeded by `run.seed`; false keeps the order of the files."""
+    difficulty: DifficultyConfig | None = None
+    """Draw problems by how hard they are: those solved by some samples most often, those solved by all seldom. `{}` for
+    all defaults; null draws each problem once an epoch. docs/difficulty.md says more."""
     max_prompt_tokens: Positive = 1024
     """Longest prompt in tokens, those of its images included; a problem with a longer one is dropped with that
     reason."""
@@ -263,7 +295,8 @@ class BatchConfig(Section):
     """Admit work as if this were the bound, to train on fresher data than the bound requires; null means the bound."""
     skip_zero_variance: bool = False
     """Leave groups whose rewards are all equal out of training; other groups take their place. The run is given up
-    after 1,000 such groups in a row, or as many as 10 batches have if that is more."""
+    after 1,000 such groups in a row, or as many as 10 batches have if that is more. `data.difficulty` has fewer of them
+    made."""
 
 
 class AlgorithmConfig(Section):
@@ -486,7 +519,8 @@ class RolloutConfig(Section):
     task_workers: Positive = 2
     """Processes per rollout server that run your own task, many samples at a time each."""
     attempts: Positive = 3
-    """How often an item is dispatched before it is dropped with the reason of its last failure."""
+    """How often an item is dispatched before it is dropped with the reason of its last failure. A row of the data that
+    made no group and failed so often by its reward, task or prompt is left out of later epochs."""
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """The run is given up, with exit code 1, once 100 attempts, or 3 batches of them if that is more, have failed since
     a group was made, and they are more than this share of the attempts since then, those under way included. Failures

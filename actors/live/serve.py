@@ -12,6 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Awaitable, Sequence
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     )
     config, run = find_run(rest, f"{PROG} [--port {PORT}] [--host 127.0.0.1] [--terminal]")
     logging.getLogger("buffer").setLevel(logging.ERROR)  # the page says when the buffer does not answer
-    watcher = Watcher(config, run)
+    watcher = Watcher(config, run, [*dropwhile(lambda word: not word.startswith("--"), rest)])
     try:
         asyncio.run(until_stopped(show(watcher) if flags.terminal else serve(watcher, flags.host, flags.port)))
     except ConfigError as error:

@@ -6,6 +6,7 @@ buffer is silent or gone is shown from its files. Built by `serve.py`.
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from buffer.keys import KeysError, NoKeys
 from buffer.store.faults import StoreError
 from buffer.wire.connection import RefusedError
 from buffer.wire.protocol import State
+from configs.load import ConfigError, load
 from configs.schema import Config
 
 FILE_S = 10.0
@@ -26,10 +28,16 @@ FILE_S = 10.0
 
 
 class Watcher:
-    """`overview` and `records` are those of the last look; `news` is notified after each."""
+    """`overview` and `records` are those of the last look; `news` is notified after each.
 
-    def __init__(self, config: Config, run: Path) -> None:
-        self.config, self.run = config, run
+    Each launch writes the run's `config.yaml` anew: then `config` is read from it, with `overrides` such as
+    `--log.price_per_gpu_hour=2`.
+    """
+
+    def __init__(self, config: Config, run: Path, overrides: Sequence[str] = ()) -> None:
+        self.config, self.run, self._overrides = config, run, overrides
+        self._launched = self._written()
+        """Unix time at which the run's file was written last; 0: there is none."""
         self.records = Records(run / "metrics.jsonl", bounded=True)
         self._poll = StatePoll(config, "watch")
         self.news = asyncio.Condition()
@@ -77,13 +85,30 @@ class Watcher:
                 self._trouble = "" if waits else str(error)
             await asyncio.sleep(EVERY_S)
 
+    def _written(self) -> float:
+        try:
+            return (self.run / "config.yaml").stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    def _read_config(self) -> None:
+        """Take up what a launch has changed in the run file. One that cannot be read changes nothing: the launch that
+        wrote it says why."""
+        written = self._written()
+        if written == self._launched:
+            return
+        self._launched = written
+        with suppress(ConfigError):
+            self.config = self._poll.config = load([str(self.run / "config.yaml"), *self._overrides], lenient=True)
+
     def _look(self) -> Overview:
+        self._read_config()
         now, answers, ended = time.time(), self.state is not None, ""
         state = self.state
         if state is None:
             state = self._from_file()
             ended = ending(self.config, self.run, state, records=self.records)
-        overview = look_over(self.config, self.records, state, now, ended, answers)
+        overview = look_over(self.config, self.records, state, now, ended, answers, self._launched)
         if overview.status != "silent":
             return overview
         return replace(overview, told=self._silence())

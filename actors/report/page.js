@@ -11,6 +11,8 @@ const CHARTS = {
     { t: "reward", p: "mean of a batch; bold: mean of 20 versions", s: [["reward/mean", 0, { w: 1, a: .35 }], ["~reward/mean", 0, { w: 2.5 }]] },
     { t: "evaluation", p: "on problems kept out of training", x: "evaluations", dots: true },
     { t: "groups all right, none right", p: "what is left between them is what teaches", s: [["groups/solved_all", 2], ["groups/solved_none", 5]], range: [0, 1] },
+    { t: "problems by solved share", p: "never drawn, never solved, in between, always solved; retired are among these", s: [["problems/unseen", 7], ["problems/unsolved", 5], ["problems/between", 0, { w: 2 }], ["problems/solved", 2], ["problems/retired", 6]] },
+    { t: "groups with equal rewards", p: "of all that were made for a batch; they teach nothing", s: [["groups/flat", 0, { w: 1, a: .35 }], ["~groups/flat", 0, { w: 2.5 }]], range: [0, 1] },
     { t: "answer length, tokens", p: "right axis: share cut off", s: [["length/mean", 0, { w: 2 }], ["length/max", 6], ["length/truncated", 5, { y2: true }]] },
     { t: "entropy, nat", p: "of the policy at the sampled tokens", s: [["entropy/mean", 3, { w: 2 }]] }],
   sound: [

@@ -180,7 +180,7 @@ def _idles(now: Situation) -> str:
     parked = now.parked or 0.0
     if now.checkpoints > WAITS:
         return f"Checkpoints take {_percent(now.checkpoints)} of the time: raise learner.checkpoint_every."
-    spare = now.servers - math.ceil(SPARE * now.servers * (1 - parked))
+    spare = now.servers - max(1, math.ceil(SPARE * now.servers * (1 - parked)))
     if parked <= IDLE or spare <= 0:
         return ""
     said = f"{_percent(parked)} of the servers' places get no work and the learner waits {_percent(now.waits)}"
@@ -194,8 +194,9 @@ def _fine(now: Situation) -> str:
 def find_alerts(
     config: Config, records: Records, state: State | None, since_s: float | None, live: bool
 ) -> list[Alert]:
-    """What is wrong, with remedies, the worst first. `since_s`: seconds since a record was written, None if none was;
-    `live`: the run goes on, so that silence and stalls mean something."""
+    """What is wrong, with remedies, the worst first. `since_s`: seconds for which the run has made no version, those
+    between two launches left out, None if it has made none; `live`: the run goes on, so that silence and stalls mean
+    something."""
     found = list[Alert]()
     if live and state is not None:
         found += [_silence(config, name, state.servers[name]) for name in silent(state, config)]
@@ -206,7 +207,7 @@ def find_alerts(
             found.append(Alert("warn", f"the buffer is full ({state.bytes_stored / 2**30:.3g} GiB): {remedy}"))
         if state.errors:
             found.append(Alert("warn", f"the buffer refused {state.errors} messages: see logs/buffer.log"))
-    pace_s = records.mean("time/version_s", figures.LAST)
+    pace_s = figures.pace_s(records)
     if live and since_s is not None and pace_s is not None and since_s > max(STALLED * pace_s, STALLED_S):
         remedy = "who waits for whom is below; else see logs/learner.log"
         found.append(Alert("bad", f"no version for {since_s:.0f} s, one usually takes {pace_s:.1f} s: {remedy}"))

@@ -3,16 +3,23 @@
 Used by the display, and by `advice.py` and `overview.py` for the page and the screen of a run.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from itertools import takewhile
-from statistics import fmean
+from itertools import pairwise, takewhile
+from statistics import fmean, median
 from typing import Any
 
 from actors.watch.metrics_log import FULL_LOOKS, Looks, Record, Records
 
+BEGINNING_S = 5.0
+"""Seconds between two versions, besides those that the later one took, from which on the learner began in between."""
 LAST = FULL_LOOKS
 """Versions, and looks at the servers, that count as recent."""
+OUTAGE = 10.0
+"""Times the usual length of a version, from which on its time says nothing of the others."""
+MISSED_LOOKS = 4
+"""Looks at the servers in a row that a learner which lives does not miss."""
 PHASES = ("wait", "train", "publish", "checkpoint")
 """Of the learner's loop; what is left of a version's time is `rest`."""
 
@@ -24,9 +31,28 @@ WITHOUT_EFFECT = {
 
 
 def recent(records: Records, number: int = LAST) -> list[Record]:
-    """Records of the last versions, without the run's first one where there are others: its time is the start-up."""
+    """Records of the last versions, without those where there are others whose time is a start: the first of the run
+    and of each start of the learner, and those that took OUTAGE times as long as usual, as if servers were started."""
     ordered = records.ordered()
-    return (ordered[1:] or ordered)[-number:]
+    steady = [now for before, now in pairwise(ordered) if not began_between(before, now)][-number:]
+    times = [float(one["time/version_s"]) for one in steady if "time/version_s" in one]
+    longest_s = max(BEGINNING_S, OUTAGE * median(times)) if times else math.inf
+    return [one for one in steady if float(one.get("time/version_s", 0.0)) <= longest_s] or ordered[-1:]
+
+
+def began_between(before: Record, now: Record) -> bool:
+    """Whether the learner was started between two versions: more time has passed than the later one took. Never true
+    of records without times."""
+    if "time" not in before or "time" not in now or "time/version_s" not in now:
+        return False
+    took_s = float(now["time/version_s"]) * int(now["version"] - before["version"])
+    return float(now["time"]) - float(before["time"]) > 1.2 * took_s + BEGINNING_S
+
+
+def pace_s(records: Records) -> float | None:
+    """Seconds that one of the last versions took in the mean; None without a record of it."""
+    values = [float(one["time/version_s"]) for one in recent(records) if "time/version_s" in one]
+    return fmean(values) if values else None
 
 
 def phase_shares(versions: Sequence[Record]) -> dict[str, float]:
@@ -116,10 +142,24 @@ def seconds_since(records: Records, now: float) -> float | None:
     return max(0.0, now - (written if written is not None else records.path.stat().st_mtime))
 
 
+def seconds_stalled(records: Records, now: float, launched: float, every_s: float) -> float | None:
+    """Seconds for which a run that goes on has made no version: since the last one, or since it was started again.
+
+    `launched`: Unix time of the last launch. `every_s`: between two looks at the servers, which the learner writes from
+    its start on: after a longer pause without looks it was started again. None without a version.
+    """
+    since_s = seconds_since(records, now)
+    if since_s is None:
+        return None
+    times = sorted(records.servers)[-FULL_LOOKS:]
+    starts = [later for earlier, later in pairwise(times) if later - earlier > MISSED_LOOKS * every_s]
+    return max(0.0, min(since_s, now - max([launched, *starts])))
+
+
 def seconds_left(records: Records, versions: int) -> float | None:
     """To the last version, at the pace of the last ones; None without a record of it."""
-    pace_s = records.mean("time/version_s", LAST)
-    return None if pace_s is None else pace_s * max(0, versions - max(records.by_version))
+    each_s = pace_s(records)
+    return None if each_s is None else each_s * max(0, versions - max(records.by_version))
 
 
 def time_left(records: Records, versions: int) -> str:

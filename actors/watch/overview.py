@@ -6,6 +6,7 @@ whoever shows them escapes them.
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from statistics import fmean
 from typing import Any
 
 from actors.watch import figures
@@ -48,21 +49,28 @@ class Overview:
     processes: list[tuple[str, dict[str, float]]] = field(default_factory=list)
     """Share of time of the learner's phases, and of what the places of each server did, over the last versions."""
     failures: list[tuple[str, int]] = field(default_factory=list)
-    """Failed attempts and dropped items by reason, the most frequent first."""
+    """Failed attempts and dropped items by reason, the most frequent first, and rows that are left out."""
 
 
 def look_over(
-    config: Config, records: Records, state: State | None, now: float, ended: str = "", answers: bool = False
+    config: Config,
+    records: Records,
+    state: State | None,
+    now: float,
+    ended: str = "",
+    answers: bool = False,
+    launched: float = 0.0,
 ) -> Overview:
     """The run at `now` (Unix time). `answers`: `state` is the buffer's answer, not what its file holds; `ended`: how
-    the run ended, if it has."""
+    the run ended, if it has; `launched`: Unix time of its last launch, 0 where that is not known."""
     waits = waiting_rows(state, config) if state and answers else []
     first = f"{waits[0].who} waits for {waits[0].whom}, {waits[0].why}" if waits else ""
     since_s = figures.seconds_since(records, now)
     live = answers and not ended
     status = "ended" if ended else "silent" if not answers else "running" if records.by_version else "waiting"
     advice = recommend(situation(config, records, state, first))
-    alerts = find_alerts(config, records, state, since_s, live)
+    stalled_s = figures.seconds_stalled(records, now, launched, config.log.servers_every_s)
+    alerts = find_alerts(config, records, state, stalled_s, live)
     if status == "silent" and records.by_version:  # whatever the records say was true before
         advice = f"Nothing answers. If the launcher is gone too, go on with: {GO_ON} {config.run.path / 'config.yaml'}."
         alerts = [Alert("bad", f"{_told(status, since_s)}; see logs/buffer.log"), *alerts]
@@ -88,7 +96,7 @@ def _told(status: str, since_s: float | None) -> str:
 
 def _headline(config: Config, records: Records, state: State | None) -> dict[str, str]:
     recent, versions = figures.recent(records), config.run.versions
-    last = records.by_version[max(records.by_version)] if records.by_version else {}
+    ages = [float(one["age/mean"]) for one in recent if "age/mean" in one]
     looks = [look for _, look in sorted(records.servers.items())]
     now, before = figures.rewards(records)
     shares, speed = figures.phase_shares(recent), figures.tokens_per_s(recent)
@@ -98,7 +106,7 @@ def _headline(config: Config, records: Records, state: State | None) -> dict[str
         f"{figures.LAST} before": _number(before, ".3f"),
         "learner waits": f"{100 * shares['wait']:.0f} %" if shares else UNKNOWN,
         "tokens/s": _number(speed, ",.0f"),
-        "age, mean": _number(last.get("age/mean"), ".1f"),
+        "age, mean": _number(fmean(ages) if ages else None, ".1f"),
         "servers": _servers(config, state, looks),
         "time left": figures.time_left(records, versions) or UNKNOWN,
     }
@@ -172,6 +180,7 @@ def _failures(state: State | None) -> list[tuple[str, int]]:
     if state is None:
         return []
     counts = [*state.failed.items(), *((f"dropped: {reason}", count) for reason, count in state.dropped.items())]
+    counts += [(f"row left out: {line}", 1) for line in state.left_out]
     return sorted(counts, key=lambda pair: -pair[1])[:MOST_ROWS]
 
 

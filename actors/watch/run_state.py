@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.watch.metrics_log import Records
+from buffer import problem_list
 from buffer.keys import KeysError, load_client_keys
 from buffer.store.sqlite import reading
 from buffer.wire.connection import Connection, RefusedError
@@ -52,6 +53,10 @@ def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
 
     Ends the process as `configs.load.read` does: exit code 2 for bad input, 0 for `--help`.
     """
+    if "-h" in argv or "--help" in argv:
+        print_visible(f"usage: {prog} RUN [--section.key=value ...]\n\nRUN is a run's folder, or its config files.")
+        print_visible("`python -m configs --help` lists every key of the run file, docs/operations.md every command.")
+        sys.exit(0)
     folder = Path(argv[0]) if argv else Path()
     if not argv or not folder.is_dir():
         config = read(argv, prog, lenient=True)
@@ -87,6 +92,7 @@ def stored(file: Path) -> State:
         (untrained_bytes,) = db.execute(UNTRAINED_BYTES).fetchone()
         totals = {(what, which): sums for what, which, *sums in db.execute("SELECT * FROM totals ORDER BY what, which")}
         ended = db.execute("SELECT value FROM meta WHERE name = 'ended'").fetchone()
+        problems, left_out = problem_list.counts(db)
 
     servers = {}
     for server, count, newest, at in leases:
@@ -103,6 +109,8 @@ def stored(file: Path) -> State:
         dropped=groups_by("dropped"),
         failed=groups_by("failed"),
         retried=sum(groups_by("retried").values()),
+        problems=problems,
+        left_out=left_out,
         ended=ended[0] if ended else "",
         lengths={
             f"{what}: {which}" if which else what: sums
@@ -198,7 +206,8 @@ def fullness(state: State, name: str) -> str:
     why = LIMITS[least].format(preempted=stats.get("preempted", 0))
     in_task, waiting = stats.get("task", 0), stats.get("waiting", 0)
     moving = stats.get("places_taken", 0) - stats["running"] - waiting - in_task
-    if any((waiter.who, waiter.kind) == (name, "Ask") for waiter in state.waiters):
+    asks = any((waiter.who, waiter.kind) == (name, "Ask") for waiter in state.waiters)
+    if asks or stats.get("parked", 0) > stats["places"] / 8:
         why = "no more work is admitted"
     elif in_task > stats["places"] / 8:
         why = f"{in_task:.0f} samples are in their task"
@@ -282,6 +291,9 @@ def failures(state: State) -> str:
         lines.append(f"{sum(state.dropped.values())} items dropped, most often {_most_frequent(state.dropped)}")
     if number := state.counts.get("quarantined"):
         lines.append(f"{number} group{'s' * (number > 1)} in quarantine")
+    if number := state.problems.get("left_out", 0):
+        rows = sum(state.problems.values()) - state.problems.get("retired", 0)
+        lines.append(f"{number} of {rows} rows left out, because every attempt at them failed")
     return "; ".join(lines)
 
 
@@ -322,10 +334,14 @@ def ledger_lines(state: State) -> Iterator[str]:
         f"batch {state.version} is next, {state.trained + 1} trained; "
         f"{state.bytes_stored:,} bytes of samples wait for training"
     )
-    for name, counts in (("items", state.counts), ("ages of trained groups", state.ages)):
+    by_state = {name.replace("_", " "): number for name, number in state.problems.items()}
+    for name, counts in (("items", state.counts), ("problems", by_state), ("ages of trained groups", state.ages)):
         yield f"{name}: " + (", ".join(f"{key} {count}" for key, count in counts.items()) or "none")
     for what, reasons in (("failed attempts", state.failed), ("dropped", state.dropped)):
         yield from (f"{what} {count}: {reason}" for reason, count in reasons.items())
+    yield from (f"left out: {line}" for line in state.left_out)
+    if (more := state.problems.get("left_out", 0) - len(state.left_out)) > 0:
+        yield f"left out: {more} more rows; `python -m buffer problems RUN --state left_out` lists all"
     for what, (groups, samples, tokens, sampled, truncated) in state.lengths.items():
         if samples:
             yield (

@@ -17,7 +17,7 @@ ANSWER_S = 3.0
 
 
 class StatePoll:
-    """Asks as the launcher, or as the observer `name`, once `follow` runs."""
+    """Asks as the launcher, or as the observer `name`, once `follow` runs. `config` may be replaced."""
 
     def __init__(self, config: Config, name: str) -> None:
         self.config, self.name = config, name
@@ -29,12 +29,13 @@ class StatePoll:
         """For further requests, once the buffer has answered for the first time."""
 
     async def follow(self) -> None:
-        """Ask until cancelled. Raises KeysError without the run's keys, RefusedError where the buffer refuses it."""
+        """Ask until cancelled, or until `config` names another address. Raises KeysError without the run's keys,
+        RefusedError where the buffer refuses it."""
         address, role = self.config.buffer.address, LAUNCHER if self.name == LAUNCHER else OBSERVER
         keys = load_client_keys(self.config.run.path / "keys", role)
         async with Connection(address, self.name, role, keys=keys) as connection:
             self.connection = connection
-            while True:
+            while self.config.buffer.address == address:
                 try:
                     async with asyncio.timeout(ANSWER_S):
                         self.state = await connection.expect(Status(), State)

@@ -10,8 +10,10 @@ import io
 import json
 import re
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +51,8 @@ class FileRows(NamedTuple):
     """None for a file that has none."""
     types: dict[str, str] | None = None
     """What each column holds, where the file says so. Example: `{"problem": "string"}`"""
+    line: Callable[[int], int] | None = None
+    """Number of the line of a row, counted from 1; None for files whose rows are no lines."""
 
 
 def read(path: Path, rules: ColumnRules, where: str, index: Path | None = None) -> FileRows:
@@ -178,8 +182,9 @@ def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None
     """Rows that are lines. Those of an index were checked when it was written; rows with images have none, because
     their images are looked at anyway."""
     index = LineIndex(folder, data, [rules.renamed, rules.truth]) if folder else None
+    line_of = _line_numbers(data)
     if index and (bounds := index.read()) is not None:
-        return _rows_of(_Lines(data, bounds), rules, where, False)
+        return _rows_of(_Lines(data, bounds), rules, where, False)._replace(line=line_of)
     lines = data.splitlines(keepends=True)
     numbered = ((f"line {n}", line.rstrip(b"\r\n")) for n, line in enumerate(lines, 1) if line.strip())
     with_images = _checked(numbered, rules, where, "one object per line")
@@ -187,7 +192,17 @@ def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None
     if index and not with_images:
         with suppress(OSError):  # a full disk costs the next start its seconds, and is told when the ledger is opened
             index.write(bounds)
-    return _rows_of(_Lines(data, bounds), rules, where, with_images)
+    return _rows_of(_Lines(data, bounds), rules, where, with_images)._replace(line=line_of)
+
+
+def _line_numbers(data: bytes) -> Callable[[int], int]:
+    """The line of each row: blank lines are no rows. All lines are counted when the first is asked for."""
+
+    @cache
+    def numbers() -> "array[int]":
+        return array("q", (number for number, line in enumerate(data.splitlines(), 1) if line.strip()))
+
+    return lambda row: numbers()[row]
 
 
 class _Lines(Sequence[bytes]):

@@ -106,6 +106,12 @@ class JoinedRows:
         part, row = self._place(index)
         return self.parts[part].rows.row(row)
 
+    def name(self, index: int) -> str:
+        """The file of a row, and its line or, counted from 0, its row there. Example: `data/train.jsonl line 14`"""
+        part, row = self._place(index)
+        line = self.parts[part].rows.line
+        return f"{self.parts[part].path} row {row}" if line is None else f"{self.parts[part].path} line {line(row)}"
+
     def expect(self, rows: Iterable[int]) -> None:
         """These rows will be asked for soon."""
         for part, found in groupby(map(self._place, rows), lambda place: place[0]):

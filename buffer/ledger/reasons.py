@@ -7,7 +7,7 @@ import heapq
 from collections import Counter
 
 from buffer.ledger.rules import ZERO_VARIANCE, Ledger
-from buffer.ledger.state import GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED
+from buffer.ledger.state import GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS
 from buffer.ledger.types import ItemState, server_name
 
 SHOWN = 3
@@ -19,6 +19,8 @@ QUARANTINE_REMEDY = (
     "`python -m buffer quarantine RUN` lists them; compare the models and the software of servers and learner, then "
     "start the run again"
 )
+MOST_LEFT_OUT = 50
+"""Rows that are left out and named."""
 MOST_COUNTS = 5
 """Reasons of failed attempts that the end of a run is explained with."""
 
@@ -71,13 +73,17 @@ def ended(ledger: Ledger) -> str:
         row = f"{ledger.state.quarantined_in_row} groups were put into quarantine and none was trained meanwhile"
         last = f"the last one: {ledger.state.last_quarantined}; " if ledger.state.last_quarantined else ""
         return f"the run was given up {after}: {row}\n  {last}{QUARANTINE_REMEDY}"
-    if ledger.state.given_up:
+    if ledger.state.given_up == GIVEN_UP_ROWS:
+        row = f"all {ledger.problems} rows of data.train are left out, because every attempt at them failed"
+        first = f"the run was given up {after}: {row}"
+    elif ledger.state.given_up:
         row = f"{ledger.state.failures_in_row} attempts failed and no group was made meanwhile"
         first = f"the run was given up {after}: {row} (rollout.max_failed_share {ledger.max_failed_share:g})"
     else:
         epochs = "1 epoch" if ledger.epochs == 1 else f"{ledger.epochs} epochs"
         counts = f"{ledger.state.num_formed} trained, {sum(ledger.dropped().values())} dropped{_dropped(ledger)}"
         counts += f", {ledger.num_quarantined} in quarantine" if ledger.num_quarantined else ""
+        counts += f", {left_out} rows left out" if (left_out := len(ledger.left_out())) else ""
         first = f"the data ended {after}: {epochs} of {ledger.problems} problems, {counts}"
     if outcome == "data":
         return first
@@ -85,9 +91,33 @@ def ended(ledger: Ledger) -> str:
     lines = [f"  {count} attempts failed: {reason}" for reason, count in failed[:MOST_COUNTS]]
     if more := failed[MOST_COUNTS:]:
         lines.append(f"  {sum(count for _, count in more)} attempts failed for {len(more)} other reasons")
-    lines += [f"  for example row {row} of data.train: {reason}" for row, reason in ledger.state.examples.items()]
+    lines += [f"  for example {ledger.place(row)}: {reason}" for row, reason in ledger.state.examples.items()]
     again = "start the run again" if ledger.state.given_up else "choose another run.name, or remove the run's folder"
     return "\n".join([first, *lines, f"  mend what failed, then {again}"])
+
+
+def left_out(ledger: Ledger) -> list[str]:
+    """Rows that are not drawn any more, and why; of many the first.
+
+    Example: `["data/train.jsonl line 14: reward: score.py:score raised KeyError: 'unit'"]`
+    """
+    rows = sorted(ledger.left_out().items())
+    return [f"{ledger.place(row)}: {reason}" for row, reason in rows[:MOST_LEFT_OUT]]
+
+
+def newly_left_out(ledger: Ledger) -> str:
+    """One line about the rows that were left out since the last call; "" if there are none."""
+    news = ledger.state.rows.news
+    if not news:
+        return ""
+    first, number = news[0], len(ledger.left_out())
+    more = f", and {len(news) - 1} more" if len(news) > 1 else ""
+    reason = ledger.left_out().get(first, "")
+    news.clear()
+    every = f"every attempt at it failed: {reason}"
+    return (
+        f"left out from now on, {ledger.place(first)}: {every}{more}; {number} of {ledger.problems} rows are left out"
+    )
 
 
 def _dropped(ledger: Ledger) -> str:

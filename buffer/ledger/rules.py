@@ -9,8 +9,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from buffer.ledger import schedule
+from buffer.ledger.difficulty import DifficultyOrder, Shares
 from buffer.ledger.evaluations import Evaluations, Reach
-from buffer.ledger.state import GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, LedgerState, ServerRecord
+from buffer.ledger.order import EpochOrder, Order
+from buffer.ledger.rows import Marks, Rows
+from buffer.ledger.state import (
+    GIVEN_UP_FAILED,
+    GIVEN_UP_FLAT,
+    GIVEN_UP_QUARANTINED,
+    GIVEN_UP_ROWS,
+    LedgerState,
+    ServerRecord,
+)
 from buffer.ledger.suspicion import MOST_ENDS, Suspicion
 from buffer.ledger.types import (
     OPEN,
@@ -43,10 +53,10 @@ then it is not the groups that are at fault."""
 class Ledger:
     """The rules are in docs/architecture.md, section 4, their properties in tests/buffer/ledger/.
 
-    Item s is problem `order(seed, epoch)[s % problems]` of epoch `s // problems`, and keeps its number for life; with
-    `shares`, the rows and the weight of each source, it is `mixed(shares, seed, epoch)[s % problems]`.
-    `recall` reads an item that was dropped or put into quarantine back from where `drain` was written: the ledger
-    itself forgets it.
+    Item s belongs to epoch `s // problems`, and keeps its number for life. Its row is chosen by `order.py`, or, with
+    `difficulty`, by `difficulty.py`; `shares` are the rows and the weight of each source. `place` names a row of the
+    data set for people. `recall` reads an item that was dropped or put into quarantine back from where `drain` was
+    written: the ledger itself forgets it.
     """
 
     def __init__(
@@ -65,7 +75,10 @@ class Ledger:
         skip_zero_variance: bool = False,
         max_failed_share: float = 0.5,
         shares: Sequence[tuple[int, float]] = (),
+        difficulty: Shares | None = None,
+        marks: Marks | None = None,
         eval_every: int | None = None,
+        place: Callable[[int], str] = lambda row: f"row {row} of data.train",
         recall: Callable[[int], ItemState | None] = lambda item: None,
     ) -> None:
         if problems < 1 or groups < 1 or max_staleness < 0 or attempts < 1:
@@ -74,13 +87,13 @@ class Ledger:
         self.max_staleness, self.attempts, self.lease_s = max_staleness, attempts, lease_s
         self.target_staleness = max_staleness if target_staleness is None else min(target_staleness, max_staleness)
         self.seed, self.shuffle, self.skip_zero_variance = seed, shuffle, skip_zero_variance
-        self.max_failed_share, self.shares = max_failed_share, shares
-        self.state = LedgerState()
+        self.max_failed_share, self.place = max_failed_share, place
+        self.state = LedgerState(Rows(problems, marks, attempts))
+        drawing = problems, seed, shuffle, epochs, shares
+        self._order: Order = DifficultyOrder(*drawing, difficulty) if difficulty else EpochOrder(*drawing)
         self.evaluations = Evaluations(eval_every, lease_s)
         self.suspicion = Suspicion()
         self._recall = recall
-        self._epoch: tuple[int, Sequence[int]] = (-1, ())  # the epoch last drawn from, and its rows
-        self._following: tuple[int, schedule.Drawing] | None = None  # the next one, which is being drawn
 
     # requests of rollout servers
 
@@ -114,15 +127,11 @@ class Ledger:
 
     def upcoming(self, number: int) -> Sequence[int]:
         """Rows of the next `number` items that will be new, or of those left in the epoch."""
-        if self._all_dispatched():
-            return ()
-        epoch, place = divmod(self.state.next_item, self.problems)
-        return self._rows(epoch)[place : place + number]
+        return self._order.upcoming(self.state, number)
 
     def draw_ahead(self) -> None:
         """Draw a few more rows of the next epoch, so that its beginning holds up nothing. To be called now and then."""
-        if self._following:
-            self._following[1].step()
+        self._order.draw_ahead()
 
     def answered(self, server: str, request: int) -> bool:
         """Whether this Ask of the server got work before: nothing new is dispatched for it any more."""
@@ -438,6 +447,15 @@ class Ledger:
             **({"quarantined": self.num_quarantined} if self.num_quarantined else {}),
         }
 
+    def problems_by_state(self) -> dict[str, int]:
+        """How many rows of the data set are in each band, retired, left out."""
+        rows = self.state.rows
+        return rows.bands() | self._order.counts(self.state) | {"left_out": len(rows.left_out)}
+
+    def left_out(self) -> dict[int, str]:
+        """Rows that are not drawn any more: `KIND: REASON` of the last failure by row."""
+        return self.state.rows.left_out
+
     @property
     def num_quarantined(self) -> int:
         """Groups put into quarantine in the whole run."""
@@ -517,7 +535,7 @@ class Ledger:
     def drain(self) -> Changes:
         """What changed since the last call. The ledger forgets it: the caller must write it."""
         fixed = {name: int(getattr(self, name)) for name in FIXED}
-        changes = self.state.drain(fixed | self.suspicion.counters())
+        changes = self.state.drain(fixed | self.suspicion.counters() | self._order.counters())
         changes.evaluations = self.evaluations.drain()
         return changes
 
@@ -535,6 +553,8 @@ class Ledger:
                     f"the buffer's file has {name} = {was}, the run {value}: undo that, or choose another run.name"
                 )
         self.state.restore(saved, now)
+        self._order.restore(saved.scalars)
+        self._order.skip(self.state)
         self.evaluations.restore(saved.evaluations, now)
         self.suspicion = Suspicion.restored(saved.scalars)
         self._take_back_too_old()
@@ -553,32 +573,22 @@ class Ledger:
         waiting = self.state.pool.next_waiting(server)
         if waiting is not None:
             return self.state.items[waiting]
-        if self._all_dispatched():
+        row = self._order.draw(self.state)
+        if row is None:
             return None
-        epoch, place = divmod(self.state.next_item, self.problems)
-        return self.state.create(self._rows(epoch)[place], epoch)
-
-    def _rows(self, epoch: int) -> Sequence[int]:
-        """The rows of an epoch in the order of their dispatch."""
-        if self._epoch[0] != epoch:
-            begun = self._following and self._following[0] == epoch and self._following[1]
-            self._epoch = epoch, (begun or self._drawing(epoch)).rows()
-            last = self.epochs is not None and epoch + 1 >= self.epochs
-            self._following = None if last else (epoch + 1, self._drawing(epoch + 1))
-        return self._epoch[1]
-
-    def _drawing(self, epoch: int) -> schedule.Drawing:
-        drawn = (self.seed, epoch, self.shuffle)
-        steps = schedule.mixing(self.shares, *drawn) if self.shares else schedule.ordering(self.problems, *drawn)
-        return schedule.Drawing(steps)
+        item = self.state.create(row, self.state.next_item // self.problems)
+        self._order.skip(self.state)
+        return item
 
     def _end(
         self, item: ItemState, reason: str, now: float, kind: FailureKind = "infrastructure", permanent: bool = False
     ) -> None:
         """An attempt failed. The next one is made by another server if there is one that lives; but if that does not
         ask within `lease_s`, by any."""
-        self.state.count_failure(item.row, kind, reason)
-        if permanent or item.attempts >= self.attempts:
+        is_left_out = self.state.count_failure(item.row, kind, reason, permanent)
+        if is_left_out:
+            self._order.skip(self.state)
+        if permanent or is_left_out or item.attempts >= self.attempts:
             self.state.give_up(item, reason)
         else:
             name = server_name(item.server)
@@ -586,6 +596,8 @@ class Ledger:
             self.state.release(item, reason, elsewhere_until=now + self.lease_s if other else 0.0)
         if self._hopeless():
             self.state.give_up_run(GIVEN_UP_FAILED)
+        elif self.state.rows.all_left_out and not self._all_dispatched():
+            self.state.give_up_run(GIVEN_UP_ROWS)
 
     def _hopeless(self) -> bool:
         """Whether attempts fail and no group is made any more.

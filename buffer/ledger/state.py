@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from buffer.ledger.pool import Pool
-from buffer.ledger.totals import Totals
+from buffer.ledger.rows import Rows
+from buffer.ledger.totals import LONG_REASON, Totals
 from buffer.ledger.types import CLOSED, Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
 
 COUNTERS = (
     *("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease", "failures_in_row", "given_up"),
     *("wanted_servers", "wanted_by_person", "flat_in_row", "restored", "reached", "quarantined_in_row"),
 )
-GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED = 1, 2, 3
-"""Why a run was given up: all attempts fail; all groups lack variance; none can be trained."""
+GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS = 1, 2, 3, 4
+"""Why a run was given up: all attempts fail; all groups lack variance; none can be trained; all rows are left out."""
 EXAMPLES = 3
 """Rows kept whose attempts failed last."""
 REMEMBERED = 1024
@@ -64,7 +65,10 @@ class ServerRecord:
 class LedgerState:
     """The state of a run; everything in it but servers and recent failures comes back with `restore`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Rows | None = None) -> None:
+        self.rows = rows or Rows()
+        self.moved: set[int] = set()
+        """Rows of items that have changed since whoever draws has last looked; not written down."""
         self.version = 0
         """Next batch to be formed, v'."""
         self.last_trained = -1
@@ -82,7 +86,7 @@ class LedgerState:
         """Groups without variance in a row, since a group had variance or the learner was started."""
         self.given_up = 0
         """0, or why the run was given up: GIVEN_UP_FAILED for `failures_in_row`, GIVEN_UP_FLAT for `flat_in_row`,
-        GIVEN_UP_QUARANTINED for `quarantined_in_row`."""
+        GIVEN_UP_QUARANTINED for `quarantined_in_row`, GIVEN_UP_ROWS."""
         self.quarantined_in_row = 0
         """Groups put into quarantine since a batch was trained or the learner was started."""
         self.last_quarantined = ""
@@ -104,6 +108,10 @@ class LedgerState:
         self.recent_groups = Counter[str]()
         """Groups made since the last batch was formed: `varied`, and those left out by their reason (`unwanted` of
         `accept`)."""
+        self.flat_groups = self.new_groups = 0
+        """Groups made between the last two batches that were formed, and how many had equal rewards; not written
+        down."""
+        self._flat = self._made = 0
         self.examples: dict[int, str] = {}
         """By row of the data set: `KIND: REASON` of the rows that failed last."""
         self._changes, self._touched = Changes(), set[int]()
@@ -117,6 +125,7 @@ class LedgerState:
     def create(self, row: int, epoch: int) -> ItemState:
         """The next item."""
         item = self.items[self.next_item] = ItemState(self.next_item, row, epoch)
+        self.rows.note_drawn(row, item.number, self.version)
         self.next_item += 1
         return item
 
@@ -127,23 +136,29 @@ class LedgerState:
         self.next_lease += 1
         self.servers[server].leases[item.lease] = item.number
         self.pool.add_open(version)
+        self._touch(item)
+
+    def _touch(self, item: ItemState) -> None:
+        """The item changed: it is written down, and whoever draws looks at its row again."""
         self._touched.add(item.number)
+        self.moved.add(item.row)
 
     def redate(self, item: ItemState, version: int) -> None:
         """The leased item counts as dispatched under another version."""
         self.pool.remove_open(item.version)
         self.pool.add_open(version)
         item.version = version
-        self._touched.add(item.number)
+        self._touch(item)
 
-    def count_failure(self, row: int, kind: FailureKind, reason: str) -> None:
-        """An attempt at this row failed."""
+    def count_failure(self, row: int, kind: FailureKind, reason: str, permanent: bool = False) -> bool:
+        """An attempt at this row failed. Returns whether the row is left out from now on."""
         failure = f"{kind}: {reason.strip()}"
         self.recent_failures[self.totals.add("failed", Lengths(groups=1), failure)] += 1
         if kind != "infrastructure":
             self.failures_in_row += 1
             self.examples.pop(row, None)
             _remember(self.examples, row, failure, EXAMPLES)
+        return self.rows.note_failure(row, kind, failure.splitlines()[0][:LONG_REASON], permanent)
 
     def give_up_run(self, why: int) -> None:
         """Nothing is dispatched and no batch is formed any more, until the learner is started again."""
@@ -157,7 +172,10 @@ class LedgerState:
             self.revision += 1
 
     def forgive(self) -> None:
-        """The learner was started: reset the counts of failures and of groups without variance."""
+        """The learner was started: reset the counts of failures and of groups without variance. If the run was given
+        up because of failures, what failed was mended, and rows that are left out are drawn again."""
+        if self.given_up in (GIVEN_UP_FAILED, GIVEN_UP_ROWS):
+            self.moved.update(self.rows.forgive())
         self.failures_in_row = self.flat_in_row = self.quarantined_in_row = self.given_up = 0
         self.told = False
 
@@ -177,7 +195,7 @@ class LedgerState:
         del self.servers[item.server].leases[item.lease]
         self.pool.remove_open(item.version)
         item.state, item.reason = "waiting", reason
-        self._touched.add(item.number)
+        self._touch(item)
         self.revision += 1
 
     def accept(self, item: ItemState, samples: Sequence[SampleStats], unwanted: str | None) -> None:
@@ -191,8 +209,11 @@ class LedgerState:
         self.flat_in_row = 0 if unwanted is None else self.flat_in_row + 1
         self.recent_groups["varied" if unwanted is None else unwanted] += 1
         self.servers[item.server].record_delivery(item.lease)
+        rewards = [sample.reward for sample in samples]
+        self.rows.note_group(item.row, rewards)
+        self._made, self._flat = self._made + 1, self._flat + (len({*rewards}) == 1)
         self._changes.sample_stats[item.number] = tuple(samples)
-        self._touched.add(item.number)
+        self._touch(item)
         self.revision += 1
         if unwanted is None:
             item.state, item.reason = "stored", ""
@@ -209,6 +230,7 @@ class LedgerState:
 
     def _forget(self, item: ItemState) -> None:
         del self.items[item.number]
+        self.moved.add(item.row)
         if item.number in self._touched:
             self._touched.remove(item.number)
             self._changes.items[item.number] = item.row_values()
@@ -221,7 +243,7 @@ class LedgerState:
         self.quarantined_in_row += 1
         self.last_quarantined = reason
         self._changes.quarantined.add(item.number)
-        self._touched.add(item.number)
+        self._touch(item)
         self._forget(item)
         self.pool = Pool(self.items.values())
         self.revision += 1
@@ -238,7 +260,7 @@ class LedgerState:
             for item in self._members(later):
                 self._unbatch(item)
                 item.batch = -1
-                self._touched.add(item.number)
+                self._touch(item)
             del self.batches[later]
             self._changes.batches.pop(later, None)
         self.version, self.ceiling = version, min(self.ceiling, version)
@@ -270,7 +292,7 @@ class LedgerState:
                 item.samples = item.tokens = item.sampled = item.truncated = 0
             item.state, item.reason, item.attempts = "waiting", reason, item.attempts - 1
             item.elsewhere_until, item.held_back = 0.0, False
-            self._touched.add(item.number)
+            self._touch(item)
         self.pool = Pool(self.items.values())
         self.revision += 1
 
@@ -281,11 +303,12 @@ class LedgerState:
             item = self.items[number]
             item.state, item.batch = "batched", self.version
             self.totals.add("age", item.lengths, str(self.version - version))
-            self._touched.add(number)
+            self._touch(item)
         self.batches[self.version] = _batch(self.version, taken)
         self._changes.batches[self.version] = False
         self.recent_failures.clear()
         self.recent_groups.clear()
+        self.flat_groups, self.new_groups, self._flat, self._made = self._flat, self._made, 0, 0
         self.version += 1
         self.revision += 1
 
@@ -334,7 +357,7 @@ class LedgerState:
         changes, self._changes, self._touched = self._changes, Changes(), set()
         counters = {**fixed, **{name: getattr(self, name) for name in COUNTERS}}
         changes.scalars = {name: value for name, value in counters.items() if self._written.get(name) != value}
-        changes.totals, self._written = self.totals.drain(), counters
+        changes.totals, self._written, changes.rows = self.totals.drain(), counters, self.rows.drain()
         return changes
 
     def restore(self, saved: Saved, now: float) -> None:
@@ -344,6 +367,7 @@ class LedgerState:
         self.examples = dict(saved.failed_rows)
         self._written = dict(saved.scalars)
         self.totals.restore(saved.totals)
+        self.rows.restore(saved.rows)
         self.items = {item.number: item for item in saved.items}
         self.pool = Pool(saved.items)
         members: dict[int, list[tuple[int, int]]] = {version: [] for version in range(self.oldest, self.version)}

@@ -12,6 +12,8 @@ CLOSED = ("dropped", "quarantined")
 """States of items that have left memory; their rows in the store stay."""
 FailureKind = Literal["reward", "task", "prompt", "engine", "infrastructure"]
 """Whose fault a failed attempt is: the reward function's, the task's, the row's, vLLM's, or anything else's."""
+RowValues = tuple[int | str, ...]
+"""The fields of a `RowRecord` (`rows.py`), as the store has them."""
 Outcome = Literal["versions", "data", "failed"]
 """How a run ends: with version `run.versions`, with the data before that, or given up because attempts only fail."""
 
@@ -184,6 +186,8 @@ class Changes:
     """By batch: has it been trained?"""
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
     """Running totals by (what, which), see `totals.py`."""
+    rows: Mapping[int, RowValues] = field(default_factory=dict)
+    """`RowRecord.row_values()` by row of the data set."""
     evaluations: Mapping[int, EvaluationRow] = field(default_factory=dict)
     """By the version at which they were due."""
     scalars: dict[str, int | str] = field(default_factory=dict)
@@ -191,7 +195,7 @@ class Changes:
 
     def __bool__(self) -> bool:
         changed = self.items, self.sample_stats, self.discarded, self.batches, self.totals, self.scalars
-        return any((*changed, self.evaluations))
+        return any((*changed, self.rows, self.evaluations))
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,7 @@ class Saved:
     failed_rows: tuple[tuple[int, str], ...] = ()
     """(row, reason) of items that failed last, oldest first."""
     evaluations: tuple[EvaluationRow, ...] = ()
+    rows: tuple[RowValues, ...] = ()
 
 
 def server_name(server: str) -> str:

@@ -49,7 +49,7 @@ def opened(path: Path | None, fsync: bool) -> sqlite3.Connection:
             require_sound(db, path)
         _configure(db, fsync)
         if new or schema != sql.SCHEMA:
-            _make(db, sql.TABLES if new else sql.MIGRATIONS[schema])
+            _make(db, sql.TABLES if new else ";".join(sql.MIGRATIONS[one] for one in range(schema, sql.SCHEMA)))
         db.execute(sql.EVALUATIONS)
     except BaseException:
         db.close()
@@ -144,8 +144,8 @@ def read_only(path: Path) -> sqlite3.Connection:
             require_ledger(db, f"{path}: not the file of a Headrace buffer")
             (schema,) = db.execute("PRAGMA user_version").fetchone()
             require_schema(schema, path)
-            if schema != sql.SCHEMA:
-                db.execute(sql.AS_NOW)
+            for statement in sql.AS_NOW.get(schema, ()):
+                db.execute(statement)
         except BaseException:
             db.close()
             raise

@@ -19,7 +19,11 @@ Readable with any SQLite tool, also while the buffer runs:
               crc32c                     CRC32C of those bytes; NULL: stored by a release that computed none
     segments  segment, size, live  those files: bytes that count of each, bytes that are still named
     batches   version, trained, formed_at, trained_at
-    problems  row, problem         JSON of each problem that was dispatched
+    problems  row, problem, place  JSON of each problem that was dispatched, and where it is in its file
+    rows      row, drawn, groups, samples, solved   by row of the data set: items, groups, samples, solved samples
+              streak               groups in a row with all samples solved; negative: with none
+              last_item, last_version   the item drawn last, and the next batch to be formed then
+              failed, hopeless, reason  attempts that failed by the row, reward or task; 1 if one failed for good; why
     totals    what, which, groups, samples, tokens, sampled, truncated   running sums, see `buffer/ledger/totals.py`
     meta      name, value          counters of the ledger, digest of the data, the run's settings as JSON by key;
                                    `ledger`: a random name of this file, `commits`: how often it was committed
@@ -29,12 +33,18 @@ Readable with any SQLite tool, also while the buffer runs:
     changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
 """
 
-APPLICATION, SCHEMA = 0x48445243, 4
-READABLE = (3, SCHEMA)
+APPLICATION, SCHEMA = 0x48445243, 5
+READABLE = (3, 4, SCHEMA)
 """Schemas that are read; a file of an earlier one is brought to SCHEMA when a buffer opens it."""
-TABLES = """
+ROWS = """
+CREATE TABLE rows (
+    row INTEGER PRIMARY KEY, drawn INTEGER NOT NULL, groups INTEGER NOT NULL, samples INTEGER NOT NULL,
+    solved INTEGER NOT NULL, streak INTEGER NOT NULL, last_item INTEGER NOT NULL, last_version INTEGER NOT NULL,
+    failed INTEGER NOT NULL, hopeless INTEGER NOT NULL, reason TEXT NOT NULL
+)"""
+TABLES = f"""
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE problems (row INTEGER PRIMARY KEY, problem TEXT NOT NULL);
+CREATE TABLE problems (row INTEGER PRIMARY KEY, problem TEXT NOT NULL, place TEXT);
 CREATE TABLE items (
     item INTEGER PRIMARY KEY, row INTEGER NOT NULL, epoch INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
     version INTEGER NOT NULL, server TEXT NOT NULL, lease INTEGER NOT NULL, request INTEGER NOT NULL,
@@ -57,11 +67,24 @@ CREATE TABLE totals (
     what TEXT NOT NULL, which TEXT NOT NULL, groups INTEGER NOT NULL, samples INTEGER NOT NULL, tokens INTEGER NOT NULL,
     sampled INTEGER NOT NULL, truncated INTEGER NOT NULL, PRIMARY KEY (what, which)
 ) WITHOUT ROWID;
+{ROWS};
 """
-MIGRATIONS = {3: "ALTER TABLE samples ADD COLUMN crc32c INTEGER"}
+MIGRATIONS = {
+    3: "ALTER TABLE samples ADD COLUMN crc32c INTEGER",
+    4: f"""
+        ALTER TABLE problems ADD COLUMN place TEXT; {ROWS};
+        INSERT INTO meta SELECT 'rows_since', value FROM meta WHERE name = 'next_item'
+    """,
+}
 """By schema: what brings a file to the next one."""
-AS_NOW = "CREATE TEMP VIEW samples AS SELECT *, NULL AS crc32c FROM main.samples"
-"""For readers of a file with schema 3: hides its table behind one with the column that it lacks."""
+NO_PLACES = "CREATE TEMP VIEW problems AS SELECT *, NULL AS place FROM main.problems"
+NO_ROWS = ROWS.replace("CREATE TABLE", "CREATE TEMP TABLE")
+AS_NOW = {
+    3: ("CREATE TEMP VIEW samples AS SELECT *, NULL AS crc32c FROM main.samples", NO_PLACES, NO_ROWS),
+    4: (NO_PLACES, NO_ROWS),
+}
+"""By schema, for readers of an earlier file: hides a table behind one with the column that it lacks, and adds an empty
+one for a table that it lacks."""
 FIRST_COMMIT = "INSERT OR IGNORE INTO meta VALUES ('ledger', ?), ('commits', 0)"
 NEXT_COMMIT = "UPDATE meta SET value = value + 1 WHERE name = 'commits'"
 """In a table that nearly every transaction writes to anyway: a table of its own would be one more page to write."""
@@ -95,6 +118,9 @@ ORDER BY changed_at DESC, item DESC LIMIT ?
 VOID = "SELECT item FROM items WHERE bytes > 0 AND batch >= 0 AND batch < ? AND state <> 'quarantined'"
 UNFORMED = "DELETE FROM batches WHERE version >= ?"
 KNOWN = "SELECT 1 FROM problems WHERE row = ?"
+ROW = f"INSERT OR REPLACE INTO rows VALUES ({', '.join('?' * 11)})"
+"""The fields of a `RowRecord`."""
+KEPT_ROWS = "SELECT * FROM rows"
 GROUP = "SELECT segment, position, bytes, crc32c FROM samples WHERE item = ? ORDER BY idx"
 SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 SEGMENT = """

@@ -12,7 +12,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,9 @@ UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
 class Store:
     """`path` None keeps everything in memory. With `fsync` a commit waits for the disk. Context manager.
 
-    `problems` are the rows of the data set, written down as they are dispatched, `digest` is of their file. Raises
-    StoreError for a file that is no Headrace buffer, is damaged, is of a run with another `digest` (if given) or is in
-    use by another process.
+    `problems` are the rows of the data set, written down as they are dispatched, `digest` is of their file, `place`
+    says where in it a row is. Raises StoreError for a file that is no Headrace buffer, is damaged, is of a run with
+    another `digest` (if given) or is in use by another process.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class Store:
         fsync: bool = True,
         problems: Sequence[Mapping[str, Any]] = (),
         digest: str = "",
+        place: Callable[[int], str | None] = lambda row: None,
     ) -> None:
-        self.path, self._problems = path, problems
+        self.path, self._problems, self._place = path, problems, place
         self._witness: witness.Witness | None = None
         with ExitStack() as ends, explained(path):
             if path:
@@ -131,8 +132,9 @@ class Store:
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
             failed = tuple(self._db.execute(sql.FAILED_ROWS, [EXAMPLES]))
             evaluations = tuple(EvaluationRow(*row) for row in self._db.execute(sql.EVALUATED))
+            rows = tuple(self._db.execute(sql.KEPT_ROWS))
             self._db.execute("PRAGMA busy_timeout = 0")  # SQLite would wait, and with it the buffer's event loop
-        return Saved(items, totals, scalars, failed[::-1], evaluations)
+        return Saved(items, totals, scalars, failed[::-1], evaluations, rows)
 
     def closed(self, item: int) -> ItemState | None:
         """An item that was dropped or put into quarantine, which the ledger does not keep in memory."""
@@ -166,7 +168,8 @@ class Store:
         db, now = self._db, time.time()
         self._remove(changes.discarded)
         db.executemany(sql.ITEM, [_item_row(row, now) for row in changes.items.values()])
-        db.executemany("INSERT OR REPLACE INTO problems VALUES (?, ?)", self._new_problems(changes))
+        db.executemany(sql.ROW, changes.rows.values())
+        db.executemany("INSERT OR REPLACE INTO problems VALUES (?, ?, ?)", self._new_problems(changes))
         rows, ends, sizes = list[tuple[Any, ...]](), list[tuple[int, int, int]](), list[tuple[int, int]]()
         for item, samples in groups.items():
             segment, position = places[item]
@@ -249,12 +252,13 @@ class Store:
         with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _new_problems(self, changes: Changes) -> list[tuple[int, str]]:
+    def _new_problems(self, changes: Changes) -> list[tuple[int, str, str | None]]:
         if not self._problems:
             return []
         rows = {int(row[1]) for row in changes.items.values()} - self._known_rows
         rows = {row for row in rows if not self._db.execute(sql.KNOWN, [row]).fetchone()}
-        return [(row, json.dumps(self._problems[row], ensure_ascii=False, default=repr)) for row in rows]
+        texts = [json.dumps(self._problems[row], ensure_ascii=False, default=repr) for row in rows]
+        return [(row, text, self._place(row)) for row, text in zip(rows, texts, strict=True)]
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -323,6 +323,8 @@ class Handlers:
         if (ended := reasons.ended(self.ledger)) != self._ended:
             self._ended = changes.scalars["ended"] = ended
         self._forget_samples(changes.discarded | changes.quarantined)
+        if lines := reasons.newly_left_out(self.ledger):
+            log.warning(lines)
         payloads = {item: self._payloads[item] for item in changes.sample_stats}  # of what was not discarded since
         void_before, self._void_before, self._payloads = self._void_before, None, {}
         noted, self._noted = tuple(self._noted), []
@@ -386,6 +388,8 @@ class Handlers:
             recent_failed=dict(ledger.state.recent_failures),
             recent_groups=dict(ledger.state.recent_groups),
             retried=ledger.state.totals.groups("retried"),
+            problems=ledger.problems_by_state(),
+            left_out=reasons.left_out(ledger),
             ended=reasons.ended(ledger),
             lengths={name: list(lengths) for name, lengths in ledger.lengths().items()},
             ages=ledger.ages(),
@@ -687,7 +691,10 @@ class Handlers:
             return None
         if self._cut is None or self._cut[0] != key:
             groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
-            counts = self._counts() | {"suspect": self.ledger.suspect(take.version)}
+            counts: dict[str, Any] = {**self._counts(), "suspect": self.ledger.suspect(take.version)}
+            counts["problems"] = self.ledger.problems_by_state()
+            if take.version == self.ledger.version - 1:  # of earlier ones nobody knows it any more
+                counts |= {"flat_groups": self.ledger.state.flat_groups, "new_groups": self.ledger.state.new_groups}
             self._cut = key, BatchCut(take.version, take.world, groups, counts, take.share_prompts)
             if take.version <= self.ledger.last_trained:  # no Trained will follow that would forget them
                 for item in batch.items:

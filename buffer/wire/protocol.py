@@ -43,7 +43,7 @@ from buffer.wire.message import Array, Message
 from buffer.wire.sample import stats_of
 from buffer.wire.values import Bounds
 
-PROTOCOL = 11
+PROTOCOL = 12
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 MOST_REASON = 1000
@@ -388,6 +388,12 @@ class Part(Message):
     """A token whose version is above `restored` and at most `reached` may come from a policy that a rewind undid."""
     quarantined: Count = 0
     """Groups put into quarantine in the run so far."""
+    flat_groups: Count = 0
+    """Groups with equal rewards among `new_groups`."""
+    new_groups: Count = 0
+    """Groups made between the batch before and this one; 0: a later batch was formed, or the buffer started, since."""
+    problems: ByLabel[Count] = Field(default_factory=dict)
+    """As in `State`."""
     suspect: bool = False
     """Starts of the learner ended with this batch, and nobody knows why: its groups are to be tried one by one."""
     FRAMED: ClassVar[str] = "samples"
@@ -429,6 +435,11 @@ class State(Message):
     """Groups made since the last batch was formed: `varied`, and by reason those that a filter left out."""
     retried: Count = 0
     """Groups that were not made at the first attempt."""
+    problems: ByLabel[Count] = Field(default_factory=dict)
+    """Rows of the data set by band, `unseen`, `unsolved`, `between`, `solved`; with `data.difficulty` how many are
+    `retired`; and `left_out`, in no band."""
+    left_out: Few[Text] = Field(default_factory=list)
+    """Rows that are left out, for people: file, line, and why every attempt at them failed."""
     ended: Report = ""
     """Why no further batch will be formed, as in `Finished`; empty while one may be."""
     lengths: ByLabel[Few[Count]] = Field(default_factory=dict)

@@ -46,6 +46,8 @@ ALERTS: tuple[tuple[str, bool, Rule, str], ...] = (
      "answers are truncated; raise sampling.max_tokens, or set algorithm.overlong to soft or mask"),
     ("buffer/failed_share", False, lambda now, usual: now > 0.05,
      "attempts fail, whose groups are made again or dropped; `python -m actors status` names the reasons"),
+    ("problems/left_out_share", False, lambda now, usual: now > 0.05,
+     "rows failed all their attempts and are left out; `python -m buffer problems RUN --state left_out` says why"),
     ("buffer/quarantined", True, lambda now, usual: now > usual,
      "groups cannot be trained and went into quarantine; `python -m buffer quarantine RUN` says why"),
     ("entropy/mean", True, lambda now, usual: now < 0.3 * usual,

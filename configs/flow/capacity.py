@@ -24,6 +24,8 @@ PARKED_BYTES = 256 * 2**20
 COMMIT_BYTES = 16 * 2**20
 """Of messages that are gathered for one commit."""
 BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512, 16
+RECORD_BYTES, PLACE_BYTES = 320, 320
+"""Of each row that was drawn: its record, and with `data.difficulty` its place among those to be drawn."""
 """The process itself; and for each connection, each open sample without its tokens, and each row besides its text."""
 
 
@@ -44,4 +46,5 @@ def memory_bytes(config: Config, problems: int = 0) -> int:
     batch = config.batch.groups * group
     bounds = min(CACHE_BYTES, stored) + min(IN_FLIGHT_BYTES, batch) + min(PARKED_BYTES, stored) + COMMIT_BYTES
     known = connections(config) * CONNECTION_BYTES + open_groups(config) * config.batch.samples * SAMPLE_BYTES
-    return BASE_BYTES + bounds + 2 * group + batch // config.learner.ranks + known + problems * ROW_BYTES
+    each = ROW_BYTES + RECORD_BYTES + (PLACE_BYTES if config.data.difficulty else 0)
+    return BASE_BYTES + bounds + 2 * group + batch // config.learner.ranks + known + problems * each

@@ -156,7 +156,8 @@ def read_reference(model: ModelConfig) -> PreTrainedModel:
     reference: PreTrainedModel = loading.auto_class(loading.read_config(model)).from_pretrained(
         model.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=model.trust_remote_code
     )
-    return reference.eval()
+    reference.eval()
+    return reference
 
 
 def compare_ranks(model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:

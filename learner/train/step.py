@@ -87,6 +87,7 @@ class Algorithm:
         }
         metrics |= {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
         metrics["buffer/failed_share"] = part.failed / max(part.failed + part.generated, 1)
+        metrics |= problem_metrics(part)
         flops = policy.costs.total(totals["row_tokens"], metrics["tokens_sampled"], totals["squares"])
         metrics |= {name: totals[name] for name in ("images", "patches") if name in totals}
         return metrics | {"flops": flops + totals.get("tower", 0.0), "tokens_computed": totals["row_tokens"]}
@@ -258,6 +259,17 @@ def _all_reduce(sums: dict[str, Tensor]) -> dict[str, float]:
 def _tensors(rows: SampleRows) -> list[Tensor]:
     """Reward, item, sampled tokens, and whether truncated: [samples] each."""
     return [torch.tensor(column.numpy()) for column in (rows.reward, rows.item, rows.sampled, rows.truncated)]
+
+
+def problem_metrics(part: Part) -> dict[str, float]:
+    """How many problems are in each band of solved share, retired and left out, and the share of groups without
+    variance among those made for the batch."""
+    metrics = {f"problems/{name}": float(number) for name, number in part.problems.items()}
+    if rows := sum(part.problems.values()) - part.problems.get("retired", 0):
+        metrics["problems/left_out_share"] = part.problems.get("left_out", 0) / rows
+    if part.new_groups:
+        metrics["groups/flat"] = part.flat_groups / part.new_groups
+    return metrics
 
 
 def batch_metrics(batch: Batch, sums: dict[str, float]) -> dict[str, float]:

@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from buffer import inspect
+from buffer.ledger.rules import Ledger
+from buffer.ledger.types import SampleStats, Transaction
+from buffer.store.sqlite import Store, reading
 from buffer.wire.client import RefusedError, RolloutClient
 from buffer.wire.protocol import Ack, Part, Quarantine, Rewind, Rewound, State, Status, Take, Trained
 from configs.load import load
@@ -108,6 +112,24 @@ def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsy
     assert (rows[8]["state"], rows[8]["batch"]) == ("stored", -1)
     assert (rows[0]["starts"], rows[0]["turn_rewards"]) == ([0], [])
     assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
+
+
+def test_export_says_how_many_samples_were_removed_with_older_checkpoints(tmp_path):
+    with Store(tmp_path / "buffer.sqlite", fsync=False) as store:
+        ledger = Ledger(8, 2, 0, shuffle=False)
+        for version in range(2):
+            payloads = {}
+            for it in ledger.ask("s#1", version, 2, 0.0, version + 1):
+                payloads[it.item] = [one.pack() for one in group(it.item, version)]
+                ledger.put("s#1", it.item, it.lease, (SampleStats(4, 2, 0.0), SampleStats(5, 3, 1.0)), 0.0)
+            ledger.take(version)
+            ledger.trained(version)
+            store.commit(Transaction(ledger.drain(), payloads, void_before=version))
+    with closing(reading(tmp_path / "buffer.sqlite")) as db:
+        (line,) = inspect.export(db, tmp_path / "out.parquet")
+    removed = "4 others were removed with older checkpoints, which buffer.keep: all would keep"
+    assert line == f"{tmp_path}/out.parquet: 4 samples; {removed}"
+    assert pq.read_table(tmp_path / "out.parquet").num_rows == 4
 
 
 def test_show_reads_an_episode_of_two_segments(tmp_path, capsys):

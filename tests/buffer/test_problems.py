@@ -144,3 +144,17 @@ def test_the_key_of_the_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "kept_out.jsonl"
     with pytest.raises(ProblemsError, match=r"^data\.eval "):
         load_problems(path, DataConfig(train=tmp_path / "train.jsonl", eval=path))
+
+
+def test_each_row_is_named_by_its_file_and_line(tmp_path: Path) -> None:
+    first, second = json.dumps(EASYR1[0]), json.dumps(EASYR1[1])
+    (tmp_path / "lines.jsonl").write_text(f"\n{first}\n  \n\n{second}\r\n{first}")
+    (tmp_path / "list.json").write_text(f"[{first}, {second}]")
+    write(tmp_path, "parquet", EASYR1)
+    data = {"train": [{"path": str(tmp_path / name)} for name in ("lines.jsonl", "list.json", "train.parquet")]}
+    config = DataConfig.model_validate(data)
+    for _ in range(2):  # the second time from the index of its lines
+        problems = load_problems(config.train, config, index=tmp_path / "index")
+        places = [problems.place(row).removeprefix(f"{tmp_path}/") for row in range(len(problems))]
+        assert places[:3] == ["lines.jsonl line 2", "lines.jsonl line 5", "lines.jsonl line 6"]
+        assert places[3:6] == ["list.json row 0", "list.json row 1", "train.parquet row 0"]

@@ -67,7 +67,7 @@ def test_a_learner_of_several_nodes() -> None:
 
 def test_what_the_buffer_takes_is_told() -> None:
     text = "\n".join(explain(config("rollout.servers=2048", "learner.ranks=256", "batch.groups=256"), problems=10**6))
-    assert "the buffer's process: 2,408 open files, of which 2,312 are connections; 0.8 " in text
+    assert "the buffer's process: 2,408 open files, of which 2,312 are connections; 1.1 " in text
     assert "GiB of memory at most, besides the text of the problems" in text
 
 

@@ -106,7 +106,7 @@ def store(run: Path, packed: bytes | None = None) -> None:
     db.executescript(f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {SCHEMA};" + TABLES)
     prompts = [{"prompt": [{"role": "user", "content": "8 6 4=2"}]}, {"problem": "What <b> is 1+1?"}]
     for row, prompt in enumerate(prompts):
-        db.execute("INSERT INTO problems VALUES (?, ?)", (row, json.dumps(prompt)))
+        db.execute("INSERT INTO problems VALUES (?, ?, NULL)", (row, json.dumps(prompt)))
     samples = Segments(folder_of(run / "buffer.sqlite"), 1, 0)
     for item, (row, batch) in enumerate([(0, 0), (1, 0), (0, 39), (1, 39), (0, -1)]):
         data = packed or sample(f"answer {item} <i>")

@@ -16,7 +16,7 @@ from actors.watch import status
 from actors.watch.advice import Alert, find_alerts
 from actors.watch.metrics_log import Records
 from actors.watch.overview import SERVER_COLUMNS, _server_rows
-from actors.watch.run_state import LIMITS, ask, failures, fullness, servers_lines, silent, waits
+from actors.watch.run_state import LIMITS, ask, failures, fullness, ledger_lines, servers_lines, silent, waits
 from buffer.store.lock import locked
 from buffer.store.sql import APPLICATION, SCHEMA, TABLES
 from buffer.wire.protocol import Kept, ServerLife, State, Waiter
@@ -158,6 +158,18 @@ def test_all_limits_that_a_server_names_have_words() -> None:
     auto.adapt(1.0, places, FULL, False)
     named = {*auto.limits(places), *Fixed(16).limits(places)}
     assert named == set(LIMITS)
+
+
+def test_rows_that_are_left_out_are_counted_in_rows_and_named() -> None:
+    """Beside the share of attempts, which counts each row several times."""
+    problems = {"unseen": 0, "unsolved": 7, "between": 20, "solved": 10, "retired": 4, "left_out": 13}
+    lines = [f"train.jsonl line {line}: reward: KeyError: 'unit'" for line in range(1, 11)]
+    now = state([]).model_copy(update={"problems": problems, "left_out": lines})
+    assert failures(now).endswith("; 13 of 50 rows left out, because every attempt at them failed")
+    shown = list(ledger_lines(now))
+    assert "problems: unseen 0, unsolved 7, between 20, solved 10, retired 4, left out 13" in shown
+    assert "left out: train.jsonl line 1: reward: KeyError: 'unit'" in shown
+    assert "left out: 3 more rows; `python -m buffer problems RUN --state left_out` lists all" in shown
 
 
 def test_failures_are_shares_of_all_attempts() -> None:

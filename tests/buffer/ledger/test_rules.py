@@ -411,12 +411,13 @@ def test_a_dropped_item_is_answered_from_the_store_also_after_a_restart() -> Non
 
 
 def test_drops_cost_no_memory() -> None:
-    ledger = Ledger(10**6, groups=4, max_staleness=0, attempts=1, shuffle=False, max_failed_share=1.0)
+    """Beside a record for each row of the data set."""
+    ledger = Ledger(1000, groups=4, max_staleness=0, attempts=1, shuffle=False, max_failed_share=1.0)
 
     def size_after(number: int) -> int:
         for _ in range(number):
             (it,) = ledger.ask("a", 0, 1, 0.0, request=ledger.state.next_item + 1)
-            ledger.fail("a", it.item, it.lease, f"no {it.item}", 0.0, kind="reward")
+            ledger.fail("a", it.item, it.lease, f"no {it.item}", 0.0, kind="engine")
             ledger.drain()
         return len(pickle.dumps(ledger.state))
 

@@ -9,12 +9,14 @@ dropped with a reason.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from buffer.ledger import reasons
+from buffer.ledger.difficulty import Shares
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import FormedBatch, Lease, SampleStats, Transaction
 from buffer.store.sqlite import Store
@@ -54,6 +56,8 @@ class Rollout:
 
 class Run(RuleBasedStateMachine):
     """A run in which everything that can go wrong does."""
+
+    difficulty: Shares | None = None
 
     @initialize(
         problems=st.integers(1, 9),
@@ -98,11 +102,16 @@ class Run(RuleBasedStateMachine):
         self.heard: dict[str, float] = {}
         self.asked: dict[str, tuple[int, int, int]] = {}
         """By server with a parked Ask: its number and version, and the revision at which it got nothing."""
+        self.left_out: set[int] = set()
+        """Rows that were left out at some time."""
         self.took: int | None = None
         """Revision at which the learner's Take was parked."""
 
     def new(self) -> Ledger:
-        return Ledger(*self.sizes, seed=self.seed, lease_s=LEASE_S, recall=self.store.closed, **self.settings)  # type: ignore[arg-type]
+        known: dict[str, Any] = dict(
+            seed=self.seed, lease_s=LEASE_S, recall=self.store.closed, difficulty=self.difficulty
+        )
+        return Ledger(*self.sizes, **known | self.settings)
 
     def commit(self) -> None:
         self.store.commit(Transaction(self.ledger.drain()))
@@ -321,7 +330,9 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def every_item_is_somewhere(self) -> None:
-        assert sum(self.ledger.counts().values()) == self.ledger.state.next_item
+        self.left_out |= set(self.ledger.left_out())
+        made = sum(record.drawn for record in self.ledger.state.rows.records.values())
+        assert sum(self.ledger.counts().values()) == made <= self.ledger.state.next_item
         assert {reason for reason in self.ledger.dropped() if not reason.startswith(TOO_OLD)} <= REASONS
         assert not any(reason.startswith("engine: sampled under") for reason in self.ledger.failed())
         assert reasons.for_batch(self.ledger) and reasons.for_work(self.ledger, "a")
@@ -364,7 +375,9 @@ class Run(RuleBasedStateMachine):
                 self.swap_to_latest(name)
             self.train()
         problems, _, _ = self.sizes
-        if self.settings["versions"] is None:
+        if self.ledger.outcome() == "failed" and self.ledger.state.given_up:
+            assert len(self.ledger.left_out()) == problems
+        elif self.settings["versions"] is None:
             self.everything_is_accounted_for(problems * self.settings["epochs"])  # type: ignore[operator]
         self.store.close()
 
@@ -381,19 +394,34 @@ class Run(RuleBasedStateMachine):
         self.commit()
         states = dict(self.store._db.execute("SELECT item, state FROM items"))
         batched = [item for batch in self.batches.values() for item in batch.items]
-        assert sorted(states) == list(range(number))
+        assert set(states) == set(self.rows) <= set(range(number))
         assert sorted(batched) == sorted(item for item, state in states.items() if state == "trained")
         closed = "SELECT item FROM items WHERE state IN ('dropped', 'quarantined') AND reason <> ''"
         assert {item for item, state in states.items() if state != "trained"} == {
             item for (item,) in self.store._db.execute(closed)
         }
+        self.rows_come_in_turn(number)
+
+    def rows_come_in_turn(self, number: int) -> None:
         problems, _, _ = self.sizes
-        assert sorted(self.rows.values()) == [
-            (epoch, row) for epoch in range(number // problems) for row in range(problems)
-        ]
+        every = {(epoch, row) for epoch in range(number // problems) for row in range(problems)}
+        assert len(set(self.rows.values())) == len(self.rows)
+        assert {row for _, row in every - set(self.rows.values())} <= self.left_out
+
+
+class RunByDifficulty(Run):
+    """The same with `data.difficulty`: all promises hold, but that each epoch has each row once."""
+
+    difficulty = Shares({"unseen": 0.3, "unsolved": 0.1, "between": 0.5, "solved": 0.1}, rest=1, return_after=2)
+
+    def rows_come_in_turn(self, number: int) -> None:
+        assert len(self.rows) == number
+        assert {row for _, row in self.rows.values()} <= set(range(self.sizes[0]))
 
 
 TestRun = Run.TestCase
 TestRun.settings = settings(
     max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
+TestRunByDifficulty = RunByDifficulty.TestCase
+TestRunByDifficulty.settings = settings(TestRun.settings, max_examples=20)

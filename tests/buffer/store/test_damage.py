@@ -77,13 +77,22 @@ def test_readers_of_the_file_get_no_damaged_sample(tmp_path: Path) -> None:
     assert found == [(b"",), (packed(0, 50)[1],)]
 
 
+def as_schema_4(path: Path) -> None:
+    """The file as the release before wrote it: without what is known of each row of the data set."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("DROP TABLE rows")
+        db.execute("ALTER TABLE problems DROP COLUMN place")
+        db.execute("PRAGMA user_version = 4")
+    file_of(path).unlink()
+
+
 def as_schema_3(path: Path) -> None:
-    """The file as the release before wrote it: without checksums and the count of commits."""
+    """The file as a release with schema 3 wrote it: without checksums and the count of commits."""
+    as_schema_4(path)
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("ALTER TABLE samples DROP COLUMN crc32c")
         db.execute("DELETE FROM meta WHERE name IN ('ledger', 'commits')")
         db.execute("PRAGMA user_version = 3")
-    file_of(path).unlink()
 
 
 def test_a_ledger_of_the_release_before_is_read_on_and_new_samples_are_checked(tmp_path: Path) -> None:

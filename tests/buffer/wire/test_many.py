@@ -119,7 +119,8 @@ async def test_large_parts_are_the_same_for_all_ranks_after_a_restart_of_everybo
             await samples.put(item, group(item.item, tokens=LARGE))
         before = await parts_of(it.address, 2)
     async with buffer(make_requests(path, groups=3)) as it:
-        assert await parts_of(it.address, 2) == before == await parts_of(it.address, 2)
+        again, known = await parts_of(it.address, 2), [part.model_copy(update={"new_groups": 0}) for part in before]
+        assert again == known == await parts_of(it.address, 2), "a restart forgets only how many groups were new"
     assert sorted(position for part in before for position in part.positions.numpy().tolist()) == list(range(6))
 
 

@@ -172,6 +172,7 @@ HEALTHY = {
     "limit/capped_positive": 0.001,
     "length/truncated": 0.02,
     "buffer/failed_share": 0.01,
+    "problems/left_out_share": 0.02,
     "buffer/quarantined": 0.0,
     "entropy/mean": 0.3,
     "gradient/skipped": 0.0,
@@ -190,6 +191,7 @@ ILL = {
     "limit/capped_positive": 0.04,
     "length/truncated": 0.11,
     "buffer/failed_share": 0.08,
+    "problems/left_out_share": 0.26,
     "buffer/quarantined": 1.0,
     "entropy/mean": 0.05,
     "gradient/skipped": 1.0,
@@ -220,6 +222,7 @@ def test_alerts_watch_metrics_that_exist() -> None:
     known = set(MEANS) | set(MAXIMA) | {"ess/token", "ess/sequence", "gradient/norm", "length/truncated"}
     known |= {"gradient/skipped", "gradient/zero"}
     known |= {"groups/solved_all", "groups/solved_none", "buffer/failed_share", "buffer/quarantined"}
+    known |= {"problems/left_out_share"}
     assert {key for key, *_ in ALERTS} <= known
     assert set(ILL) == {key for key, *_ in ALERTS}
 

@@ -1,0 +1,111 @@
+"""The row of each new item: every epoch is a shuffled pass over all rows, or over several sources by weight.
+
+`Order` has two implementations: `EpochOrder` here, and `DifficultyOrder` in `difficulty.py`. Both are functions of what
+is committed, so that a restart draws the same rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Protocol
+
+from buffer.ledger import schedule
+from buffer.ledger.state import LedgerState
+
+
+class Order(Protocol):
+    """Draws rows for new items; `state.next_item` is the number of the next one."""
+
+    def draw(self, state: LedgerState) -> int | None:
+        """The row of item `state.next_item`, which the caller makes now; None: no row may be drawn any more."""
+
+    def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
+        """Rows of the next `number` new items, as far as they are known. Changes nothing."""
+
+    def skip(self, state: LedgerState) -> None:
+        """Move `state.next_item` past the places of rows that are left out."""
+
+    def draw_ahead(self) -> None:
+        """Do a little of the work of later draws."""
+
+    def counters(self) -> dict[str, int]:
+        """What has to be written down, beside the state and its rows, to go on with the same draws."""
+
+    def restore(self, scalars: Mapping[str, int]) -> None:
+        """Continue with the `counters` that were written down."""
+
+    def counts(self, state: LedgerState) -> dict[str, int]:
+        """Numbers of rows for people."""
+
+
+class EpochOrder:
+    """Item s is problem `order(seed, epoch)[s % problems]` of epoch `s // problems`; with `shares`, the rows and the
+    weight of each source, `mixed(shares, seed, epoch)[s % problems]`. The places of rows that are left out are skipped:
+    their numbers are given to no item."""
+
+    def __init__(
+        self, problems: int, seed: int, shuffle: bool, epochs: int | None, shares: Sequence[tuple[int, float]]
+    ) -> None:
+        self._problems, self._seed, self._shuffle, self._epochs, self._shares = problems, seed, shuffle, epochs, shares
+        self._epoch: tuple[int, Sequence[int]] = (-1, ())
+        """The epoch last drawn from, and its rows."""
+        self._following: tuple[int, schedule.Drawing] | None = None
+        """The next epoch, which is being drawn."""
+
+    def draw(self, state: LedgerState) -> int | None:
+        """The next row that is not left out."""
+        self.skip(state)
+        state.moved.clear()
+        epoch, place = divmod(state.next_item, self._problems)
+        return None if self._is_past(epoch) or state.rows.all_left_out else self.rows(epoch)[place]
+
+    def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
+        """Up to the end of the epoch."""
+        epoch, place = divmod(state.next_item, self._problems)
+        if self._is_past(epoch):
+            return ()
+        rows, out = self.rows(epoch), state.rows.left_out
+        if not out:
+            return rows[place : place + number]
+        return list(islice((rows[at] for at in range(place, self._problems) if rows[at] not in out), number))
+
+    def skip(self, state: LedgerState) -> None:
+        """To the next row that is not left out, or to the end of the epochs."""
+        if state.rows.all_left_out:
+            return
+        while state.rows.left_out:
+            epoch, place = divmod(state.next_item, self._problems)
+            if self._is_past(epoch) or self.rows(epoch)[place] not in state.rows.left_out:
+                return
+            state.next_item += 1
+
+    def draw_ahead(self) -> None:
+        """Draw a few more rows of the next epoch."""
+        if self._following:
+            self._following[1].step()
+
+    def counters(self) -> dict[str, int]:
+        """Nothing: the number of the next item says it all."""
+        return {}
+
+    def restore(self, scalars: Mapping[str, int]) -> None:
+        """Does nothing: the order follows from the seed and the number of the next item."""
+
+    def counts(self, state: LedgerState) -> dict[str, int]:
+        """Nothing: rows of an epoch differ in nothing."""
+        return {}
+
+    def _is_past(self, epoch: int) -> bool:
+        return self._epochs is not None and epoch >= self._epochs
+
+    def rows(self, epoch: int) -> Sequence[int]:
+        """The rows of an epoch in the order of their dispatch."""
+        if self._epoch[0] != epoch:
+            begun = self._following and self._following[0] == epoch and self._following[1]
+            self._epoch = epoch, (begun or self._drawing(epoch)).rows()
+            self._following = None if self._is_past(epoch + 1) else (epoch + 1, self._drawing(epoch + 1))
+        return self._epoch[1]
+
+    def _drawing(self, epoch: int) -> schedule.Drawing:
+        drawn = (self._seed, epoch, self._shuffle)
+        steps = schedule.mixing(self._shares, *drawn) if self._shares else schedule.ordering(self._problems, *drawn)
+        return schedule.Drawing(steps)
