@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from actors.certify.served import LIMIT as SERVER_LIMIT
-from benchmarks.models.families import config_of, families
+from benchmarks.models.families import config_of, families, stay
 from benchmarks.models.page import page
 from benchmarks.weights.table import progress, write
 from configs.certificate import Certificate, read
@@ -72,10 +72,6 @@ def made(names: Sequence[str]) -> dict[str, Certificate]:
             found[name] = certify_config(config_of(name), ModelConfig(path=name), True, mesh, pair)
             progress(f"{name}: {'; '.join(found[name].faults) or 'holds'} ({found[name].seconds:.1f} s)")
     return found
-
-
-def stay() -> None:
-    """Called first by each rank. Its parent is the fork server, which ends with this process."""
 
 
 def served(name: str) -> Certificate:

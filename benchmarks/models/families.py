@@ -89,3 +89,7 @@ def config_of(name: str) -> Any:
     """Return the config of a family."""
     kind, overrides = families()[name]
     return AutoConfig.for_model(kind, **DEFAULTS.get(kind, {}) | overrides)
+
+
+def stay() -> None:
+    """Called first by each rank of a certificate. Its parent is a fork server, which ends with the benchmark."""
