@@ -40,6 +40,7 @@ second call of attention, reads and writes queries and outputs again. At 0.46 ga
 BOUNDS = ("cu_seq_lens_q", "max_length_q")
 """Arguments without which a row is one document."""
 ARGUMENTS = (
+    "routing",  # of a block with experts, which a block without them hands on
     *(*BOUNDS, "shared_prompts", "is_causal", "scaling", "sliding_window", "dropout"),
     *("cu_seq_lens_k", "max_length_k"),  # in a vision tower; equal to the arguments for queries
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
