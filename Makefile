@@ -1,5 +1,5 @@
 # The whole contributor interface: quickstart, quickstart-vision, quickstart-calculator, check, test, test-long, oldest, gpu, chaos, soak,
-# browser, mutants.
+# browser, mutants, next-vllm.
 # Each installs what it needs into .venv first.
 PYTHON ?= python3
 EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install packages quickstart quickstart-vision quickstart-calculator check test test-long oldest gpu chaos soak browser mutants clean
+.PHONY: install packages quickstart quickstart-vision quickstart-calculator check test test-long oldest gpu chaos soak browser mutants next-vllm clean
 install: $(STAMP)
 
 # On CPU vLLM's package pulls in CUDA builds of three libraries that break its own imports. Vision-language models need one of
@@ -86,6 +86,11 @@ soak: $(STAMP)
 # Count how many small faults in the code the tests find (tests/mutants.py). MUTANTS adds areas and flags, as in MUTANTS="ledger --lane fast".
 mutants: $(STAMP)
 	$(RUN) -m tests.mutants $(MUTANTS)
+
+# Judge a release of vLLM or transformers that was never run, by its wheel: WHEEL=vllm==0.33.0, or the path of a wheel. Prints what
+# has moved and a diff of each function that our code follows. Nothing is installed.
+next-vllm: $(STAMP)
+	$(RUN) -m actors.doctor.next_release $(WHEEL)
 
 # Chromium from Debian's packages, for the test of a run's page; without one that test is skipped. Needs root.
 browser:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from actors.supervise.guard import Guarded
 from configs.entrypoint import ABOVE, BAD_INPUT, DONE, FORCING, StopSignals, run_and_exit, split_flags
+from configs.own_packages import command
 from configs.plain_text import print_visible
 
 COMMANDS = {
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     name = argv[0]
     flags, rest = split_flags(argv[1:], "python -m actors", under_guard={"action": "store_true"})
     if name == "launch" and not flags.under_guard:
-        return guarded([sys.executable, "-m", "actors", "launch", "--under-guard", *rest])
+        return guarded(command("actors", "launch", "--under-guard", *rest))
     if name in PRINTING or {"-h", "--help"} & {*rest}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `status RUN | head` ends quietly
     try:
@@ -54,9 +55,9 @@ def main(argv: Sequence[str]) -> int:
 def guarded(argv: Sequence[str]) -> int:
     """Run `argv` under a guard and return its exit code. Forwards the first SIGINT or SIGTERM, and FORCING for each
     later one."""
-    command = Guarded("launcher", argv, env=os.environ | {ABOVE: str(os.getpid())})
-    with StopSignals(drain=command.signal, force=lambda number: command.signal(FORCING)):
-        return command.wait()
+    launcher = Guarded("launcher", argv, env=os.environ | {ABOVE: str(os.getpid())})
+    with StopSignals(drain=launcher.signal, force=lambda number: launcher.signal(FORCING)):
+        return launcher.wait()
 
 
 if __name__ == "__main__":

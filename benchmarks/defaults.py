@@ -63,6 +63,7 @@ MODELS = {
     "4B": shape(2560, 9728, 36, 32, 8, head_dim=128, model_type="qwen3", architectures=["Qwen3ForCausalLM"]),
     "7B": shape(3584, 18944, 28, 28, 4, tied=False),
     "14B": shape(5120, 13824, 48, 40, 8, tied=False),
+    "32B": shape(5120, 27648, 64, 40, 8, tied=False),
     "30B-A3B, 8 layers": COMMON | MIXTURE | EXPERTS["Qwen3-30B-A3B-8"],
 }
 
@@ -185,9 +186,10 @@ def one_step(index: int) -> dict[str, Any]:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.device_mesh import init_device_mesh
 
-    from learner.__main__ import decide_gather, decide_speed, keeps_reference
     from learner.model.memory import GIB, gpu_memory, memory_budget
     from learner.model.policy import Policy
+    from learner.model.settled import keeps_reference
+    from learner.starting import decide_gather, decide_speed
     from learner.train.optimizer import Optimizer
     from learner.train.step import Algorithm
 

@@ -1,8 +1,11 @@
-"""`python -m configs RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: explains a run and checks its run file.
+"""`python -m configs RUN.yaml [MORE.yaml ...] [--gpu NAME] [--section.key=value ...]`: explains and checks a run file.
 
-Prints the run's arithmetic, notes and facts, then `valid`, or everything that is wrong on stderr with exit code 2. The
-checks are those of `actors launch` and `doctor`; they run in a process of their own, because this package imports no
-other one.
+Prints the run's arithmetic, notes and facts, its memory, speed and cost on the card `--gpu` or that of this machine,
+then `valid`, or everything that is wrong on stderr with exit code 2. The checks are those of `actors launch` and
+`doctor`; checks and forecast run in processes of their own, because this package imports no other one.
+
+`python -m configs --from FILE [--out RUN.yaml]` writes a run file for the settings of another system
+(`configs/migration/convert.py`).
 """
 
 import logging
@@ -10,26 +13,55 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from configs.checks import refuse_sft
 from configs.data.sources import count_rows
-from configs.entrypoint import DONE, run_and_exit
+from configs.entrypoint import BAD_INPUT, run_and_exit, split_flags
 from configs.explain import explain
+from configs.flow.cards import checked_card
 from configs.flow.kv_room import gpu_bytes
 from configs.load import dump, read
+from configs.migration import convert
+from configs.own_packages import command
 from configs.plain_text import print_visible
 from configs.resume import fingerprint
+from configs.schema import Config
+
+PROG = "python -m configs"
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run that may start, 2 for one that may not."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
-    config = read(argv, "python -m configs")
-    print_visible("\n".join(explain(config, count_rows(config.data.train), gpu_bytes())))
-    command = [sys.executable, "-m", "actors.doctor.run_file"]
-    code = subprocess.run(command, input=dump(config), encoding="utf-8").returncode
-    if code == DONE:
+    flags, rest = split_flags(argv, PROG, gpu={}, **{"from": {"type": Path}}, out={"type": Path})
+    if (source := getattr(flags, "from")) or flags.out:
+        return _convert(source, flags.out, rest)
+    config = read(rest, f"{PROG} [--gpu NAME | --from FILE [--out RUN.yaml]]", refuse_sft)
+    card = checked_card(flags.gpu, PROG)
+    size, which = (card.total, f"such as {card.name}") if card else (gpu_bytes(), "as this machine's")
+    print_visible("\n".join(explain(config, count_rows(config.data.train), size, which)))
+    price = ["actors.doctor.price", *(["--gpu", card.name] if card else [])]
+    codes = [_judge(config, *price), _judge(config, "actors.doctor.run_file")]
+    if not any(codes):
         print_visible(f"valid, fingerprint {fingerprint(config)}")
-    return code
+    return max(codes)
+
+
+def _convert(source: Path | None, out: Path | None, rest: Sequence[str]) -> int:
+    """Exit code of `--from FILE [--out RUN.yaml]`."""
+    if source is None or rest:
+        wrong = (
+            f"--out: {out}: name the file to convert with --from" if source is None else f"{rest[0]}: not with --from"
+        )
+        print_visible(f"{PROG}: {wrong}; usage: {PROG} --from FILE [--out RUN.yaml]", sys.stderr)
+        return BAD_INPUT
+    return convert.main(source, out)
+
+
+def _judge(config: Config, *module: str) -> int:
+    """Exit code of `python -m MODULE ...` with the config on stdin."""
+    return subprocess.run(command(*module), input=dump(config), encoding="utf-8").returncode
 
 
 if __name__ == "__main__":

@@ -13,13 +13,18 @@ PROVEN = (
     *("qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"),
 )
 """Types of models whose packed rows the tests compare with transformers; the doctor does not try them."""
-LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Types of layers that keep the documents of a packed row apart."""
+LAYER_TYPES = (
+    *("full_attention", "sliding_attention", "attention"),
+    *("linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"),
+    *("mlp", "moe"),
+)
+"""Types of layers whose documents in a packed row the learner keeps apart: attention, layers that keep a state
+(`learner/model/state.py`), and layers that see one token at a time."""
 QUANTISED = ("quantization_config", "compression_config")
 """Keys of quantised weights: today's, and the first one of compressed-tensors."""
 LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 """Keys that list the type of each layer."""
-ROPES = ("default", "linear", "llama3", "mrope", "yarn")
+ROPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
 """Rotary embeddings whose frequencies depend only on the config."""
 FINAL = ("deepseek_llama_scaling", "deepseek_yarn", "llama3", "longrope", "su", "yarn")
 """Rotary embeddings for which `max_position_embeddings` is final; with others vLLM multiplies it by `factor`."""
@@ -62,7 +67,7 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     for key in LAYER_KEYS:
         types = text.get(key)
         if others := sorted({str(each) for each in types} - {*LAYER_TYPES}) if isinstance(types, list | tuple) else []:
-            rule = "only full and sliding attention keep the documents of a packed row apart"
+            rule = "the learner knows only full and sliding attention, delta rules, state spaces and convolutions"
             yield f"it has layers of type {', '.join(others)}, but {rule}; take a model without such layers"
     for kind in sorted({rope_type(rope) for rope in ropes(text)} - {*ROPES}):
         rule = "whose frequencies are unknown or depend on the longest document of a packed row"

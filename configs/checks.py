@@ -15,10 +15,11 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
-from configs import variables
+from configs import publishing, sft, variables
 from configs.data.sources import INSTALL, problems_with, told
 from configs.load import ConfigError
 from configs.model_facts import model_facts
+from configs.own_packages import shadows
 from configs.schema import Config
 
 OWN_RAY = "local"
@@ -28,10 +29,16 @@ TOKEN_BYTES = 13
 
 FILES = (
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
+    *("algorithm.loss", "algorithm.advantage"),
     *("reward.function", "reward.model", "rollout.task", "rollout.agent.command", "rollout.environment.python"),
     *("run.folder", "log.trackers"),
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
+SFT_FILES = (
+    *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt"),
+    *("run.folder", "log.trackers"),
+)
+"""The keys of FILES that supervised fine-tuning needs."""
 
 REWARDS = (
     *("countdown", "math", "math_verify", "exact_match", "regex", "length", "judge", "reward_model"),
@@ -83,10 +90,6 @@ SPREAD = ("enable_expert_parallel", "enable_eplb")
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 """Keys of `rollout.engine` with which vLLM returns no routes, unless they are 1."""
 
-COPIES_SHARE = 0.9
-"""Share of a GPU that the copies for the servers may fill; the rest is for CUDA and NCCL. With 80 GB, the largest full
-model has about 17 G parameters in bfloat16."""
-
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 """Values of `rollout.engine.quantization`: vLLM quantises the weights of each policy as they are loaded."""
 
@@ -99,12 +102,32 @@ def check(
     `problems`: rows of data.train, where known. `files`: keys whose files must be on this machine. `further`: lines of
     the caller, such as columns missing from the data.
     """
+    refuse_sft(config)
     found = [
         *_architecture(config), *_lengths(config), *_images(config), *_batch(config), *_algorithm(config),
         *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
-        *_nodes(config), *_trackers(config, files), *_lora(config), *_variables(config), *further,
+        *publishing.contradictions(config), *_nodes(config), *_trackers(config, files), *_lora(config),
+        *_variables(config), *_shadows(config), *further,
+    ]  # fmt: skip
+    if found:
+        raise ConfigError(found)
+
+
+def refuse_sft(config: Config) -> None:
+    """Raise ConfigError for a run file of supervised fine-tuning: whoever calls this is of reinforcement learning."""
+    if config.sft.rows is not None:
+        remedy = "run it with python -m learner sft, or remove the section sft"
+        raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
+
+
+def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
+    """Raise ConfigError with everything that contradicts supervised fine-tuning, one line each. `rows`: those of
+    data.train, where known."""
+    found = [
+        *sft.rules(config, rows), *_architecture(config), *_devices(config), *_nodes(config), *_lora(config),
+        *_files(config, files), *_trackers(config, files), *_chat(config), *_variables(config),
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -114,6 +137,15 @@ def _variables(config: Config) -> list[str]:
     """What is wrong with this process's environment. Interfaces are not checked with a cluster: its nodes have their
     own."""
     return variables.problems(os.environ, interfaces=not cluster_of(config), own_ray=starts_ray(config))
+
+
+def _shadows(config: Config) -> Iterator[str]:
+    """Ray's processes search the current folder and PYTHONPATH first, where a user's packages have our names."""
+    folders = [os.curdir, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if cluster_of(config) or starts_ray(config):
+        for place in shadows(folders):
+            found = f"Ray ({named_by(config)}) would import {place} in place of Headrace's {place.stem}"
+            yield f"cluster.address: {found}; start the run in a folder without it, and take it from PYTHONPATH"
 
 
 def cluster_of(config: Config) -> str:
@@ -142,18 +174,12 @@ def own_hosts(config: Config) -> list[str]:
     return [host for host in dict.fromkeys(given) if host not in ("", "*", "0.0.0.0", "::")]
 
 
-def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
-    """Yield a line if the policy's copies for the servers do not fit a learner's GPU of `gpu_bytes` (None: no GPU)."""
-    sent = model_facts(config.model.path).sent_bytes(config.model)
-    if gpu_bytes and config.learner.device != "cpu" and sent > COPIES_SHARE * gpu_bytes:
-        needed = f"learner rank 0 holds two copies of trained weights for the servers, {sent / 2**30:,.1f} GiB"
-        remedy = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
-        yield f"model.path: {config.model.path}: {needed}, but a GPU has {gpu_bytes / 2**30:,.1f} GiB; {remedy}"
-
-
 def max_sample_tokens(config: Config) -> int:
     """Tokens of the longest sample that a server makes and the learner trains. The task `single_turn` makes a prompt
-    and an answer; a task of your own may fill `rollout.max_sample_tokens`, or else the engine."""
+    and an answer; a task of your own may fill `rollout.max_sample_tokens`, or else the engine. In supervised
+    fine-tuning: of the longest row."""
+    if config.sft.rows is not None:
+        return sft.longest(config)
     turn, held = config.data.max_prompt_tokens + config.sampling.max_tokens, config.rollout.engine.get("max_model_len")
     fills = config.rollout.task != "single_turn" and isinstance(held, int)
     return config.rollout.max_sample_tokens or (max(held or 0, turn) if fills else turn)
@@ -407,6 +433,10 @@ def _evaluation(config: Config) -> Iterator[str]:
 def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
     """A built-in name, or `path/to/file.py:function`, a file that defines the function."""
     rewards = [("reward.function", part.function) for part in config.reward.parts]
+    for key, value in (("algorithm.loss", config.algorithm.loss), ("algorithm.advantage", config.algorithm.advantage)):
+        file, _, function = value.rpartition(":")
+        if file and key in files:
+            yield from _defined(key, file, function)
     for key, value in (*rewards, ("rollout.task", config.rollout.task)):
         file, _, function = value.rpartition(":")
         if value == "task" and not isinstance(config.reward.function, str):

@@ -9,7 +9,6 @@ run that was given up, whose last checkpoint could not be written, or whose step
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -23,6 +22,8 @@ from typing import Any, NoReturn, TypeVar
 
 from configs import variables
 from configs.log_floods import FloodFilter
+from configs.own_packages import PIN
+from configs.parent_death import end_with_parent
 from configs.plain_text import PlainFormatter
 
 T = TypeVar("T")
@@ -40,11 +41,8 @@ ABOVE = "HEADRACE_ABOVE"
 """In the environment of a process that gets its signals from a process above it: the launcher from its front process, a
 kept process from its keeper, a rank from its node's learner. The process above forces it with FORCING."""
 FORCING = signal.SIGQUIT
-TIE = f"from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
+TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 """The first statements of a spawned process."""
-PR_SET_PDEATHSIG = 1
-prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-"""Looked up at import: a child just forked must not wait for the loader's lock."""
 
 
 def configure_logging(tag: str = "") -> None:
@@ -161,9 +159,9 @@ def die_with_parent() -> None:
     that starts processes must last. Ends the process (FAILED), in words, if PARENT is not its parent.
     """
     parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
-    if parent is None or prctl is None:
+    if parent is None or sys.platform != "linux":
         return
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     if (now := os.getppid()) != int(parent):  # it died before the line above, or never was our parent
         words = f"{PARENT}: {parent} has ended or is not the parent of {os.getpid()}, {now} is; unset it\n"
         os.write(2, words.encode())

@@ -7,13 +7,14 @@ slow or odd; what makes it impossible is refused by `checks.py`.
 from collections.abc import Iterator
 from math import ceil, log10
 
-from configs.checks import max_group_bytes, max_sample_tokens, unpublishable
+from configs.checks import max_group_bytes, max_sample_tokens
 from configs.flow.capacity import connections, memory_bytes, open_files
 from configs.flow.difficulty import drawn_shares
 from configs.flow.kv_room import KvRoom, kv_room
 from configs.flow.sequences import MEAN_SHARE, admitted_staleness, mean_tokens, open_groups, places, share_of_batch
 from configs.flow.simulation import LEARNER_SHARE, Flow, expected, most_running
 from configs.model_facts import BYTES, checkpoint_bytes, model_facts
+from configs.publishing import copies, is_loopback, most_parameters, unpublishable
 from configs.schema import Config
 
 NEARLY_FULL = 0.85
@@ -31,10 +32,12 @@ AS_FAST = 0.96
 """Share of the versions from which on fewer sequences count as being as fast: simulations differ by that much."""
 
 
-def explain(config: Config, problems: int | None = None, gpu_bytes: int | None = None) -> list[str]:
+def explain(
+    config: Config, problems: int | None = None, gpu_bytes: int | None = None, card: str = "as this machine's"
+) -> list[str]:
     """The run in lines for people; `problems` is the number of rows in data.train, `gpu_bytes` the memory of a GPU that
-    serves, where they are known."""
-    room = kv_room(config, gpu_bytes)
+    serves, where they are known; `card` describes that GPU."""
+    room = kv_room(config, gpu_bytes, card)
     most = most_running(config) if room.sequences is None else max(1, min(most_running(config), room.sequences))
     flow = expected(config, admitted_staleness(config), most)
     sizes = (line.removeprefix("model.path: ") for line in unpublishable(config, gpu_bytes or USUAL_GPU_BYTES))
@@ -46,8 +49,8 @@ def explain(config: Config, problems: int | None = None, gpu_bytes: int | None =
     )
     return [
         *_batch(config), *_data(config, problems), *_difficulty(config, problems), *_images(config),
-        *_flow(config, flow, most, room), *_machines(config), *_publishing(config), *_disk(config),
-        *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
+        *_flow(config, flow, most, room), *_machines(config), *_publishing(config, gpu_bytes or USUAL_GPU_BYTES),
+        *_disk(config), *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
     ]  # fmt: skip
 
 
@@ -174,10 +177,15 @@ def _machines(config: Config) -> Iterator[str]:
     yield f"microbatches: a rank trains about {samples:,.0f} samples per version, packed into forward passes, {passes}"
 
 
-def _publishing(config: Config) -> Iterator[str]:
-    if sent := model_facts(config.model.path).sent_bytes(config.model):
-        where = "memory" if config.learner.device == "cpu" else "GPU, beside its shard"
-        yield f"publishing: learner rank 0 holds {_with_prefix(sent)}B of copies for the servers in its {where}"
+def _publishing(config: Config, gpu_bytes: int) -> Iterator[str]:
+    sent, who = copies(config)
+    if not sent:
+        return
+    where = "memory" if config.learner.device == "cpu" else "GPU, beside its shard"
+    yield f"publishing: {who} holds {_with_prefix(sent)}B of copies for the servers in its {where}"
+    if config.learner.device != "cpu":
+        most = most_parameters(config, gpu_bytes) / 1e9
+        yield f"publishing: copies of a full model of up to {most:,.0f} G parameters fit {who}"
 
 
 def _kept(config: Config) -> int:
@@ -278,8 +286,8 @@ def _notes_on_learning(config: Config) -> Iterator[str]:
 
 def _notes_on_addresses(config: Config) -> Iterator[str]:
     host, limit = config.weights.host, config.buffer.max_message_mib
-    here = config.buffer.host is None or _is_loopback(config.buffer.host)
-    if _is_loopback(host) and not here:
+    here = config.buffer.host is None or is_loopback(config.buffer.host)
+    if is_loopback(host) and not here:
         yield f"weights.host {host} is loopback: servers on other machines cannot fetch policies; name an interface"
     if config.learner.nodes > 1 and here:
         reach = f"ranks on other machines than the buffer cannot reach buffer.address {config.buffer.address}"
@@ -290,11 +298,6 @@ def _notes_on_addresses(config: Config) -> Iterator[str]:
     if part > limit:
         problem = f"a rank's part of a batch can take {part:,.0f} MiB, above buffer.max_message_mib {limit}"
         yield f"{problem}; raise it if answers get that long"
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether the text of `host` says that nothing outside this machine can reach it; no name is looked up."""
-    return host in ("localhost", "[::1]", "::1") or host.startswith("127.")
 
 
 def _with_prefix(amount: int) -> str:

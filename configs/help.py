@@ -61,6 +61,30 @@ ELSEWHERE = {
 }
 """Names that other systems have for our keys."""
 
+VALUES_ELSEWHERE = {
+    "algorithm.loss": {
+        "grpo": "GRPO is algorithm.loss: ppo with algorithm.advantage: group_std and algorithm.aggregation: sequence",
+        "dr_grpo": "Dr. GRPO is algorithm.loss: ppo with advantage: group_mean and aggregation: constant",
+        "dapo": "DAPO is algorithm.loss: ppo with clip_high 0.28, aggregation: token, overlong: soft and"
+        " batch.skip_zero_variance: true",
+        "vanilla": "verl's vanilla is algorithm.loss: ppo with dual_clip: 3",
+        "rloo": "RLOO is algorithm.loss: reinforce or ppo with algorithm.advantage: leave_one_out",
+        "reinforce++": "REINFORCE++ is algorithm.loss: ppo with algorithm.advantage: reinforce_baseline",
+    },
+    "algorithm.advantage": {
+        "grpo": "GRPO's is group_std, with algorithm.loss: ppo",
+        "dr_grpo": "Dr. GRPO's is group_mean",
+        "rloo": "RLOO's is leave_one_out",
+        "gae": "there is no critic; group_mean takes the mean reward of a group as baseline",
+    },
+    "algorithm.aggregation": {
+        "token-mean": "verl's token-mean is token",
+        "seq-mean-token-mean": "verl's seq-mean-token-mean is sequence",
+        "seq-mean-token-sum": "verl's seq-mean-token-sum is constant with algorithm.constant_length: 1",
+    },
+}
+"""Values that other systems have, and where they are here; docs/from-other-systems.md has tables."""
+
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "true or false", "null": "null", "object": "a map"}
 

@@ -1,7 +1,7 @@
 """Limits and headers of the HTTP servers: the door of a rollout server and the live page of a run. Used by both.
 
 aiohttp closes a connection that has not sent a whole request head within `keepalive_timeout`, and bounds the head's
-lines and fields. What it does not have is here: a limit of connections, a check of names, and headers for browsers.
+lines and fields. This module adds a limit of connections, a check of names, and headers for browsers.
 """
 
 import asyncio

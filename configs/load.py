@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, key_of, keys, sections, suggest, text
+from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, VALUES_ELSEWHERE, key_of, keys, sections, suggest, text
 from configs.help import show as in_yaml
 from configs.origins import MissingVariable, Origin, Place, at, credentials, resolved, traced, written
 from configs.plain_text import print_visible
@@ -387,7 +387,8 @@ def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: Merge
     if value is not whole and value != whole:  # an entry of a list
         shown, wanted = f"{in_yaml(value)} in {shown}", wanted.partition(", each ")[2] or wanted
     said = merged.where(where) or merged.where(above)
-    return {where: f"{where}: {shown} is not {wanted}{said}{quote}"}
+    other = VALUES_ELSEWHERE.get(where, {}).get(str(value).lower())
+    return {where: f"{where}: {shown} is not {wanted}{said}{quote}{f'; {other}' if other else ''}"}
 
 
 def _literal(text: str) -> str:

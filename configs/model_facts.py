@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from configs.architecture import malformed, text_config, unsupported, usable_positions
+from configs.architecture import LAYER_KEYS, malformed, text_config, unsupported, usable_positions
 from configs.schema import ModelConfig
 
 TOWER = ".visual."
@@ -38,7 +38,7 @@ class ModelFacts:
     heads: int | None = None
     positions: int | None = None
     tower: int | None = None
-    """Of the parameters those that read images; None for a text model."""
+    """Parameters of the vision tower; None for a text model."""
     linear: Mapping[str, int] = field(default_factory=dict)
     """Rows and columns of all linear layers in the text model's blocks, by the last word of their names; empty where
     unknown."""
@@ -74,8 +74,8 @@ class ModelFacts:
         return self.adapter_parameters(model) if model.lora else self.parameters
 
     def sent_bytes(self, model: ModelConfig) -> int:
-        """Bytes that the learner's rank 0 needs for the servers' copies: two copies of trained weights, one of frozen
-        weights.
+        """Bytes that the learner needs for the servers' copies, on all ranks together: two copies of trained weights,
+        one of frozen weights.
 
         With an adapter only the adapter is sent. 0 if unknown.
         """
@@ -132,7 +132,8 @@ def _kept_of_a_token(config: Mapping[str, Any]) -> tuple[int | None, int | None]
     """`kv_heads` and `kv_numbers`, of a text config."""
     heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
     kv_heads = config.get("num_key_value_heads") or heads
-    others = set(config.get("layer_types") or ()) - {"full_attention"}
+    others = {kind for key in LAYER_KEYS for kind in config.get(key) or ()} - {"full_attention"}
+    others |= {key for key in config if key.startswith(("attn_layer_", "mamba_"))}  # not every layer attends
     if not (heads and layers and kv_heads) or others or "kv_lora_rank" in config:
         return None, None
     size = _head_size(config) or 0

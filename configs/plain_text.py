@@ -15,6 +15,8 @@ from contextlib import suppress
 from typing import Any, TextIO
 from urllib.parse import quote
 
+from configs.own_packages import named_as_called
+
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed; escape sequences begin with one
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of nearby text
@@ -62,8 +64,9 @@ def visible(text: str, most: int = MOST_CHARS) -> str:
     """Return `text` with control characters written as numbers: `"a\\x1b[2J"` -> `"a\\\\u001b[2J"`.
 
     Keeps tabs and line feeds. A text of more than `most` characters loses its middle. Credentials are replaced.
+    Commands have the names by which the user called this one.
     """
-    text = without_credentials(text)
+    text = named_as_called(without_credentials(text))
     return folded(UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", folded(text, 2 * most)), most)
 
 

@@ -41,6 +41,9 @@ CHANGEABLE = (
 """Keys, as patterns: how far and how fast the run goes, where things are, what is kept and shown. None of them decides
 which problem is dispatched next, or what a stored sample means."""
 
+FORK = " and --fork-from"
+"""How a run of reinforcement learning begins where another one is."""
+
 Settings = dict[str, Any]
 """A config as `{"run.versions": 100, ...}`, with values as JSON has them."""
 
@@ -95,7 +98,8 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
             known[key] = form.model_validate(given).model_dump(mode="json")
     both = {key: comparable(key, known.get(key), value, config) for key, value in settings(config).items()}
     found = [Change(key, old, new) for key, (old, new) in both.items() if old != new]
-    remedy = "it may not change while the run goes on: undo that, or begin another run with run.name and --fork-from"
+    again = "begin another run with run.name" + FORK * (config.sft.rows is None)
+    remedy = f"it may not change while the run goes on: undo that, or {again}"
     if fixed := [change for change in found if not is_changeable(change.key)]:
         raise ConfigError([f"{change}; {remedy}" for change in fixed])
     return found

@@ -13,6 +13,7 @@ Positive = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(gt=0, le=1e6)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+OwnFunction = Annotated[str, Field(pattern=r"\.py:[A-Za-z_]\w*$", examples=["path/to/file.py:function"])]
 Address = Annotated[
     str,
     Field(
@@ -23,6 +24,8 @@ Address = Annotated[
 BUFFER_PORT = 5600
 """Port of a buffer whose address a launch on a cluster chooses."""
 MOST_MESSAGE_MIB = 4096
+NO_REWARD = "none"
+"""`reward.function` of a run file of supervised fine-tuning, which scores nothing."""
 PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 1.0
 
 
@@ -300,10 +303,13 @@ class BatchConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    loss: Literal["dppo", "cispo", "ppo", "decoupled", "gspo", "m2po", "topr", "reinforce"] = "dppo"
-    """Policy loss; docs/algorithms.md has formula, paper and known staleness of each."""
-    advantage: Literal["group_mean", "group_std", "batch_std", "leave_one_out", "reinforce_baseline"] = "group_mean"
-    """How a group's rewards become advantages."""
+    loss: Literal["dppo", "cispo", "ppo", "decoupled", "gspo", "m2po", "topr", "reinforce"] | OwnFunction = "dppo"
+    """Policy loss, or your own as `path/to/file.py:function`; docs/algorithms.md has formula, paper and known staleness
+    of each."""
+    advantage: Literal["group_mean", "group_std", "batch_std", "leave_one_out", "reinforce_baseline"] | OwnFunction = (
+        "group_mean"
+    )
+    """How a group's rewards become advantages, or a function of your own as `path/to/file.py:function`."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
     """Credit a turn with the rewards from it on, those of k turns later times this to the power k, less the group's
     baseline; needs `advantage: group_mean` or `leave_one_out`. null: every turn gets the advantage of its sample."""
@@ -350,6 +356,22 @@ class AlgorithmConfig(Section):
     """Tokens before `sampling.max_tokens` over which the soft penalty grows from 0 to `overlong_factor`."""
     overlong_factor: Annotated[float, Field(ge=0)] = 1.0
     """Largest soft penalty, in units of reward."""
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning, by `python -m learner sft`: `data.train` holds demonstrations."""
+
+    rows: Positive | None = None
+    """Rows of `data.train` in a batch: one batch takes the policy from version v to v + 1. Supervised fine-tuning needs
+    a number; null: the run file describes reinforcement learning."""
+    turns: Literal["all", "last", "flagged"] = "all"
+    """Answers of the assistant that are trained where a row has `messages`: all of them, the last one, or those whose
+    message has `train: true` (`flagged`). Of a row of prompt and answer the answer is trained."""
+    max_tokens: Positive | Literal["auto"] = "auto"
+    """Longest row in tokens; `auto`: as long as the model's positions, and `learner.tokens_per_microbatch` if that is a
+    number, allow."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What happens to longer rows: the run is refused, with the first of them, or they are left out and counted."""
 
 
 class LearnerConfig(Section):
@@ -552,12 +574,17 @@ class WeightsConfig(Section):
     transport: Literal["broadcast", "safetensors"] = "broadcast"
     """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, which all servers
     must see; for servers that NCCL cannot reach."""
+    publish: Literal["auto", "rows", "gather"] = "auto"
+    """Who sends: each learner rank the rows that it owns, and holds its share of two copies (`rows`); or rank 0, which
+    gathers and holds two whole copies (`gather`). `auto`: rows, but gather for one rank, with files, or where other
+    nodes' ranks cannot reach `weights.host`."""
     staging: Literal["auto", "full", "bucket"] = "auto"
     """Where a server receives: into a second copy of the weights while the engine generates (`full`), or bucket by
     bucket into the engine's weights while it is paused (`bucket`); `auto` takes the copy if there is memory for it."""
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
     """Size of the buckets in which weights travel; a larger tensor gets a bucket to itself. A server without memory for
-    a whole copy allocates two buckets."""
+    a whole copy allocates two buckets. With `publish: rows` buckets are as many times larger as there are ranks, at
+    most four times, and a server allocates two of a rank's shares of them too."""
     timeout_s: Seconds = 60.0
     """Longest wait for a server to prepare for, receive and load a policy; a slower server is left out and may
     rejoin."""
@@ -650,6 +677,7 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     batch: BatchConfig = BatchConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    sft: SftConfig = SftConfig()
     learner: LearnerConfig = LearnerConfig()
     rollout: RolloutConfig = RolloutConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -659,6 +687,15 @@ class Config(Section):
     log: LogConfig = LogConfig()
     _origins: dict[tuple[int | str, ...], Any] = PrivateAttr(default_factory=dict)
     """What `origins.py` knows of values that came from environment variables, by place."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_reward(cls, given: Any) -> Any:
+        """Supervised fine-tuning needs no `reward.function`. `load` names every section."""
+        match given:
+            case {"sft": {"rows": int()}, "reward": {**reward}} if "function" not in reward:
+                return {**given, "reward": {**reward, "function": NO_REWARD}}
+        return given
 
     @model_validator(mode="before")
     @classmethod

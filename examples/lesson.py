@@ -1,71 +1,62 @@
 """A lesson: a short supervised start of a real model, before any reward, from prompts and answers that are shown to it.
 
-Used by the `teach_*.py` of examples, which say what answers. Trains all weights, on a GPU if there is one, and writes a
-Hugging Face folder; the same arguments give the same answers, and an existing folder is kept.
+Used by the `teach_*.py` of examples, which say what answers. Writes them down as demonstrations and trains all weights
+on them with `python -m learner sft`, on a GPU if there is one. The result is a Hugging Face folder, with the
+demonstrations and the run in `lesson/`; the same arguments give the same answers, and an existing folder is kept.
 """
 
 import argparse
 import json
 import random
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
-from transformers.utils.logging import disable_progress_bar
+import yaml
 
 from examples.kept import is_kept
-from examples.warm_start import IGNORED
 
 Messages = list[dict[str, str]]
 Shown = Callable[[random.Random], tuple[Messages, str]]
 """Draws a prompt and the answer to imitate."""
-Pairs = Iterator[tuple[list[int], list[int]]]
-"""Endless prompts and answers in tokens."""
 
 
-def pairs(shown: Shown, tokenizer: PreTrainedTokenizerBase, source: random.Random) -> Pairs:
-    """Prompts as the chat template renders them; an answer ends with the tokenizer's end."""
-    while True:
-        messages, answer = shown(source)
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        encode = tokenizer.encode
-        yield (
-            encode(text, add_special_tokens=False),
-            [*encode(answer, add_special_tokens=False), tokenizer.eos_token_id],
-        )
+def write_down(file: Path, shown: Shown, number: int, source: random.Random) -> None:
+    """Write so many demonstrations, one a line."""
+    with file.open("w", encoding="utf-8") as lines:
+        for _ in range(number):
+            prompt, answer = shown(source)
+            lines.write(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
 
 
-def batch(source: Pairs, size: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels, [size, longest] int64: the loss is over the answers."""
-    chosen = [next(source) for _ in range(size)]
-    ids = [torch.tensor(prompt + answer) for prompt, answer in chosen]
-    labels = [torch.tensor([IGNORED] * len(prompt) + answer) for prompt, answer in chosen]
-    fill = torch.nn.utils.rnn.pad_sequence
-    return fill(ids, True, pad), fill(labels, True, IGNORED)
+def run_file(args: argparse.Namespace, demonstrations: Path) -> dict[str, Any]:
+    """The run file of the lesson: the learning rate falls linearly to a tenth, each demonstration is shown once."""
+    return {
+        "run": {"name": "run", "folder": str(demonstrations.parent), "seed": args.seed, "versions": args.steps},
+        "model": {"path": str(args.model), "dtype": "bfloat16" if torch.cuda.is_available() else "float32"},
+        "data": {"train": str(demonstrations), "shuffle": False, "epochs": 1},
+        "sft": {"rows": args.batch},
+        "learner": {"lr": args.lr, "schedule": "linear", "warmup_versions": 0, "compile": False},
+    }
 
 
-def train(args: argparse.Namespace, source: Pairs, pad: int) -> Any:
-    """The model after `args.steps` of AdamW, the learning rate falling linearly to a tenth."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, args.steps)
-    for step in range(args.steps):
-        ids, labels = batch(source, args.batch, pad)
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = model(input_ids=ids.to(device), labels=labels.to(device), use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % 50 == 0 or step == args.steps - 1:
-            print(f"lesson: step {step} of {args.steps}, loss {loss.item():.3f}", flush=True)
-    return model
+def train(args: argparse.Namespace, shown: Shown) -> Path:
+    """Train on `args.steps` batches; returns the folder of the model. If the training fails, this process ends with its
+    exit code."""
+    folder = args.out / "lesson"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_down(folder / "demonstrations.jsonl", shown, args.steps * args.batch, random.Random(args.seed))
+    config = folder / "lesson.yaml"
+    config.write_text(yaml.safe_dump(run_file(args, folder / "demonstrations.jsonl")), encoding="utf-8")
+    if code := subprocess.run([sys.executable, "-m", "learner", "sft", str(config)]).returncode:
+        sys.exit(code if code > 0 else 128 - code)
+    return Path(folder / "run" / "checkpoints" / f"v{args.steps:06d}" / "huggingface")
 
 
 def teach(args: argparse.Namespace, shown: Shown, **asked: Any) -> str:
@@ -75,15 +66,11 @@ def teach(args: argparse.Namespace, shown: Shown, **asked: Any) -> str:
     made = args.out / "lesson.json"
     if is_kept(made, asked, args.out / "model.safetensors"):
         return f"{args.out}: model kept, made before with the same arguments"
-    disable_progress_bar()
-    set_seed(args.seed)
     began = time.monotonic()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    source = pairs(shown, tokenizer, random.Random(args.seed))
-    model = train(args, source, tokenizer.pad_token_id or tokenizer.eos_token_id)
     made.unlink(missing_ok=True)
-    model.to(torch.bfloat16).save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
+    trained = train(args, shown)
+    shutil.copytree(trained, args.out, dirs_exist_ok=True)
+    shutil.rmtree(trained.parents[1])
     made.write_text(json.dumps(asked) + "\n")
     return f"{args.out}: {args.steps} steps of {args.batch} answers, {time.monotonic() - began:.0f} s"
 

@@ -1,6 +1,7 @@
 """`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`. `python -m
 learner merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter (`learner/saved/merge.py`), `digest
-CHECKPOINT MODEL` prints the digest of MODEL, to compare with the digest of the base in CHECKPOINT (`base_digest.py`).
+CHECKPOINT MODEL` prints the digest of MODEL, to compare with the digest of the base in CHECKPOINT (`base_digest.py`),
+`sft CONFIG` trains on demonstrations (`learner/sft/command.py`).
 
 Starts its node's share of `learner.ranks` ranks unless torchrun or srun has started them; builds the parts of
 `loop.py` and runs it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after
@@ -17,6 +18,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,7 +26,6 @@ import torch
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from buffer.curve import client_keys_for, ready
 from buffer.images import ImageFormat
@@ -46,45 +47,48 @@ from configs.entrypoint import (
 from configs.load import ConfigError, read
 from configs.origins import disclosed
 from configs.plain_text import print_visible
+from configs.publishing import copies_over, publishes_rows
 from configs.resume import fingerprint
 from configs.schema import Config
 from learner import loop, ranks, watchdog
 from learner.algorithms.losses import needs_entropy_gradient, needs_reference
+from learner.algorithms.own_trial import check_own
 from learner.certify import process
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
-from learner.mesh import process_group, ranks_of_node, replica, shards
-from learner.model import attention, flops, loading, speed
+from learner.mesh import default_store, process_group, replica, shards
+from learner.model import flops
 from learner.model.exactness import check_exact
-from learner.model.experts.mixture import check_experts
 from learner.model.lora.base import Base
-from learner.model.memory import (
-    OutOfMemory,
-    choose_gather,
-    explain_out_of_memory,
-    gpu_memory,
-    least_microbatch,
-    memory_budget,
-)
+from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory, memory_budget
 from learner.model.policy import Policy
+from learner.model.settled import keeps_reference
 from learner.record.metrics import Metrics
 from learner.record.observer import Observer
 from learner.record.trackers import Tracker
 from learner.saved import base_digest, merge
+from learner.sft import command
 from learner.sound import SoundSteps, bounds_of
+from learner.starting import choose_device, configure_process, decide_gather, decide_speed
 from learner.train import collectives
 from learner.train.optimizer import Optimizer
-from learner.train.pictures import PictureMismatch, one_shown
+from learner.train.pictures import PictureMismatch, max_sample_patches, one_shown
 from learner.train.routes import RouteMismatch
 from learner.train.skipped import StepsSkipped
 from learner.train.step import Algorithm
 from learner.weights.probe import ShownProbe, shown_tokens, tokens_of
+from learner.weights.sender.mailbox import SendingRanks
 from learner.weights.sender.publish import Bystander, Follower, Sender
+from learner.weights.sender.row_rank import RowRank
 
 log = logging.getLogger("learner")
 PROG = "python -m learner"
 OVER = (NoDiskSpace, PictureMismatch, RouteMismatch, StepsSkipped)
 """Errors that a restart would only repeat."""
+FILES = ("model.path", "algorithm.loss", "algorithm.advantage")
+"""Keys of files that each rank reads."""
+OTHERS = {"merge": merge.main, "digest": base_digest.main, "sft": command.main}
+"""Other commands than to train by reinforcement learning, by their first word."""
 LAST_PUBLISH_S = 10.0
 """Time that the rollout servers get at the end to take the last policy."""
 
@@ -92,9 +96,9 @@ LAST_PUBLISH_S = 10.0
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`; returns the exit code."""
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
-    if command := {"merge": merge.main, "digest": base_digest.main}.get(argv[0] if argv else ""):
-        return command(argv[1:])
-    config = read(argv, PROG, lambda config: check(config, files=("model.path",)))
+    if other := OTHERS.get(argv[0] if argv else ""):
+        return other(argv[1:])
+    config = read(argv, PROG, lambda config: check(config, files=FILES))
     try:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
         ranks.check_environment(config.learner, os.environ)
@@ -103,6 +107,8 @@ def main(argv: Sequence[str]) -> int:
             process.require(config)
         else:
             check_exact(config.model, config.learner.share_prompts)
+        for line in check_own(config.algorithm, config.sampling.max_tokens, config.rollout.task != "single_turn"):
+            log.info("%s", line)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner)
         finished = train(config, configure_process(config, device), form)
@@ -117,22 +123,6 @@ def main(argv: Sequence[str]) -> int:
     return ENDINGS[finished.outcome]
 
 
-def choose_device(config: Config) -> torch.device:
-    """The type of device the ranks run on, without touching it.
-
-    Raises ConfigError if it, the attention or the model does not work.
-    """
-    model, learner, gpus = config.model, config.learner, torch.cuda.device_count()
-    device = torch.device("cuda" if learner.device == "cuda" or (learner.device == "auto" and gpus) else "cpu")
-    local_ranks = ranks_of_node(learner, learner.ranks, os.environ)
-    if device.type == "cuda" and gpus < local_ranks:
-        problem = f"learner.ranks: {local_ranks} ranks need {local_ranks} GPUs, {gpus} are seen"
-        raise ConfigError([f"{problem}; lower it, or set learner.device: cpu"])
-    attention.choose(learner.attention, device, getattr(torch, model.dtype))
-    check_experts(loading.read_config(model), model.path, config.rollout.routing_replay)
-    return device
-
-
 def image_format(config: Config) -> ImageFormat | None:
     """How the model sees images, None for a text model. Raises ConfigError if it cannot be trained with them."""
     form, path = ImageFormat.of(config.model.path, config.data, tuple(config.model.freeze)), config.model.path
@@ -140,21 +130,6 @@ def image_format(config: Config) -> ImageFormat | None:
         problem = f"{path} is a vision-language model, which needs transformers 5.16 or later"
         raise ConfigError([f"model.path: {problem}, and {transformers.__version__} is installed; upgrade it"])
     return form
-
-
-def configure_process(config: Config, device: torch.device) -> torch.device:
-    """Set this process's threads, seed and GPU; returns its own device. Raises ConfigError as `choose_device` does."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if config.learner.threads or device.type == "cpu":
-        torch.set_num_threads(config.learner.threads or max(torch.get_num_threads() // local_ranks, 1))
-    torch.manual_seed(config.run.seed)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    if device.type == "cuda":
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # microbatches differ in length
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-        attention.choose(config.learner.attention, device, getattr(torch, config.model.dtype))  # also loads the kernel
-    return device
 
 
 def train(config: Config, device: torch.device, form: ImageFormat | None = None) -> Finished | None:
@@ -166,7 +141,8 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         patches = max_sample_patches(config, form) if form else 0
         config = decide_gather(decide_speed(config, gpu_memory(device), mesh, patches), device, mesh, patches)
-        expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), rank == 0, patches)
+        sends = copies_over(config, shards(mesh), rank)
+        expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), sends, patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         policy, algorithm = build(config, mesh, budget, form)
         saved = path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions, shards(mesh)
@@ -200,52 +176,6 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
     return draining.finished
 
 
-def max_sample_patches(config: Config, form: ImageFormat) -> int:
-    """Most patches of the images of one sample: as many as its tokens, or as its images, can be."""
-    most = config.data.max_images * form.max_pixels // form.patch**2
-    return min(most, max_sample_tokens(config) * form.merge**2)
-
-
-def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: int) -> Config:
-    """Return `config` with `learner.compile`, `activation_checkpointing` and `head_chunk_tokens` decided, the same on
-    all ranks.
-
-    A collective, because GPUs of ranks may differ. `memory`: bytes of this rank's GPU (None: on CPU). `patches`: the
-    most that one sample has.
-    """
-    written, versions, on_gpu = config.learner, config.run.versions, memory is not None
-    tokens, reference, sends = least_microbatch(config, patches), keeps_reference(config), mesh.get_rank() == 0
-    automatic = written.model_copy(update={"compile": "auto", "activation_checkpointing": "auto"})
-    decided = []
-    for learner in (written, automatic):
-        ways = speed.fastest_first(learner, on_gpu, versions)
-        sizes = shards(mesh), memory, tokens
-        decided.append((ways, speed.choose(config.model, ways, *sizes, reference=reference, sends=sends)))
-    agreed = collectives.all_reduce_max(*(index for _, index in decided))
-    chosen, best = (ways[int(index)] for (ways, _), index in zip(decided, agreed, strict=True))
-    speed.report(written, chosen, on_gpu, versions, tokens)
-    speed.report_slower(written, chosen, best)
-    return config.model_copy(update={"learner": chosen})
-
-
-def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:
-    """`config` with `learner.gather: auto` decided, and for all ranks alike, though their GPUs may differ: a collective
-    of them. `patches`: most of one sample."""
-    tokens, reference, sends = least_microbatch(config, patches), keeps_reference(config), mesh.get_rank() == 0
-    sizes = shards(mesh), gpu_memory(device), tokens
-    own = choose_gather(config.model, config.learner, *sizes, reference=reference, sends=sends)
-    (apart,) = collectives.all_reduce_max(own.gather == "pass")
-    if apart and own.gather == "batch":
-        log.info("learner.gather: pass, as another rank has no room for batch")
-    gather = "pass" if apart else "batch"
-    return config.model_copy(update={"learner": own.model_copy(update={"gather": gather})})
-
-
-def keeps_reference(config: Config) -> bool:
-    """Whether there is a second, frozen model: with an adapter the policy's own base is the reference."""
-    return needs_reference(config.algorithm) and config.model.lora is None
-
-
 def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None) -> tuple[Policy, Algorithm]:
     """The policy, and its algorithm with optimizer and, if the loss needs one, reference model."""
     temperature, entropy_gradient = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
@@ -267,9 +197,9 @@ def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | Non
 
 def open_weights_wire(
     config: Config, policy: Policy, mesh: DeviceMesh, form: ImageFormat | None
-) -> Sender | Follower | Bystander:
-    """This rank's end of the weights wire: the first replica gathers and rank 0 sends. Raises ConfigError if a sample
-    is too short for its probe, or rank 0 cannot listen on `weights.host`."""
+) -> Sender | RowRank | Follower | Bystander:
+    """This rank's end of the weights wire: the first replica publishes. Raises ConfigError if a sample is too short for
+    its probe, or rank 0 cannot listen on `weights.host`."""
     if replica(mesh) > 0:
         return Bystander()
     specs, seed, frozen = policy.weight_specs(), config.run.seed, policy.frozen_names()
@@ -280,12 +210,25 @@ def open_weights_wire(
     else:
         tokens, image = shown_tokens(tokenizer, longest, form)
         probe = ShownProbe(tokens, image, one_shown(tokens, [image]))
+    ranks = sending_ranks(policy, mesh) if publishes_rows(config, shards(mesh)) else None
     if mesh.get_rank() > 0:
+        if ranks:
+            return RowRank(specs, config.weights, seed, policy.device, ranks, probe, frozen)
         return Follower(specs, config.weights, seed, probe, frozen)
     check_weights_host(config.weights.host)
     keys = load_server_keys(ready(config.buffer.address, config.run.path), "learner")
     folder = config.run.path / "weights"
-    return Sender(specs, config.weights, seed, policy.device, probe, folder=folder, frozen=frozen, keys=keys)
+    return Sender(
+        specs, config.weights, seed, policy.device, probe, folder=folder, frozen=frozen, ranks=ranks, keys=keys
+    )
+
+
+def sending_ranks(policy: Policy, mesh: DeviceMesh) -> SendingRanks:
+    """The ranks of the first replica, this one among them, of which each sends its own rows."""
+    group = mesh.get_group(mesh.ndim - 1)
+    store, number = default_store("rows"), shards(mesh)
+    agree = partial(collectives.broadcast_from_first, group=group)
+    return SendingRanks(mesh.get_rank(), number, store, agree, policy.replicated_names())
 
 
 def check_weights_host(host: str) -> None:

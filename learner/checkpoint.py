@@ -13,6 +13,7 @@ which hold a whole copy and hand it to the other replicas when it is restored.
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ from learner.model.policy import Policy
 from learner.saved import adapter_files, export
 from learner.saved.manifest import (
     AdapterOf,
+    DataPosition,
     adapter_of,
     discard,
+    position_of,
     recover,
     reward_of,
     seal,
@@ -73,8 +76,11 @@ class Checkpoints:
         optimizer: Optimizer,
         versions: int,
         shards: int | None = None,
+        position: Callable[[int], DataPosition] | None = None,
     ) -> None:
-        """`shards`: ranks that share one copy of the model; None for all."""
+        """`shards`: ranks that share one copy of the model; None for all. `position`: of a version, in supervised
+        fine-tuning."""
+        self._position = position
         self.folder, self.model, self.config, self.optimizer, self.versions = folder, model, config, optimizer, versions
         rank, world = dist.get_rank(), dist.get_world_size()
         self.shards = shards or world
@@ -116,6 +122,7 @@ class Checkpoints:
             return 0
         folder = folder_of(self.folder, version)
         self._check_adapter(folder, self._adapter(policy))
+        self._require(_misplaced(folder, self._position and self._position(version)) if dist.get_rank() == 0 else None)
         self._require(refusal(folder / "state") if dist.get_rank() == 0 else None)
         state = self._state(policy, version)
         if self._writes:
@@ -253,7 +260,10 @@ class Checkpoints:
             private_folder(partial / "state")
             response = async_save(state, storage_writer=Writer(partial / "state"), process_group=self._writers)
             shards = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
-            self._writing = self._thread.submit(self._complete, shards, partial, weights, self._reward, adapter)
+            position = self._position and self._position(version)
+            self._writing = self._thread.submit(
+                self._complete, shards, partial, weights, self._reward, adapter, position
+            )
         self._last = version
         return True
 
@@ -264,6 +274,7 @@ class Checkpoints:
         weights: dict[str, Tensor] | None,
         reward: float | None,
         adapter: AdapterOf | None,
+        position: DataPosition | None,
     ) -> None:
         """In the thread: wait for all ranks' shards; rank 0 then makes the folder a checkpoint and removes old ones."""
         shards.result()
@@ -272,7 +283,7 @@ class Checkpoints:
         if weights is not None:
             write = adapter_files.write if adapter else export.write
             write(weights, self.model, partial / self._export)
-        seal(partial, reward, adapter)
+        seal(partial, reward, adapter, position)
         rewards = {version: reward_of(folder_of(self.folder, version)) for version in complete(self.folder)}
         for version in rewards.keys() - versions_to_keep(rewards, self.config):
             discard(folder_of(self.folder, version))
@@ -325,6 +336,19 @@ def _refusal(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> str 
         problem = f"model.path: {model.path} has other weights, or model.dtype is another, than when {folder}"
         return f"{problem} was written; give it back what it had, or begin another run"
     return None
+
+
+def _misplaced(folder: Path, wanted: DataPosition | None) -> str | None:
+    """What is wrong if the checkpoint in `folder` was trained on other data than the run now has; None if nothing."""
+    found = position_of(folder)
+    if found == wanted:
+        return None
+    if found is None or wanted is None:
+        kinds = ("supervised fine-tuning", "reinforcement learning")
+        was, now = kinds if wanted is None else reversed(kinds)
+        return f"run.name: {folder} is a checkpoint of {was}, and this run is {now}; choose another run.name"
+    what = f"the demonstrations in tokens are not those with which {folder} was trained"
+    return f"data.train: {what}; give back data, tokenizer and chat template as they were, or begin another run"
 
 
 def _seen(marker: Path) -> bool:

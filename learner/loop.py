@@ -10,13 +10,14 @@ from learner.model.policy import Policy
 from learner.record.metrics import Metrics
 from learner.sound import SoundSteps
 from learner.weights.sender.publish import Bystander, Follower, Sender
+from learner.weights.sender.row_rank import RowRank
 
 
 def run(
     policy: Policy,
     algorithm: SoundSteps,
     batches: Draining,
-    weights: Sender | Follower | Bystander,
+    weights: Sender | RowRank | Follower | Bystander,
     checkpoints: Checkpoints,
     metrics: Metrics,
     versions: int,

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig
@@ -118,6 +119,12 @@ def make_mesh(device_type: str, shard: int) -> DeviceMesh:
 def shards(mesh: DeviceMesh) -> int:
     """Ranks that share one copy of the model."""
     return mesh.size(mesh.ndim - 1)
+
+
+def default_store(prefix: str) -> Store:
+    """The store in which all ranks have met, for keys of its own, over a connection of its own: another one may be
+    blocked by a wait."""
+    return PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
 
 
 def replica(mesh: DeviceMesh) -> int:

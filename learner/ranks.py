@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from configs.entrypoint import ABOVE, DONE, ENDINGS, FAILED, FORCING, PROGRESS, StopSignals
 from configs.load import ConfigError
+from configs.own_packages import command
 from configs.plain_text import print_visible
 from configs.schema import LearnerConfig
 from configs.variables import RANK, TORCHRUN
@@ -168,7 +169,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
     context = start_processes(
         "learner",
         sys.executable,
-        args={rank: ("-m", "learner", *argv) for rank in local},
+        args={rank: command("learner", *argv)[1:] for rank in local},
         envs={rank: shared | {"RANK": str(first + rank), "LOCAL_RANK": str(rank)} for rank in local},
         logs_specs=DefaultLogsSpecs(),
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-CORE = ("actors", "buffer", "configs", "learner", "rollout")
+CORE = ("actors", "buffer", "configs", "headrace", "learner", "rollout")
 PACKAGES = (*CORE, "benchmarks", "examples", "tests")
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

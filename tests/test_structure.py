@@ -17,7 +17,7 @@ import pytest
 from tests.sizes import code_lines
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("actors", "buffer", "configs", "learner", "rollout")
+PACKAGES = ("actors", "buffer", "configs", "headrace", "learner", "rollout")
 
 WIRE = {
     *("configs", "buffer.images", "buffer.image_rows", "buffer.data", "buffer.problems", "buffer.curve"),
@@ -26,6 +26,8 @@ WIRE = {
 """What the other processes may import of the buffer: the ledger and the store are its own."""
 MAY: dict[str, set[str]] = {
     "configs": {"configs"},
+    "configs.own_packages": {"configs.own_packages"},
+    "headrace": {"headrace"},  # imported beside a user's own packages of our names
     "buffer": {"configs", "buffer"},
     "buffer.images": {"configs", "buffer.images"},
     "buffer.image_rows": {"configs", "buffer.images", "buffer.image_rows"},
@@ -50,6 +52,10 @@ MAY: dict[str, set[str]] = {
         "buffer.inspect",
     },
     "learner": {*WIRE, "learner"},
+    "learner.sft": {  # whose rows become texts as a rollout server's do, in the buffer's order
+        *(*WIRE, "learner", "buffer.ledger.schedule", "buffer.store.lock"),
+        *("rollout.templates", "rollout.episodes.prompts", "rollout.episodes.row_messages", "rollout.errors"),
+    },
     "learner.weights": {*WIRE, "learner.weights"},  # rollout imports it: it must not bring the learner along
     "learner.algorithms": {"configs", "learner.algorithms"},
     "learner.saved.manifest": {"configs", "learner.saved.manifest"},
@@ -62,7 +68,11 @@ MAY: dict[str, set[str]] = {
     "actors.live": {*("configs", "buffer", "actors.process"), *("actors.watch", "actors.report", "actors.live")},
     "actors.doctor": {
         *("configs", "buffer", "rollout", "actors.process", "actors.doctor"),
-        "learner.model.exactness",  # in a process of its own, which imports torch
+        *("learner.model.exactness", "learner.algorithms.own_trial"),  # in processes of their own, which import torch
+    },
+    "actors.doctor.forecast": {
+        *("configs", "buffer", "actors.doctor", "learner.model", "learner.algorithms"),
+        "learner.train.pictures",  # by price.py only where there is a card to estimate for: torch is slow to import
     },
     "actors.scaling": {"configs", "buffer", "actors.process", "actors.watch", "actors.scaling"},
     "actors.supervise": {
@@ -74,7 +84,7 @@ MAY: dict[str, set[str]] = {
 
 ONLY: dict[str, Callable[[str], bool]] = {
     "torch": lambda file: file.startswith(("learner/", "rollout/", "actors/")),
-    "vllm": lambda file: file.startswith("rollout/engine/"),
+    "vllm": lambda file: file.startswith("rollout/engine/door/vllm_"),
     "ray": lambda file: file.startswith(("actors/supervise/ray_cluster.py", "actors/supervise/cluster/")),
     "pickle": lambda file: file == "learner/saved/shards.py",  # which refuses what could run a program
 }
@@ -261,6 +271,8 @@ def test_the_package_of_the_learner_is_light() -> None:
         ("buffer/store/sqlite.py", "import rollout.loop"),
         ("buffer/store/sqlite.py", "from importlib import import_module\nimport_module('learner.loop')"),
         ("rollout/loop.py", "import vllm"),
+        ("rollout/engine/vllm_engine.py", "from vllm import AsyncEngineArgs"),
+        ("rollout/engine/door/leant_on.py", "def f():\n    import vllm"),
         ("rollout/tasks/tools.py", "if TYPE_CHECKING:\n    from vllm import LLM"),
         ("rollout/loop.py", "from learner import policy"),
         ("rollout/loop.py", "from learner.head import logprobs"),
@@ -297,7 +309,7 @@ def test_a_forbidden_import_is_found(file: str, source: str) -> None:
     [
         ("configs/load.py", "import yaml\nfrom configs.schema import Config\nfrom . import keys"),
         ("buffer/store/sqlite.py", "import numpy, buffers, torchless\nfrom configs import load"),
-        ("rollout/engine/vllm_engine.py", "from vllm import AsyncEngineArgs\nimport torch"),
+        ("rollout/engine/door/vllm_client.py", "from vllm import AsyncEngineArgs\nimport torch"),
         (
             "rollout/loop.py",
             "from learner.weights.receiver import Receiver\nfrom learner import weights\nfrom .engine import Engine",
@@ -309,7 +321,7 @@ def test_a_forbidden_import_is_found(file: str, source: str) -> None:
         ("learner/loop.py", "from learner.weights import sender"),
         ("buffer/inspect.py", "from buffer.store import sqlite\nfrom buffer.wire.client import Connection"),
         ("buffer/__main__.py", "from buffer import inspect\nfrom buffer.ledger.rules import Ledger"),
-        ("rollout/engine/worker.py", "from vllm.config import VllmConfig"),
+        ("rollout/engine/door/vllm_worker.py", "from vllm.config import VllmConfig"),
         ("learner/train/step.py", "from learner.model import policy\nfrom learner.algorithms import LOSSES"),
         (
             "actors/supervise/ray_cluster.py",

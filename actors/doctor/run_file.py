@@ -26,7 +26,7 @@ from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
 from configs import variables
 from configs.architecture import PROVEN
-from configs.checks import check, cluster_of, existing, named_by, unpublishable
+from configs.checks import check, cluster_of, existing, named_by, refuse_sft
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
@@ -36,6 +36,7 @@ from configs.load import ConfigError, parse
 from configs.model_facts import SPARE_BYTES, model_facts
 from configs.origins import credentials
 from configs.plain_text import print_visible, visible_line
+from configs.publishing import unpublishable
 from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
 from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers, unserved_heads
 from rollout.engine.arguments import problems as engine_problems
@@ -50,7 +51,7 @@ LOOPBACK = {
 ROWS = 1000
 """Rows of data.train that are made prompts."""
 IMAGE_BYTES = 32 * 2**20
-"""Of the images of these rows, which are copied to each process that tries something."""
+"""Most bytes of the images of these rows, which are copied to each process that tries something."""
 
 
 def main() -> int:
@@ -78,6 +79,10 @@ def is_live(config: Config) -> bool:
 
 def judge(config: Config, live: bool | None = None) -> Judgement:
     """All that is known of `config` on this machine before anything is started. `live`: see `is_live`, None asks it."""
+    try:
+        refuse_sft(config)
+    except ConfigError as error:
+        return Judgement(refused=[*error.problems])
     live = is_live(config) if live is None else live
     further: list[str] = []
     rows: Rows = []
@@ -213,11 +218,14 @@ def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
         "reward": ("reward.function", "reward.kwargs", "reward.model"),
         "task": ("rollout.task", "rollout.environment"),
         "architecture": ("model.path",),
+        "algorithm": ("algorithm.",),
     }
     if config.rollout.task in ("single_turn", "agent"):
         del keys["task"]
     if config.reward.function == "task":
         del keys["reward"]
+    if ":" not in config.algorithm.loss + config.algorithm.advantage:
+        del keys["algorithm"]
     if model_facts(config.model.path).kind in PROVEN:
         del keys["architecture"]
     return [part for part, names in keys.items() if not any(line.startswith(names) for line in refused)]

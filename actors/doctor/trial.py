@@ -28,6 +28,7 @@ from buffer.image_rows import IMAGES
 from configs.architecture import is_proven
 from configs.data.sources import told
 from configs.load import ConfigError, dump, parse
+from configs.own_packages import command
 from configs.schema import Config
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
     """The process that tries `part`, and a function that waits for its judgement; nothing of it is left at the end."""
     with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as folder:
         (Path(folder) / "given").write_bytes(given)
-        line = [sys.executable, "-m", "actors.doctor.trial", part, folder]
+        line = command("actors.doctor.trial", part, folder)
         none = subprocess.DEVNULL
         process = subprocess.Popen(line, stdin=none, stdout=none, stderr=none, start_new_session=True)
 
@@ -271,6 +272,17 @@ def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
         trial.found.facts.append(line)
 
 
+def algorithm(trial: Trial, config: Config, rows: Rows, _: int) -> None:
+    """Let the learner try a loss and an advantage of the user on a tiny batch."""
+    from learner.algorithms.own_trial import check_own  # imports torch, which takes seconds
+
+    chosen = config.algorithm
+    key, name = ("algorithm.loss", chosen.loss) if ":" in chosen.loss else ("algorithm.advantage", chosen.advantage)
+    with trial.importing(key, name, import_s(config)):
+        tried = list(check_own(chosen, config.sampling.max_tokens, config.rollout.task != "single_turn"))
+    trial.found.facts += tried
+
+
 def judge_failures(found: Judgement, config: Config, failed: dict[int, str], others: int) -> None:
     """Rows that cannot be made a prompt: refused if all of them."""
     example = next(f"row {number}: {reason}" for number, reason in failed.items())
@@ -403,7 +415,7 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
     late = f"{asked} gave none within {import_s(config):g} s"
     made: object = function.function
     if isinstance(made, HttpModel):
-        made.wait_elsewhere()  # a server that is not there is told at once
+        made.wait_elsewhere()  # a server that is not there is reported at once
     with trial.limit(import_s(config), trial.found.warnings, late), asyncio.Runner() as runner:
         for number, row in rows:
             answer = [Answer(text="", num_tokens=0, row=row)]
@@ -444,6 +456,7 @@ def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 PARTS: dict[str, tuple[str, Callable[[Trial, Config, Rows, int], None]]] = {
     "prompts": ("model.path", prompts),
     "architecture": ("model.path", architecture),
+    "algorithm": ("algorithm.loss", algorithm),
     "reward": ("reward.function", reward),
     "task": ("rollout.task", task),
 }

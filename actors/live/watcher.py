@@ -15,6 +15,7 @@ from actors.watch.metrics_log import Records
 from actors.watch.overview import Overview, look_over
 from actors.watch.run_state import ending, last_life, stored, when
 from actors.watch.state_poll import EVERY_S, StatePoll
+from actors.watch.tuning import is_tuned, tuner
 from buffer.curve import is_loopback
 from buffer.keys import KeysError, NoKeys
 from buffer.store.faults import StoreError
@@ -103,13 +104,13 @@ class Watcher:
 
     def _look(self) -> Overview:
         self._read_config()
-        now, answers, ended = time.time(), self.state is not None, ""
+        now, answers, ended = time.time(), self.state is not None or bool(tuner(self.config, self.run)), ""
         state = self.state
         if state is None:
             state = self._from_file()
             ended = ending(self.config, self.run, state, records=self.records)
         overview = look_over(self.config, self.records, state, now, ended, answers, self._launched)
-        if overview.status != "silent":
+        if overview.status != "silent" or is_tuned(self.config):
             return overview
         return replace(overview, told=self._silence())
 

@@ -9,6 +9,7 @@ let D = JSON.parse($("data").textContent);
 const CHARTS = {
   learn: [
     { t: "reward", p: "mean of a batch; bold: mean of 20 versions", s: [["reward/mean", 0, { w: 1, a: .35 }], ["~reward/mean", 0, { w: 2.5 }]] },
+    { t: "loss", p: "mean over trained tokens of a batch; bold: mean of 20 versions", only: "tokens_trained", s: [["loss", 0, { w: 1, a: .35 }], ["~loss", 0, { w: 2.5 }]] },
     { t: "evaluation", p: "on problems kept out of training", x: "evaluations", dots: true },
     { t: "groups all right, none right", p: "what is left between them is what teaches", s: [["groups/solved_all", 2], ["groups/solved_none", 5]], range: [0, 1] },
     { t: "problems by solved share", p: "never drawn, never solved, in between, always solved; retired are among these", s: [["problems/unseen", 7], ["problems/unsolved", 5], ["problems/between", 0, { w: 2 }], ["problems/solved", 2], ["problems/retired", 6]] },
@@ -81,7 +82,7 @@ function dataOf(chart, series) {
   if (chart.stack) { let top = null; return [x, ...cols.map(c => top = c.map((v, i) => (v || 0) + (top ? top[i] : 0)))]; }
   return [x, ...cols.map(c => chart.log ? c.map(v => v == null || v <= 0 ? null : Math.max(v, 1e-8)) : c)];
 }
-const has = chart => { const [, get] = tableOf(chart), base = k => chart.x ? k : k.replace(/^[~%]/, ""); return seriesOf(chart).some(s => get(base(s[0])).some(v => v != null)); };
+const has = chart => { if (chart.only && !D.columns[chart.only]) return false; const [, get] = tableOf(chart), base = k => chart.x ? k : k.replace(/^[~%]/, ""); return seriesOf(chart).some(s => get(base(s[0])).some(v => v != null)); };
 
 const drawn = [];
 function addChart(chart, grid) {

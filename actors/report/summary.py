@@ -22,6 +22,7 @@ from actors.watch.figures import without_effect
 from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.overview import Overview, look_over
 from actors.watch.run_state import ending, failures, find_run, last_life, stored, when
+from actors.watch.tuning import is_tuned
 from buffer.store.faults import StoreError
 from buffer.transcript import lines
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
@@ -99,6 +100,10 @@ def summary(report: Report) -> Iterator[str | Text]:
         first, last = rewards[:5], rewards[-20:]
         now, then = figure(fmean(last), ".3f"), figure(fmean(first), ".3f")
         yield f"\nreward: first {len(first)} versions {then}, last {len(last)} versions {now}"
+    if tuned := is_tuned(report.config) and report.records.column("loss")[1]:
+        first, last = tuned[:5], tuned[-20:]
+        now, then = figure(fmean(last), ".3f"), figure(fmean(first), ".3f")
+        yield f"\nloss: first {len(first)} versions {then}, last {len(last)} versions {now}"
     yield from without_effect(report.records)
     if ages := report.records.column("age/max")[1]:
         yield f"largest age {max(ages):.0f} (batch.max_staleness {report.config.batch.max_staleness})"

@@ -33,7 +33,7 @@ class Look:
     """Versions trained."""
     learner_waits: bool
     places: float
-    """Of all servers together, parked ones included."""
+    """Places of all servers together, parked ones included."""
     parked: float
     leased: int
     """Groups that are being made."""

@@ -1,6 +1,6 @@
 """The rollout servers of a run while it goes on: places further ones, drains some, as a person or the rule wants it.
 
-Sees in the buffer's State how many are wanted (`State.wanted_servers`, which `python -m actors scale` sets), tells it
+Sees in the buffer's State how many are wanted (`State.wanted_servers`, which `python -m actors scale` sets), sends it
 what is kept (`Kept`), and has the supervisor add and drain. With `rollout.servers: {min, max}` and no number of a
 person, `actors/scaling/rule.py` decides, and its number is kept in the buffer too. Built by `launch.py`.
 """
@@ -53,7 +53,7 @@ class Fleet:
         if isinstance(servers, ServerRange):
             self._rule = Rule(servers.min, servers.max, config.batch.max_staleness)
         self._numbers = count(self.wanted)
-        """Of the next servers: a name is never used twice in a launch."""
+        """Numbers of the next servers: a name is never used twice in a launch."""
         self._drains: set[asyncio.Task[None]] = set()
 
     async def follow(self, poll: StatePoll) -> None:
@@ -95,7 +95,7 @@ class Fleet:
         return wish
 
     def kept(self) -> Kept:
-        """What the buffer is told."""
+        """The message to the buffer about what is kept."""
         least, most, bound = self._bounds()
         return Kept(
             servers=self._supervisor.servers(),

@@ -19,7 +19,7 @@ from configs.entrypoint import DONE, ENDINGS, unless
 TOGETHER_S = 120.0
 """Time that the other nodes get to end by themselves once the learner is done on one."""
 LEAVE_MARGIN_S = 3.0
-"""Of a notice: for calls between nodes."""
+"""Part of a notice that is left for calls between nodes."""
 LOST = 137
 """Exit code of a member's process that is lost with its node."""
 
@@ -216,7 +216,7 @@ class Gang:
                 await self._report(event.kind, event.text if plain else f"{where}: {event.text}")
 
     async def _move(self, why: str) -> None:
-        """Wait until every node that leaves has left, also one that is told of meanwhile."""
+        """Wait until every node that leaves has left, also one that gets notice meanwhile."""
         await self._report("failed", f"{why}; it begins again once that has left")
         while self._leaving and not self._stopping.is_set():
             node, until = next(iter(self._leaving.items()))

@@ -1,9 +1,10 @@
 """A guard: runs one command and makes sure that nothing the command started outlives it, or outlives the guard's owner.
 
 The owner (`keeper.py` for each process of a run, `actors/__main__.py` for the launcher) makes a `Guarded`, which runs
-this file by path, isolated (`python -I`), so it may import the standard library and psutil only. They talk over a
-socket that keeps messages apart: the owner sends the command line once, as a JSON list, then numbers of signals; the
-guard answers `{"pid": N}` and, when nothing is left, `{"code": N}`. It waits for the owner and for SIGCHLD.
+this file by path, isolated (`python -I`), so it imports only the standard library, psutil and
+`configs/parent_death.py`. They talk over a socket that keeps messages apart: the owner sends the command line once, as
+a JSON list, then numbers of signals; the guard answers `{"pid": N}` and, when nothing is left, `{"code": N}`. It waits
+for the owner and for SIGCHLD.
 
 The end of the owner's messages means kill, and an owner that dies ends them: no command outlives its owner, even one
 that got SIGKILL. The guard is the subreaper of all descendants of the command, so it also finds those that left its
@@ -11,7 +12,6 @@ session, as torch elastic's ranks do. If the guard itself is killed, the kernel 
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -21,11 +21,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+if __name__ == "__main__":  # isolated, so Python does not look here by itself
+    sys.path.insert(0, os.fspath(Path(__file__).parents[2]))
+
+from configs.parent_death import adopt_orphans, end_with_parent
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a scheduler or a terminal may send to all processes of a run. A guard leaves them to its owner."""
 GRACE_S = 2.0
@@ -104,14 +109,14 @@ class Guard:
         send(self.owner, {"code": LOST if self.code is None else self.code})
 
     def start(self, argv: list[str]) -> None:
-        libc, guard = ctypes.CDLL(None), os.getpid()
+        guard = os.getpid()
 
         def die_with_guard() -> None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            end_with_parent()
             if os.getppid() != guard:  # the guard died before the line above
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         quiet = subprocess.DEVNULL
         self.command = subprocess.Popen(argv, stdin=quiet, start_new_session=True, preexec_fn=die_with_guard)
         send(self.owner, {"pid": self.command.pid})
@@ -163,7 +168,7 @@ def send(end: socket.socket, message: object) -> None:
 
 
 def receive(end: socket.socket, at_end: Any) -> Any:
-    """The next JSON value, or `at_end` when the other end says no more or is dead."""
+    """The next JSON value, or `at_end` when the other end is closed or dead."""
     with contextlib.suppress(OSError):
         if message := end.recv(MESSAGE_BYTES):
             return json.loads(message)

@@ -6,6 +6,7 @@ machine (`one_machine.py`) or on a cluster (`ray_cluster.py`), and waits for the
 ends when the learner does. Started by `actors/__main__.py` under a guard, so that nothing outlives it.
 `--fork-from RUN[@vN]` begins a new run from a checkpoint of another one.
 `--accept-loss` goes on with a run that has lost commits of its ledger, or all of it.
+`--dry-run` lets the model answer a few problems, scores them, and ends (`dry_run.py`).
 """
 
 import asyncio
@@ -40,6 +41,7 @@ from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
 from configs.load import ConfigError, read, write
 from configs.origins import variables
+from configs.own_packages import command
 from configs.plain_text import print_visible
 from configs.schema import Config
 from configs.variables import for_children, run_folder
@@ -54,9 +56,11 @@ ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEV
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 when the run is done or was before, 2: bad input, 1: a process cannot be kept or the run was given
     up, 3: the data ended before `run.versions`, 128 + N: signal N."""
-    switches = {name: {"action": "store_true"} for name in ("no_report", "accept_loss")}
+    switches = {name: {"action": "store_true"} for name in ("no_report", "accept_loss", "dry_run")}
     flags, argv = split_flags(argv, PROG, fork_from={"metavar": "RUN[@vN]"}, **switches)
     config = read(argv, PROG)
+    if flags.dry_run:
+        return dry(config)
     if cluster := cluster_of(config):
         config = on_cluster(config, cluster)
     try:
@@ -89,6 +93,18 @@ def main(argv: Sequence[str]) -> int:
 
         summary.main([str(config.run.path)])
     return code
+
+
+def dry(config: Config) -> int:
+    """Judge the run file, then try model and reward on a few problems. Exit code: 2 for a run that may not start."""
+    from actors.supervise import dry_run  # imports the hub's client, which is slow
+
+    try:
+        print_visible("\n".join(check_here(config).lines()))
+        return dry_run.main(config)
+    except ConfigError as error:
+        print_visible(error, sys.stderr)
+        return BAD_INPUT
 
 
 def prepare(config: Config, source: accept.Source | None = None, loss_accepted: bool = False) -> Path:
@@ -133,7 +149,7 @@ def _process(
     cleaned = for_children(given, own_hosts(config))
     env = {key: value for key, value in cleaned.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
     module = ("rollout", "reward") if role == "reward" else (role,)
-    argv, nodes = (sys.executable, "-m", *module, file, *flags), config.learner.nodes if role == "learner" else 1
+    argv, nodes = command(*module, file, *flags), config.learner.nodes if role == "learner" else 1
     return Process(name, role, argv, log, os.getcwd(), env, gpus, nodes, drain_s)
 
 

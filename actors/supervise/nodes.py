@@ -1,6 +1,6 @@
 """News of a cluster's nodes: one is lost, one has joined, one leaves because its machine is taken away.
 
-`NodeWatch` looks at Ray's list of nodes each second, for Ray tells nobody when it changes, says what became of the
+`NodeWatch` looks at Ray's list of nodes each second, for Ray reports no change, reports what became of the
 processes there, and has those on a node that leaves drained in time. Runs beside the supervisor, as part of `Cluster`.
 """
 
@@ -23,7 +23,7 @@ STARTS_S = 10.0
 NOTICE_S = 30.0
 """Notice of a node that leaves where Ray knows no deadline."""
 CALL_S = 2.0
-"""Of a notice: until everybody concerned has heard of it."""
+"""Part of a notice that is left for the calls which pass it on."""
 
 
 class ClusterNode(NamedTuple):

@@ -51,7 +51,7 @@ LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on loopback only
 }
 CPU_SHARE = 0.01
-"""Of a CPU, for what takes no GPU but is to be spread over nodes: Ray counts what is taken."""
+"""Share of a CPU for what takes no GPU but is to be spread over nodes: Ray counts what is taken."""
 CONNECT_S = 10.0
 CONNECTED: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
 

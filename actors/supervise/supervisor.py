@@ -56,11 +56,11 @@ class Supervisor:
         self._keepers: dict[str, Placed] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._lives: dict[str, ServerLife] = {p.name: "placing" for p in processes if p.role == "rollout"}
-        """Of the rollout servers."""
+        """State of each rollout server, by name."""
         self._added: set[str] = set()
         """Names of servers that were added while the run went on."""
         self._drains: dict[str, asyncio.Task[None]] = {}
-        """Of servers that are drained, or were, while the run goes on."""
+        """Tasks that drain servers, or have drained them, while the run goes on."""
         self._ended: set[str] = set()
         """Names of processes that will not be started again."""
         self._news: asyncio.Queue[tuple[Process, Event] | int | BaseException] = asyncio.Queue()

@@ -186,8 +186,8 @@ def sets_of(record: Record) -> dict[str, dict[str, float]]:
 
 
 def shares(figures: Mapping[str, float]) -> list[str]:
-    """Names of the figures that say how much is solved: mean@N, then pass@K and pass^K."""
-    return [key for key in figures if key.startswith(("mean@", "pass@", "pass^"))]
+    """Names of the figures that say how much is solved: mean@N, then pass@K and pass^K; the loss of demonstrations."""
+    return [key for key in figures if key == "loss" or key.startswith(("mean@", "pass@", "pass^"))]
 
 
 def evaluation_lines(record: Record) -> list[str]:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from statistics import fmean
 from typing import Any
 
-from actors.watch import figures
+from actors.watch import figures, tuning
 from actors.watch.advice import Alert, find_alerts, recommend, situation
 from actors.watch.metrics_log import Record, Records
 from actors.watch.run_state import fullness, silent, waiting_rows
@@ -61,8 +61,9 @@ def look_over(
     answers: bool = False,
     launched: float = 0.0,
 ) -> Overview:
-    """The run at `now` (Unix time). `answers`: `state` is the buffer's answer, not what its file holds; `ended`: how
-    the run ended, if it has; `launched`: Unix time of its last launch, 0 where that is not known."""
+    """The run at `now` (Unix time). `answers`: `state` is the buffer's answer, not what its file holds, or a process
+    of this machine fine-tunes the run; `ended`: how the run ended, if it has; `launched`: Unix time of its last launch,
+    0 where that is not known."""
     waits = waiting_rows(state, config) if state and answers else []
     first = f"{waits[0].who} waits for {waits[0].whom}, {waits[0].why}" if waits else ""
     since_s = figures.seconds_since(records, now)
@@ -74,12 +75,17 @@ def look_over(
     if status == "silent" and records.by_version:  # whatever the records say was true before
         advice = f"Nothing answers. If the launcher is gone too, go on with: {GO_ON} {config.run.path / 'config.yaml'}."
         alerts = [Alert("bad", f"{_told(status, since_s)}; see logs/buffer.log"), *alerts]
+    told = _told(status, since_s)
+    if tuning.is_tuned(config):
+        advice = tuning.go_on(config) if status == "silent" else tuning.advice(records)
+        alerts = [alert for alert in alerts if status != "silent" or "buffer" not in alert.text]
+        told = tuning.go_on(config).partition(".")[0] if status == "silent" else told
     return Overview(
         status=status,
-        told=ended or _told(status, since_s),
+        told=ended or told,
         version=max(records.by_version, default=0),
         versions=config.run.versions,
-        figures=_headline(config, records, state if answers else None),
+        figures=_headline(config, records, state if answers else None, answers),
         advice=advice,
         alerts=alerts,
         waits=[(row.who, row.whom, f"{row.seconds:.1f} s", row.why) for row in waits[:MOST_ROWS]],
@@ -94,8 +100,9 @@ def _told(status: str, since_s: float | None) -> str:
     return f"the buffer does not answer; {ago}" if status == "silent" else ago
 
 
-def _headline(config: Config, records: Records, state: State | None) -> dict[str, str]:
+def _headline(config: Config, records: Records, state: State | None, live: bool) -> dict[str, str]:
     recent, versions = figures.recent(records), config.run.versions
+    last = records.by_version[max(records.by_version)] if records.by_version else {}
     ages = [float(one["age/mean"]) for one in recent if "age/mean" in one]
     looks = [look for _, look in sorted(records.servers.items())]
     now, before = figures.rewards(records)
@@ -104,13 +111,15 @@ def _headline(config: Config, records: Records, state: State | None) -> dict[str
         "version": f"{max(records.by_version, default=0)} / {versions}",
         f"reward, last {figures.LAST}": _number(now, ".3f"),
         f"{figures.LAST} before": _number(before, ".3f"),
-        "learner waits": f"{100 * shares['wait']:.0f} %" if shares else UNKNOWN,
+        "loss": _number(last.get("loss"), ".3f") if tuning.is_tuned(config) else UNKNOWN,
+        "epoch": _number(last.get("epoch"), ".2f"),
+        "learner waits": f"{100 * shares['wait']:.0f} %" if shares and not tuning.is_tuned(config) else UNKNOWN,
         "tokens/s": _number(speed, ",.0f"),
         "age, mean": _number(fmean(ages) if ages else None, ".1f"),
-        "servers": _servers(config, state, looks),
+        "servers": UNKNOWN if tuning.is_tuned(config) else _servers(config, state, looks),
         "time left": figures.time_left(records, versions) or UNKNOWN,
     }
-    if state is None:
+    if state is None and not (live and tuning.is_tuned(config)):
         del shown["time left"]
     return {name: value for name, value in (shown | _cost(config, records, looks)).items() if value != UNKNOWN}
 

@@ -6,7 +6,7 @@ status says so and shows what the files hold. Run by hand at any time, on any ma
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from urllib.request import ProxyHandler, build_opener
@@ -30,6 +30,7 @@ from actors.watch.run_state import (
     waits,
     when,
 )
+from actors.watch.tuning import advice, go_on, is_tuned, tuner
 from buffer.store.faults import StoreError
 from buffer.store.lock import holder
 from buffer.store.past import history
@@ -56,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
     def show(*lines: str, style: str = "") -> None:
         console.print(*map(visible_line, lines), sep="\n", style=style)
 
+    if is_tuned(config):
+        return _tuned(config, run, show)
     answer, held, trouble = asyncio.run(ask(config)), None, ""
     if config.buffer.path:
         try:
@@ -100,6 +103,17 @@ def main(argv: Sequence[str]) -> int:
     return DONE
 
 
+def _tuned(config: Config, run: Path, show: Callable[..., None]) -> int:
+    """Show a run of supervised fine-tuning; exit code as `main`."""
+    ended, process = ending(config, run, None), tuner(config, run)
+    show(*_folder_lines(config, run, ended))
+    if process and not ended:
+        show(f"process {process} trains it", advice(Records(run / "metrics.jsonl", looks=False)))
+    elif not ended:
+        show(go_on(config), style="red")
+    return DONE if process or ended else FAILED
+
+
 def is_well(url: str) -> bool:
     """Whether a reward server answers within REWARD_S that it is well."""
     try:
@@ -119,7 +133,8 @@ def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
         yield from (f"version {version} evaluated on {line}" for line in evaluation_lines(record))
     if records:
         seconds = seconds_since(log, time.time()) or 0.0
-        figures = [f"{key} {value:.4g}" for key, value in records[-1].items() if key in SHOWN]
+        shown = {*SHOWN, *(("loss", "epoch") if is_tuned(config) else ())}
+        figures = [f"{key} {value:.4g}" for key, value in records[-1].items() if key in shown]
         yield f"last record {seconds:.0f} s ago: {', '.join(figures)}"
         yield from without_effect(log)
     checkpoints = sorted(path.name for path in (run / "checkpoints").glob("v*"))

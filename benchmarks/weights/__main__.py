@@ -1,10 +1,11 @@
 """How long does a new policy take to reach running servers, and for how long does it interrupt them?
 
-`python -m benchmarks.weights --cases a,b` needs two GPUs for `a` and `b`, four for `c` and `d`, none for `toy`; with
-`--shared` fewer are enough, which shows that a case works, not how fast it is. Each case starts the real ends
-(`ends.py`), keeps 256 sequences running on each server and publishes versions: first over Headrace's wire, then the
-same weights by vLLM's own NCCLWeightTransferEngine (packed), which is the peer: same servers, same load, but paused.
-The limit is a plain broadcast of 1 GiB between the same GPUs. Prints one table; writes JSON. The weights are random.
+`python -m benchmarks.weights --cases a,b` needs two GPUs for `a` and `b`, three for `e`, four for `c`, `d` and `f`, and
+none for `toy`, `toy2` and `toy3`. With `--shared` fewer are enough, which shows that a case works, not how fast it is.
+Each case starts the real ends (`ends.py`), keeps 256 sequences running on each server and publishes versions: first
+over Headrace's wire, then the same weights by vLLM's own NCCLWeightTransferEngine (packed), which is the peer: same
+servers, same load, but paused. The limit is a plain broadcast of 1 GiB between the same GPUs. Prints one table; writes
+JSON. The weights are random.
 """
 
 import argparse
@@ -100,7 +101,8 @@ def config_of(case: WeightsCase, folder: Path, args: argparse.Namespace) -> dict
         "sampling": {"max_tokens": args.length},
         "rollout": {"tensor_parallel": case.tensor_parallel, "engine": engine},
         "weights": {"probe_every": PROBE_EVERY, "timeout_s": TIMEOUT_S, "probe_tolerance": args.tolerance,
-                    "bucket_mib": args.bucket_mib, "staging": args.staging},
+                    "bucket_mib": args.bucket_mib, "staging": args.staging, "publish": args.publish},
+        "learner": {"ranks": case.ranks},
     }  # fmt: skip
 
 
@@ -231,6 +233,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=768, help="tokens per sequence")
     parser.add_argument("--bucket-mib", type=int, default=1024)
     parser.add_argument("--staging", default="auto")
+    parser.add_argument("--publish", default="auto", help="rows or gather, for cases of several learner GPUs")
     parser.add_argument("--tolerance", type=float, default=0.2, help="of the probe")
     parser.add_argument("--engine", default="{}", help="JSON of engine arguments that override the benchmark's own")
     parser.add_argument("--shape", choices=SHAPES, help="a shape of shapes.py other than the case's")

@@ -44,8 +44,11 @@ def learner(config: Config) -> None:
     """A learner rank. Commands: `mark SERVERS`, `updates N GAP`, `peer WORLD`, `push`, `stop`."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    from configs.publishing import publishes_rows
+    from learner.__main__ import sending_ranks
     from learner.model.policy import Policy
     from learner.weights.sender.publish import Follower, Sender
+    from learner.weights.sender.row_rank import RowRank
 
     rank = int(os.environ["RANK"])
     if GPU:
@@ -55,8 +58,14 @@ def learner(config: Config) -> None:
     policy = Policy(config.model, config.learner, mesh, random=True)
     specs = policy.weight_specs()
     keys = load_server_keys(config.run.path / "keys", "learner")
-    sends = rank == 0
-    wire = Sender(specs, config.weights, 0, policy.device, keys=keys) if sends else Follower(specs, config.weights, 0)
+    ranks = sending_ranks(policy, mesh) if publishes_rows(config, mesh.size()) else None
+    wire: Sender | RowRank | Follower
+    if rank == 0:
+        wire = Sender(specs, config.weights, 0, policy.device, ranks=ranks, keys=keys)
+    elif ranks:
+        wire = RowRank(specs, config.weights, 0, policy.device, ranks)
+    else:
+        wire = Follower(specs, config.weights, 0)
     if isinstance(wire, Sender):
         say(address=wire.address, bytes=wire.stats()["weights/bytes"])
     wire.publish(policy, 0)

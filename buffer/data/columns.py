@@ -16,6 +16,12 @@ ACCEPTED = {
 }
 PROMPT_ONLY = {"a prompt": ("prompt",), "a problem": ("problem",)}
 """Accepted as well where the reward needs no ground truth."""
+DEMONSTRATIONS = {
+    "a chat": ("messages",),
+    "a prompt and its answer": ("prompt", "answer"),
+    "a problem and its answer": ("problem", "answer"),
+}
+"""Accepted in supervised fine-tuning; the first that fits counts."""
 
 
 class ProblemsError(ConfigError):
@@ -26,10 +32,11 @@ class ProblemsError(ConfigError):
 
 
 class ColumnRules:
-    """What the columns of a file are called, and which of them it must have. `renamed`: as `data.columns`."""
+    """What the columns of a file are called, and which of them it must have. `renamed`: as `data.columns`.
+    `demonstrations`: the rows are answers to learn from."""
 
-    def __init__(self, renamed: Mapping[str, str], truth: bool = True) -> None:
-        self.renamed, self.truth = dict(renamed), truth
+    def __init__(self, renamed: Mapping[str, str], truth: bool = True, demonstrations: bool = False) -> None:
+        self.renamed, self.truth, self.demonstrations = dict(renamed), truth, demonstrations
         self._given = {given: ours for ours, given in self.renamed.items()}
 
     def ours(self, name: str) -> str | None:
@@ -56,6 +63,8 @@ class ColumnRules:
 
     def required(self, names: Sequence[str], where: str) -> tuple[str, ...]:
         """The required columns, of the first accepted format that the file has. Raises ProblemsError."""
+        if self.demonstrations:
+            return _demonstrated(names, where)
         accepted = ACCEPTED if self.truth else ACCEPTED | PROMPT_ONLY
         for needed in accepted.values():
             if set(needed) <= set(names):
@@ -77,6 +86,16 @@ class ColumnRules:
         if "reward_model" in needed and not (isinstance(model, dict) and model.get("ground_truth") is not None):
             raise ProblemsError(f"{where}: reward_model has no ground_truth; fill it, or leave the row out")
         require_servable(row, where)
+
+
+def _demonstrated(names: Sequence[str], where: str) -> tuple[str, ...]:
+    """The required columns of a demonstration. Raises ProblemsError."""
+    for needed in DEMONSTRATIONS.values():
+        if set(needed) <= set(names):
+            return needed
+    known = "messages, or prompt and answer, or problem and answer"
+    problem = f"supervised fine-tuning needs the columns {known}; it has {', '.join(names) or 'none'}"
+    raise ProblemsError(f"{where}: {problem}; say in data.columns what they are called")
 
 
 def require_servable(row: dict[str, Any], where: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from buffer.data.servable import unservable
 from configs.data.sources import GeneratedSet
+from configs.own_packages import command
 
 KEPT = 16_384
 """Rows that are kept once they are made: as many as are open at a time, and more."""
@@ -40,11 +41,11 @@ class MakerEnded(EntryError):
 
 
 class EntryMaker:
-    """A Python process with the arguments `command`. It starts at the first request, restarts if it has ended, and ends
+    """A Python process with these `arguments`. It starts at the first request, restarts if it has ended, and ends
     with this process."""
 
-    def __init__(self, command: Sequence[str] = ("-m", "buffer.data.entries")) -> None:
-        self._command = command
+    def __init__(self, arguments: Sequence[str] = command("buffer.data.entries")[1:]) -> None:
+        self._arguments = arguments
         self._process: subprocess.Popen[str] | None = None
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._numbers = count()
@@ -76,7 +77,7 @@ class EntryMaker:
             process.wait()
 
     def _start(self) -> None:
-        line = [sys.executable, *self._command]
+        line = [sys.executable, *self._arguments]
         environment = os.environ | {"PYTHONHASHSEED": HASH_SEED, "PYTHONUNBUFFERED": "1"}
         pipe = subprocess.PIPE
         if self._process and self._process.stdin:

@@ -54,6 +54,10 @@ class FileRows(NamedTuple):
     line: Callable[[int], int] | None = None
     """Number of the line of a row, counted from 1; None for files whose rows are no lines."""
 
+    def place(self, index: int) -> str:
+        """Where a row stands in its file. Example: `line 7`"""
+        return f"line {self.line(index)}" if self.line else f"row {index}"
+
 
 def read(path: Path, rules: ColumnRules, where: str, index: Path | None = None) -> FileRows:
     """The rows of `path`; `where` introduces errors. `index`: folder in which the places of JSON lines are kept."""

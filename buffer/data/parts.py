@@ -33,14 +33,19 @@ class SourcePart(NamedTuple):
 
 
 def open_source(
-    source: MixedSource, data: DataConfig, key: str, truth: bool, index: Path | None = None
+    source: MixedSource,
+    data: DataConfig,
+    key: str,
+    truth: bool,
+    index: Path | None = None,
+    demonstrations: bool = False,
 ) -> list[SourcePart]:
-    """The parts of one source; `index` as for `formats.read`. Raises ProblemsError, and SourceError for a path of
-    nothing."""
+    """The parts of one source; `index` as for `formats.read`, the other arguments as for `ColumnRules`. Raises
+    ProblemsError, and SourceError for a path of nothing."""
     found = generated(source.path)
     if found:
         return [_generated(source, found, f"{key} {source.path}")]
-    rules = ColumnRules(data.columns if source.columns is None else source.columns, truth)
+    rules = ColumnRules(data.columns if source.columns is None else source.columns, truth, demonstrations)
     parts = [_file(path, rules, f"{key} {path}", index) for path in files_of(source.path)]
     for part in parts[1:]:
         _require_alike(parts[0], part)
@@ -100,6 +105,11 @@ class JoinedRows:
     def _place(self, index: int) -> tuple[int, int]:
         part = bisect_right(self.starts, index) - 1
         return part, index - self.starts[part]
+
+    def place(self, index: int) -> str:
+        """Where a row stands, for errors. Example: `data.train a.jsonl: line 7`"""
+        part, row = self._place(index)
+        return f"{self.parts[part].where}: {self.parts[part].rows.place(row)}"
 
     def row(self, index: int) -> dict[str, Any]:
         """A row, without its images."""

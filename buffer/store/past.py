@@ -48,7 +48,7 @@ def store_path(config: Config) -> Path | None:
 
 
 def past(config: Config) -> Past:
-    """Of the run of `config`. Raises ConfigError or StoreError for a file that cannot be read."""
+    """What the store knows of the run of `config`. Raises ConfigError or StoreError for a file that cannot be read."""
     file = store_path(config)
     if file is None or not file.exists():
         return Past(written(config.run.path))

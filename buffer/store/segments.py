@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Segments:
-    """Those in `folder`; continues at byte `end` of segment `number`. With `fsync` appended bytes are on disk."""
+    """Segments in `folder`; continues at byte `end` of segment `number`. With `fsync` appended bytes are on disk."""
 
     def __init__(self, folder: Path, number: int, end: int, fsync: bool = True) -> None:
         self.folder, self.number, self.end, self._fsync = folder, number, end, fsync
@@ -205,10 +205,10 @@ class InMemory:
         return Path("memory")
 
     def missing(self, ends: Mapping[int, int]) -> None:
-        """None is."""
+        """Always None: nothing can be missing in memory."""
 
     def keep(self, numbers: Collection[int]) -> None:
-        """All are."""
+        """Does nothing: all are kept in memory."""
 
     def remove(self, numbers: Collection[int]) -> None:
         """As `Segments.remove`."""

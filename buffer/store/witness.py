@@ -1,6 +1,6 @@
 """The witness: a small file beside the ledger that knows how often the ledger was committed. Used by `sqlite.py`.
 
-SQLite drops what it cannot read of its log without a word: a log that was cut off, or an older copy of the file that
+SQLite silently drops what it cannot read of its log: a log that was cut off, or an older copy of the file that
 somebody put back, is a sound database that lacks the last commits. So each transaction counts itself in the ledger,
 and the number is written here after the commit and before anything is acknowledged. The file is not synced,
 which would take as long as the commit: after a power cut it may be older than the ledger, never newer, unless the

@@ -56,8 +56,8 @@ LOST = {
 
 
 async def broken(socket: zmq.asyncio.Socket) -> AsyncGenerator[int, None]:
-    """The file descriptor of each connection of `socket` that breaks, until cancelled: the kernel tells at once when a
-    process ends, however it does. The descriptor over which a message came is `frame.get(zmq.SRCFD)`."""
+    """The file descriptor of each connection of `socket` that breaks, until cancelled: the kernel reports at once when
+    a process ends, however it does. The descriptor over which a message came is `frame.get(zmq.SRCFD)`."""
     async with aclosing(events_of(socket, zmq.EVENT_DISCONNECTED)) as events:
         async for _, descriptor in events:
             yield descriptor

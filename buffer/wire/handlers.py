@@ -48,10 +48,10 @@ FREE_AT_ONCE = 8
 LOOKERS = ("launcher", "observer")
 """Roles of which several processes may have one name, and which need no config of the run."""
 OBSERVER_S = 60
-"""A process of these roles that is not heard of for so long is forgotten."""
+"""A process of these roles that sends nothing for so long is forgotten."""
 BACK = 0.25
-"""Time to come back after a connection broke, as a share of a lease: more than a heartbeat, so a server that lives is
-heard of by then. A network that fails breaks no connection before the lease ends."""
+"""Time to come back after a connection broke, as a share of a lease: more than a heartbeat, so a server that lives has
+sent something by then. A network that fails breaks no connection before the lease ends."""
 MADE = b"\0"
 """How the identities begin that ZeroMQ makes: for a client that sets none, and for a connection whose client has made
 another one under the same identity, of which messages may be still unread."""
@@ -81,9 +81,9 @@ class Peer:
     """Number of its latest Heartbeat; one that arrives after a later one is ignored."""
     stats: dict[str, float] = field(default_factory=dict)
     broke: float | None = None
-    """When its connection broke; None: it was heard of since."""
+    """When its connection broke; None: it has sent something since."""
     world: int | None = None
-    """A learner rank's, of its latest Take."""
+    """Ranks of the learner, as a rank's latest Take has them."""
     hellos: int = 0
     """Other names under which its connection has said Hello."""
 
@@ -152,7 +152,7 @@ class Handlers:
         self.kept: protocol.Kept | None = None
         """The launcher's last word on its servers."""
         self._noted: list[Change] = []
-        """Of run-file keys, to be written with the next commit."""
+        """Changes of run-file keys, to be written with the next commit."""
         self._revision = 0
         self._replaced: Remembered[str] = Remembered(MOST_RANKS)
         """Tokens of processes whose name another one has taken over."""
@@ -164,7 +164,7 @@ class Handlers:
         self._void_before: int | None = None
         self._bytes: dict[int, int] = store.untrained_bytes()
         self.bytes_stored = sum(self._bytes.values())
-        """Of samples accepted and not yet trained."""
+        """Bytes of the samples that are accepted and not yet trained."""
         self._ended: str | None = None
         """`reasons.ended` as last written; None: nobody knows what the run's last launch wrote."""
         self._broken: dict[bytes, float] = {}
@@ -233,7 +233,7 @@ class Handlers:
             )
         welcome, twins = protocol.Welcome(max_message=limits.max_message), self._twins(identity, hello)
         if identity.startswith(MADE) and any(not twin.startswith(MADE) for twin in twins):
-            return welcome  # a late word of a connection that this process has replaced
+            return welcome  # a stale message from a connection that this process has replaced
         if refusal := self._crowded(identity, hello):
             raise ValueError(refusal)
         for twin in twins:
@@ -447,7 +447,7 @@ class Handlers:
                 self.ledger.leave(peer.key, "its server was restarted", now)
 
     def _forget_ranks(self, ended: Callable[[Peer], bool]) -> None:
-        """Those of an earlier start of the learner; one that lives after all says Hello again and is let in."""
+        """Forget ranks of an earlier start of the learner; a rank that still lives sends Hello again and is let in."""
         for identity in [who for who, one in self.peers.items() if one.hello.role == "learner" and ended(one)]:
             self._drop(identity)
 
@@ -489,7 +489,7 @@ class Handlers:
             return None
         leases = self.ledger.ask(peer.key, ask.version, self._room(ask), now, ask.request)
         if not leases and not self.ledger.answered(peer.key, ask.request):
-            # Not before the learner: one that starts anew before it is told goes on, and needs its servers.
+            # Servers end after the learner does: a learner that is restarted before its answer needs them.
             held = self.ledger.state.given_up and not self.ledger.state.told
             return None if held else self._finished()
         items, away = [], None
@@ -741,7 +741,7 @@ class Handlers:
         return self.store.samples(item, indexes) if held is None else [held[index] for index in indexes]
 
     def _images_of(self, row: int) -> Sequence[bytes]:
-        """Those of a row, which need not be made for it."""
+        """The images of a row. Does not generate the row."""
         if isinstance(self.problems, Problems):
             return (self.problems.images and self.problems.images.of(row)) or ()
         files: Sequence[bytes] = self.problems[row].get(IMAGES, ())

@@ -22,7 +22,7 @@ LIMITS: dict[str, Any] = {
     "max_map_len": MOST_KEYS,
     "max_ext_len": 16,
 }
-"""Of what is unpacked before anything is known of it."""
+"""Limits of a message that is unpacked before its kind is known."""
 Frame = bytes | memoryview
 """A message as it travels."""
 TEXT: dict[str, Any] = {"unicode_errors": "backslashreplace"}

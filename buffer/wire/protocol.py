@@ -286,8 +286,8 @@ class Stored(Message):
 
 
 class Later(Message):
-    """A Put of which the buffer, which is full, keeps nothing: its client keeps the group, and repeats the Put when it
-    is told `Again`, or on a new connection."""
+    """The answer to a Put of which a full buffer keeps nothing. The client keeps the group, and repeats the Put when it
+    gets `Again`, or on a new connection."""
 
 
 class Again(Message):
@@ -323,7 +323,7 @@ class EvaluationResult(Message):
     server: Name
     figures: ByName[Figures]
     reason: Text = ""
-    """Why it was given up; then there are no figures."""
+    """Why the evaluation was given up; then there are no figures."""
 
 
 class Rewound(Message):
@@ -370,7 +370,7 @@ class Part(Message):
     samples: Many[bytes]
     """`Sample.pack()` each."""
     images: Many[RowImages] = Field(default_factory=list)
-    """Of each item that has a sample here and images in its row, once."""
+    """Images of the rows, once for each item that has a sample here."""
     failed: Count = 0
     """Attempts that failed in the run so far."""
     dropped: Count = 0
@@ -399,7 +399,7 @@ class Part(Message):
     FRAMED: ClassVar[str] = "samples"
 
     def size_hint(self) -> int:
-        """Of its samples and images, which are megabytes."""
+        """About how many bytes the samples and images have, which are megabytes."""
         files = [len(data) + OVERHEAD_PER_ROW for row in self.images for data in row.images]
         return sum(map(len, self.samples)) + sum(files) + OVERHEAD_PER_ROW * (int(self.rows.item.shape[0]) + 1)
 

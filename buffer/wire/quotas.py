@@ -59,5 +59,5 @@ def renamed(name: str, hellos: int) -> str:
 
 
 def longest_silent(heard: Iterable[tuple[float, bytes]], number: int) -> list[bytes]:
-    """The `number` identities that were heard of least lately."""
+    """The `number` identities whose last message is the oldest."""
     return [identity for _, identity in sorted(heard)[:number]]

@@ -121,9 +121,9 @@ class PendingRequests:
         self._logged_at: dict[str, float] = {}
         self._parked = ParkedRequests()
         self.parked_bytes = 0
-        """Of the groups in parked Puts."""
+        """Bytes of the groups in parked Puts."""
         self.unsent_bytes = 0
-        """Of large answers on their way: they share PARKED_BYTES with the groups."""
+        """Bytes of large answers on their way: they share PARKED_BYTES with the groups."""
         self._put_off: dict[Key, tuple[PendingRequest, int]] = {}
         """Puts beyond that, without their groups, and the sizes of those: their clients repeat them when asked to."""
         self._num_put_off: Counter[bytes] = Counter()

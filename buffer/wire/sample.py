@@ -127,12 +127,12 @@ class Sample(Message):
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """Of each segment, the index of its first token and that after its last."""
+        """For each segment, the index of its first token and the index after its last one."""
         return list(pairwise([*self.starts, self.tokens.shape[0]]))
 
     @property
     def row_images(self) -> list[int | None]:
-        """Of each image which of its row's it is; None for one that the task made."""
+        """For each image its index in the row; None for one that the task made."""
         found = list[int | None]()
         for start, stop in self.bounds:
             number = count()
@@ -182,11 +182,11 @@ ROUTE_DTYPES = ("uint8", "uint16")
 SCALARS = [name for name in Sample.model_fields if name not in Sample.DTYPES]
 """The fields that follow the arrays."""
 ZEROS, ONES = bytes(2**18), b"\xff" * 2**18
-"""Of tokens that were given: log-probabilities of 0, versions of -1."""
+"""What given tokens have: log-probabilities of 0, versions of -1."""
 NO_ROUTES = msgpack.packb({"routes": None})[1:]
 """How a sample without them ends."""
 MOST_OFF = 1e-6
-"""Of the sum of `turn_rewards` from `reward`: relative, or absolute below 1."""
+"""Largest difference of the sum of `turn_rewards` from `reward`: relative, or absolute below 1."""
 BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values())
 
 
@@ -319,7 +319,7 @@ def _array_header(name: str, number: int) -> bytes:
 
 @lru_cache(4096)
 def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
-    """Of a sample of `number` tokens: headers by position, where each array's data begins, where the last one ends."""
+    """Layout of a sample of `number` tokens: headers by position, where each array begins, where the last one ends."""
     places, position = dict[str, int](), 1
     headers = [(0, msgpack.Packer().pack_map_header(len(Sample.model_fields)))]
     for name, dtype in Sample.DTYPES.items():

@@ -41,7 +41,7 @@ from configs.flow.capacity import COMMIT_BYTES, IN_FLIGHT_BYTES, PARKED_BYTES
 
 log = logging.getLogger(__name__)
 MAX_MESSAGES = 1024
-"""Of one commit, at most; and COMMIT_BYTES."""
+"""Most messages of one commit, which also has at most COMMIT_BYTES."""
 COPY_BELOW = 2**16
 """Bytes; larger answers are sent without a copy."""
 TURN_S = 0.005, 0.02
@@ -66,7 +66,7 @@ OPTIONS = {
     **DEAD_NETWORK,
 }
 CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-"""Events of which `Speakers` are told."""
+"""Events that `Speakers` gets."""
 
 
 class ListenError(ValueError):
@@ -76,12 +76,12 @@ class ListenError(ValueError):
 class Speakers:
     """Who speaks over which connection of a ROUTER, and whose connection has ended.
 
-    ZeroMQ tells connections by their file descriptors, in messages (`frame.get(zmq.SRCFD)`) and in a monitor's events.
-    That is no name: the kernel gives a descriptor to the next connection at once; what came over a connection may be
+    ZeroMQ names connections by their file descriptors, in messages (`frame.get(zmq.SRCFD)`) and in a monitor's events.
+    Such a name is not unique: the kernel gives it to the next connection at once; what came over a connection may be
     read long after its end, under a name that ZeroMQ makes if its process has another one by then; and a connection
     whose process makes another one is closed without an event. So `ended` is given the messages read and, after them,
-    all events up to then: a connection is accepted before it says anything, so its own event is among them. Of two that
-    were heard over one descriptor the later one has it; told wrong, it is right again from its next message on.
+    all events up to then: a connection is accepted before it says anything, so its own event is among them. If
+    two identities sent over one descriptor, the later one has it. A wrong guess is corrected by the next message.
 
     Example: `Speakers().ended({b"a": 20}, [(zmq.EVENT_ACCEPTED, 20), (zmq.EVENT_DISCONNECTED, 20)]) == [b"a"]`
     """
@@ -96,7 +96,7 @@ class Speakers:
 
     def ended(self, heard: Mapping[bytes, int], events: Iterable[tuple[int, int]]) -> list[bytes]:
         """Identities whose connections have ended since the last call. `heard`: descriptors of the messages read since,
-        by identity, in the order of the last ones; `events`: (kind, descriptor) of those told since, in order."""
+        by identity, in the order of the last ones; `events`: (kind, descriptor) of the events since, in order."""
         changed, taken = set(), set()
         for kind, descriptor in events:
             changed.add(descriptor)
@@ -149,7 +149,7 @@ class BufferServer:
         """Events of connections that were read and not yet passed to `Speakers`."""
         self._speakers = Speakers()
         self._heard: dict[bytes, int] = {}
-        """Identities heard since the last look, and the file descriptors of their connections."""
+        """Identities that sent something since the last look, and the file descriptors of their connections."""
         self._socket.monitor("inproc://connections", CONNECTIONS)
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait until there is room for an event
@@ -353,7 +353,7 @@ class BufferServer:
                 if not (advice := remedy(error)):
                     raise
                 log.error("%s: %s; nothing is acknowledged until this ends: %s", requests.path, error, advice)
-                await asyncio.sleep(wait_s)  # no event tells of free space
+                await asyncio.sleep(wait_s)  # there is no event for free space
                 wait_s = min(2 * wait_s, longest_s)
         self._unsent.budget = PARKED_BYTES - requests.parked_bytes
         for answer in requests.answers():

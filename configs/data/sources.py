@@ -156,14 +156,14 @@ def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
 
 def needs_truth(config: Config) -> bool:
     """Whether rows must have a ground truth: not where the reward never asks for one. That is so for TRUTHLESS, and for
-    a function of a user that names none of READS_TRUTH, as far as its file tells."""
+    a function of a user that names none of READS_TRUTH, as far as its file shows."""
     function: Any = config.reward.function
     names = [function] if isinstance(function, str) else [each.function for each in function]
     return not all(name in TRUTHLESS or _is_blind(name) for name in names)
 
 
 def count_rows(source: Source) -> int | None:
-    """Rows of a source; None if that cannot be told quickly, or it cannot be read, which the checks report."""
+    """Rows of a source; None if they cannot be counted quickly, or not read, which the checks report."""
     try:
         total = 0
         for part in parts_of(source):

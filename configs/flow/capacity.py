@@ -14,15 +14,15 @@ OWN_FILES = 96
 RESERVED_FILES = 16
 """Open files that connections do not get: the store opens its segments with them."""
 CACHE_BYTES = 480 * 2**20
-"""Of samples that stay in memory until they are trained; others are read back from the store, which takes ten times the
-processor time when their batch is taken."""
+"""Bytes of samples that stay in memory until they are trained; others are read back from the store when their batch is
+taken, which takes ten times the processor time."""
 IN_FLIGHT_BYTES = 32 * 2**20
-"""Of large answers on their way, above which further parts wait: what is put meanwhile shares their way and their
+"""Bytes of large answers on their way, above which further parts wait: what is put meanwhile shares their way and their
 processor."""
 PARKED_BYTES = 256 * 2**20
-"""Of groups that wait in memory while the store is full; servers keep the others."""
+"""Bytes of groups that wait in memory while the store is full; servers keep the others."""
 COMMIT_BYTES = 16 * 2**20
-"""Of messages that are gathered for one commit."""
+"""Bytes of messages that are gathered for one commit."""
 BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512, 16
 RECORD_BYTES, PLACE_BYTES = 320, 320
 """Of each row that was drawn: its record, and with `data.difficulty` its place among those to be drawn."""

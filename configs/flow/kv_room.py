@@ -26,16 +26,22 @@ class KvRoom(NamedTuple):
 
     sequences: int | None
     told: str
+    tokens: int | None = None
+    """Tokens that it holds."""
 
 
-def kv_room(config: Config, gpu_bytes: int | None) -> KvRoom:
-    """`gpu_bytes`: memory of a GPU that serves, None where none is known.
+def kv_room(
+    config: Config, gpu_bytes: int | None, card: str = "as this machine's", parameters: int | None = None
+) -> KvRoom:
+    """`gpu_bytes`: memory of a GPU that serves, None where none is known; `card` describes that GPU. `parameters`:
+    where model.path has no weights to count them by.
 
     Counted are the keys and values of layers with full attention, each GPU of a server holding its share of the heads;
     a prompt that a group shares counts for each of its samples.
     """
     facts, given = model_facts(config.model.path), config.rollout.engine
     room, shards = given.get("kv_cache_memory_bytes"), config.rollout.tensor_parallel
+    parameters = facts.parameters or parameters or 0
     if room is not None:
         told = f"{KEY} {room}"
     elif config.rollout.device == "cpu":
@@ -44,16 +50,17 @@ def kv_room(config: Config, gpu_bytes: int | None) -> KvRoom:
         on_cpu = f"; on a CPU it is {CPU_KV_BYTES >> 20} MiB" if config.rollout.device == "auto" else ""
         return KvRoom(None, f"not known: this machine has no GPU, and the run file no {KEY}{on_cpu}")
     else:
-        share, weights = given.get("gpu_memory_utilization", UTILIZATION), facts.parameters or 0
-        weights = weights * BYTES[config.model.dtype] // shards
+        share = given.get("gpu_memory_utilization", UTILIZATION)
+        weights = parameters * BYTES[config.model.dtype] // shards
         room = share * gpu_bytes - weights if isinstance(share, int | float) else None
         less = f"less {weights / 1e9:.3g} GB of weights, nothing taken off for activations and CUDA graphs"
-        told = f"a GPU as this machine's, {gpu_bytes / 1e9:.3g} GB x {share}, {less}"
-    if not (facts.kv_numbers and facts.kv_heads and facts.parameters and isinstance(room, int | float)):
+        told = f"a GPU {card}, {gpu_bytes / 1e9:.3g} GB x {share}, {less}"
+    if not (facts.kv_numbers and facts.kv_heads and parameters and isinstance(room, int | float)):
         return KvRoom(None, f"not known, because model.path {config.model.path} tells nothing of a token's size")
     width = 1 if str(given.get("kv_cache_dtype")).startswith("fp8") else BYTES[config.model.dtype]
     token = width * facts.kv_numbers / min(shards, facts.kv_heads)
-    return KvRoom(max(0, int(room / token / (mean_tokens(config) + HALF_A_BLOCK))), told)
+    held = max(0.0, room / token)
+    return KvRoom(int(held / (mean_tokens(config) + HALF_A_BLOCK)), told, int(held))
 
 
 def gpu_bytes() -> int | None:

@@ -23,6 +23,16 @@ SIMULATED_SAMPLES, SIMULATED_VERSIONS, MOST_WARM = 256, 20, 24
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast servers and learner are, where that is estimated: in the unit of time of `simulate`."""
+
+    step_cost: float
+    """What a decode step costs beside its sequences, in sequences."""
+    learner: float
+    """How long a batch is trained."""
+
+
+@dataclass(frozen=True)
 class Flow:
     """A run in steady state."""
 
@@ -39,26 +49,27 @@ def most_running(config: Config) -> int:
     return min(places(config), max_sequences(config, config.rollout.device == "cpu"))
 
 
-def expected(config: Config, staleness: int, fewer: int | None = None) -> Flow:
-    """The run as simulated, with this bound on age; `fewer` sequences a server with the same learner, where given."""
+def expected(config: Config, staleness: int, fewer: int | None = None, pace: Pace | None = None) -> Flow:
+    """The run as simulated, with this bound on age; `fewer` sequences a server with the same learner, where given.
+    Without `pace` the constants above hold."""
     batch, servers, most = config.batch, config.rollout.most_servers, most_running(config)
     scale = max(1.0, batch.groups * batch.samples / SIMULATED_SAMPLES)
     groups = max(1, round(batch.groups / scale))
     answer = max_sample_tokens(config) - config.data.max_prompt_tokens
     part = groups / batch.groups * servers
     learner = LEARNER_SHARE * groups * batch.samples * MEAN_SHARE * answer / part * (STEP_COST / most + 1)
+    pace = pace or Pace(STEP_COST, learner)
     num_places = max(1, round(part * (fewer or most)))
-    flow = simulate(groups, batch.samples, num_places, num_places / (fewer or most), staleness, answer, learner)
+    flow = simulate(groups, batch.samples, num_places, num_places / (fewer or most), staleness, answer, pace)
     return Flow(flow.running / num_places * servers * (fewer or most), flow.age, flow.speed)
 
 
 def simulate(
-    groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int, learner: float
+    groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int, pace: Pace
 ) -> Flow:
     """A run of batches of `groups` x `samples`, `num_places` on `servers` servers together, answers up to `longest`.
 
-    The unit of time is what one sequence adds to a step; `learner` is how long a batch is trained. Groups are admitted
-    as `buffer.ledger` does it.
+    The unit of time is what one sequence adds to a step. Groups are admitted as `buffer.ledger` does it.
     """
     draw, mean = random.Random(0), MEAN_SHARE * longest
     now, steps, version, trained, done = 0.0, 0, 0, inf, 0
@@ -86,11 +97,11 @@ def simulate(
             stored.sort()
             batch, rest = stored[:groups], opened - Counter(date for date, _ in stored[:groups])
             if feasible(rest, None, version + 1, groups, staleness):
-                stored, opened, trained = stored[groups:], rest, now + learner
+                stored, opened, trained = stored[groups:], rest, now + pace.learner
                 ages += [version - date for date, _ in batch] if version >= warm else []
                 version += 1
                 continue  # admission may have opened
-        step = STEP_COST + len(running) / servers
+        step = pace.step_cost + len(running) / servers
         ahead = min(running[0][0] - steps if running else inf, ceil((trained - now) / step) if trained < inf else inf)
         if done >= warm:
             area += len(running) * ahead * step

@@ -56,15 +56,21 @@ def trace(numbers: Sequence[int], target: int, operations: str, source: random.R
     return f"<think>{search}</think><answer>{steps[-1][0]}</answer>"
 
 
-def write(args: argparse.Namespace) -> str:
-    """Teach, unless a folder with the same arguments exists; returns one line for people."""
-    rows: list[Row] = pq.read_table(args.problems).to_pylist()
+def traces_of(rows: Sequence[Row], operations: str) -> lesson.Shown:
+    """Draws one of these problems, and a trace."""
 
     def shown(source: random.Random) -> tuple[lesson.Messages, str]:
         row = source.choice(rows)
         truth = row["reward_model"]["ground_truth"]
-        return row["prompt"], trace(truth["numbers"], truth["target"], args.operations, source)
+        return row["prompt"], trace(truth["numbers"], truth["target"], operations, source)
 
+    return shown
+
+
+def write(args: argparse.Namespace) -> str:
+    """Teach, unless a folder with the same arguments exists; returns one line for people."""
+    rows: list[Row] = pq.read_table(args.problems).to_pylist()
+    shown = traces_of(rows, args.operations)
     return lesson.teach(args, shown, operations=args.operations, problems=len(rows), first=rows[0]["prompt"])
 
 

@@ -180,9 +180,10 @@ def is_tokenwise(config: AlgorithmConfig) -> bool:
     """Whether a token's gradient depends on its own log-probability and on what is known before the forward pass only.
 
     Known are advantages, behaviour, reference, versions, counts per sample, group and batch (so any aggregation will
-    do), and the limit of `m2po`. The ratios of `gspo` and `topr` and the drift of `opsm_delta` are of whole samples.
+    do), and the limit of `m2po`. The ratios of `gspo` and `topr` and the drift of `opsm_delta` are of whole samples; a
+    user's own loss may use all of its sample.
     """
-    return LOSSES[config.loss].tokenwise and config.opsm_delta is None
+    return config.loss in LOSSES and LOSSES[config.loss].tokenwise and config.opsm_delta is None
 
 
 def needs_first_pass(config: AlgorithmConfig) -> bool:

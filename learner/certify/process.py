@@ -28,6 +28,7 @@ from configs.variables import run_folder
 from learner.certify.certifier import certify, key_of
 from learner.certify.ranks import Pair
 from learner.model import loading
+from learner.model.exactness import check_adapter
 
 log = logging.getLogger(__name__)
 LIMIT_S = 600.0
@@ -39,12 +40,13 @@ def leads(environment: Mapping[str, str]) -> bool:
 
 
 def require(config: Config) -> None:
-    """Raise ConfigError unless the model of the run has a certificate that holds.
+    """Raise ConfigError unless the model of the run has a certificate that holds, and takes an adapter if it gets one.
 
     A certificate in the run's folder that holds is used again where it was made of the same model by the same code.
     """
     model, file = config.model, config.run.path / FILE
-    key = key_of(loading.read_config(model), config.learner.share_prompts, model.trust_remote_code)
+    facts = loading.read_config(model)
+    key = key_of(facts, config.learner.share_prompts, model.trust_remote_code)
     found = read(file)
     if found is None or found.key != key or not found.holds:
         found = made(model, config.learner.share_prompts)
@@ -57,6 +59,7 @@ def require(config: Config) -> None:
     log.info("%s", found.summary())
     if found.faults:
         raise ConfigError([f"model.path: {model.path} ({found.kind}): {line}" for line in found.faults])
+    check_adapter(model, facts)
 
 
 def made(model: ModelConfig, share: bool, limit_s: float = LIMIT_S) -> Certificate:

@@ -2,30 +2,34 @@
 
 A microbatch is one row of tokens with the documents one after another; `cu_seq_lens_q` (where each document starts, and
 the end), `max_length_q` and, where answers share prompts, `shared_prompts` reach these functions as keyword arguments
-of the model's forward; `is_causal=False` has all tokens of a piece see each other. transformers builds no mask for
-names it has no mask function for, so no [tokens, tokens] mask ever exists. The kernels are in `kernels/`. Used by
+of the model's forward, or from the block around a layer that does not hand them on (`bounds.py`). `is_causal=False` has
+all tokens of a piece see each other. An argument that is not known raises an error by name. transformers builds no mask
+for names it has no mask function for, so no [tokens, tokens] mask ever exists. The kernels are in `kernels/`. Used by
 `policy.py`; waits for nothing.
 """
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from configs.load import ConfigError
+from learner.model import bounds
+from learner.model.bounds import BOUNDS
 from learner.model.kernels import joined
-from learner.model.kernels.implementations import KERNELS
 
 log = logging.getLogger(__name__)
 PREFIX = "headrace_"
 """transformers takes a name that contains `flash` for one of its own kernels, and looks for a package of that name."""
+NAMES = {"sdpa": "torch", "varlen": "varlen", "flash": "fa", "flash4": "fa4"}
+"""By `learner.attention`. A model with attention sinks refuses a name that contains `sdpa`."""
 TOWER = "_flash"
 AUTO = ("flash4", "flash", "varlen", "sdpa")
 """What `auto` tries, fastest first."""
@@ -37,11 +41,11 @@ PACKAGES = {
 MOST_GATHERED = 0.5
 """Heads of keys that a row gathers at most, its own and copies, as a share of its heads of queries. The other way, a
 second call of attention, reads and writes queries and outputs again. At 0.46 gathering was faster (docs/learner.md)."""
-BOUNDS = ("cu_seq_lens_q", "max_length_q")
-"""Arguments without which a row is one document."""
+LARGEST_HEAD = 256
+"""Numbers of a head that the fused kernels of GPUs take at most."""
 ARGUMENTS = (
     "routing",  # of a block with experts, which a block without them hands on
-    *(*BOUNDS, "shared_prompts", "is_causal", "scaling", "sliding_window", "dropout"),
+    *(*BOUNDS, "shared_prompts", "is_causal", "scaling", "sliding_window", "softcap", "s_aux", "dropout"),
     *("cu_seq_lens_k", "max_length_k"),  # in a vision tower; equal to the arguments for queries
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 )
@@ -52,7 +56,7 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 def registered(name: str) -> str:
     """The attention's name in transformers' registry. Example: `registered("flash4") == "headrace_fa4"`"""
-    return PREFIX + name.replace("flash", "fa")
+    return PREFIX + NAMES[name]
 
 
 def of_tower(name: str) -> str:
@@ -61,18 +65,36 @@ def of_tower(name: str) -> str:
     return registered("sdpa" if name == "sdpa" else "varlen") + TOWER  # no other kernel has been tried with 80 a head
 
 
-def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
+def choose(wanted: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> str:
     """The attention for `learner.attention`: `wanted`, or for `auto` the first that works here. Raises ConfigError.
 
     A `device` without an index is one that this process must not touch yet: its generation is not checked and no
-    kernel is loaded.
+    kernel is loaded. With `config` the attention must also compute what that model needs.
     """
+
+    def reason(name: str) -> str | None:
+        return _unusable(name, device, dtype) or (_lacks(name, config) if config else None)
+
     if wanted == "auto":
-        return next(name for name in AUTO if _unusable(name, device, dtype) is None)
-    reason = _unusable(wanted, device, dtype)
-    if reason is not None:
-        raise ConfigError([f"learner.attention: {wanted} {reason}; use auto, or sdpa, which works everywhere"])
+        return next(name for name in AUTO if reason(name) is None)
+    if problem := reason(wanted):
+        raise ConfigError([f"learner.attention: {wanted} {problem}; use auto, or sdpa, which works everywhere"])
     return wanted
+
+
+def _lacks(name: str, config: PreTrainedConfig) -> str | None:
+    """Why attention `name` does not compute this model's attention; None if it does."""
+    text = config.get_text_config()
+    if name == "sdpa":
+        return None
+    if cap := getattr(text, "attn_logit_softcapping", None):
+        return f"does not compute the model's softcap of {cap:g}"
+    own = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {}).values()  # of single layers
+    values = [item for part in (vars(text), *own) for item in part.items()]
+    sizes = [size for key, size in values if key.endswith("head_dim") and isinstance(size, int)]
+    if (size := max(sizes, default=0)) > LARGEST_HEAD:
+        return f"takes heads of {LARGEST_HEAD} numbers at most, and the model's have {size}"
+    return None
 
 
 def _unusable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -120,9 +142,12 @@ def most_copied(config: PreTrainedConfig) -> float:
     return MOST_GATHERED * heads / (getattr(text, "num_key_value_heads", None) or heads) - 1
 
 
-def why_unshared(config: PreTrainedConfig, name: str, device: torch.device) -> str | None:
-    """Why attention `name` cannot compute a prompt once for several samples of this model; None if it can."""
+def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
+    """Why attention `name` cannot compute a prompt once for several samples of this model; None if it can. `kept`:
+    kinds of its layers that keep a state (`state.kinds`)."""
     text = config.get_text_config()
+    if kept:
+        return f"the model has layers that keep a state ({', '.join(kept)}), and only full attention can share a prompt"
     if other := sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"}):
         return f"the model has layers of {', '.join(other)}, and only full attention can share a prompt"
     if window := getattr(text, "sliding_window", None):
@@ -138,34 +163,40 @@ def adapt(name: str) -> Attention:
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        _check_arguments(module, query, value, kwargs)
+        _check_arguments(module, kwargs)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        row, shared = (kwargs["cu_seq_lens_q"], kwargs["max_length_q"]), kwargs.get("shared_prompts")
+        starts, longest, shared = bounds.of_row(module, kwargs)
         causal, window = kwargs.get("is_causal") is not False, kwargs.get("sliding_window")
         if window is not None and shared is not None:
             raise ValueError(f"learner.share_prompts: the model has a sliding window of {window}; set it to false")
         scale = kwargs.get("scaling") or q.shape[-1] ** -0.5
-        if name == "sdpa" and shared is None:
-            return sdpa(q, k, v, *row, causal, scale, window)[None], None
-        return joined.attention(q, k, v, *row, shared, (causal, scale, window, name))[None], None
+        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        if softcap is not None and name != "sdpa" and not q.is_meta:  # on meta nothing is computed
+            raise ValueError(f"{type(module).__name__} has a softcap, which learner.attention sdpa alone computes")
+        if name == "sdpa" and shared is None and softcap is None and sinks is None:
+            return sdpa(q, k, v, starts, longest, causal, scale, window)[None], None
+        kernel = "plain" if name == "sdpa" and (softcap or window or not q.is_cpu) else name
+        options = causal, scale, window, kernel
+        if (width := v.shape[-1]) == q.shape[-1]:
+            return joined.attention(q, k, v, starts, longest, shared, options, softcap, sinks)[None], None
+        q, k, v = (_widened(x, max(width, q.shape[-1])) for x in (q, k, v))
+        return joined.attention(q, k, v, starts, longest, shared, options, softcap, sinks)[None, ..., :width], None
 
     return attend
 
 
-def _check_arguments(module: nn.Module, query: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
-    """Raise ValueError if the attention would be computed wrongly: it has a feature that these kernels lack, or its
-    layer does not pass on the bounds of documents."""
-    for name in BOUNDS:
-        if name not in given:
-            raise ValueError(f"{type(module).__name__} does not pass on {name}, the bounds of a row's documents")
+def _widened(x: Tensor, width: int) -> Tensor:
+    """`x` [tokens, heads, head_dim] with zeros behind each head. They change no score; the kernels take one size."""
+    return pad(x, (0, width - x.shape[-1]))
+
+
+def _check_arguments(module: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise ValueError if the attention would be computed wrongly, because it has a feature that these kernels lack."""
     for name, argument in given.items():
         if argument is not None and name not in ARGUMENTS:
             raise ValueError(f"{type(module).__name__} has an attention with {name}, which the learner ignores")
     if given.get("dropout"):
         raise ValueError(f"{type(module).__name__} has dropout in its attention, which is random")
-    if query.shape[-1] != value.shape[-1]:
-        sizes = f"heads of {query.shape[-1]} numbers in queries and {value.shape[-1]} in values"
-        raise ValueError(f"{type(module).__name__} has {sizes}, and the learner's kernels take one size")
 
 
 def sdpa(
@@ -190,7 +221,7 @@ def sdpa(
     return out.transpose(1, 2)[real]
 
 
-ATTENTIONS = {name: adapt(name) for name in KERNELS}
+ATTENTIONS = {name: adapt(name) for name in NAMES}
 
 for _name, _attention in ATTENTIONS.items():
     AttentionInterface.register(registered(_name), _attention)

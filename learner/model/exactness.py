@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from configs.architecture import unsupported
-from configs.checks import EXPERT_MODELS
+from configs.architecture import PROVEN, unsupported
 from configs.load import ConfigError
 from configs.schema import ModelConfig
-from learner.model import attention, loading, vision
+from learner.model import attention, loading, state, vision
+from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
+from learner.model.file_form import FileForm
 from learner.model.flops import Costs
 from learner.model.head import HeadOptions
 from learner.model.microbatch import Microbatch, lay_out
@@ -37,8 +38,9 @@ FAR = 10**7
 """A position beyond any window."""
 TRIED = attention.registered("sdpa") + "_tried"
 """The attention of the trial: `sdpa` that also checks the masks that transformers would make."""
-LENGTHS = (5, 2 * WINDOW + 5, 9)
-"""Tokens of the packed documents; the second is longer than any window."""
+LENGTHS = (5, 2 * WINDOW + 5, 10, 9)
+"""Tokens of the packed documents; the second is longer than any window, the last two are of similar length, which
+layers that keep a state compute together."""
 ANSWERS = (4, 1, 6)
 """Tokens of the answers to a shared prompt."""
 FOREIGN = (
@@ -60,6 +62,14 @@ def check_exact(model: ModelConfig, share: bool) -> None:
     kind = config.get_text_config().model_type
     if found := reasons(config, share, model.trust_remote_code):
         raise ConfigError([f"model.path: {model.path} ({kind}): {reason}" for reason in found])
+    check_adapter(model, config)
+
+
+def check_adapter(model: ModelConfig, config: PreTrainedConfig) -> None:
+    """Raise ConfigError if `model.lora` is set and the model cannot be trained by an adapter."""
+    if model.lora and (problem := _no_adapter(config, model.trust_remote_code)):
+        kind = config.get_text_config().model_type
+        raise ConfigError([f"model.lora: {model.path} ({kind}) {problem}; set it to null"])
 
 
 def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False) -> list[str]:
@@ -72,6 +82,18 @@ def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False)
     except Inexact as error:
         return [f"it would be trained wrongly: {error}; {REMEDY}"]
     return []
+
+
+def _no_adapter(config: PreTrainedConfig, trusted: bool) -> str | None:
+    """Why the model cannot be trained by an adapter; None if it can."""
+    if config.get_text_config().model_type in PROVEN:
+        return None
+    empty = loading.build(copy.deepcopy(config), TRIED, torch.device("meta"), trusted)
+    if kept := state.kinds(empty):
+        return f"has layers that keep a state ({', '.join(kept)}), of which no server was seen to take an adapter"
+    if changed := list(FileForm(empty).changed):
+        return f"has weights that its files name otherwise ({changed[0]}), and an adapter would not fit them"
+    return None
 
 
 def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
@@ -123,20 +145,18 @@ AttentionMaskInterface.register(TRIED, _judge_mask)
 def _check_structure(model: PreTrainedModel) -> None:
     """Raise Inexact for faults that no comparison of log-probabilities shows: random dropout, values that are not sent
     to servers, and experts whose routing and loading are not tested."""
-    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):  # type: ignore[no-untyped-call]
+    if not loading.has_blocks(model):
         raise Inexact(f"{type(model).__name__} has no decoder.layers, where the learner looks for its blocks")
-    names = dict(model.named_parameters(remove_duplicate=False))
-    if kept := [name for name in model.state_dict() if name not in names]:
-        raise Inexact(f"it has persistent buffers, which would reach no server ({kept[0]})")
+    blocks_of: dict[nn.Parameter, int] = {}
+    for number, block in enumerate(loading.blocks(model)):
+        if any(blocks_of.setdefault(parameter, number) != number for parameter in block.parameters()):
+            raise Inexact(f"its {type(block).__name__} shares weights with another block, and blocks are sharded alone")
     for name, module in model.named_modules():
         rates = {key: x for key, x in vars(module).items() if isinstance(x, float) and ("drop" in key or key == "p")}
         if dropping := next((key for key, x in rates.items() if x and ("drop" in f"{key} {type(module)}".lower())), ""):
             raise Inexact(f"its dropout cannot be switched off ({name}.{dropping}: {rates[dropping]:g})")
         if "expert" in f"{name} {type(module).__name__}".lower() and not has_experts(model.config):
             raise Inexact(f"it has experts ({name}) that its config does not count")
-    kind = model.config.get_text_config().model_type
-    if has_experts(model.config) and kind not in EXPERT_MODELS:
-        raise Inexact(f"it is a mixture of experts, and only {', '.join(EXPERT_MODELS)} is known to be trained right")
 
 
 def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> None:
@@ -149,28 +169,40 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
         ("a document", packed_row(documents[1:2]), documents[1:2], 1),
         ("packed documents", packed_row(documents), documents, 1),
     ]
-    if share and attention.why_unshared(ours.config, "sdpa", torch.device("cpu")) is None:
-        row, whole = (
-            packed_row([prompt, *answers], [len(answers)]),
-            [np.concatenate([prompt, each]) for each in answers],
-        )
+    if share and attention.why_unshared(ours.config, "sdpa", torch.device("cpu"), state.kinds(ours)) is None:
+        row = packed_row([prompt, *answers], [len(answers)])
+        whole = [np.concatenate([prompt, each]) for each in answers]
         cases += [(name, each, whole, len(prompt)) for name, each in _shared(row)]
     try:
         Costs.of(ours), attention.most_copied(ours.config)  # a policy needs these of a model
-        mixture = Mixture.of(ours)
+        mixture, options = Mixture.of(ours), OPTIONS._replace(epilogue=Epilogue.of(ours.config))
         sight = vision.Sight(ours, attention.of_tower("sdpa")) if loading.sees(ours.config) else None
         for what, row, texts, given in cases:
             with block_outputs(ours) as in_ours:
-                got = apply_head(ours, hidden_states(ours, sight, mixture, row), row, OPTIONS)[0][row.scored]
+                got = apply_head(ours, hidden_states(ours, sight, mixture, row), row, options)[0][row.scored]
             with block_outputs(theirs) as in_theirs:
                 wanted = torch.cat([alone(theirs, text)[given - 1 :] for text in texts])
             if not (difference := float((got - wanted).abs().max())) <= TOLERANCE:
                 where = first_difference(ours, in_ours, in_theirs)
                 raise Inexact(f"{where}: the log-probabilities of {what} would be {difference:.2g} nat off")
+        if sight is None:
+            _check_gradients(ours, mixture, cases[1][1])
     except Inexact:
         raise
     except FOREIGN as error:
         raise Inexact(f"its packed rows cannot be computed ({named(error)})") from error
+
+
+def _check_gradients(model: PreTrainedModel, mixture: Mixture | None, row: Microbatch) -> None:
+    """Raise Inexact if a weight has no gradient: ranks could not reduce it, and it would never be trained."""
+    options = OPTIONS._replace(epilogue=Epilogue.of(model.config))
+    with torch.enable_grad():
+        apply_head(model, hidden_states(model, None, mixture, row), row, options)[0].sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            raise Inexact(f"its weight {name} has no gradient")
+        if not parameter.grad.isfinite().all():
+            raise Inexact(f"its weight {name} has a gradient that is not finite")
 
 
 def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
@@ -226,7 +258,7 @@ def first_difference(model: PreTrainedModel, ours: Parts, theirs: Parts) -> str:
             block, _, part = name.partition(".")
             kind = type(getattr(blocks[int(block)], part)).__name__
             return f"its {kind} (layers.{name}) gives a token another output in a packed row"
-    return "its head does more than multiply by the output embedding (a bias, a scale or a softcap)"
+    return "its head does more than multiply by the output embedding and by the scale and softcap of its config"
 
 
 def named(error: BaseException) -> str:

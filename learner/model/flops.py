@@ -3,12 +3,13 @@
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
 B: parameters of all blocks' matrices, of E experts of which a token takes k the share k / E; t: real tokens, prompt and
-answer; V: parameters of the output embedding; s: trainable tokens; L: blocks; a: heads x head dimension; q: sum of the
-squared document lengths (causal attention: half of all pairs). A prompt of P tokens that answers of R tokens each share
-counts once: t = P + sum R, q = P² + sum R (R + 2 P). 6 = 2 in the forward and 4 in the backward pass; 4 in all for a
-frozen matrix, which has no gradient of its own. Recomputation (checkpointing, some losses' logits), padding and
-embedding look-ups do not count. The tower of a vision-language model adds c p + d p² for each image of p patches that
-it encodes (`TowerCosts`). Pure; used by `learner/train/step.py` and `learner/record/metrics.py`.
+answer; V: parameters of the output embedding; s: trainable tokens; L: blocks with attention; a: heads x head dimension;
+q: sum of the squared document lengths (causal attention: half of all pairs). A prompt of P tokens that answers of R
+tokens each share counts once: t = P + sum R, q = P² + sum R (R + 2 P). 6 = 2 in the forward and 4 in the backward pass;
+4 in all for a frozen matrix, which has no gradient of its own. A layer that keeps a state adds its multiplications with
+that state to B (`state.py`). Recomputation (checkpointing, some losses' logits), padding and embedding look-ups do not
+count. The tower of a vision-language model adds c p + d p² for each image of p patches that it encodes (`TowerCosts`).
+Pure; used by `learner/train/step.py` and `learner/record/metrics.py`.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,21 +19,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from learner.model.experts.mixture import experts_of
+from configs.flow.cards import card_of
+from learner.model import state
+from learner.model.experts.mixture import experts_of, share_taken
 from learner.model.loading import blocks
 from learner.model.vision import mergers, tower_of
-
-PEAKS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-}
-"""Dense bf16 FLOP/s according to the vendor's datasheets, by a word of the GPU's name."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +39,11 @@ class Costs:
     def of(cls, model: PreTrainedModel) -> "Costs":
         """The costs of `model`, counted from its parameters."""
         config, layers = model.config.get_text_config(), blocks(model)
-        heads = config.num_attention_heads
-        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        width = sum(_width(config, number) for number, layer in enumerate(layers) if state.attends(layer))
         products = sum(map(_products, layers)) - _idle(model, _products)
+        products += 3 * sum(state.products(each) for layer in layers for each in state.layers_of(layer))
         head: nn.Parameter = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
-        return cls(2.0 * products, 2.0 * _passes(head) * head.numel(), 6.0 * len(layers) * width)
+        return cls(2.0 * products, 2.0 * _passes(head) * head.numel(), 6.0 * width)
 
     def total(self, tokens: float, trainable: float, squares: float) -> float:
         """FLOPs of t tokens, s of them trainable, whose documents have q squares of tokens."""
@@ -95,6 +86,18 @@ class TowerCosts:
         return sum(p * (self.per_patch + self.per_pair * p) for p in patches)
 
 
+def _width(config: Any, number: int) -> int:
+    """Numbers in all heads of queries of the block `number`, whose heads may have a size of their own (Gemma 4)
+    or latent keys and values (DeepSeek)."""
+    own = config.per_layer_config[number] if getattr(config, "is_heterogeneous", False) else config
+    heads: int = own.num_attention_heads
+    if getattr(own, "kv_lora_rank", None):
+        both: int = own.qk_nope_head_dim + own.qk_rope_head_dim + own.v_head_dim  # of scores, and of sums of values
+        return heads * both // 2
+    size: int = getattr(own, "head_dim", None) or own.hidden_size // heads
+    return heads * size
+
+
 def active_parameters(model: PreTrainedModel) -> int:
     """Parameters that a token meets: of a mixture of experts those of the experts it takes, else all."""
     return int(model.num_parameters()) - _idle(model, _matrices)
@@ -116,11 +119,11 @@ def _matrices(module: nn.Module) -> int:
 def _idle(model: PreTrainedModel, size: Callable[[nn.Module], int]) -> int:
     """`size` of the experts that a token does not take."""
     config = model.config.get_text_config()
-    sizes = [size(experts) for layer in blocks(model) if (experts := experts_of(layer)) is not None]
-    return sum(number - number * config.num_experts_per_tok // config.num_experts for number in sizes)
+    found = [experts for layer in blocks(model) if (experts := experts_of(layer)) is not None]
+    return sum(round(size(experts) * (1 - share_taken(experts, config))) for experts in found)
 
 
 def peak(name: str) -> float | None:
     """Peak FLOP/s of the GPU called `name`, e.g. "NVIDIA H200"; None if unknown."""
-    words = name.replace("-", " ").split()
-    return next((speed for known, speed in PEAKS.items() if known in words), None)
+    card = card_of(name)
+    return card.peak if card else None

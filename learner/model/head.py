@@ -2,8 +2,9 @@
 
 Logits exist for `chunk_size` tokens at a time. `logprobs_and_entropy` recomputes them in the backward pass, which is a
 fourth matmul of the vocabulary's size. `chunked_loss` is for a loss that can be computed chunk by chunk: it computes
-all gradients while a chunk's logits exist. Consumes hidden states and the output embedding, gathered by FSDP; waits for
-nothing. Used by `policy.py`.
+all gradients while a chunk's logits exist. Logits are as the model's own head computes them: with its bias, scale and
+softcap (`epilogue.py`). Consumes hidden states and the output embedding, gathered by FSDP; waits for nothing. Used by
+`policy.py`.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import LearnerConfig
+from learner.model.epilogue import Epilogue
 
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(log-probabilities, entropies, which tokens they are of) -> the loss of these tokens: [], by plain autograd."""
@@ -41,28 +43,40 @@ class HeadOptions(NamedTuple):
     """Tokens whose logits exist at a time."""
     entropy_gradient: bool = False
     """Whether the gradient goes through the entropies too, not through the log-probabilities alone."""
+    epilogue: Epilogue = Epilogue()
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by before the softmax: the temperature over the scale, which a softcap contains."""
+        return self.temperature if self.epilogue.softcap else self.temperature / self.epilogue.scale
 
 
 def logprobs_and_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions
+    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature)[targets] and the entropy of that softmax, both with gradient.
 
-    `hidden` [tokens, hidden_size], `weight` [vocabulary, hidden_size], `targets` [tokens] int64; both results are
-    [tokens] float32 (float64 for float64 input).
+    `hidden` [tokens, hidden_size], `weight` [vocabulary, hidden_size], `targets` [tokens] int64, `bias` [vocabulary];
+    both results are [tokens] float32 (float64 for float64 input).
     """
-    logprobs, entropy = _RecomputedLogits.apply(hidden, weight, targets, options)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _RecomputedLogits.apply(hidden, weight, bias, targets, options)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
 def chunked_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, loss: ChunkLoss, options: HeadOptions
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    loss: ChunkLoss,
+    options: HeadOptions,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities and entropies without gradient, and the sum of `loss` over the chunks with gradient: [].
 
     Other arguments and results as in `logprobs_and_entropy`.
     """
-    logprobs, entropy, total = _ChunkedLoss.apply(hidden, weight, targets, loss, options)  # type: ignore[no-untyped-call]
+    inputs = hidden, weight, bias, targets
+    logprobs, entropy, total = _ChunkedLoss.apply(*inputs, loss, options)  # type: ignore[no-untyped-call]
     return logprobs, entropy, total
 
 
@@ -74,16 +88,16 @@ class _RecomputedLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
     ) -> tuple[Tensor, Tensor]:
         dtype = _precision(hidden)
         logprobs, entropy, norms = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
         wide = _widened(weight, dtype)
         for chunk in _chunks(len(hidden), options.chunk_size):
-            z = _matmul(hidden[chunk], wide.T, dtype)
-            logprobs[chunk], norms[chunk], entropy[chunk] = _logprob_forward(z, targets[chunk], options.temperature)
+            z = _logits(hidden[chunk], wide, bias, options.epilogue)
+            logprobs[chunk], norms[chunk], entropy[chunk] = _logprob_forward(z, targets[chunk], options.divisor)
             del z  # before the next chunk's logits are allocated
-        ctx.save_for_backward(hidden, weight, targets, norms, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, norms, entropy)
         ctx.options = options
         if not options.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -91,7 +105,7 @@ class _RecomputedLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, norms, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, norms, entropy = ctx.saved_tensors
         grad_logprob, grad_entropy = (grad.contiguous() for grad in grads)
         options: HeadOptions = ctx.options
 
@@ -99,8 +113,8 @@ class _RecomputedLogits(torch.autograd.Function):
             wanted = grad_entropy[chunk] if options.entropy_gradient else None
             return norms[chunk], entropy[chunk], grad_logprob[chunk], wanted
 
-        wanted = ctx.needs_input_grad[1]
-        return *_input_gradients(hidden, weight, targets, options, of_chunk, wanted), None, None
+        wanted = ctx.needs_input_grad[1:3]
+        return *_input_gradients(hidden, weight, bias, targets, options, of_chunk, wanted), None, None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -108,46 +122,82 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, loss: ChunkLoss, options: HeadOptions
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        loss: ChunkLoss,
+        options: HeadOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = _precision(hidden)
         logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
         total = logprobs.new_zeros(())
 
         def of_chunk(z: Tensor, chunk: slice) -> ChunkGradients:
-            logprobs[chunk], norms, entropy[chunk] = _logprob_forward(z, targets[chunk], options.temperature)
+            logprobs[chunk], norms, entropy[chunk] = _logprob_forward(z, targets[chunk], options.divisor)
             value, grads = _loss_gradient(loss, logprobs[chunk], entropy[chunk], chunk, options.entropy_gradient)
             total.add_(value)
             return norms, entropy[chunk], *grads
 
-        wanted = ctx.needs_input_grad[1]
-        ctx.save_for_backward(*_input_gradients(hidden, weight, targets, options, of_chunk, wanted))
+        wanted = ctx.needs_input_grad[1:3]
+        ctx.save_for_backward(*_input_gradients(hidden, weight, bias, targets, options, of_chunk, wanted))
         ctx.mark_non_differentiable(logprobs, entropy)
         return logprobs, entropy, total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grads[2], None if grad_weight is None else grad_weight * grads[2], None, None, None
+        return *(None if x is None else x * grads[2] for x in ctx.saved_tensors), None, None, None
 
 
 def _input_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, of_chunk: GradientsOfChunk, wanted: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients with respect to `hidden` and, if `wanted`, to `weight`; `of_chunk` gets the logits of each chunk."""
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    options: HeadOptions,
+    of_chunk: GradientsOfChunk,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients with respect to `hidden` and, where `wanted`, to `weight` and `bias`; `of_chunk` gets the logits of
+    each chunk."""
     dtype = _precision(hidden)
     wide = _widened(weight, dtype)
     grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if wanted else None
+    grad_weight, grad_bias = (
+        torch.zeros(x.shape, dtype=dtype, device=x.device) if x is not None and needed else None
+        for x, needed in zip((weight, bias), wanted, strict=True)
+    )
     for chunk in _chunks(len(hidden), options.chunk_size):
-        z = _matmul(hidden[chunk], wide.T, dtype)
-        dz = _logit_gradient(z, targets[chunk], of_chunk(z, chunk), options.temperature, wide.dtype)
+        z = _logits(hidden[chunk], wide, bias, options.epilogue)
+        slope = _slope(z, options.epilogue)
+        dz = _logit_gradient(z, targets[chunk], of_chunk(z, chunk), options.divisor, wide.dtype)
         del z  # before the next allocation
+        dz = dz if slope is None else dz.mul_(slope)
         grad_hidden[chunk] = dz @ wide
         if grad_weight is not None:
             _add_matmul(grad_weight, dz.T, hidden[chunk])
+        if grad_bias is not None:
+            grad_bias += dz.sum(0, dtype=dtype)
         del dz
-    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+    found = ((grad_weight, weight), (grad_bias, bias))
+    of_weight, of_bias = (None if grad is None or x is None else grad.to(x.dtype) for grad, x in found)
+    return grad_hidden, of_weight, of_bias
+
+
+def _logits(hidden: Tensor, wide: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+    """Logits [tokens, vocabulary] with bias and, if they have a softcap, with the scale too."""
+    z = _matmul(hidden, wide.T, _precision(hidden))
+    if bias is not None:
+        z += bias
+    if epilogue.softcap:
+        z.mul_(epilogue.scale / epilogue.softcap).tanh_().mul_(epilogue.softcap)
+    return z
+
+
+def _slope(z: Tensor, epilogue: Epilogue) -> Tensor | None:
+    """Derivative of softly capped logits `z` with respect to those before scale and softcap; None without a softcap."""
+    return z.div(epilogue.softcap).square_().neg_().add_(1).mul_(epilogue.scale) if epilogue.softcap else None
 
 
 def _loss_gradient(

@@ -20,8 +20,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from configs.architecture import PROVEN
 from configs.load import ConfigError
 from configs.schema import ModelConfig
+from learner.model import bounds, state
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 
 Initial = Callable[[str, torch.Size], Tensor]
@@ -68,15 +70,18 @@ def build(config: PreTrainedConfig, attention: str, device: torch.device, truste
         )
     assert isinstance(empty, PreTrainedModel)
     empty.train()
+    if config.get_text_config().model_type not in PROVEN and has_blocks(empty):
+        bounds.follow(blocks(empty))
+        state.separate(blocks(empty))
     return empty
 
 
 def switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Set every rate with `drop` in its name to 0, in nested configs too."""
+    """Set every rate with `drop` or `jitter` in its name to 0, in nested configs too: they make a pass random."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             switch_off_dropout(value)
-        elif "drop" in name and isinstance(value, float):
+        elif isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(config, name, 0.0)
 
 
@@ -90,14 +95,28 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
+def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """The buffers that the model's files hold, by name; most models have none."""
+    return [
+        (f"{name}.{key}".removeprefix("."), buffer)
+        for name, module in model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+        if key not in module._non_persistent_buffers_set
+    ]
+
+
+def has_blocks(model: PreTrainedModel) -> bool:
+    """Whether the model's decoder lists its blocks as `layers`."""
+    return isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList)  # type: ignore[no-untyped-call]
+
+
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The transformer blocks. Raises ValueError for a model whose decoder does not list them as `layers`."""
-    layers = getattr(model.get_decoder(), "layers", None)  # type: ignore[no-untyped-call]
-    if not isinstance(layers, nn.ModuleList):
+    if not has_blocks(model):
         raise ValueError(
             f"model.path: {type(model).__name__} has no decoder.layers; take a model that lists its blocks there"
         )
-    return list(layers)
+    return list(model.get_decoder().layers)  # type: ignore[no-untyped-call]
 
 
 def all_blocks(model: PreTrainedModel) -> list[nn.Module]:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from configs.checks import COPIES_SHARE, max_sample_tokens
+from configs.checks import max_sample_tokens
 from configs.load import ConfigError
+from configs.publishing import COPIES_SHARE, held, publishes_rows, remedy
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
+from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
+from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
-from learner.model.loading import all_blocks, blocks, build_on_meta
+from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
 
@@ -100,7 +103,8 @@ def gpu_memory(device: torch.device) -> int | None:
 
 def share_of_batch(config: Config) -> int:
     """Most tokens that a rank can get in one batch. A microbatch need not be larger."""
-    return -(-config.batch.groups * config.batch.samples // config.learner.ranks) * max_sample_tokens(config)
+    samples = config.sft.rows or config.batch.groups * config.batch.samples
+    return -(-samples // config.learner.ranks) * max_sample_tokens(config)
 
 
 def least_microbatch(config: Config, patches: int = 0) -> int:
@@ -117,7 +121,7 @@ def choose_gather(
     memory: int | None,
     tokens: int,
     reference: bool = False,
-    sends: bool = False,
+    sends: int = 0,
 ) -> LearnerConfig:
     """`learner` with its `gather: auto` decided, and logged, for a rank with `memory` bytes (None: on CPU) and
     microbatches of at least `tokens`. The other arguments as in `estimate`."""
@@ -139,15 +143,23 @@ def choose_gather(
 
 
 def memory_budget(
-    config: Config, device: torch.device, shards: int, reference: bool, sends: bool, patches: int = 0
+    config: Config, device: torch.device, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
-    """The memory that a rank will take, and the tokens of its microbatches; logged before anything is loaded.
+    """The memory that a rank on `device` will take, and the tokens of its microbatches; logged before anything is
+    loaded. For the rest see `budget_in`."""
+    return budget_in(config, gpu_memory(device), shards, reference, sends, patches)
+
+
+def budget_in(
+    config: Config, available: int | None, shards: int, reference: bool, sends: int, patches: int = 0
+) -> tuple[Estimate, int]:
+    """The same for a rank with `available` bytes (None: on CPU).
 
     `shards`, `reference`, `sends`: as in `estimate`. `patches`: most of one sample. Raises ConfigError if the GPU is
     too small.
     """
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
-    expected, available = estimate(config.model, config.learner, shards, reference, sends), gpu_memory(device)
+    expected = estimate(config.model, config.learner, shards, reference, sends)
     if available is None:
         return expected, max(AUTO_TOKENS_ON_CPU, least) if wanted == "auto" else wanted
     budget = min(expected.fit(int(SHARE * available)), share_of_batch(config)) if wanted == "auto" else wanted
@@ -156,47 +168,40 @@ def memory_budget(
     if (wanted == "auto" and budget < least) or expected.total(max(budget, least)) > available:
         images = f" and {patches} patches of images" if patches else ""
         sample = f"a sample of {max_sample_tokens(config)} tokens{images}"
-        check_copies(expected, available)
+        check_copies(expected, available, config, shards)
         problem = f"learner.tokens_per_microbatch: {wanted}: {sample} takes {needed}, a GPU "
         more = "learner.ranks" if shards == config.learner.ranks else "learner.shard"
         less = "learner.gather: pass, " if config.learner.gather == "batch" else ""
-        remedy = f"set {less}learner.activation_checkpointing: block or learner.cpu_offload, or raise {more}"
-        remedy += ", or lower data.max_pixels" if patches else ""
-        raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {remedy}"])
+        change = f"set {less}learner.activation_checkpointing: block or learner.cpu_offload, or raise {more}"
+        change += ", or lower data.max_pixels" if patches else ""
+        raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {change}"])
     return expected, budget
 
 
-def check_copies(expected: Estimate, available: int) -> None:
-    """Raise ConfigError if the servers' copies alone do not fit a GPU of `available` bytes. No key of the learner makes
-    them smaller."""
+def check_copies(expected: Estimate, available: int, config: Config, shards: int) -> None:
+    """Raise ConfigError if the servers' copies alone do not fit a GPU of `available` bytes. No other key of the learner
+    than its number of ranks makes them smaller, and that only where each publishes its rows."""
     copies = expected.candidates[0].fixed.get("copies to send", 0)
     if copies > COPIES_SHARE * available:
-        held = f"rank 0 holds two copies of trained weights for the servers, {copies / GIB:.1f} GiB"
-        remedy = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
-        raise ConfigError([f"model.path: {held}, but a GPU has {available / GIB:.1f} GiB; {remedy}"])
+        who = "a rank" if publishes_rows(config, shards) else "rank 0"
+        problem = f"model.path: {who} holds {held(config)} for the servers, {copies / GIB:.1f} GiB"
+        raise ConfigError([f"{problem}, but a GPU has {available / GIB:.1f} GiB; {remedy(config, shards)}"])
 
 
 def estimate(
-    model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False, sends: bool = False
+    model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False, sends: int = 0
 ) -> Estimate:
     """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too.
-    `sends`: this is rank 0, whose GPU holds the copies for the servers (`learner.weights.buckets.DoubleBuffer`). As in
+    `sends`: over how many ranks the copies for the servers are spread, of which this GPU holds a share
+    (`learner.weights.buckets.DoubleBuffer`); 0: it holds none. As in
     `Policy`, keys that are still `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
-    empty, width = build_on_meta(model, META_ATTENTION), getattr(torch, model.dtype).itemsize
-    if model.lora:
-        adapt(empty, model.lora, getattr(torch, model.dtype))
-    freeze(empty, model.freeze)
-    Mixture.of(empty)
-    parameters, trained = empty.num_parameters(), empty.num_parameters(only_trainable=True)
-    held = sum(p.nbytes for p in empty.parameters())
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in all_blocks(empty)]
-    root, block = parameters - sum(sizes), max(sizes)
-    changed = max(sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in all_blocks(empty))
-    output = empty.get_output_embeddings().weight  # type: ignore[no-untyped-call]
-    head = output.numel() if output.requires_grad else 0
-    chunk = chunk_tokens(learner) * empty.config.get_text_config().vocab_size
-    kept, working = _activations(empty, model, learner)
-    images, in_tower = _tower_activations(empty, model, learner)
+    size, width = sizes_of(model), getattr(torch, model.dtype).itemsize
+    held, parameters, trained = size.held, size.parameters, size.trained
+    block, changed, root = size.block, size.changed, size.parameters - size.blocks
+    head = size.output if size.output_is_trained else 0
+    chunk = chunk_tokens(learner) * size.vocabulary
+    kept, working = _saved(size.text, learner)
+    images, in_tower = _saved_by_tower(size, learner)
     on_gpu, once = 0 if learner.cpu_offload else 1, learner.gather == "batch"
     always = {
         "weights": held * on_gpu * (1 + reference) // shards,
@@ -206,13 +211,13 @@ def estimate(
     if once:  # whole until the last backward pass, in which shards take their place
         always["gradients"] = 4 * trained
     if sends:  # twice what is trained, once what is frozen; of a model with an adapter, the adapter alone
-        always["copies to send"] = width * (trained + (trained if model.lora else parameters))
-    gathered = width * (root * (1 + reference) + (sum(sizes) if once else 2 * block))
-    # At the head: its gradient in fp32 and in model.dtype, and a chunk's logits with their gradient. They exist at the
-    # end of the forward pass or at the start of the backward pass, while all activations are kept.
-    at_head = PeakCandidate(
-        always | {"gathered weights": gathered, "head": (4 + width) * (head + chunk)}, {"activations": kept} | images
-    )
+        always["copies to send"] = width * (trained + (trained if model.lora else parameters)) // sends
+    gathered = width * (root * (1 + reference) + (size.blocks if once else 2 * block))
+    # At the head: its gradient in fp32 and in model.dtype, and a chunk's logits with their gradient; with a softcap its
+    # slope. They exist at the end of the forward pass or at the start of the backward pass, while all activations are
+    # kept.
+    in_head = (4 + width) * (head + chunk) + (4 * chunk if size.softcap else 0)
+    at_head = PeakCandidate(always | {"gathered weights": gathered, "head": in_head}, {"activations": kept} | images)
     # In a block's backward pass: its gradient in model.dtype and in fp32 for the reduction, and the gradient of the
     # output embedding, which is reduced at the end.
     rest = {"gathered weights": gathered + (0 if once else width * block), "head": width * head}
@@ -224,8 +229,87 @@ def estimate(
     return Estimate([at_head, in_block, PeakCandidate(always | rest, images | {"backward pass": in_tower})])
 
 
-def _activations(empty: PreTrainedModel, model: ModelConfig, learner: LearnerConfig) -> tuple[int, int]:
-    """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with."""
+@dataclass(frozen=True)
+class Traced:
+    """What the forward pass of a stack of blocks keeps, in bytes per token or patch (`_trace`)."""
+
+    everything: int
+    matmuls: int
+    inputs: int
+    layers: int
+    width: int
+    """Bytes of a block's input."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What the estimate knows of a model: parameters, and bytes per token or patch, counted on the meta device."""
+
+    parameters: int
+    trained: int
+    held: int
+    """Bytes of all parameters as a learner without shards holds them."""
+    blocks: int
+    block: int
+    """Parameters of the largest block."""
+    changed: int
+    """The most parameters of a block that are trained."""
+    output: int
+    """Parameters of the output embedding."""
+    output_is_trained: bool
+    vocabulary: int
+    text: Traced
+    costs: Costs
+    active: int
+    """Parameters that a token meets."""
+    tower: Traced | None = None
+    tower_is_trained: bool = False
+    ends_of_tower: int = 0
+    """Bytes per patch that are kept outside of the tower's blocks."""
+    softcap: bool = False
+    """Whether the head bends its logits."""
+
+
+def sizes_of(model: ModelConfig) -> ModelSizes:
+    """The sizes of `model`. Counts each model once, as its config.json is now."""
+    return _sizes_of(model.model_dump_json(), read_config(model).to_json_string())
+
+
+@lru_cache(maxsize=16)
+def _sizes_of(written: str, config_json: str) -> ModelSizes:
+    """`config_json` is a part of the cache's key only."""
+    model = ModelConfig.model_validate_json(written)
+    empty = build_on_meta(model, META_ATTENTION)
+    if model.lora:
+        adapt(empty, model.lora, getattr(torch, model.dtype))
+    freeze(empty, model.freeze)
+    Mixture.of(empty)
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in all_blocks(empty)]
+    output = empty.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    held, costs, active = sum(p.nbytes for p in empty.parameters()), Costs.of(empty), active_parameters(empty)
+    text = _text_trace(empty, model)
+    tower, trained, ends = _tower_trace(empty, model)
+    return ModelSizes(
+        empty.num_parameters(),
+        empty.num_parameters(only_trainable=True),
+        held,
+        sum(sizes),
+        max(sizes),
+        max(sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in all_blocks(empty)),
+        output.numel(),
+        output.requires_grad,
+        empty.config.get_text_config().vocab_size,
+        text,
+        costs,
+        active,
+        tower,
+        trained,
+        ends,
+        Epilogue.of(empty.config).softcap is not None,
+    )
+
+
+def _text_trace(empty: PreTrainedModel, model: ModelConfig) -> Traced:
     width = getattr(torch, model.dtype).itemsize
     # on meta torch multiplies by experts in bfloat16 only; wider models keep about as many numbers
     traced_in = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
@@ -236,43 +320,48 @@ def _activations(empty: PreTrainedModel, model: ModelConfig, learner: LearnerCon
     traced = _trace(empty, lambda: decoder(**embedded, cu_seq_lens_q=_meta_places(), max_length_q=META_TOKENS))
     everything, matmuls, inputs = (size * width // traced_in.itemsize for size in traced)
     hidden: int = empty.config.get_text_config().hidden_size
-    return _saved(everything, matmuls, inputs, len(blocks(empty)), width * hidden, learner)
+    return Traced(everything, matmuls, inputs, len(blocks(empty)), width * hidden)
 
 
-def _tower_activations(
-    empty: PreTrainedModel, model: ModelConfig, learner: LearnerConfig
-) -> tuple[dict[str, int], int]:
-    """The same of the tower, in a row with PATCHES_PER_TOKEN patches for each of its tokens; empty for a text model."""
+def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | None, bool, int]:
+    """`tower`, `tower_is_trained` and `ends_of_tower`, per patch."""
     tower: Any = tower_of(empty)
     if tower is None:
-        return {}, 0
+        return None, False, 0
     Sight(empty, attention.of_tower("varlen"))
     config, dtype = empty.config.vision_config, getattr(torch, model.dtype)
     hidden = torch.zeros(META_TOKENS, config.hidden_size, dtype=dtype, device="meta")
     trained = any(p.requires_grad for p in tower.blocks.parameters())
     angles = 2 * [torch.zeros(META_TOKENS, config.hidden_size // config.num_heads, device="meta")]
     given = {"cu_seqlens": _meta_places(), "max_seqlen": META_TOKENS, "position_embeddings": angles}
-    everything, matmuls, inputs = _trace(empty, lambda: tower.blocks[0](hidden.requires_grad_(trained), **given))
-    n, width = len(tower.blocks), dtype.itemsize * config.hidden_size
-    kept, working = _saved(n * everything, n * matmuls, n * inputs, n, width, learner) if trained else (0, 0)
-    kept += sum(_trace(empty, partial(merger, hidden))[0] for merger in mergers(tower))
-    kept += trained * dtype.itemsize * tower.patch_embed.proj.weight[0].numel()  # the patches themselves
-    return {"tower": PATCHES_PER_TOKEN * kept}, PATCHES_PER_TOKEN * working
+    traced = _trace(empty, lambda: tower.blocks[0](hidden.requires_grad_(trained), **given))
+    ends = sum(_trace(empty, partial(merger, hidden))[0] for merger in mergers(tower))
+    ends += trained * dtype.itemsize * tower.patch_embed.proj.weight[0].numel()  # the patches themselves
+    n = len(tower.blocks)
+    everything, matmuls, inputs = (n * size for size in traced)
+    return Traced(everything, matmuls, inputs, n, dtype.itemsize * config.hidden_size), trained, ends
+
+
+def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str, int], int]:
+    """The same of the tower, in a row with PATCHES_PER_TOKEN patches for each of its tokens; empty for a text model."""
+    if size.tower is None:
+        return {}, 0
+    kept, working = _saved(size.tower, learner) if size.tower_is_trained else (0, 0)
+    return {"tower": PATCHES_PER_TOKEN * (kept + size.ends_of_tower)}, PATCHES_PER_TOKEN * working
 
 
 def _meta_places() -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device="meta")
 
 
-def _saved(
-    everything: int, matmuls: int, inputs: int, layers: int, width: int, learner: LearnerConfig
-) -> tuple[int, int]:
-    """Of what `_trace` finds in `layers` blocks of `width` bytes: what is kept, and what a backward pass works with."""
+def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
+    """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with."""
+    everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)
     if learner.activation_checkpointing in ("auto", "block"):
         return (layers + 2) * width, working + everything // layers  # 2: what the last norm keeps
     if learner.compile is True:  # the compiler keeps inputs and outputs of matmuls
-        return min(matmuls + inputs, everything), working
+        return min(matmuls + traced.inputs, everything), working
     if learner.activation_checkpointing == "selective":
         return min(matmuls + layers * width, everything), working + max(everything - matmuls, 0) // layers
     return everything, working

@@ -24,13 +24,15 @@ from transformers import PreTrainedModel
 
 from configs.schema import LearnerConfig, ModelConfig
 from learner.mesh import shards
-from learner.model import attention, loading, vision
+from learner.model import attention, loading, state, vision
+from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture
+from learner.model.file_form import FileForm
 from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.microbatch import Microbatch, one_document
-from learner.model.unshard import unshard
+from learner.model.unshard import is_sharded, own_rows, unshard
 from learner.weights.plan import Spec
 
 log = logging.getLogger(__name__)
@@ -71,14 +73,17 @@ class Policy(nn.Module):
         """`seed` of the adapter at version 0."""
         super().__init__()
         self.lora = model.lora
-        self.mesh, self.head = mesh, HeadOptions(temperature, chunk_tokens(learner), entropy_gradient)
+        self.mesh = mesh
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, model.dtype)
         self.gathers_once = learner.gather == "batch" and not frozen  # only a backward pass would end it
         self._stays_gathered = False
-        self.attention = attention.choose(learner.attention, self.device, self.dtype)
+        config = loading.read_config(model)
+        self.head = HeadOptions(temperature, chunk_tokens(learner), entropy_gradient, Epilogue.of(config))
+        self.attention = attention.choose(learner.attention, self.device, self.dtype, config)
         self.model = loading.build_on_meta(model, attention.registered(self.attention))
+        self.form = FileForm(self.model)
         self.model.requires_grad_(not frozen)
         if model.lora:
             adapt(self.model, model.lora, self.dtype)
@@ -89,7 +94,8 @@ class Policy(nn.Module):
         seeing = loading.sees(self.model.config)
         self.sight = vision.Sight(self.model, attention.of_tower(self.attention)) if seeing else None
         self.costs, self.tower_costs = Costs.of(self.model), TowerCosts.of(self.model)
-        self.unshared = attention.why_unshared(self.model.config, self.attention, self.device)
+        keep_state = state.kinds(self.model)
+        self.unshared = attention.why_unshared(self.model.config, self.attention, self.device, keep_state)
         """Why a prompt cannot be computed once for several samples; None if it can."""
         self.share_prompts = learner.share_prompts and self.unshared is None
         self.most_copied = attention.most_copied(self.model.config)
@@ -184,22 +190,46 @@ class Policy(nn.Module):
         return self.score(self.place(row), temperature=1.0)[1:].tolist()
 
     def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Each whole weight but those named `without`, with its Hugging Face name, in `model.dtype` on this rank's
-        device; order of `weight_specs`. With `model.lora` the adapter's matrices, B multiplied by the scale.
+        """Each whole weight but those named `without`, as the model's files hold and name it, in `model.dtype` on this
+        rank's device; order of `weight_specs`. With `model.lora` the adapter's matrices, B multiplied by the scale.
+        Persistent buffers come last, in their own dtype: no rank holds a part of one.
 
         A collective of the ranks that share a copy, which must iterate to the end. What is yielded is to be copied, not
         written to (`unshard.py`).
         """
-        return unshard([each for each in self._published() if each.name not in without], self.device, self.dtype)
+        for name, weight in unshard(self._published(without), self.device, self.dtype):
+            yield from self.form.tensors(name, weight)
+        for name, buffer in self._published_buffers():
+            yield from self.form.tensors(name, buffer)
+
+    def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """This rank's own rows of each weight but those named `without`, which may be none, or all of one that is not
+        sharded; times their scale and not rounded to `model.dtype` yet. No communication. What is yielded is to be
+        copied, not written to."""
+        for name, parameter, scale in self._published():
+            if name not in without:
+                local = own_rows(parameter)
+                yield name, local if scale == 1.0 else local * scale
+
+    def replicated_names(self) -> frozenset[str]:
+        """Of the names of `weight_specs` those that every rank holds whole."""
+        return frozenset(name for name, p, _ in self._published() if not is_sharded(p))
 
     def weight_specs(self) -> list[Spec]:
         """Name, shape and dtype of what `full_weights` yields; no communication."""
-        return [Spec(name, tuple(p.shape), self.dtype) for name, p, _ in self._published()]
+        every = [(name, p.shape, self.dtype) for name, p, _ in self._published()]
+        every += [(name, buffer.shape, buffer.dtype) for name, buffer in self._published_buffers()]
+        return [Spec(*held, dtype) for name, shape, dtype in every for held in self.form.shapes(name, shape)]
 
-    def _published(self) -> list[Factor]:
-        """What a server gets: the adapter of a model that has one, else all weights."""
+    def _published(self, without: Collection[str] = ()) -> list[Factor]:
+        """What a server gets: the adapter of a model that has one, else all weights but those `without`."""
         whole = self.model.named_parameters()  # a tied head is listed once, as the embedding
-        return list(factors(self.model)) or [Factor(name, parameter, 1.0) for name, parameter in whole]
+        every = list(factors(self.model)) or [Factor(name, parameter, 1.0) for name, parameter in whole]
+        return [each for each in every if each.name not in without]
+
+    def _published_buffers(self) -> list[tuple[str, Tensor]]:
+        """What a server gets besides: the buffers that the model's files hold; with an adapter it reads them itself."""
+        return [] if self.lora else loading.persistent_buffers(self.model)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The adapter's whole matrices, neither rounded nor scaled: float32, names as `full_weights`; a collective
@@ -207,7 +237,8 @@ class Policy(nn.Module):
         return unshard((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
 
     def frozen_names(self) -> frozenset[str]:
-        """Of the names of `weight_specs` those that are never trained (`model.freeze`): whole modules."""
+        """Of the names of `weight_specs` those that are never trained (`model.freeze`): whole modules. The files hold
+        these under the same names: they are of models in PROVEN."""
         return frozenset(name for name, p, _ in self._published() if not p.requires_grad)
 
     @property
@@ -247,15 +278,17 @@ def apply_head(
     """Compute the result of `Policy.forward` from the row's hidden states."""
     scored, predictor = microbatch.scored, microbatch.predictor
     shared = microbatch.shared is not None
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    bias = getattr(head, "bias", None)
     inputs = (
         _Gather.apply(hidden, predictor) if shared else hidden.index_select(0, predictor),  # type: ignore[no-untyped-call]
-        model.get_output_embeddings().weight,  # type: ignore[no-untyped-call]
+        head.weight,
         microbatch.tokens[scored],
     )
     if loss is None:
-        outputs: tuple[Tensor, ...] = logprobs_and_entropy(*inputs, options)
+        outputs: tuple[Tensor, ...] = logprobs_and_entropy(*inputs, options, bias)
     else:
-        outputs = chunked_loss(*inputs, loss, options)
+        outputs = chunked_loss(*inputs, loss, options, bias)
     zeros = outputs[0].new_zeros(len(microbatch.tokens))
     return *(zeros.index_copy(0, scored, output) for output in outputs[:2]), *outputs[2:]
 

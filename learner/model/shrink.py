@@ -125,7 +125,7 @@ def _narrow_state(text: Any) -> None:
     if isinstance(size, int) and isinstance(expand, int):
         if isinstance(getattr(text, "mamba_d_ssm", None), int):
             text.mamba_d_ssm = expand * text.hidden_size
-        text.mamba_n_heads = expand * text.hidden_size // size
+        text.mamba_n_heads = max(1, expand * text.hidden_size // size)
 
 
 def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:

@@ -59,7 +59,7 @@ def choose(
     memory: int | None,
     tokens: int,
     reference: bool = False,
-    sends: bool = False,
+    sends: int = 0,
 ) -> int:
     """Return the index of the first of `ways` that fits a rank with `memory` bytes, else of the last one.
 

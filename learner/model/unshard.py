@@ -55,6 +55,22 @@ def _gather(weights: list[Factor], device: torch.device, dtype: torch.dtype) -> 
         yield weight.name, rows.reshape(-1)[: shape.numel()].view(shape)
 
 
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether each rank has its own rows of `parameter`. Raises ValueError where it is cut in another way."""
+    if not isinstance(parameter, DTensor):
+        return False
+    cut = parameter.placements[-1]
+    if not cut.is_shard(0):
+        raise ValueError(f"a weight is cut by {cut}, and only weights that are cut by rows can be published by rows")
+    return True
+
+
+@torch.no_grad()
+def own_rows(parameter: Tensor) -> Tensor:
+    """This rank's rows of `parameter`, or all of it where each rank has all: a view."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
 def _sharded(parameter: Tensor) -> DTensor:
     assert isinstance(parameter, DTensor), "FSDP has gathered it: publish after a backward pass or a score"
     return parameter

@@ -40,6 +40,18 @@ class AdapterOf(BaseModel):
     """Digest of its frozen weights: where they lie may change."""
 
 
+class DataPosition(BaseModel):
+    """How far supervised fine-tuning has read its demonstrations.
+
+    Example: `DataPosition(data="8c2f0e1b9a3d4c57", rows=640)`
+    """
+
+    data: str
+    """Digest of the demonstrations in tokens."""
+    rows: int
+    """Rows drawn, counted over all epochs: the next batch begins there."""
+
+
 def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig) -> set[int]:
     """Of the checkpoints, version: mean reward if known: the newest, each `keep_every`-th, and the best rewarded."""
     newest = sorted(rewards)[-config.keep_checkpoints :]
@@ -72,7 +84,18 @@ def adapter_of(checkpoint: Path) -> AdapterOf | None:
         raise ValueError(f"{checkpoint / MANIFEST}: cannot be read ({error})") from None
 
 
-def seal(partial: Path, reward: float | None = None, adapter: AdapterOf | None = None) -> None:
+def position_of(checkpoint: Path) -> DataPosition | None:
+    """How far the demonstrations were read at a complete checkpoint; None for one of reinforcement learning."""
+    found = manifest_of(checkpoint).get("position")
+    return DataPosition.model_validate(found) if found else None
+
+
+def seal(
+    partial: Path,
+    reward: float | None = None,
+    adapter: AdapterOf | None = None,
+    position: DataPosition | None = None,
+) -> None:
     """Give `v000100.tmp` its manifest and its name: from now on it is a checkpoint, even after a power cut."""
     sums = _sums_of_shards(partial)
     files = sorted(path for path in partial.rglob("*") if path.is_file() and path.name != MANIFEST)
@@ -80,6 +103,7 @@ def seal(partial: Path, reward: float | None = None, adapter: AdapterOf | None =
     manifest = {
         "reward": reward,
         **({"adapter": adapter.model_dump(mode="json")} if adapter else {}),
+        **({"position": position.model_dump(mode="json")} if position else {}),
         "files": {name: path.stat().st_size for name, path in names.items()},
         SUMS: {name: sums[name] if name in sums else crc32c_of(path) for name, path in names.items()},
     }

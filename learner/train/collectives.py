@@ -46,6 +46,13 @@ def broadcast_from_rank0(number: int) -> int:
     return int(tensor)
 
 
+def broadcast_from_first(number: int, group: dist.ProcessGroup) -> int:
+    """The number of the first rank of `group`, on each of its ranks."""
+    tensor = torch.tensor(number, dtype=torch.int64)
+    dist.broadcast(tensor, group=group, group_src=0)
+    return int(tensor)
+
+
 def broadcast_state(state: dict[Any, Any], group: dist.ProcessGroup) -> None:
     """Each tensor of `state`, dicts in dicts, from the first rank of `group` to its others, in place; of a sharded one
     the local shard, so that `group` must be of ranks with the same shards."""

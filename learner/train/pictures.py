@@ -18,6 +18,8 @@ import torch
 from buffer.images import ImageError, ImageFormat, Picture, SeenImage, decode
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample
+from configs.checks import max_sample_tokens
+from configs.schema import Config
 from learner.model.microbatch import Microbatch, one_document
 from learner.model.vision import PackedImages, rope_positions
 
@@ -42,6 +44,12 @@ class Piece(NamedTuple):
     images: Sequence[SeenImage]
     length: int
     part: slice
+
+
+def max_sample_patches(config: Config, form: ImageFormat) -> int:
+    """Most patches of the images of one sample: as many as its tokens, or as its images, can be."""
+    most = config.data.max_images * form.max_pixels // form.patch**2
+    return min(most, max_sample_tokens(config) * form.merge**2)
 
 
 def open_images(part: Part, samples: Sequence[Sample], form: ImageFormat | None) -> tuple[Seen, str]:

@@ -6,7 +6,7 @@ together.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -15,6 +15,10 @@ MOST_SKIPPED = 20
 """Number of skipped steps in a row that ends the run."""
 UNFIT_ADVANTAGES, TAUGHT = "advantages_unfit", "advantages_nonzero"
 """Sums of a batch: turns whose advantage is not finite in float32, and turns whose advantage is not zero."""
+
+
+NOTHING_LEFT = "the model gives every trained token the probability 1; end the run"
+"""Why supervised fine-tuning has a gradient of zero."""
 
 
 class StepsSkipped(RuntimeError):
@@ -33,15 +37,25 @@ class SkippedSteps:
         self, version: int, rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]
     ) -> None:
         """Note the step to `version`. `sums` are of the whole batch; `rewards` are its smallest and largest one."""
+        self._note(version, metrics, lambda: why_skipped(rewards, metrics, sums), lambda: why_zero(sums))
+
+    def note_supervised(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Note a step of supervised fine-tuning."""
+        sums = {UNFIT_ADVANTAGES: 0.0}
+        self._note(version, metrics, lambda: why_skipped((0.0, 0.0), metrics, sums), lambda: NOTHING_LEFT)
+
+    def _note(
+        self, version: int, metrics: Mapping[str, float], why: Callable[[], str], why_none: Callable[[], str]
+    ) -> None:
         self._last = version
         self.in_row = self.in_row + 1 if metrics["gradient/skipped"] else 0
         self.zero_in_row = self.zero_in_row + 1 if metrics["gradient/zero"] else 0
         if self.in_row:
-            self._why = why_skipped(rewards, metrics, sums)
+            self._why = why()
             self._warn("version %d: the step was skipped, the weights stay as they are: %s", version, self._why)
         elif self.zero_in_row and self.zero_in_row & (self.zero_in_row - 1) == 0:  # 1, 2, 4, 8, ...
             many = f"{self.zero_in_row} in a row" if self.zero_in_row > 1 else "the first one"
-            self._warn("version %d: the gradient is zero, %s: %s", version, many, why_zero(sums))
+            self._warn("version %d: the gradient is zero, %s: %s", version, many, why_none())
 
     def check(self) -> None:
         """Raise StepsSkipped if too many steps in a row were skipped."""

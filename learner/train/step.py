@@ -17,11 +17,12 @@ from torch import Tensor
 from buffer.images import ImageFormat
 from buffer.wire.protocol import Part, SampleRows
 from configs.schema import AlgorithmConfig
-from learner.algorithms.advantages import ADVANTAGES, mask_overlong, soft_overlong, turn_returns
+from learner.algorithms.advantages import mask_overlong, soft_overlong, turn_returns
 from learner.algorithms.corrections import m2_limit, m2_squares
 from learner.algorithms.diagnostics import combine, is_max, per_sample_sums, sample_metrics, summary
 from learner.algorithms.inputs import LossContext, LossInputs
-from learner.algorithms.losses import LOSSES, is_tokenwise, needs_first_pass
+from learner.algorithms.losses import is_tokenwise, needs_first_pass
+from learner.algorithms.own import advantage_of, loss_of
 from learner.model.experts.mixture import load_metrics
 from learner.model.lora.base import Base
 from learner.model.microbatch import Microbatch
@@ -60,6 +61,7 @@ class Algorithm:
         self.config = config.model_copy(update={"constant_length": config.constant_length or max_tokens})
         self.optimizer, self.budget, self.max_tokens, self.reference = optimizer, budget, max_tokens, reference
         self.form, self.skipped = form, SkippedSteps()
+        self.loss, self.advantage = loss_of(config), advantage_of(config)
         # A tokenwise loss is differentiated chunk by chunk while the head's logits exist: three matmuls of the
         # vocabulary's size instead of four, 1.7 % of a 1.5B step (docs/learner.md).
         self.forward = self.by_chunk if is_tokenwise(config) else self.at_once
@@ -132,7 +134,7 @@ class Algorithm:
     def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext) -> Result:
         """The loss of all tokens together, after the head; the head recomputes its logits in the backward pass."""
         logprobs, entropy = policy(microbatch)
-        loss, sums = LOSSES[self.config.loss](context.inputs(logprobs, entropy), self.config)
+        loss, sums = self.loss(context.inputs(logprobs, entropy), self.config)
         return loss + 0.0 * logprobs.sum(), sums  # so that even a dummy's loss depends on every parameter
 
     def by_chunk(self, policy: Policy, microbatch: Microbatch, context: LossContext) -> Result:
@@ -142,7 +144,7 @@ class Algorithm:
         A chunk's loss is some fifty kernels of microseconds beside milliseconds of matmuls; the sums would be three
         times as many again.
         """
-        loss, scored = LOSSES[self.config.loss], context.select(microbatch.scored)
+        loss, scored = self.loss, context.select(microbatch.scored)
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return loss.of_tokens(scored.select(chunk).inputs(logprobs, entropy), self.config)
@@ -181,7 +183,7 @@ class Algorithm:
         if config.turn_discount is not None:
             returns, rewards = discounted(batch, rewards, config.turn_discount)
             later = returns - rewards[turns]
-        advantages = ADVANTAGES[config.advantage](rewards, items, lengths)[turns] + later
+        advantages = self.advantage(rewards, items, lengths)[turns] + later
         if config.overlong == "mask":
             advantages = mask_overlong(advantages, truncated.bool()[turns])
         return torch.cat([advantages.float(), torch.zeros(1)])

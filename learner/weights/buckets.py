@@ -1,17 +1,17 @@
 """Copies of a policy's weights, in buckets on one device. The sender keeps two, each worker one to stage a version.
 
-`Buckets` is one copy; nothing in it waits: on a GPU its work is queued on the current stream. `DoubleBuffer` is the
-sender's two copies.
+`Buckets` is one whole copy; nothing in it waits: on a GPU its work is queued on the current stream. `DoubleBuffer` is
+the sender's two copies, which are whole, or hold one rank's rows (`rows.RowPool`).
 """
 
 import asyncio
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,21 +32,33 @@ HALVES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 
 class Allocation:
     """Buckets of `sizes` bytes in one allocation on `device`, flat uint8 tensors, zero at first. Each is aligned to a
-    row of the checksum, so that a few operations compute all checksums."""
+    row of the checksum, so that a few operations compute all checksums.
 
-    def __init__(self, sizes: Iterable[int], device: torch.device) -> None:
+    `places`: a rank's share of a bucket has some of its rows; for each share, the indices of them in the bucket.
+    """
+
+    def __init__(
+        self, sizes: Iterable[int], device: torch.device, places: Sequence[torch.Tensor] | None = None
+    ) -> None:
         rows = [(size, max(1, -(-size // ROW))) for size in sizes]
         begins = [0, *accumulate(count for _, count in rows)]
         self._memory = torch.zeros(begins[-1] * ROW, dtype=torch.uint8, device=device)
         self.buckets = [self._memory[at * ROW : at * ROW + size] for at, (size, _) in zip(begins, rows, strict=False)]
         self._ends = torch.tensor(begins[1:], device=device) - 1
-        self._row_weights = torch.cat([_weights(count, device) for _, count in rows])
+        indices = [torch.arange(count) for _, count in rows] if places is None else places
+        self._row_weights = torch.cat([_weights_of(index.to(device)) for index in indices])
         self._column_weights = _column_weights(device)
         self._places = [slice(begin, end) for begin, end in pairwise(begins)]
 
     def checksums(self) -> torch.Tensor:
         """`checksum` of every bucket, `[buckets] int64`. On a GPU in one operation for each and ten for all: each
         operation of this thread waits for the GIL, which training or generation holds."""
+        rows, columns = self.sums()
+        return rows + _sum_of_columns(columns, self._column_weights)
+
+    def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums that the checksum of each bucket is made of: `[buckets]` of its rows, weighted, and `[buckets,
+        WORDS]` of its columns, int64. The sums of the ranks' shares add up to those of the bucket (`add_up`)."""
         words = self._memory.view(torch.int64).view(-1, WORDS)
         if words.device.type == "cpu":
             found, columns = zip(*(_sums(words[place]) for place in self._places), strict=True)
@@ -54,21 +66,30 @@ class Allocation:
         else:
             rows, columns = words.sum(1), tuple(words[place].sum(0) for place in self._places)
         sums = (rows * self._row_weights).cumsum(0)[self._ends]
-        return sums.diff(prepend=sums.new_zeros(1)) + _sum_of_columns(torch.stack(columns), self._column_weights)
+        return sums.diff(prepend=sums.new_zeros(1)), torch.stack(columns)
 
 
 class Buckets:
     """The buckets of `plan` on `device`: the frozen ones, if any, in one allocation, the trained ones in another.
 
     `rotating`: only two are allocated, and bucket i overwrites bucket i - 2. `beside`: another copy, whose frozen
-    buckets are this one's too.
+    buckets are this one's too. `scratch`: bytes of two further buffers, of a receiver from several ranks: their shares
+    arrive there, and `rows.receive` copies them into place.
     """
 
     def __init__(
-        self, plan: Plan, device: torch.device, rotating: bool = False, beside: "Buckets | None" = None
+        self,
+        plan: Plan,
+        device: torch.device,
+        rotating: bool = False,
+        beside: "Buckets | None" = None,
+        scratch: int = 0,
     ) -> None:
         self.plan, self.rotating = plan, rotating
         self._parts: list[Allocation] = []
+        self.scratch = [torch.empty(scratch, dtype=torch.uint8, device=device) for _ in range(2 if scratch else 0)]
+        self.copies: dict[tuple[int, int], list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = {}
+        """What brings a share, by its number, from one of the two buffers into place: pairs of lists of views."""
         if rotating:
             two = Allocation([max(plan.sizes)] * min(2, len(plan.sizes)), device).buckets
             self.buckets = [two[index % 2][:size] for index, size in enumerate(plan.sizes)]
@@ -110,6 +131,10 @@ class Buckets:
             problem = f"weights: {missing.spec.name} is missing"
         if problem:
             raise ValueError(problem)
+
+    def messages(self, first: int = 0) -> list[torch.Tensor]:
+        """What is broadcast, in order: every bucket from `first` on."""
+        return self.buckets[first:]
 
     def checksums(self, first: int = 0) -> torch.Tensor:
         """`checksum` of every bucket, `[buckets] int64`, or of those from `first` on, the first trained one. Raises
@@ -162,8 +187,20 @@ def _column_weights(device: torch.device) -> torch.Tensor:
 
 
 def _weights(number: int, device: torch.device) -> torch.Tensor:
-    """The weights of so many rows or columns: all odd, so that no bit is lost modulo 2^64."""
-    return torch.arange(1, 2 * number, 2, dtype=torch.int64, device=device) * FACTOR
+    """The weights of so many rows or columns."""
+    return _weights_of(torch.arange(number, device=device))
+
+
+def _weights_of(index: torch.Tensor) -> torch.Tensor:
+    """The weights of the rows or columns at `index`, int64: all odd, so that no bit is lost modulo 2^64."""
+    return (2 * index + 1) * FACTOR
+
+
+def add_up(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
+    """The checksums of whole buckets. `rows` [ranks, buckets] and `columns` [ranks, buckets, WORDS], int64 on the
+    CPU: the `sums` of the ranks' shares."""
+    whole = rows.sum(0) + _sum_of_columns(columns.sum(0), _column_weights(columns.device))
+    return [int(value) for value in whole.tolist()]
 
 
 def pending() -> "Future[Any]":
@@ -173,11 +210,18 @@ def pending() -> "Future[Any]":
     return future
 
 
+class PublishedWeights(Protocol):
+    """What one process sends of a version: all weights (`Buckets`), or a rank's rows of them (`rows.RowPool`)."""
+
+    def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None: ...
+    def messages(self, first: int = 0) -> list[torch.Tensor]: ...
+
+
 @dataclass(eq=False)
 class PublishedPolicy:
     """One version of the weights, and what servers verify it with. Never changed while anybody holds it."""
 
-    weights: Buckets
+    weights: PublishedWeights
     version: int = -1
     published_at: float = 0.0
     """`time.perf_counter` at the start of its publication."""
@@ -196,39 +240,86 @@ class DoubleBuffer:
 
     Shared by the learner's thread (`reserve`, `offer`) and the serving threads (`hold`, `reading`). `reserve` waits
     until nobody holds one of the two: rounds are served one at a time, so that is at once unless a broken broadcast
-    lingers.
+    lingers. Where several ranks send, each has such a pair, with its own rows. Rank 0 chooses which of the two is
+    filled, the others fill the same one (`take`), and send the version that rank 0 names (`hold_version`).
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, device: torch.device, allocate: Callable[[Any], PublishedWeights] | None = None
+    ) -> None:
+        """`allocate` makes a copy, given the one before it, if any; by default a whole one."""
         self.plan, self._device = plan, device
+        self._allocate = allocate or (lambda before: Buckets(plan, device, beside=before))
         self._copies: list[PublishedPolicy] = []
         self.newest: PublishedPolicy | None = None
         """The newest version offered."""
+        self._latest = -1
         self._changed = threading.Condition()
 
     def reserve(self, timeout_s: float) -> PublishedPolicy:
         """A copy to fill, invisible to others until offered; the newest one only if there is no other. Raises
         TimeoutError."""
         if len(self._copies) < 2:
-            first = self._copies[0].weights if self._copies else None
-            self._copies.append(PublishedPolicy(Buckets(self.plan, self._device, beside=first)))
-            return self._copies[-1]
+            return self._further()
         with self._changed:
             if not self._changed.wait_for(lambda: any(not copy.holders for copy in self._copies), timeout_s):
                 raise TimeoutError(f"both copies of the weights were still being sent after {timeout_s:g} s")
             idle = [copy for copy in self._copies if not copy.holders]
-            chosen = min(idle, key=lambda copy: copy is self.newest)
-            if chosen is self.newest:
-                self.newest = None
-            return chosen
+            return self._free(min(idle, key=lambda copy: copy is self.newest))
+
+    def number_of(self, policy: PublishedPolicy) -> int:
+        """Which of the two copies it is, for the other ranks' `take`."""
+        return self._copies.index(policy)
+
+    def take(self, number: int, timeout_s: float) -> PublishedPolicy:
+        """The copy of that number to fill, as `reserve`. Raises TimeoutError."""
+        if number == len(self._copies):
+            return self._further()
+        with self._changed:
+            chosen = self._copies[number]
+            if not self._changed.wait_for(lambda: not chosen.holders, timeout_s):
+                raise TimeoutError(f"the rows of version {chosen.version} were still being sent after {timeout_s:g} s")
+            return self._free(chosen)
+
+    def _further(self) -> PublishedPolicy:
+        first = self._copies[0].weights if self._copies else None
+        self._copies.append(PublishedPolicy(self._allocate(first)))
+        return self._copies[-1]
+
+    def _free(self, chosen: PublishedPolicy) -> PublishedPolicy:
+        chosen.version = -1
+        if chosen is self.newest:
+            self.newest = None
+        return chosen
 
     def offer(self, policy: PublishedPolicy) -> None:
         """`policy` is the newest; its weights are being copied, in this thread."""
         with self._changed:
             self.newest = policy
+            self._latest = max(self._latest, policy.version)
+            self._changed.notify_all()
 
     @contextmanager
-    def reading(self, policy: PublishedPolicy) -> Iterator[Buckets]:
+    def hold_version(self, version: int, timeout_s: float) -> Iterator[PublishedPolicy]:
+        """Keep the policy of `version`, which may be published only now, from being filled anew within the block.
+        Raises LookupError if it is not published in time, or its copy has another one by now: this rank must never send
+        rows of another version than the other ranks do, because no checksum would show it."""
+        with self._changed:
+            published = self._changed.wait_for(lambda: self._latest >= version, timeout_s)
+            held = next((copy for copy in self._copies if copy.version == version), None)
+            if held is None or not published:
+                have = ", ".join(str(copy.version) for copy in self._copies)
+                raise LookupError(f"version {version} is not among those that this rank holds ({have})")
+            held.holders += 1
+        try:
+            yield held
+        finally:
+            with self._changed:
+                held.holders -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def reading(self, policy: PublishedPolicy) -> Iterator[PublishedWeights]:
         """The weights of `policy`, all there for this thread, whose GPU work runs on a stream of its own within the
         block. Waits for `publish` to have queued its copying."""
         with self.hold(policy), own_stream(self._device):

@@ -1,4 +1,5 @@
-"""The process group that weights are broadcast over: learner rank 0 and all workers of some servers. gloo or NCCL.
+"""The process group that weights are broadcast over: a rank of the learner and all workers of some servers. gloo or
+NCCL. Where several ranks of the learner send, each has a group of its own (`WorkerChannels` is a worker's end of all).
 
 A `Channel` is separate from the default process group of either side and meets at the learner's `Rendezvous`. `connect`
 waits until all ranks are there, `broadcast` until all buckets are sent, both at most `timeout_s`; `abort`, called from
@@ -63,27 +64,42 @@ class Rendezvous:
 
 
 class Channel:
-    """Rank `rank` of `world` ranks that meet at the store at `host:port`. Rank 0 sends."""
+    """Rank `rank` of `world` ranks that meet at the store at `host:port`. Rank 0 sends: it is rank `root` of the
+    learner."""
 
     def __init__(
-        self, host: str, port: int, epoch: int, rank: int, world: int, device: torch.device, timeout_s: float
+        self,
+        host: str,
+        port: int,
+        epoch: int,
+        rank: int,
+        world: int,
+        device: torch.device,
+        timeout_s: float,
+        root: int = 0,
     ) -> None:
+        self.root = root
         self.epoch, self.rank, self.world, self.device = epoch, rank, world, device
-        self._host, self._port, self._timeout = host, port, timedelta(seconds=timeout_s)
+        self._host, self._port, self.timeout = host, port, timedelta(seconds=timeout_s)
         self.span_s = 0.0
         """Seconds of the last broadcast, from all ranks present to all buckets received, by this host's clock."""
         self._group: dist.ProcessGroup | None = None
-        self._aborted = False
+        self.aborted = False
 
-    def connect(self) -> None:
-        """Form the group unless it exists. Raises ChannelError."""
+    def open_store(self) -> Any:
+        """A connection to the learner's store. Raises ChannelError."""
+        try:
+            return c10d.TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=self.timeout)
+        except RuntimeError as error:
+            raise ChannelError(f"group {self.epoch} of {self.world} ranks did not form: {error}") from None
+
+    def connect(self, store: Any = None) -> None:
+        """Form the group unless it exists, over `store` or a connection of its own. Raises ChannelError."""
         if self._group is not None:
             return
+        store = store or self.open_store()
         try:
-            store = c10d.TCPStore(
-                self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._timeout
-            )
-            prefixed = c10d.PrefixStore(f"weights/{self.epoch}", store)
+            prefixed = c10d.PrefixStore(f"weights/{self.epoch}/{self.root}", store)
             prefixed.set(f"here/{self.rank}", "")  # NCCL would wait for ever for a rank that never comes
             self._meet(prefixed)
             make = self._nccl if self.device.type == "cuda" else self._gloo
@@ -92,61 +108,31 @@ class Channel:
             raise
         except RuntimeError as error:
             raise ChannelError(f"group {self.epoch} of {self.world} ranks did not form: {error}") from None
-        if self._aborted:
+        if self.aborted:
             self.abort()
 
     def _meet(self, store: Any) -> None:
         """Wait until all ranks are at the store. Raises ChannelError, which names those that are not."""
         keys = [f"here/{rank}" for rank in range(self.world)]
         try:
-            store.wait(keys, self._timeout)
+            store.wait(keys, self.timeout)
         except RuntimeError as error:
             absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise ChannelError(f"group {self.epoch} of {self.world} ranks did not form: {error}", absent) from None
 
     def broadcast(self, buckets: Sequence[torch.Tensor], ahead: int | None = None) -> Iterator[int]:
-        """Send (rank 0) or fill (other ranks) `buckets`, at most `ahead` beyond the one yielded. Raises ChannelError.
+        """Send (rank 0) or fill (other ranks) `buckets`: `broadcast_in_turn` over this group alone."""
+        return broadcast_in_turn([(self, bucket) for bucket in buckets], ahead)
 
-        Waits for all ranks first, so that `span_s` measures the buckets only. Yields the index of each complete bucket;
-        on a GPU it is complete for what this thread's stream does next, and for everybody when the iterator is
-        exhausted.
-        """
-        group = self._group  # held here, so that this thread destroys it, which may take a while
-        if group is None or self._aborted:
+    def group(self) -> Any:
+        """The connected group. Raises ChannelError once it was given up."""
+        if self._group is None or self.aborted:
             raise ChannelError(f"group {self.epoch} was given up")
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
-        on_gpu = self.device.type == "cuda"
-        ahead = (len(buckets) if on_gpu else AHEAD) if ahead is None else ahead
-        works: deque[dist.Work] = deque()
-        work: dist.Work | None = None
-        try:
-            group.allreduce([torch.zeros(1, device=self.device)]).wait(self._timeout)
-            started = time.perf_counter()
-            for index, bucket in enumerate(buckets):
-                works.append(group.broadcast([bucket], options))
-                if len(works) > ahead:
-                    work = works.popleft()
-                    work.block_current_stream() if on_gpu else work.wait(self._timeout)
-                    yield index - ahead
-            for work in [works[-1]] if on_gpu else works:  # a stream keeps their order
-                work.block_current_stream() if on_gpu else work.wait(self._timeout)
-            self.span_s = time.perf_counter() - started
-            yield from range(len(buckets) - len(works), len(buckets))
-            if on_gpu:  # once for all, and after the caller has queued what it does with the buckets
-                works[-1].wait(self._timeout)
-                self.span_s = time.perf_counter() - started
-        except RuntimeError as error:
-            raise ChannelError(f"group {self.epoch} of {self.world} ranks broke: {error}") from None
-        finally:  # an exception keeps this frame alive, perhaps in another thread
-            group = work = None
-            works.clear()
-        if self._aborted:  # an abort ends the kernels as well, which looks like success
-            raise ChannelError(f"group {self.epoch} was given up")
+        return self._group
 
     def abort(self) -> None:
         """Give the group up. Threads that wait in it get a ChannelError, at the latest after the timeout."""
-        self._aborted = True
+        self.aborted = True
         group, self._group = self._group, None
         if group is None:
             return
@@ -157,13 +143,13 @@ class Channel:
 
     def _gloo(self, store: Any) -> Any:
         options = c10d.ProcessGroupGloo._Options()
-        options._timeout = self._timeout
+        options._timeout = self.timeout
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own_address(self._host, self._port))]
         return c10d.ProcessGroupGloo(store, self.rank, self.world, options)
 
     def _nccl(self, store: Any) -> Any:
         options = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = self._timeout
+        options._timeout = self.timeout
         with _environment(NCCL_SETTINGS):
             group = c10d.ProcessGroupNCCL(store, self.rank, self.world, options)
         try:
@@ -173,6 +159,99 @@ class Channel:
             del group  # as in `broadcast`
             raise
         return group
+
+
+class WorkerChannels:
+    """A worker's end of the groups of all ranks of the learner that send, in the order of these `channels`.
+
+    One thread forms them one after the other and issues all broadcasts, in the same order on every worker: NCCL allows
+    no other use of several groups of one device.
+    """
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels, self.epoch, self._formed = channels, channels[0].epoch, False
+
+    def connect(self) -> None:
+        """Form all groups that do not exist. Raises ChannelError."""
+        store = None if self._formed else self._channels[0].open_store()
+        for channel in self._channels:
+            channel.connect(store)
+            if channel.aborted:  # the others would wait in vain
+                raise ChannelError(f"group {self.epoch} was given up")
+        self._formed = True
+
+    def broadcast(
+        self, buckets: Sequence[torch.Tensor], ahead: int | None = None, roots: Sequence[int] | None = None
+    ) -> Iterator[int]:
+        """Fill `buckets`, each from the rank of the learner in `roots`, by default rank 0; `broadcast_in_turn`."""
+        of = [self._channels[root] for root in roots or [0] * len(buckets)]
+        return broadcast_in_turn(list(zip(of, buckets, strict=True)), ahead)
+
+    def abort(self) -> None:
+        """Give up all groups. Over NCCL each is aborted in a thread of its own: an abort waits for kernels that may
+        wait for another group, whose abort must not come after it."""
+        for channel in self._channels:
+            channel.abort()
+
+    @property
+    def span_s(self) -> float:
+        """Seconds of the last broadcast, as `Channel.span_s`."""
+        return self._channels[0].span_s
+
+
+def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: int | None = None) -> Iterator[int]:
+    """Send (rank 0) or fill (other ranks) the buckets in `messages`, each over its channel, at most `ahead` beyond the
+    one yielded. Raises ChannelError.
+
+    Waits for all ranks first, so that `span_s` measures the buckets only. Yields the index of each complete bucket; on
+    a GPU it is complete for what this thread's stream does next, and for everybody when the iterator is exhausted. What
+    a bucket's memory is used for before the next call is done before the memory is filled again: with `ahead` 1 two
+    buffers are enough for any number of buckets.
+    """
+    if not messages:  # a rank whose rows of a plan are none: workers do not wait for it either
+        return
+    channels = list(dict.fromkeys(channel for channel, _ in messages))
+    # groups and works are held here, so that this thread destroys them, which may take a while
+    groups = [channel.group() for channel in channels]
+    device, timeout, (epoch, world) = channels[0].device, channels[0].timeout, (channels[0].epoch, channels[0].world)
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, timeout
+    on_gpu = device.type == "cuda"
+    ahead = (len(messages) if on_gpu else AHEAD) if ahead is None else ahead
+    works: deque[dist.Work] = deque()
+    last: dict[int, dist.Work] = {}
+    work: dist.Work | None = None
+    group: Any = None
+    try:
+        for group in groups:
+            group.allreduce([torch.zeros(1, device=device)]).wait(timeout)
+        started = time.perf_counter()
+        for index, (channel, bucket) in enumerate(messages):
+            at = channels.index(channel)
+            last[at] = groups[at].broadcast([bucket], options)
+            works.append(last[at])
+            if len(works) > ahead:
+                work = works.popleft()
+                work.block_current_stream() if on_gpu else work.wait(timeout)
+                yield index - ahead
+        for work in last.values() if on_gpu else works:  # a group's stream keeps the order of its works
+            work.block_current_stream() if on_gpu else work.wait(timeout)
+        for channel in channels:
+            channel.span_s = time.perf_counter() - started
+        yield from range(len(messages) - len(works), len(messages))
+        for work in last.values() if on_gpu else ():  # once for all, after the caller has queued what it does with them
+            work.wait(timeout)
+        for channel in channels if on_gpu else ():
+            channel.span_s = time.perf_counter() - started
+    except RuntimeError as error:
+        raise ChannelError(f"group {epoch} of {world} ranks broke: {error}") from None
+    finally:  # an exception keeps this frame alive, perhaps in another thread
+        group = work = None
+        groups.clear()
+        works.clear()
+        last.clear()
+    if any(channel.aborted for channel in channels):  # an abort ends the kernels as well, which looks like success
+        raise ChannelError(f"group {epoch} was given up")
 
 
 def _end(group: Any) -> None:

@@ -6,6 +6,7 @@ have the same tensors in the same places.
 
 Weights that are never trained, such as a frozen vision tower, come first, in buckets of their own. The whole plan is
 sent to a server that has none of this learner's weights; `Plan.trained`, the rest of the buckets, to all others.
+Where several ranks send, each its own rows, `rows.py` says which rank sends what of a bucket.
 """
 
 import hashlib
@@ -44,16 +45,25 @@ class Slot(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     """All slots in order, and the size of each bucket in bytes. The first `frozen` buckets hold what is never
-    trained."""
+    trained. `ranks` of the learner send, each its own rows of every tensor that is not named `replicated`."""
 
     slots: tuple[Slot, ...]
     sizes: tuple[int, ...]
     frozen: int = 0
+    ranks: int = 1
+    replicated: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, specs: Iterable[Spec], bucket_bytes: int, frozen: Collection[str] = ()) -> "Plan":
+    def of(
+        cls,
+        specs: Iterable[Spec],
+        bucket_bytes: int,
+        frozen: Collection[str] = (),
+        ranks: int = 1,
+        replicated: Collection[str] = (),
+    ) -> "Plan":
         """Lay `specs` out in buckets of at most `bucket_bytes`; those named `frozen` come first. Raises ValueError if
-        none is trained, a name comes twice, or `frozen` has others."""
+        none is trained, a name comes twice, or `frozen` or `replicated` has others."""
         slots: list[Slot] = []
         sizes: list[int] = []
         seen: set[str] = set()
@@ -73,9 +83,11 @@ class Plan:
             num_frozen = len(sizes) if name in frozen else num_frozen
         if unknown := set(frozen) - seen:
             raise ValueError(f"the policy has no weight {min(unknown)}, which is to be frozen")
+        if unknown := set(replicated) - seen:
+            raise ValueError(f"the policy has no weight {min(unknown)}, which every rank is to hold")
         if not sum(sizes[num_frozen:]):
             raise ValueError("a policy without weights to train")
-        return cls(tuple(slots), tuple(sizes), num_frozen)
+        return cls(tuple(slots), tuple(sizes), num_frozen, ranks, frozenset(replicated))
 
     @cached_property
     def trained(self) -> "Plan":
@@ -83,7 +95,7 @@ class Plan:
         if not self.frozen:
             return self
         slots = (slot._replace(bucket=slot.bucket - self.frozen) for slot in self.slots if slot.bucket >= self.frozen)
-        return Plan(tuple(slots), self.sizes[self.frozen :])
+        return Plan(tuple(slots), self.sizes[self.frozen :], 0, self.ranks, self.replicated - self.frozen_names)
 
     @cached_property
     def frozen_names(self) -> frozenset[str]:
@@ -98,8 +110,9 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over all slots."""
+        """16 hex digits over all slots, and over who sends them where several ranks do."""
         rows = "".join(f"{s.name} {s.shape} {s.dtype} {bucket} {offset}\n" for s, bucket, offset, _ in self.slots)
+        rows += f"{self.ranks} ranks, {sorted(self.replicated)} on each\n" if self.ranks > 1 else ""
         return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
     @property

@@ -26,6 +26,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from buffer.curve import identify, judge_connections
 from buffer.keys import ClientKeys, ServerKeys
 from buffer.wire.bounds import (
+    MOST_RANKS,
     MOST_WORKERS,
     Checksum,
     Count,
@@ -40,7 +41,7 @@ from buffer.wire.bounds import (
 )
 from buffer.wire.message import Message, open_map, validate
 
-PROTOCOL = 6
+PROTOCOL = 7
 BEATS = 5
 """A peer that misses so many heartbeats is taken for dead."""
 MAX_BYTES = 64 << 20
@@ -135,6 +136,10 @@ class ServerWelcome(Message):
     frozen: Many[LongName] = Field(default_factory=list)
     """Names of those that are sent once: to a server that has no weights of this learner."""
     bucket_bytes: Count
+    ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
+    """Ranks of the learner that send, each its own rows."""
+    replicated: Many[LongName] = Field(default_factory=list)
+    """Names of tensors that each of them holds whole."""
     digest: Name
     """Of the plan of all tensors."""
     trained: Name
@@ -184,8 +189,10 @@ class Probe(Message):
 
 class RankAssignment(Message):
     """Worker w of the server is rank `offset + w` of `world` in group `epoch`, which meets at `host:port`. Rank 0
-    sends."""
+    sends. Where several ranks of the learner send, there is a group for each of these `roots`, with the same
+    workers."""
 
+    roots: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     epoch: Count
     offset: Count
     world: Count
@@ -242,6 +249,56 @@ class Staged(Message):
     fatal: bool = False
 
 
+# between the ranks of a learner, each of which sends its own rows; over the ranks' store (`sender/mailbox.py`)
+
+
+class SendRows(Message):
+    """From rank 0: enter the group of `source`, and send this rank's rows of `version` there. `number` names the
+    sending in the answers."""
+
+    number: Count
+    version: Count
+    plan: Name
+    """Digest, as in Go."""
+    timeout_s: Seconds
+    source: RankAssignment
+
+
+class GiveUp(Message):
+    """From rank 0: the groups of `epoch` and what runs over them are given up."""
+
+    epoch: Count
+
+
+class RowsBegun(Message):
+    """From another rank: it has the order. A round that fails without this is no server's fault."""
+
+    rank: Count
+    number: Count
+
+
+class RowsSent(Message):
+    """From another rank: its rows have all been sent, or `reason` says why not. `refused`: it does not hold the version
+    that it was to send."""
+
+    rank: Count
+    number: Count
+    reason: Text = ""
+    refused: bool = False
+
+
+class RowSums(Message):
+    """From another rank: the sums of its rows of `version`, which add up to checksums (`buckets.add_up`), for each
+    bucket of the plan."""
+
+    rank: Count
+    version: Count
+    plan: Name
+    rows: Many[Checksum]
+    columns: bytes
+    """`[buckets, WORDS]` int64."""
+
+
 # A learner's socket admits the keys of rollout servers only, and they connect to no key but the learner's: so these
 # tables of messages are also those of what each role may say.
 TO_LEARNER: dict[str, type[Message]] = {
@@ -252,6 +309,9 @@ TO_SERVER: dict[str, type[Message]] = {
     m.__name__: m
     for m in (ServerWelcome, Joined, Offer, Go, Checksums, Probe, Cancel, Rejoin, JoinRefused, Bye, KeepAlive)
 }
+
+TO_RANKS: dict[str, type[Message]] = {m.__name__: m for m in (SendRows, GiveUp, Bye)}
+TO_RANK_0: dict[str, type[Message]] = {m.__name__: m for m in (RowsBegun, RowsSent, RowSums, Bye)}
 
 
 def pack(message: Message) -> bytes:

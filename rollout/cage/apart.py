@@ -23,19 +23,17 @@ from typing import NoReturn
 
 import msgpack
 
+from configs.parent_death import adopt_orphans, end_with_parent
 from rollout.cage.failure_text import ToldError
 from rollout.cage.frames import BAD_BYTES, MAX_BYTES
 from rollout.cage.warden import (
     KILL_S,
     KILLED,
     OUT_OF_MEMORY,
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_PDEATHSIG,
     TOO_MANY,
     TOO_MANY_PROCESSES,
     exit_text,
     kill_all,
-    prctl,
 )
 
 TAIL_BYTES = 2**16
@@ -113,8 +111,8 @@ class Exceeded(Exception):
 
 def _guard(how: Apart, worker: socket.socket, parent: int, program: Program) -> NoReturn:
     """Fork the program, wait for its end or bring it about, and leave nothing behind."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    adopt_orphans()
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     os.setsid()
@@ -198,7 +196,7 @@ def _become_program(guard: int, program: Program, said_fd: int) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         if os.getppid() == guard:
             program(said_fd)
             code = 0

@@ -83,8 +83,8 @@ class Cage:
 
     Entering waits until the function is loaded, and raises Unloadable if it cannot be. A call waits for a
     free worker as long as it takes; the time limit counts from its start. A worker that ends, at any moment and in any
-    way, is replaced, and only the calls that it ran fail. Of several that a worker takes along when it ends, the
-    one whose code ran has failed and the others are returned; where none can be named, all have failed.
+    way, is replaced, and only the calls that it ran fail. If a worker ends with several calls, only the call
+    whose code ran fails, and the others are returned; where that call is unknown, all fail.
     """
 
     def __init__(self, function: CagedFunction, workers: int = 1) -> None:

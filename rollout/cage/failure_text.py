@@ -3,7 +3,7 @@
 import traceback
 from typing import Any
 
-from rollout.user_file import PREFIX
+from configs.user_file import PREFIX
 
 TRACEBACK_CHARS = 16 * 2**10
 """Most characters of a traceback."""

@@ -1,7 +1,7 @@
 """A user's task in worker processes: problems, completions and trajectories travel as plain values. Images travel as
-files, and both ends decode them: the row's, where the task asks for them, and those that the task shows. Of a task that
-sends messages only these and its score travel: what was sampled is recorded in the server. An agent gets the row and a
-URL, and its score travels.
+files, and both ends decode them: the row's, where the task asks for them, and those that the task shows. A task that
+sends messages returns only messages and its score: what was sampled is recorded in the server. An agent gets the row
+and a URL, and its score travels.
 
 `UserTask` is the server's end, built by `rollout/episodes/setup.py`; `load` and what it returns run in a worker.
 """
@@ -234,7 +234,7 @@ def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], dat
 
 
 def images_of(problem: Problem) -> list[PlacedImage]:
-    """Those of the prompt, from the row's files."""
+    """The images of the prompt, from the row's files."""
     form = problem.format
     return place(problem.prompt, [decode(data, form) for data in problem.row.get("images", ())]) if form else []
 

@@ -12,7 +12,6 @@ the worker, read from /proc: RLIMIT_AS would count address space that CUDA, Java
 brake for allocations that are faster than the watch, each process has RLIMIT_DATA at twice the limit.
 """
 
-import ctypes
 import mmap
 import os
 import resource
@@ -26,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from configs.parent_death import adopt_orphans, end_with_parent
 from configs.plain_text import colourless, conceal, visible
 from configs.variables import open_private, private_folder
 from rollout.cage import CagedFunction
@@ -45,7 +45,7 @@ SCAN_INTERVAL_PER_COST = 20
 MAX_PROCESSES = 256
 """Processes of one episode apart. A limit of the kernel (RLIMIT_NPROC) would count all processes of the user."""
 OUT_OF_MEMORY, TOO_MANY = signal.SIGUSR1, signal.SIGUSR2
-"""What the guard of an episode apart is told when that exceeds a limit."""
+"""Signals to the guard of an episode apart that exceeds a limit."""
 STOPPED_S = 1.0
 """A wait that ends so much late means that this process was stopped."""
 KILL_S = 5.0
@@ -55,7 +55,6 @@ DUMP_SIGNAL = signal.SIGRTMAX - 3
 DUMP_S = 0.5
 """Longest wait for these stacks."""
 KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 DEADLINE, CURRENT, STARTED, APART = range(4)
 """Indices in CallState: when the call must be over (`time.monotonic()`, 0 for no call), the number of the call or
@@ -63,7 +62,7 @@ episode whose code runs, the calls started, whether episodes run in processes of
 
 
 class CallState:
-    """What a worker tells its warden while it runs: numbers in memory that both processes share."""
+    """State of the running call, which a worker writes for its warden: numbers in memory that both processes share."""
 
     def __init__(self) -> None:
         self._numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
@@ -76,7 +75,7 @@ class CallState:
 
 
 class Warden:
-    """Watches one worker until it ends; `run` returns after the server was told how."""
+    """Watches one worker until it ends; `run` returns after the server has got the reason."""
 
     def __init__(self, function: CagedFunction, worker: int, status: socket.socket, capture: int, state: CallState):
         self.function, self.worker, self.status, self.capture, self.state = function, worker, status, capture, state
@@ -94,13 +93,13 @@ class Warden:
         self._processes: dict[int, list[int]] = {}
         """What is watched: all processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
-        """Of these, where no process came or went between the last two looks."""
+        """The guards below which no process came or went between the last two looks."""
 
     def _on_term(self, *_: object) -> None:
         self._orphaned = os.getppid() != self._server  # else SIGTERM went to all of a job: the server drains
 
     def run(self) -> None:
-        """Wait for the worker's end, bring it about where a limit says so, and tell the server."""
+        """Wait for the worker's end, kill it where it exceeds a limit, and send the server the reason."""
         end = None
         while end is None:
             until = min(self._measure_at, self.state[DEADLINE] or self._measure_at)
@@ -210,7 +209,7 @@ class Warden:
             os.kill(guard, number)
 
     def _dump_stacks(self) -> None:
-        """Have the worker print where it is: the last lines of its output tell why it took so long."""
+        """Have the worker print where it is: the last lines of its output show why it took so long."""
         with suppress(ProcessLookupError):
             os.kill(self.worker, DUMP_SIGNAL)
         until, wait_s = time.monotonic() + DUMP_S, DUMP_S
@@ -295,13 +294,13 @@ def memory_limit(function: CagedFunction) -> str:
 
 def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, socket.socket, CallState]:
     """Fork the worker, in which this returns; the process itself stays as its warden until the end."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    adopt_orphans()
+    end_with_parent(signal.SIGTERM)
     control, status, frames = socket.socket(fileno=control_fd), socket.socket(fileno=status_fd), unpacker()
     setup = None
     while setup is None:
         data = status.recv(2**16)
-        if not data or os.getppid() != server:  # it ended before PDEATHSIG was set
+        if not data or os.getppid() != server:  # it ended before `end_with_parent`
             os._exit(0)
         frames.feed(data)
         setup = next(frames, None)
@@ -317,7 +316,7 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
     conceal(function.concealed)
     try:
         Warden(function, worker, status, capture, state).run()
-    except BaseException:  # the outermost frame: a server that is told nothing knows that the warden was lost
+    except BaseException:  # the outermost frame: without a reason the server knows that the warden was lost
         with suppress(ChildProcessError, ProcessLookupError, PermissionError):
             os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # not waited for: its group is still ours
             os.killpg(worker, signal.SIGKILL)
@@ -354,7 +353,7 @@ def _become_worker(function: CagedFunction, warden: int, printing: int) -> None:
     """In the worker: a session of its own, limits, and output that goes to the warden."""
     os.setsid()  # `kill(0, ...)` in users' code reaches the worker, not the warden
     _outlive_sigterm()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != warden:
         os._exit(1)
     for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
@@ -365,9 +364,3 @@ def _become_worker(function: CagedFunction, warden: int, printing: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (int(function.memory_gib * 2**31),) * 2)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # if the machine's memory runs out, the kernel takes this process first
-
-
-def prctl(option: int, value: int) -> None:
-    """prctl(2); raises OSError."""
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")

@@ -36,7 +36,7 @@ from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, 
 from rollout.errors import ChatRefused, EngineError, first_error
 
 AHEAD_S, MOST_AHEAD = 0.005, 8
-"""Of short calls, as many are sent ahead as take so long, at most so many: to wake a process for each, which wakes the
+"""Short calls are sent ahead, as many as take so long, at most so many: to wake a process for each, which wakes the
 server, would cost both more than the call does. A long one delays no more than those that were sent behind it."""
 FAILED_CALL_S = 1.0
 """Most of an episode's own time that a failed call of `generate` costs. It costs what it took, so that no episode can

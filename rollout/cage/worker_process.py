@@ -10,15 +10,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from configs.own_packages import PIN
 from rollout.cage import CagedFunction
 from rollout.cage.frames import BAD_BYTES, encode, unpacker
 
 KILL_S = 10.0
-"""Time for a warden to kill its worker before it is killed as well: the worker dies with it (PDEATHSIG)."""
+"""Time for a warden to kill its worker before it is killed as well: the worker dies with it (`end_with_parent`)."""
 OUTPUT_S = 2.0
 """Longest wait for the last output of a call that failed."""
-START = """import sys
+START = f"""import sys
 sys.path[:] = sys.argv[4:]
+{PIN}
 from rollout.cage.warden import main
 worker = main(*map(int, sys.argv[1:4]))
 from rollout.cage.worker_loop import work
@@ -63,7 +65,7 @@ class WorkerProcess:
         pairs = [socket.socketpair() for _ in range(2)]
         fds = [theirs.fileno() for _, theirs in pairs]
         try:
-            # In the event loop's thread: a warden is told of the end of the thread that started it.
+            # In the event loop's thread: the kernel signals a warden when the thread that started it ends.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", START, *map(str, [*fds, os.getpid()]), *sys.path],
                 stdin=subprocess.DEVNULL,
@@ -129,7 +131,7 @@ class WorkerProcess:
             return self.end.result().output
         asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked.append(asked)
-        with suppress(TimeoutError, OSError, RuntimeError):  # RuntimeError: it was told to end meanwhile
+        with suppress(TimeoutError, OSError, RuntimeError):  # RuntimeError: its end was asked for meanwhile
             self._requests.write(b"?")
             async with asyncio.timeout(OUTPUT_S):
                 return await asked
@@ -152,7 +154,7 @@ class WorkerProcess:
             asyncio.get_running_loop().call_later(KILL_S, self._process.kill)
 
     def spoil(self) -> None:
-        """What it sent cannot be read."""
+        """Kill the worker, which sent something that cannot be read."""
         self.spoilt = True
         self.kill()
 

@@ -22,7 +22,7 @@ class RecordedTurn:
     given: list[int]
     completion: Completion
     messages: list[Message]
-    """Those of the request and the answer, as they are rendered again."""
+    """Messages of the request and the answer, as they are rendered again."""
     request: bytes
     answered: bytes
     cut: bool = False
@@ -62,8 +62,8 @@ class Conversation:
         return [turn for turn in self._turns if not turn.withdrawn]
 
     def held(self, prefixes: Sequence[bytes]) -> tuple[RecordedTurn | None, int]:
-        """The turn whose messages are the longest prefix of a request, and their number. Of turns alike that none
-        continues yet the last one: agents that run side by side and say the same keep to their own."""
+        """The turn whose messages are the longest prefix of a request, and their number. Among equal turns it
+        is the last one that no turn continues yet: agents that run at once and send the same keep to their own."""
         leaves = self.leaves()
         by_digest = {turn.answered: turn for turn in sorted(self.turns, key=leaves.__contains__)}
         for number in range(len(prefixes) - 1, 0, -1):

@@ -101,7 +101,7 @@ def parsed_arguments(arguments: Any) -> Any:
 
 
 def digests(tools: Any, messages: list[Message]) -> Iterator[bytes]:
-    """One for each number of messages from none to all of them: equal where these are the same to a reader."""
+    """A digest for each number of messages, from none to all: equal where the messages are the same to a reader."""
     yield (digest := _digest(b"", tools))
     for message in messages:
         yield (digest := extended(digest, message))

@@ -85,7 +85,7 @@ class Session:
         self._generate, self._template, self._parser, self._limits = generate, template, parser, limits
         self._conversation, self._began = Conversation(), time.monotonic()
         self._calls: dict[asyncio.Task[Answered], tuple[RecordedTurn | None, int]] = {}
-        """Those under way: the turn that each continues, and the tokens that it may add."""
+        """Calls under way: the turn that each continues, and the tokens that it may add."""
         self._bad_calls = self._begun = 0
         self._closed = False
         self.truncated = False
@@ -150,7 +150,7 @@ class Session:
         if self.truncated:
             trajectory.finish = "length"
         given = result.get("turn_rewards") if isinstance(result, dict) else None
-        if isinstance(given, list | tuple) and len(given) == len(turns):  # told by answers, kept by segments
+        if isinstance(given, list | tuple) and len(given) == len(turns):  # given by answers, kept by segments
             by_turn = dict(zip(turns, given, strict=True))
             result = result | {"turn_rewards": [by_turn[turn] for turn in self._conversation.trained()]}
         recorded = Recorded.of(trajectory, result)

@@ -3,13 +3,10 @@
 Imports neither vLLM nor torch, so that `problems` costs milliseconds wherever a run file is checked.
 """
 
-import ast
 import difflib
-import importlib.util
 from collections.abc import Iterator, Mapping
 from math import ceil
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from buffer.images import ImageFormat
@@ -20,6 +17,7 @@ from configs.load import ConfigError
 from configs.model_facts import model_facts
 from configs.schema import Config, ModelConfig
 from configs.variables import RPC_PATH, VLLM_BYTES, socket_folder
+from rollout.engine.door.installed import cpu_head_sizes, registered, vllm_fields
 
 CPU_STEP_TOKENS = 2048
 """Tokens of a step of vLLM's servers on a CPU. vLLM refuses more sequences than that, so a step grows with them."""
@@ -43,7 +41,7 @@ LINEAR_LAYERS = (
 )
 """Layers of attention and MLP that vLLM adapts, where a model has them, for `model.lora.targets: all`."""
 PARTS = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
-"""Of layers that vLLM joins: a part of each."""
+"""A part of each layer that vLLM joins."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's `max_lora_rank` may be; adapters of a lower rank are padded."""
 USUAL_PROMPT = 128
@@ -95,19 +93,6 @@ def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
     return lines
 
 
-def vllm_fields() -> Iterator[str]:
-    """The fields of AsyncEngineArgs, read from the source of the installed vLLM: importing it takes ten seconds."""
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None or vllm.origin is None:
-        return
-    source = Path(vllm.origin).with_name("engine") / "arg_utils.py"
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs"):
-            for line in node.body:
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    yield line.target.id
-
-
 def unknown_parsers(config: Config) -> Iterator[str]:
     """A line for each parser of `rollout.chat` that the installed vLLM does not have; none without vLLM."""
     for key, (package, table) in PARSERS.items():
@@ -119,19 +104,6 @@ def unknown_parsers(config: Config) -> Iterator[str]:
             yield f"rollout.chat.{key}: {name!r} is no parser of the installed vLLM; {hint}"
 
 
-def registered(package: str, table: str) -> Iterator[str]:
-    """The names in a table of parsers, a dict literal, read from the source of the installed vLLM; none without it."""
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None or vllm.origin is None:
-        return
-    source = Path(vllm.origin).with_name(package) / "__init__.py"
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(target, ast.Name) and target.id == table for target in targets):
-                yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
-
-
 def unserved_heads(config: Config, cpu: bool) -> Iterator[str]:
     """Yield a line if vLLM's attention for CPU lacks the size of the model's heads: no server could start. `cpu`:
     servers run on a CPU."""
@@ -140,20 +112,6 @@ def unserved_heads(config: Config, cpu: bool) -> Iterator[str]:
         known = ", ".join(map(str, sizes))
         problem = f"vLLM on a CPU serves heads of size {known}, but this model's have {size}"
         yield f"model.path: {config.model.path}: {problem}; take another model, or servers with GPUs"
-
-
-def cpu_head_sizes() -> Iterator[int]:
-    """Yield the sizes of heads of vLLM's attention for CPU, read from its source. Yields nothing if vLLM is not
-    installed or the source has changed."""
-    vllm = importlib.util.find_spec("vllm")
-    source = vllm and vllm.origin and Path(vllm.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
-    if not source or not source.exists():
-        return
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
-            for line in node.body:
-                if isinstance(line, ast.Return) and isinstance(line.value, ast.List):
-                    yield from (each.value for each in line.value.elts if isinstance(each, ast.Constant))  # type: ignore[misc]
 
 
 def cliffs(config: Config) -> Iterator[str]:
@@ -222,7 +180,7 @@ def on_cpu(config: Config) -> bool:
 
 def can_fp8() -> bool:
     """Whether vLLM sees a GPU that multiplies in FP8. Asks the driver: torch would create a context in this process."""
-    from vllm.platforms import current_platform  # takes seconds to import
+    from rollout.engine.door.vllm_platform import current_platform  # takes seconds to import
 
     return bool(current_platform.supports_fp8())
 
@@ -286,7 +244,7 @@ def longest_sample(config: Config) -> int:
 
 def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """For an adapter beside the base. Every request names it, so CUDA graphs without one would never run: vLLM's first
-    model runner captures none then. Its second one does whatever it is told (0.26 to 0.32), for time and memory."""
+    model runner captures none then. Its second one captures them if asked to (0.26 to 0.32), for time and memory."""
     lora, known = model.lora, model_facts(model.path).linear
     assert lora is not None
     layers = list(lora.targets)

@@ -9,10 +9,9 @@ import string
 from typing import Any
 
 from pydantic import ValidationError
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.parser import ParserManager
 
 from configs.schema import ChatConfig
+from rollout.engine.door.vllm_parsers import ChatCompletionRequest, ParserManager
 from rollout.errors import ChatRefused
 
 ID_CHARACTERS = string.ascii_letters + string.digits

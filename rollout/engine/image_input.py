@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 from transformers import BatchFeature
-from vllm.inputs.engine import mm_input
-from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 
 from buffer.images import Picture
+from rollout.engine.door.vllm_client import (
+    MultiModalFieldConfig,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+    mm_input,
+)
 from rollout.tasks.trajectory import PlacedImage
 
 

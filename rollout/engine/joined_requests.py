@@ -12,12 +12,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
-
+from rollout.engine.door.vllm_client import (
+    AsyncLLM,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineDeadError,
+    FinishReason,
+    LoRARequest,
+    SamplingParams,
+)
 from rollout.engine.scheduling.record import OTHERS
 from rollout.errors import EngineError
 
@@ -51,7 +54,7 @@ class JoinedRequests:
         self._handler.add_done_callback(lambda _: self._fail([*self._waiting], EngineDeadError()))
 
     async def end(self, key: object, make: Make) -> EngineCoreOutput:
-        """The last output of a request, with all that was sampled (`Record.finish`). `key`: what tells it from others.
+        """The last output of a request, with all that was sampled (`Record.finish`). `key`: equal for equal requests.
 
         Cancelled, it aborts the request. Raises what vLLM raises for the request, EngineError for one that vLLM ended
         by itself, EngineDeadError.

@@ -16,17 +16,21 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from learner.weights.channel import ChannelError
+from rollout.engine.door.leant_on import RELOAD_LOGGER
+from rollout.engine.door.vllm_worker import (
+    LinearBase,
+    RoutedExperts,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    set_current_vllm_config,
+)
 from rollout.engine.experts.expert_kernels import packed_anew, parameter_name
 from rollout.engine.recorded_copies import RecordedCopies
 
-RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+RELOADING = logging.getLogger(RELOAD_LOGGER)
 RELOADING.setLevel(logging.ERROR)  # it warns of layers without weights at each update; see `check_complete`
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """Layers whose weights a GPU keeps as they are in the file: loading over them is enough."""

@@ -24,17 +24,16 @@ from configs.flow.kv_room import CPU_KV_BYTES
 from configs.load import read
 from configs.schema import Config
 from rollout.engine.arguments import environment, on_cpu, unknown_fields
+from rollout.engine.door.leant_on import API_SERVER, moved
 from rollout.engine.reward_limits import HEAD_LIMITS, RequestLimits
 from rollout.engine.vllm_variables import unreadable_variables
 
 PROG = "python -m rollout reward"
-API_SERVER = "vllm.entrypoints.openai.api_server"
-"""vLLM's module, which is run as `python -m` would."""
 KEYS_VARIABLE = "HEADRACE_REWARD_KEYS"
 """Environment variable that names the folder of the run's keys to the process that serves."""
 REFUSAL = b'{"error": {"message": "this reward server asks for the token of its run: <run>/keys/reward.token"}}'
 LEVEL = "warning"
-"""Of uvicorn's log, which would have a line for each request."""
+"""The level of uvicorn's log, which would have a line for each request."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 def check_reward_server(config: Config) -> None:
     """Check the run file for a reward server. Raises ConfigError with every contradiction."""
-    further = [*unknown_fields(config.reward.engine, "reward"), *unreadable_variables()]
+    further = [*unknown_fields(config.reward.engine, "reward"), *unreadable_variables(), *moved()]
     if config.reward.model is None:
         further = [*further, "reward.model: missing; name the folder of a sequence classification model"]
     check(config, files=("reward.model",), further=further)
@@ -94,7 +93,7 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
 
 class TokenGate:
     """ASGI middleware around vLLM's server: limits requests, refuses those without the token, `GET /health` apart,
-    and tells the keeper that this server has scored answers."""
+    and notes for the keeper that this server has scored answers."""
 
     host: ClassVar[str] = ""
     """That the server listens on."""

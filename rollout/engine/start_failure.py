@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from configs.load import ConfigError
-
-LOGGER = "vllm"
+from rollout.engine.door.leant_on import LOGGER
 
 
 @contextmanager

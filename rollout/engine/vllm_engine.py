@@ -17,21 +17,23 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm import AsyncEngineArgs, SamplingParams
-from vllm.exceptions import VLLMValidationError
-from vllm.inputs.engine import tokens_input
-from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.loggers import PrometheusStatLogger
-
 from buffer.images import ImageFormat
 from buffer.wire.awake import wait_awake
 from configs.entrypoint import blocked
 from configs.load import ConfigError
 from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, environment, on_cpu, unserved_heads
+from rollout.engine.door.vllm_client import (
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineDeadError,
+    LoRARequest,
+    PrometheusStatLogger,
+    RequestOutputKind,
+    SamplingParams,
+    VLLMValidationError,
+    tokens_input,
+)
 from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
 from rollout.engine.joined_requests import JoinedRequests
@@ -213,7 +215,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Of the policy: set it once the workers have loaded it, and nothing that other weights computed is used."""
+        """The policy's version: set it once the workers have loaded it; what other weights cached is not used then."""
         return self._version
 
     @version.setter

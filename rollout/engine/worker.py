@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from learner.weights.channel import backend_of
 from learner.weights.receiver.staging import Staging
+from rollout.engine.door.vllm_worker import AsyncModelRunnerOutput, ModelRunnerOutput
 from rollout.engine.experts.expert_kernels import refusal
 from rollout.engine.lora.adapter_load import AdapterLoad
 from rollout.engine.model_load import ModelLoad
@@ -104,6 +104,11 @@ class StampedOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         output: ModelRunnerOutput = stamped(self.output.get_output(), self.version)
         return output
+
+    def get_kv_connector_output(self) -> Any:
+        """What vLLM 0.33 asks for after a failed step."""
+        output: Any = self.output
+        return output.get_kv_connector_output()
 
 
 def stamped(output: Any, version: int | None) -> Any:

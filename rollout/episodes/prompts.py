@@ -96,7 +96,7 @@ class Prompts:
         try:
             messages = self.messages(row)
             if self.plain:  # the special tokens are those that the tokenizer puts before any text
-                return self._expanded(self._open(self.tokenizer.encode(self._joined(messages))), pictures)
+                return self._expanded(self.plain_tokens(messages), pictures)
             text = self._rendered(messages)
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
         except RenderError as error:
@@ -123,6 +123,19 @@ class Prompts:
             if continued and ("continue_final_message" in str(error) or CHANGED in str(error)):
                 raise PromptError(CHANGED) from None
             raise
+
+    def chat_text(self, messages: list[dict[str, Any]], header: bool) -> str:
+        """The chat template's text of `messages`; `header`: up to where the next answer begins. Raises PromptError."""
+        try:
+            return self._texts.render(messages, header, kwargs=self.template_kwargs)
+        except RenderError as error:
+            raise PromptError(error.about("the row", "the chat template", self.template_place)) from None
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise PromptError(f"the row cannot be made a chat: {type(error).__name__}: {error}") from error
+
+    def plain_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Tokens of the messages' texts without a chat template, up to where an answer begins."""
+        return self._open(self.tokenizer.encode(self._joined(messages)))
 
     def closing(self) -> int | None:
         """Return the special token with which the chat template closes an answer; None if there is none."""

@@ -15,6 +15,7 @@ from rollout.cage.user_task import UserTask
 from rollout.chat.session import ChatLimits, Sessions, TextParser
 from rollout.chat.template import ChatTemplate
 from rollout.engine.arguments import problems, unknown_parsers
+from rollout.engine.door.leant_on import moved
 from rollout.engine.vllm_variables import unreadable_variables
 from rollout.episodes.episode import Episodes
 from rollout.episodes.prompts import Prompts, load_tokenizer
@@ -111,5 +112,5 @@ def open_sessions(config: Config, prompts: Prompts) -> Sessions:
 def check_server(config: Config, files: Sequence[str] = ()) -> None:
     """Check the run file for a server that reads these `files` too. Raises ConfigError with every contradiction."""
     sets = ["data.eval"] if config.eval.every else []
-    further = [*problems(config.rollout.engine, config), *unknown_parsers(config), *unreadable_variables()]
+    further = [*problems(config.rollout.engine, config), *unknown_parsers(config), *unreadable_variables(), *moved()]
     check(config, files=(*FILES, *sets, *files), further=further)

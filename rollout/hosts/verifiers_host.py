@@ -72,7 +72,7 @@ class ClassicEnvironment:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Nothing is needed."""
+        """Does nothing."""
         yield
 
     async def run(self, row: Any, url: str, sampling: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class TasksetEnvironment:
 
 
 def take_empty_answers(client: Any) -> None:
-    """Have an answer without a word go on to be scored, as an empty text: it is the policy's own. verifiers 0.2 takes
+    """Have an empty answer scored as an empty text: it is the policy's own. verifiers 0.2 takes
     it for a failure of the model's server, and would show it to stops and reward functions as None, which most cannot
     read."""
     from verifiers.errors import EmptyModelResponseError

@@ -8,6 +8,7 @@ from typing import Any
 
 from buffer.keys import load_token
 from configs.schema import RewardConfig
+from configs.user_file import load_function
 from rollout.rewards import countdown, math, reasoning
 from rollout.rewards.answer_judge import LIMITS
 from rollout.rewards.convention import Reward
@@ -15,7 +16,6 @@ from rollout.rewards.models.http_model import HttpModel
 from rollout.rewards.models.judge import Judge
 from rollout.rewards.models.reward_model import RewardModel
 from rollout.rewards.text_match import ExactMatch, LengthPenalty, RegexFormat
-from rollout.user_file import module_of
 
 REWARDS: dict[str, Callable[..., Any]] = {
     "countdown": countdown.compute_score,
@@ -56,20 +56,3 @@ def load_reward(config: RewardConfig, number: int = 0, keys: Path | None = None)
             if keys:
                 made.show(load_token(keys))
     return reward
-
-
-def load_function(key: str, name: str) -> Callable[..., Any]:
-    """Load the user's function `path/to/file.py:function`, the value of config key `key`. Raises ValueError with one
-    line.
-
-    The file is imported as Python would import it (`rollout/user_file.py`), so it can import modules from its folder.
-    """
-    path, _, attribute = name.rpartition(":")
-    try:
-        module = module_of(path)
-    except (Exception, SystemExit) as error:  # the user's file may raise anything: one line that names it
-        raise ValueError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    function: Callable[..., Any] | None = getattr(module, attribute, None)
-    if not callable(function):
-        raise ValueError(f"{key}: {path} has no function {attribute!r}")
-    return function

@@ -3,7 +3,7 @@
 A function is called as verl and TinyZero call theirs (`data_source, solution_str, ground_truth, extra_info`, each
 only if the function takes it) or as EasyR1 does (`reward_input`, a dict): once per answer or, with the plural names,
 once per group. It returns a number, or a dict with `score` or `overall`; further numbers in the dict become metrics.
-A function that names `turns` is told which text was sampled, one that names `row` gets the row. It may be `async`. A
+A function that names `turns` gets which text was sampled, one that names `row` gets the row. It may be `async`. A
 built-in reward with settings of its own is a `Section`: made once of `reward.kwargs`, then called in the same way.
 docs/rewards.md is the page for users.
 """
@@ -102,7 +102,7 @@ CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
     "reward_input": lambda answers: [{"reward_input": answer.easyr1()} for answer in answers],
     "reward_inputs": lambda answers: [{"reward_inputs": [answer.easyr1() for answer in answers]}],
 }
-"""From the parameter that tells the convention to the keyword arguments of each call that scores these answers."""
+"""From the parameter that shows the convention to the keyword arguments of each call that scores these answers."""
 
 
 class Reward:

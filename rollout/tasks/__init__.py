@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from configs.user_file import load_function
 from rollout.errors import ChatRefused, EpisodeError
-from rollout.rewards import load_function
 from rollout.tasks.trajectory import Completion, Generate, Problem, Recorded, Task, Trajectory, single_turn
 
 __all__ = [

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from configs.own_packages import PIN
 from rollout.cage.frames import BAD_BYTES, MAX_BYTES, plain, unpacker
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ MEMORY = 2**30
 """Bytes of address space of the process."""
 MOST_CHARACTERS = 4 * 2**20
 """Most characters of a rendered text: the prompt of a million tokens."""
-PROGRAM = """import sys
+PROGRAM = f"""import sys
 sys.path[:] = sys.argv[4:]
+{PIN}
 from rollout.templates.template_process import serve
 serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))"""
 CHANGED = "the chat template changes its last message, so no answer can continue it"

@@ -306,6 +306,14 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
         "reward.function: 'x.py' is neither one of countdown, math, math_verify, exact_match, regex, length, judge, "
         "reward_model, reasoning_gym, task nor path/to/file.py:function"
     ]
+    for key in ("algorithm.loss", "algorithm.advantage"):
+        assert (
+            refused(f"{key}=reward.py:missing", files=FILES)[-1]
+            == f"{key}: reward.py has no function missing; it has score"
+        )
+        assert refused(f"{key}=no.py:f", files=FILES)[-1] == f"{key}: no.py: no such file (from {tmp_path}); correct it"
+        with pytest.raises(ConfigError, match=f'{key}: "grpo" is not one of .* or text like path/to/file.py:function'):
+            config(f"{key}=grpo")
     for fine in ("reward.py:score", "reward.py:y", "countdown"):
         check(config(f"reward.function={fine}"), files=("reward.function",))
 
@@ -444,8 +452,11 @@ def test_positions_are_read_from_configs_of_transformers_4_and_5(name: str, mode
 
 
 ARCHITECTURES: dict[str, tuple[dict[str, object], str]] = {
-    "hybrid": ({"layer_types": ["linear_attention", "full_attention"]}, "it has layers of type linear_attention, but"),
-    "blocks": ({"layers_block_type": ["mamba", "full_attention"]}, "it has layers of type mamba, but"),
+    "hybrid": (
+        {"layer_types": ["chunked_attention", "full_attention"]},
+        "it has layers of type chunked_attention, but",
+    ),
+    "blocks": ({"layers_block_type": ["rwkv", "full_attention"]}, "it has layers of type rwkv, but"),
     "compressed tensors": ({"compression_config": {"format": "int"}}, "its weights are quantised (unknown)"),
     "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
     "mxfp4 in a text config": (

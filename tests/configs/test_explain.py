@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.__main__ import count_rows, main
-from configs.checks import check, unpublishable
+from configs.checks import check
 from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
 from configs.flow.sequences import open_groups
 from configs.flow.simulation import expected
 from configs.load import load
 from configs.model_facts import ModelFacts, model_facts
+from configs.publishing import contradictions, copies_over, most_parameters, unpublishable
 from configs.schema import Config
 
 NEEDED = ["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"]
@@ -319,9 +320,75 @@ def test_a_model_whose_copies_fill_rank_0_is_refused(
         assert lines[0].endswith("train an adapter (model.lora), take a smaller model, or GPUs with more memory")
 
 
+@pytest.mark.parametrize(
+    ("keys", "who", "remedy"),
+    [
+        (
+            ("learner.ranks=2",),
+            "each of 2 learner ranks holds two copies of its rows",
+            "raise learner.ranks or learner",
+        ),
+        (("learner.ranks=8",), "", ""),
+        (("learner.ranks=16", "learner.shard=8"), "", ""),
+        (
+            ("learner.ranks=8", "weights.publish=gather"),
+            "learner rank 0 holds two copies of tr",
+            "set weights.publish: a",
+        ),
+        (("learner.ranks=8", "weights.transport=safetensors"), "learner rank 0 holds two copies of tr", "train an ad"),
+        (("learner.ranks=8", "learner.nodes=4", "learner.shard=8"), "learner rank 0 holds two copies", "train an ad"),
+        (("learner.ranks=8", "learner.nodes=4", "learner.shard=8", "weights.host=10.0.0.1"), "", ""),
+    ],
+)
+def test_ranks_that_publish_their_rows_divide_the_copies(
+    tmp_path: Path, keys: tuple[str, ...], who: str, remedy: str
+) -> None:
+    """70 G parameters: 261 GiB of copies."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [70 * 10**9], "data_offsets": [0, 0]}})
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    (tmp_path / "config.json").write_text("{}")
+    lines = list(unpublishable(config(f"model.path={tmp_path}", *keys), 80 << 30))
+    assert [who in line and f"; {remedy}" in line for line in lines] == [True] * bool(who)
+
+
+def test_the_first_replicas_ranks_hold_the_copies_or_rank_0_alone() -> None:
+    four = ("learner.ranks=4", "learner.shard=2")
+    assert [copies_over(config(*four), 2, rank) for rank in range(4)] == [2, 2, 0, 0]
+    assert [copies_over(config(*four, "weights.publish=gather"), 2, rank) for rank in range(4)] == [1, 0, 0, 0]
+    assert copies_over(config(), 1, 0) == copies_over(config("weights.publish=rows"), 1, 0) == 1
+
+
+def test_explain_names_the_largest_model_that_can_be_published() -> None:
+    def most(*keys: str) -> int:
+        return most_parameters(config(*keys), 80 * 10**9)
+
+    assert most() == most("learner.ranks=8", "weights.publish=gather") == 18 * 10**9
+    assert most("learner.ranks=8") == 8 * most() and most("learner.ranks=8", "model.dtype=float32") == 4 * most()
+
+
+def test_rows_are_refused_where_only_rank_0_can_publish() -> None:
+    assert not list(contradictions(config("learner.ranks=2", "weights.publish=rows")))
+    assert not list(contradictions(config("learner.ranks=2", "weights.transport=safetensors")))
+    (line,) = contradictions(config("learner.ranks=2", "weights.publish=rows", "weights.transport=safetensors"))
+    assert line.startswith("weights.publish: rows, but weights.transport is safetensors, which rank 0 writes; change")
+    across = ("learner.ranks=4", "learner.nodes=2", "learner.shard=4", "weights.publish=rows")
+    (line,) = contradictions(config(*across))
+    assert "weights.host 127.0.0.1 is loopback, and a copy of the model lies over ranks of several nodes" in line
+    assert not list(contradictions(config(*across, "weights.host=10.0.0.1")))
+
+
 def test_without_a_gpu_a_model_too_large_for_80_gb_is_noted(tmp_path: Path) -> None:
     header = json.dumps({"w": {"dtype": "BF16", "shape": [31 * 10**9], "data_offsets": [0, 0]}})
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     (tmp_path / "config.json").write_text("{}")
     text = "\n".join(explain(config(f"model.path={tmp_path}")))
     assert f"note: {tmp_path}: learner rank 0 holds two copies of trained weights for the servers, 115.5 GiB" in text
+
+
+def test_the_run_file_of_the_readme_is_valid(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = (part.partition("```")[0] for part in text.split("```yaml\n")[1:])
+    (tmp_path / "run.yaml").write_text(block)
+    run = load([str(tmp_path / "run.yaml")])
+    check(run, files=())
+    assert (run.run.versions, run.data.columns) == (200, {"problem": "question"})

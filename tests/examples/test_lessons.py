@@ -3,19 +3,22 @@
 import json
 import random
 from argparse import Namespace
-from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from buffer.data.entry_maker import GeneratedRows
 from examples import lesson, warm_start
 from examples.chain_sum import teach_form
 from examples.countdown import make_model, make_problems, teach_search
 from rollout.rewards.countdown import compute_score
+from tests.harness.world import ROOT
 
 TERMS = st.lists(st.tuples(st.sampled_from("+-"), st.integers(0, 99)), min_size=1, max_size=4)
 
@@ -47,7 +50,10 @@ def test_traces_are_true_and_some_give_up() -> None:
     assert 0.02 < sum(reward == 1.0 for reward in rewards) / len(rewards) < 0.9
 
 
-def test_a_lesson_writes_a_model_and_is_kept(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_lesson_writes_a_model_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `python -m learner sft`, on as many demonstrations as its steps need."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     problems, base, out = tmp_path / "problems", tmp_path / "base", tmp_path / "out"
     made = ["--out", str(problems), "--prompt", "words", "--count", "90", "--eval", "10"]
     make_problems.write(make_problems.parse(made))
@@ -58,21 +64,26 @@ def test_a_lesson_writes_a_model_and_is_kept(tmp_path: Path) -> None:
     args = teach_search.parse([*given_, "--steps", "2", "--batch", "2"])
     assert "2 steps of 2 answers" in teach_search.write(args)
     assert json.loads((out / "lesson.json").read_text())["steps"] == 2
+    assert len((out / "lesson" / "demonstrations.jsonl").read_text().splitlines()) == 4
+    first, taught = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
+    assert first.keys() == taught.keys() and not torch.equal(first["lm_head.weight"], taught["lm_head.weight"])
+    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
     assert "kept" in teach_search.write(args)
-    assert "3 steps" in teach_search.write(Namespace(**vars(args) | {"steps": 3}))
+    (out / "lesson.json").write_text("{}")
+    failing = Namespace(**vars(args) | {"steps": 3, "model": tmp_path / "nowhere"})
+    with pytest.raises(SystemExit) as ended:
+        teach_search.write(failing)
+    assert ended.value.code == 2 and not (out / "lesson.json").exists()
 
 
 def test_a_lesson_never_shows_a_held_out_problem(tmp_path: Path) -> None:
     make_problems.write(make_problems.parse(["--out", str(tmp_path), "--count", "90", "--eval", "30"]))
     rows = {name: pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("train", "eval")}
     texts = {name: {row["prompt"][0]["content"] for row in found} for name, found in rows.items()}
-    tokenizer, draw = make_model.make_tokenizer(), iter(rows["train"] * 2)
-
-    def shown(source: random.Random) -> tuple[lesson.Messages, str]:
-        return next(draw)["prompt"], "<answer>1</answer>"
-
-    prompts = [tokenizer.decode(ids) for ids, _ in islice(lesson.pairs(shown, tokenizer, random.Random(0)), 60)]
-    assert all(prompt in texts["train"] for prompt in prompts) and not texts["train"] & texts["eval"]
+    file = tmp_path / "shown.jsonl"
+    lesson.write_down(file, teach_search.traces_of(rows["train"], "+-"), 200, random.Random(0))
+    shown = [json.loads(line)["prompt"][0]["content"] for line in file.read_text().splitlines()]
+    assert len(shown) == 200 and {*shown} <= texts["train"] and not texts["train"] & texts["eval"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from buffer.wire.values import Bounds
 from configs.load import ConfigError
 from configs.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig
 from learner import watchdog
-from learner.__main__ import decide_gather, decide_speed
 from learner.checkpoint import Checkpoints
 from learner.drain import Draining
 from learner.mesh import make_mesh, replica, shards
@@ -33,6 +32,7 @@ from learner.model.lora.adapter import Factor
 from learner.model.lora.base import Base, digest
 from learner.model.microbatch import one_document
 from learner.sound import SoundSteps, only
+from learner.starting import decide_gather, decide_speed
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.routes import RouteMismatch
@@ -43,6 +43,7 @@ from tests.harness.episodic import make_episodes
 from tests.harness.expert_batches import SIZES, random_routes, routed
 from tests.harness.keys import client_keys
 from tests.harness.pictured import form_of, make_pictured
+from tests.harness.published_rows import rows
 
 
 def gradients(
@@ -417,6 +418,7 @@ CASES: dict[str, Callable[..., None]] = {
         other_base,
         gathers,
         wholes,
+        rows,
         decisions,
         speeds,
         train,

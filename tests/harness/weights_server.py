@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from configs.schema import WeightsConfig
-from learner.weights.channel import Channel, ChannelError, backend_of, own_stream
+from learner.weights.buckets import Buckets
+from learner.weights.channel import Channel, ChannelError, WorkerChannels, backend_of, own_stream
 from learner.weights.plan import Spec
 from learner.weights.protocol import TO_SERVER, unpack
 from learner.weights.receiver.follow import Receiver
 from learner.weights.receiver.staging import Staging
+from learner.weights.rows import shares_of
 from tests.harness.keys import client_keys
 
 HEARTBEAT_S = 0.2
@@ -170,8 +172,9 @@ class DyingEngine(StagingEngine):
         with own_stream(self.device):
             message = unpack(go, TO_SERVER)
             group = message.source
-            channel = Channel(group.host, group.port, group.epoch, group.offset, group.world, self.device, 60)
-            receive_four(channel, self.staging[0]._buckets.buckets)
+            where = group.host, group.port, group.epoch, group.offset, group.world, self.device, 60
+            channels = WorkerChannels([Channel(*where, root) for root in range(group.roots)])
+            receive_four(channels, self.staging[0]._buckets)
         print("half", flush=True)
         time.sleep(600)
 
@@ -190,16 +193,23 @@ class Stalling(Staging):
             return super()._take(go, weights, channel)
         self.stalls = False
         self.given_up.clear()
-        receive_four(channel, weights.buckets)
+        receive_four(channel, weights)
         print("stall", flush=True)
         self.given_up.wait()
         raise ChannelError("stalled")
 
 
-def receive_four(channel: Channel, buckets: list[torch.Tensor]) -> None:
-    """Take part in the first four broadcasts only."""
-    channel.connect()
-    for _ in channel.broadcast([torch.empty_like(bucket) for bucket in buckets[:4]]):
+def receive_four(channels: WorkerChannels, weights: Buckets) -> None:
+    """Take share in the first four broadcasts only."""
+    channels.connect()
+    messages, roots = [torch.empty_like(bucket) for bucket in weights.buckets[:4]], [0] * 4
+    if weights.plan.ranks > 1:
+        shares = shares_of(weights.plan)[:4]
+        messages, roots = (
+            [weights.buckets[0].new_empty(share.size) for share in shares],
+            [share.rank for share in shares],
+        )
+    for _ in channels.broadcast(messages, None, roots):
         pass
 
 

@@ -23,9 +23,10 @@ from configs.certificate import read as read_certificate
 from configs.checkpoint_files import complete
 from configs.load import ConfigError
 from configs.schema import Config
-from learner.__main__ import image_format, main, max_sample_patches
+from learner.__main__ import image_format, main
 from learner.certify import process
 from learner.record.metrics import read
+from learner.train.pictures import max_sample_patches
 from tests.harness.canned import Canned
 from tests.harness.forked_learner import ForkedLearner, ranks_meeting_in
 from tests.harness.keys import give_keys

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.user_file import PREFIX, load_function
 from rollout.cage.failure_text import describe_error
-from rollout.rewards import load_function
-from rollout.user_file import PREFIX
 
 DATACLASS = """
 from __future__ import annotations
@@ -197,7 +196,7 @@ def score(solution_str, method):
 """
 SCRIPT = """
 import sys
-from rollout.rewards import load_function
+from configs.user_file import load_function
 if __name__ == "__main__":
     for file in sys.argv[1:]:
         for method in ("fork", "spawn"):

@@ -43,7 +43,7 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 
 def interface_hints(address: str, interface: str | None) -> dict[str, str]:
-    """What tells gloo and NCCL the interface: `interface`, or the one that has `address`; nothing on loopback."""
+    """Variables that name gloo's and NCCL's interface: `interface`, or that of `address`; nothing on loopback."""
     name = interface or next((name for name, found in _addresses() if found == address), None)
     return dict.fromkeys(INTERFACES, name) if name else {}
 

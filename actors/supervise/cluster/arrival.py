@@ -19,6 +19,7 @@ from actors.process import Process
 from actors.supervise.cluster.addresses import interface_hints
 from buffer.keys import NAMES, READS
 from configs.load import ConfigError, load
+from configs.own_packages import of_this_machine
 from configs.resume import fingerprint
 from configs.schema import Config
 from configs.variables import RUN_UMASK, open_private, run_folder
@@ -60,7 +61,7 @@ class Delivery:
 
     @classmethod
     def pack(cls, config: Config, home: str, shipped: bool) -> "Delivery":
-        """That of a run whose folder, config and keys are there; marks the folder."""
+        """Make the delivery of a run whose folder, config and keys are there; marks the folder."""
         run, keys = config.run.path, config.run.path / "keys"
         with open(run / MARK, "w", encoding="utf-8", opener=open_private) as file:
             file.write(mark := secrets.token_hex(8))
@@ -128,7 +129,7 @@ def settle(process: Process, delivery: Delivery, address: str) -> tuple[Process,
     cwd = os.getcwd() if delivery.shipped and address != delivery.home else process.cwd
     if not Path(cwd).is_dir():
         raise UnfitNode(f"{cwd}: no such folder here; share it, or set cluster.ship: auto")
-    program, *words = process.argv
+    program, *words = of_this_machine(process.argv)
     program = program if Path(program).exists() else sys.executable
     env = {**interface_hints(address, delivery.interface), **process.env}
     return replace(process, argv=(program, *words), cwd=cwd, env=env), shared

@@ -1,4 +1,4 @@
-"""One node's share of the learner, as Ray runs it: starts the node's ranks when told to, once for each generation.
+"""One node's share of the learner, as Ray runs it: starts the node's ranks when asked to, once for each generation.
 
 `gang.py` decides when a generation starts and ends; this only reports. The first member also holds the store in which
 all ranks meet, so no port is lost between two binds. Made a Ray actor by `ray_cluster.py`.
@@ -34,7 +34,7 @@ class GangMember:
         self._process = process
 
     def place(self) -> tuple[Whereabouts, str]:
-        """Where this is, and why the learner cannot run here, empty if it can."""
+        """The place of this node, and why the learner cannot run here, empty if it can."""
         return Whereabouts("", self._node, self._address, self._shared), self._unfit
 
     def host(self) -> int:

@@ -41,7 +41,7 @@ class NodeKeeper:
         self._place = Whereabouts(secrets.token_hex(8), node, address, shared)
 
     def place(self) -> Whereabouts:
-        """Where this is."""
+        """The place of this node."""
         return self._place
 
     def events(self, life: str, after: int, timeout_s: float) -> tuple[Whereabouts, list[Event]]:

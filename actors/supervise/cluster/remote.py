@@ -126,7 +126,7 @@ class RemoteMember:
         self._place: Whereabouts | None = None
 
     async def place(self) -> tuple[Whereabouts, str]:
-        """Where it is, and why it is unfit; waits until Ray has made it."""
+        """The place of the actor, and why it is unfit; waits until Ray has made it."""
         import ray
 
         try:

@@ -1,7 +1,8 @@
 """A model as a mixture of experts: which of its blocks have experts, how many are active, how its rows are routed.
 
-`check_experts` refuses what is not known to be trained right; `Mixture.of` puts our routers into a model that is still
-without storage. Used by `policy.py`, `flops.py`, `memory.py` and `learner/__main__.py`; waits for nothing.
+`Mixture.of` puts our routers into a model that is still without storage, where they are known to be right; the other
+types keep their own, which count nothing and replay nothing. `exactness.py` tries both. `check_experts` refuses replay
+for them. Used by `policy.py`, `flops.py`, `memory.py` and `learner/__main__.py`; waits for nothing.
 """
 
 from functools import partial
@@ -21,6 +22,10 @@ IMPLEMENTATION = "grouped_mm"
 """How transformers multiplies by the experts: all of a block's in one product, whatever tokens they get."""
 
 
+TAKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token", "num_experts_per_token")
+"""Keys of a config that count the experts of a token."""
+
+
 class Experts(NamedTuple):
     """Sizes of a mixture. Example: `Experts(layers=48, number=128, top_k=8)` for Qwen3-30B-A3B."""
 
@@ -38,21 +43,28 @@ def has_experts(config: Any) -> bool:
 
 
 def check_experts(config: Any, path: str, replay: bool) -> None:
-    """Raise ConfigError for a mixture of experts that is not known to be trained right; `replay`: routes are wanted."""
+    """Raise ConfigError if routes are to be replayed (`replay`) by a model that cannot."""
     kind = config.get_text_config().model_type
-    if has_experts(config) and kind not in EXPERT_MODELS:
-        known = f"of those only {', '.join(EXPERT_MODELS)} is known to be trained right"
-        raise ConfigError(
-            [f"model.path: {path} is a mixture of experts of type {kind}, and {known}; take such a model"]
-        )
     if replay and not has_experts(config):
         problem = f"rollout.routing_replay: true, and model.path {path} has no experts"
         raise ConfigError([f"{problem}; set it to false"])
+    if replay and kind not in EXPERT_MODELS:
+        known = f"the learner replays routes of {', '.join(EXPERT_MODELS)} only"
+        raise ConfigError(
+            [f"rollout.routing_replay: true, and model.path {path} is of type {kind}; {known}; set it to false"]
+        )
 
 
 def experts_of(block: nn.Module) -> nn.Module | None:
-    """The experts of a transformer block; None where it has none."""
-    return getattr(getattr(block, "mlp", None), "experts", None)
+    """The experts of a transformer block, whose weights are [experts, ...]; None where it has none."""
+    return next((layer for layer in block.modules() if type(layer).__name__.endswith("Experts")), None)
+
+
+def share_taken(experts: nn.Module, config: Any) -> float:
+    """Share of the experts of a block that a token takes, by a text config."""
+    number = next(len(parameter) for parameter in experts.parameters() if parameter.dim() > 2)
+    taken = next((k for key in TAKEN if isinstance(k := getattr(config, key, None), int)), number)
+    return taken / number
 
 
 class Mixture:
@@ -65,7 +77,10 @@ class Mixture:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Mixture | None":
-        """Have the blocks of `model`, on meta, route by `Router`; None for a model without experts."""
+        """Have the blocks of `model`, on meta, route by `Router`; None for a model without experts or of another type
+        than EXPERT_MODELS."""
+        if model.config.get_text_config().model_type not in EXPERT_MODELS:
+            return None
         layers = [layer for layer in model.get_decoder().layers if experts_of(layer) is not None]  # type: ignore[no-untyped-call]
         if not layers:
             return None

@@ -6,52 +6,17 @@ log-sum-exp as arguments, and they may be those of a longer softmax of which thi
 exact too, as parts of the whole. No sequence is empty. Used by `operators.py` only; waits for nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.attention.varlen  # registers torch.ops.torch_attn
 from torch import Tensor
 
+from learner.model.kernels import plain
+from learner.model.kernels.sequences import Pair, Sequences, Triple
+
 aten = torch.ops.aten
-
-
-class Sequences(NamedTuple):
-    """Queries of sequence i see the keys of sequence i: all, or if `causal` those up to their own place. The last query
-    is at the place of the last key.
-
-    Example: answers of 3 and 5 tokens to a prompt of 9 see all of it: `q_starts` [0, 8], `k_starts` [0, 9]. Causal, and
-    each with its own copy of the prompt's keys before its own: `q_starts` [0, 3, 8], `k_starts` [0, 12, 26].
-    """
-
-    q_starts: Tensor
-    """int32 [sequences + 1]: where each starts in the queries, and the end."""
-    k_starts: Tensor
-    """int32 [sequences + 1]: likewise in the keys. Causal ones have at least as many keys as queries."""
-    q_longest: int
-    k_longest: int
-    causal: bool
-    scale: float
-    window: int | None
-    """Keys that a query of a causal sequence sees at most, its own included; None: all."""
-
-    @property
-    def places(self) -> tuple[Tensor, Tensor, int, int]:
-        """Starts and longest lengths, in the order in which every kernel takes them."""
-        return self.q_starts, self.k_starts, self.q_longest, self.k_longest
-
-    def bounds(self, none: Any) -> tuple[Any, Any]:
-        """The window as (left, right), as far as `causal` does not say it already; `none` for no bound."""
-        return (none, none) if self.window is None else (self.window - 1, 0)
-
-    def spans(self) -> Iterator[tuple[slice, slice]]:
-        """Queries and keys of each sequence. Reads the starts, so only for CPU."""
-        q, k = self.q_starts.tolist(), self.k_starts.tolist()
-        return zip(map(slice, q, q[1:]), map(slice, k, k[1:]), strict=False)
-
-
-Pair = tuple[Tensor, Tensor]
-Triple = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernel(NamedTuple):
@@ -177,5 +142,7 @@ KERNELS = {
     "varlen": Kernel(_varlen_forward, _varlen_backward),
     "flash": Kernel(_flash_forward, _flash_backward),
     "flash4": Kernel(_flash4_forward, _flash4_backward),
+    "plain": Kernel(plain.forward, plain.backward),
 }
-"""By `learner.attention`: aten's flash attention for CPU, torch's varlen_attn, flash-attn 2, FlashAttention 4."""
+"""By `learner.attention`: aten's flash attention for CPU, torch's varlen_attn, flash-attn 2, FlashAttention 4. `sdpa`
+takes `plain` for what aten's kernel does not compute."""

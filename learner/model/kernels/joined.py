@@ -9,6 +9,9 @@ log-sum-exps L and s = sigmoid(L_prompt - L_own), an answer's token gets
 
 In the backward pass each call gets O and L of the whole softmax: its probabilities exp(score - L) and the row sums
 dO . O are then those of the whole, so both calls' gradients are exact and add up. torch.compile traces all of it.
+
+Attention sinks are one more score z for each head, whose value is zero: O becomes O sigmoid(L - z), and L becomes
+log(exp(L) + exp(z)). The gradient of z is the sum of -exp(z - L) dO . O over the tokens. No kernel needs to know.
 Called by `learner/model/attention.py`; waits for nothing.
 """
 
@@ -34,11 +37,18 @@ def attention(
     longest: int,
     shared: SharedPrompts | CopiedPrompts | None,
     options: Options,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of query, key and value [tokens, heads, head_dim] over the pieces at `starts`, with gradient."""
+    """Attention of query, key and value [tokens, heads, head_dim] over the pieces at `starts`, with gradient.
+
+    `softcap` bends the scores, which of the kernels only `plain` does. `sinks` [heads].
+    """
     copied = shared if isinstance(shared, CopiedPrompts) else NOTHING_COPIED
     prompts = shared if isinstance(shared, SharedPrompts) else NOTHING_SHARED
-    out: Tensor = _Attention.apply(q, k, v, starts, longest, options, *copied, *prompts)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, sinks, softcap, starts, longest, options, *copied, *prompts
+    )
     return out
 
 
@@ -49,6 +59,8 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
+        softcap: float | None,
         starts: Tensor,
         longest: int,
         options: Options,
@@ -64,31 +76,47 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         out: Tensor
         keys = (starts, longest) if key_starts is None else (key_starts, longest_keys)
-        out, lse = attend(q, k, v, starts, keys[0], longest, keys[1], *options, copied)
+        out, lse = attend(q, k, v, starts, keys[0], longest, keys[1], *options, copied, softcap)
         if answers is not None and prompts is not None:
             places = answers, prompts, longest_answers, longest_prompt
-            prompt_out, prompt_lse = attend(q[p:e], k[:p], v[:p], *places, False, *options[1:])
+            prompt_out, prompt_lse = attend(q[p:e], k[:p], v[:p], *places, False, *options[1:], None, softcap)
             own_out, own_lse = out[p:e], lse[:, p:e]
             share = (prompt_lse - own_lse).sigmoid().T[..., None]
             merged = own_out.to(share.dtype).lerp(prompt_out.to(share.dtype), share).to(out.dtype)
             # Not in place: selective checkpointing keeps the operator's results as they are.
             out = torch.slice_scatter(out, merged, 0, p, e)
             lse = torch.slice_scatter(lse, torch.logaddexp(own_lse, prompt_lse), 1, p, e)
-        ctx.save_for_backward(q, k, v, out, lse, starts, copied, key_starts, answers, prompts)
-        ctx.rest = longest, longest_keys, longest_answers, longest_prompt, p, e, options
+        if sinks is not None:
+            out, lse = _with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, starts, copied, key_starts, answers, prompts, sinks)
+        ctx.rest = longest, longest_keys, longest_answers, longest_prompt, p, e, options, softcap
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        q, k, v, out, lse, starts, copied, key_starts, answers, prompts = ctx.saved_tensors
-        longest, longest_keys, longest_answers, longest_prompt, p, e, options = ctx.rest
+        q, k, v, out, lse, starts, copied, key_starts, answers, prompts, sinks = ctx.saved_tensors
+        longest, longest_keys, longest_answers, longest_prompt, p, e, options, softcap = ctx.rest
         keys = (starts, longest) if key_starts is None else (key_starts, longest_keys)
-        dq, dk, dv = attend_backward(grad, q, k, v, out, lse, starts, keys[0], longest, keys[1], *options, copied)
+        places = starts, keys[0], longest, keys[1]
+        dq, dk, dv = attend_backward(grad, q, k, v, out, lse, *places, *options, copied, softcap)
         if answers is not None:
             of_answers = grad[p:e], q[p:e], k[:p], v[:p], out[p:e], lse[:, p:e]
             places = answers, prompts, longest_answers, longest_prompt
-            more_q, more_k, more_v = attend_backward(*of_answers, *places, False, *options[1:])
+            more_q, more_k, more_v = attend_backward(*of_answers, *places, False, *options[1:], None, softcap)
             dq = dq.slice_scatter(dq[p:e] + more_q, 0, p, e)
             dk, dv = (x.slice_scatter(x[:p] + more, 0, 0, p) for x, more in ((dk, more_k), (dv, more_v)))
-        return dq, dk, dv, *(None,) * 12
+        dsinks = None if sinks is None else _gradient_of_sinks(grad, out, lse, sinks)
+        return dq, dk, dv, dsinks, *(None,) * 13
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [tokens, heads, head_dim] and log-sum-exp [heads, tokens] of a softmax that has the sinks too."""
+    z = sinks.to(lse.dtype)[:, None]
+    share = (lse - z).sigmoid().T[..., None]
+    return (out.to(share.dtype) * share).to(out.dtype), torch.logaddexp(lse, z)
+
+
+def _gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    products = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T  # [heads, tokens]
+    return -((sinks.to(lse.dtype)[:, None] - lse).exp() * products).sum(-1).to(sinks.dtype)

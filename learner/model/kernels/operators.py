@@ -11,7 +11,8 @@ made in here, in both operators: the compiler would keep them from the forward t
 import torch
 from torch import Tensor
 
-from learner.model.kernels.implementations import KERNELS, Sequences, empty_results
+from learner.model.kernels.implementations import KERNELS, empty_results
+from learner.model.kernels.sequences import Sequences
 
 
 @torch.library.custom_op("headrace::attend", mutates_args=())
@@ -28,9 +29,10 @@ def attend(
     window: int | None,
     kernel: str,
     copied: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [queries, heads, head_dim] and float32 log-sum-exp [heads, queries]; see `Sequences`."""
-    at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window)
+    at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window, softcap)
     out, lse = KERNELS[kernel].forward(q, *_copies(k, v, copied), at)
     return out.contiguous(), lse.contiguous()
 
@@ -57,9 +59,10 @@ def attend_backward(
     window: int | None,
     kernel: str,
     copied: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; `grad` is that of `out`."""
-    at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window)
+    at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window, softcap)
     dq, dk, dv = KERNELS[kernel].backward(grad.contiguous(), q, *_copies(k, v, copied), out, lse.contiguous(), at)
     if copied is not None:
         dk, dv = _added_up(dk, copied, k), _added_up(dv, copied, v)

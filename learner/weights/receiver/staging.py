@@ -2,8 +2,9 @@
 
 Held by the worker extension (`rollout/engine/worker.py`), driven by `follow.Receiver` in the front process. Mode
 `full`: into a staging copy, while generation goes on. Mode `bucket`: there is room for two buckets only; each is loaded
-as soon as it arrives, and the front process keeps the engine paused meanwhile. The thread waits for the learner, at
-most the timeout that Go carries, and reports to the front process when it ends (`Staged`, over ZeroMQ).
+as soon as it arrives, and the front process keeps the engine paused meanwhile. Where several ranks of the learner send,
+each its own rows, there are two further buffers for what arrives (`learner/weights/rows.py`). The thread waits for the
+learner, at most the timeout that Go carries, and reports to the front process when it ends (`Staged`, over ZeroMQ).
 
 Only `prepare` allocates buckets. A round after a broken one waits until the buckets of the broken one are free, so
 recovery needs no further memory.
@@ -19,23 +20,26 @@ import torch
 import zmq
 
 from learner.weights.buckets import Buckets, checksum
-from learner.weights.channel import Channel, ChannelError, own_stream
+from learner.weights.channel import Channel, ChannelError, WorkerChannels, own_stream
 from learner.weights.plan import Plan, Spec, dtype_of
 from learner.weights.protocol import TO_SERVER, Go, ServerWelcome, Staged, pack, unpack
+from learner.weights.rows import receive, scratch_bytes
 from learner.weights.sender import files
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
 SPARE = GIB
 """Bytes of GPU memory to leave free beside a staging copy."""
+GROUP = 700 << 20
+"""Bytes that NCCL may take for each further group, of a further rank that sends: others have seen 544 to 688 MB."""
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
 class Receipt:
-    """One round that is received into `weights`, over `channel` or, without a channel, from files. One thread receives
-    it; another thread may give it up."""
+    """One round that is received into `weights`, over the groups of `channel` or, without, from files. One thread
+    receives it; another thread may give it up."""
 
-    def __init__(self, go: Go, weights: Buckets, channel: Channel | None) -> None:
+    def __init__(self, go: Go, weights: Buckets, channel: WorkerChannels | None) -> None:
         self.go, self.channel = go, channel
         self.over = threading.Event()
         """Set by `end`: the thread no longer uses buckets or group, but may still send its report."""
@@ -77,7 +81,7 @@ class Staging:
     def __init__(self, device: torch.device, worker: int, load: Load) -> None:
         self.device, self.worker, self._load = device, worker, load
         self._buckets: Buckets | None = None
-        self._channel: Channel | None = None
+        self._channel: WorkerChannels | None = None
         self._receipts: list[Receipt] = []
         """The last round, and earlier rounds that may still write to the buckets."""
         self._version: int | None = None
@@ -91,7 +95,7 @@ class Staging:
         message = unpack(welcome, TO_SERVER)
         assert isinstance(message, ServerWelcome)
         specs = [Spec(tensor.name, tuple(tensor.shape), dtype_of(tensor.dtype)) for tensor in message.tensors]
-        plan = Plan.of(specs, message.bucket_bytes, frozenset(message.frozen))
+        plan = Plan.of(specs, message.bucket_bytes, frozenset(message.frozen), message.ranks, message.replicated)
         before = self._buckets
         if before is None or before.plan != plan or wanted not in ("auto", _mode(before)):
             assert self.free, "the front process waits until the buckets are free"
@@ -145,7 +149,7 @@ class Staging:
 
     def _allocate(self, plan: Plan, rotating: bool) -> Buckets:
         """Buckets that are received into only after the stream of the steps has zeroed them."""
-        buckets = Buckets(plan, self.device, rotating)
+        buckets = Buckets(plan, self.device, rotating, scratch=scratch_bytes(plan))
         if self.device.type == "cuda":
             self.read_until(torch.cuda.current_stream(self.device).record_event())
         return buckets
@@ -155,23 +159,25 @@ class Staging:
             return wanted == "bucket"
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self.device)[0]
-        fits = plan.total_bytes + SPARE <= free
+        needed = plan.total_bytes + 2 * scratch_bytes(plan) + (plan.ranks - 1) * GROUP
+        fits = needed + SPARE <= free
         if not fits and wanted == "full":
             raise ValueError(
-                f"weights.staging: full takes {plan.total_bytes / GIB:.1f} GiB beside vLLM, {free / GIB:.1f} GiB are "
+                f"weights.staging: full takes {needed / GIB:.1f} GiB beside vLLM, {free / GIB:.1f} GiB are "
                 "free; lower rollout.engine.gpu_memory_utilization, or set bucket"
             )
         return not fits
 
-    def _channel_for(self, go: Go) -> Channel | None:
-        """The group to enter: the present one if it is that of `go`. None where the buckets come from files."""
+    def _channel_for(self, go: Go) -> WorkerChannels | None:
+        """The groups to enter: the present ones if they are those of `go`. None where the buckets come from files."""
         group = go.source
         if isinstance(group, str):
             return None
         if not self._channel or self._channel.epoch != group.epoch:
             self._leave_group()
             rank = group.offset + self.worker
-            self._channel = Channel(group.host, group.port, group.epoch, rank, group.world, self.device, go.timeout_s)
+            where = group.host, group.port, group.epoch, rank, group.world, self.device, go.timeout_s
+            self._channel = WorkerChannels([Channel(*where, root) for root in range(group.roots)])
         return self._channel
 
     def _leave_group(self) -> None:
@@ -213,7 +219,7 @@ class Staging:
             self._version, self._first = go.version, weights.plan.first(go.plan)
         return sums
 
-    def _take(self, go: Go, weights: Buckets, channel: Channel | None) -> list[int]:
+    def _take(self, go: Go, weights: Buckets, channel: WorkerChannels | None) -> list[int]:
         """Receive all buckets, and load each at once if rotating; returns their checksums."""
         if not weights.rotating:
             last, computed = len(weights.buckets) - 1, torch.empty(0)
@@ -232,12 +238,14 @@ class Staging:
         return [int(value) for value in torch.stack(sums).tolist()]
 
 
-def arrivals(go: Go, weights: Buckets, channel: Channel | None) -> Iterator[int]:
+def arrivals(go: Go, weights: Buckets, channel: WorkerChannels | None) -> Iterator[int]:
     """Fill the buckets of `weights` in the plan of `go`, over the connected `channel` or from files. Yields the index
     of each complete bucket. Raises ChannelError."""
     first = weights.plan.first(go.plan)
     if isinstance(go.source, str):
         yield from files.read(Path(go.source), weights, first)
+    elif channel is not None and weights.plan.ranks > 1:
+        yield from receive(weights, channel, first)
     elif channel is not None:
         for number in channel.broadcast(weights.buckets[first:], 1 if weights.rotating else None):
             yield first + number

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from learner.weights.buckets import DoubleBuffer, PublishedPolicy
+from learner.weights.buckets import Buckets, DoubleBuffer, PublishedPolicy
 from learner.weights.channel import Channel, Rendezvous, backend_of, in_thread
 from learner.weights.protocol import RankAssignment
 from learner.weights.sender.members import Member
@@ -17,6 +17,9 @@ from learner.weights.sender.members import Member
 
 class BroadcastGroup:
     """Rank 0 and the workers of `members`, in order; empty at first."""
+
+    at_fault = False
+    """Whether a failed round is no server's fault."""
 
     def __init__(self, host: str, device: torch.device, timeout_s: float) -> None:
         self.members: list[Member] = []
@@ -43,23 +46,46 @@ class BroadcastGroup:
             self._channel.abort()
         self._channel, self.members = None, []
 
+    @property
+    def formed(self) -> RankAssignment | None:
+        """How this rank's peers among the learner's ranks enter groups of their own with the same workers; None without
+        a group."""
+        return self._assignment(0) if self._channel else None
+
     def source(self, policy: PublishedPolicy, member: Member) -> RankAssignment:
         """How the workers of `member` enter the group."""
+        return self._assignment(1 + sum(other.workers for other in self.members[: self.members.index(member)]))
+
+    def _assignment(self, offset: int) -> RankAssignment:
         assert self._channel is not None
-        offset = 1 + sum(other.workers for other in self.members[: self.members.index(member)])
         world, host, port = self._channel.world, self._rendezvous.host, self._rendezvous.port
         return RankAssignment(epoch=self._epoch, offset=offset, world=world, host=host, port=port)
 
-    def send(self, policy: PublishedPolicy, copies: DoubleBuffer, first: int) -> asyncio.Future[None]:
-        """Broadcast the buckets from `first` on in a thread, which holds `policy` for as long as it reads it. Raises
+    def send(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[None]:
+        """Broadcast the plan of that digest in a thread, which holds `policy` for as long as it reads it. Raises
         ChannelError."""
-        channel = self._channel
+        channel, first = self._channel, copies.plan.first(digest)
         assert channel is not None
 
         def run() -> None:
             channel.connect()
             with copies.reading(policy) as weights:
-                for _ in channel.broadcast(weights.buckets[first:]):
+                for _ in channel.broadcast(weights.messages(first)):
                     pass
 
         return in_thread(run, "weights-broadcast")
+
+    def checksums(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[list[int]]:
+        """Compute the checksums of the plan of that digest, in a thread."""
+        return whole_checksums(policy, copies, digest)
+
+
+def whole_checksums(policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[list[int]]:
+    """Compute the checksums of a whole copy, in a thread."""
+
+    def compute() -> list[int]:
+        with copies.reading(policy) as weights:
+            assert isinstance(weights, Buckets)
+            return [int(value) for value in weights.checksums(copies.plan.first(digest)).tolist()]
+
+    return in_thread(compute, "weights-checksums")

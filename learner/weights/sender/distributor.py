@@ -19,11 +19,13 @@ from buffer.wire.message import Message
 from configs.schema import WeightsConfig
 from learner.weights import protocol
 from learner.weights.buckets import DoubleBuffer, PublishedPolicy
-from learner.weights.channel import ChannelError, in_thread
+from learner.weights.channel import ChannelError
 from learner.weights.plan import Plan, dtype_name
+from learner.weights.rows import bucket_bytes
 from learner.weights.sender.broadcast import BroadcastGroup
 from learner.weights.sender.files import Files
 from learner.weights.sender.members import Member, Members
+from learner.weights.sender.row_broadcast import RowBroadcast
 from learner.weights.sender.suspects import Suspects
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class Distributor:
     def __init__(
         self,
         copies: DoubleBuffer,
-        transport: BroadcastGroup | Files,
+        transport: BroadcastGroup | RowBroadcast | Files,
         session: str,
         config: WeightsConfig,
         heartbeat_s: float,
@@ -55,7 +57,9 @@ class Distributor:
                 protocol.TensorSpec(name=s.name, shape=list(s.shape), dtype=dtype_name(s.dtype)) for s, *_ in plan.slots
             ],
             frozen=sorted(plan.frozen_names),
-            bucket_bytes=config.bucket_mib << 20,
+            bucket_bytes=bucket_bytes(config, plan.ranks),
+            ranks=plan.ranks,
+            replicated=sorted(plan.replicated),
             digest=plan.digest,
             trained=plan.trained.digest,
             heartbeat_s=heartbeat_s,
@@ -210,12 +214,8 @@ class Distributor:
     async def _tell_facts(self, policy: PublishedPolicy, plan: Plan, ready: list[Member]) -> None:
         """Tell the members of the round what they verify `policy` with, each as soon as it is known."""
 
-        def compute() -> list[int]:
-            with self._copies.reading(policy) as weights:
-                return [int(value) for value in weights.checksums(self._copies.plan.first(plan.digest)).tolist()]
-
         if plan.digest not in policy.checksums:
-            policy.checksums[plan.digest] = in_thread(compute, "weights-checksums")
+            policy.checksums[plan.digest] = self._transport.checksums(policy, self._copies, plan.digest)
         checksums = await asyncio.shield(policy.checksums[plan.digest])  # the next round may need them too
         self._tell(ready, protocol.Checksums(round=self._round, checksums=checksums))
         if policy.probe is not None:
@@ -244,7 +244,7 @@ class Distributor:
         await self.members.until(lambda: all(member.answered_or_gone(*kinds) for member in members), timeout_s)
         for member in members:
             if not member.answered_or_gone(*kinds):
-                member.spoilt = True
+                member.spoilt = not self._transport.at_fault
                 self.members.drop(member, f"no {kinds[0].__name__} in round {self._round} within {self._timeout_s:g} s")
             elif member.fatal and not member.gone:
                 self.members.drop(member, member.fatal)
@@ -271,7 +271,7 @@ class Distributor:
 
     async def _broadcast(self, policy: PublishedPolicy, plan: Plan, ready: list[Member]) -> str:
         """Send the buckets; returns why that broke, or an empty string. A member that fails or dies ends it at once."""
-        sending = self._transport.send(policy, self._copies, self._copies.plan.first(plan.digest))
+        sending = self._transport.send(policy, self._copies, plan.digest)
         sending.add_done_callback(lambda _: self.members.changed.set())
 
         def over() -> bool:
@@ -291,19 +291,21 @@ class Distributor:
         else:
             broken = "a server was lost or failed in the broadcast"
             for member in ready:
-                member.spoilt = member.spoilt or isinstance(member.answer, protocol.Failed)  # the others go on
+                failed = isinstance(member.answer, protocol.Failed) and not self._transport.at_fault
+                member.spoilt = member.spoilt or failed  # the others go on
             sending.add_done_callback(lambda future: future.exception())  # retrieved, so that asyncio does not log it
         self._transport.give_up()
         self._tell(ready, protocol.Cancel(round=self._round, reason=broken))
         return broken
 
     def _blame(self, ready: list[Member], broken: str) -> None:
-        """After a round that failed for some: refuse a member for which round after round fails with nobody missing."""
+        """After a round that failed for some: refuse a member for which round after round fails with nobody missing, of
+        the members or of the ranks that send."""
         self._transport.give_up()
         failed = [member for member in ready if isinstance(member.answer, protocol.Failed) and not member.gone]
         log.warning("weights: round %d failed for %d of %d: %s", self._round, len(failed), len(ready), broken)
         self.members.failed += len(failed)
-        if any(member.gone for member in ready):
+        if self._transport.at_fault or any(member.gone for member in ready):
             return
         for member in failed:
             member.failures += 1

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from configs.variables import apply_umask
 from learner.weights.buckets import Buckets, DoubleBuffer, PublishedPolicy
 from learner.weights.channel import ChannelError, in_thread
+from learner.weights.sender.broadcast import whole_checksums
 from learner.weights.sender.members import Member
 
 KEPT = 2
@@ -26,7 +27,7 @@ KEPT = 2
 class Files:
     """Published versions in `folder`. Servers of any `backend` can read them, and no group has `members`."""
 
-    backend = ""
+    backend, at_fault = "", False
     members: tuple[Member, ...] = ()
 
     def __init__(self, folder: Path, session: str) -> None:
@@ -48,17 +49,23 @@ class Files:
         """The folder with the files of `policy`."""
         return str(self._path(policy))
 
-    def send(self, policy: PublishedPolicy, copies: DoubleBuffer, first: int) -> asyncio.Future[None]:
+    def send(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[None]:
         """Nothing is left to send: each server reads for itself."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
 
+    def checksums(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[list[int]]:
+        """Compute the checksums of the plan of that digest, in a thread."""
+        return whole_checksums(policy, copies, digest)
+
     def _path(self, policy: PublishedPolicy) -> Path:
         return self._folder / f"v{policy.version:06d}-{self._session[:8]}"
 
     def _write(self, policy: PublishedPolicy) -> None:
-        path, weights, frozen = self._path(policy), policy.weights, policy.weights.plan.frozen
+        path, weights = self._path(policy), policy.weights
+        assert isinstance(weights, Buckets)
+        frozen = weights.plan.frozen
         try:
             if frozen:
                 _write_buckets(weights, range(frozen), frozen_beside(path))

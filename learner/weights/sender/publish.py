@@ -1,11 +1,17 @@
 """The learner's end of the weights wire. The learner's loop calls `publish` on every rank after every optimizer step.
 
-The ranks of the first replica gather the full tensors. Rank 0 (`Sender`) copies them into one of its two buffers and
-returns; its background thread (`distributor.Distributor`) brings them to the servers while the learner trains on: it
-gathers the servers while the weights are still being copied, and sends as soon as they are. Its other ranks
-(`Follower`) only take part in the gathering and the probe, those of other replicas (`Bystander`) in nothing. `publish`
-waits for both and, rarely, up to `weights.timeout_s` for a buffer that a broken broadcast still reads; on a GPU the
-copying is only queued.
+The first replica publishes, ranks of others (`Bystander`) do nothing. Rank 0 (`Sender`) copies what it sends into
+one of its two copies and returns; its background thread (`distributor.Distributor`) brings it to the servers while the
+learner trains on: it gathers the servers while the weights are still being copied, and sends as soon as they are.
+What it sends is decided by `weights.publish`:
+
+- `rows`: each rank copies and sends the rows that it owns (`row_rank.RowRank` on the others). Nothing is gathered, and
+  no rank holds more than its share of the two copies.
+- `gather`: the ranks gather the full tensors; rank 0 holds and sends all of them, the others (`Follower`) only take
+  part in the gathering and the probe. One rank alone always does.
+
+`publish` waits for the other ranks and, rarely, up to `weights.timeout_s` for a copy that a broken broadcast still
+reads; on a GPU the copying is only queued.
 """
 
 import asyncio
@@ -29,6 +35,9 @@ from learner.weights.probe import ProbedPolicy, Prober, ShownProbe
 from learner.weights.sender.broadcast import BroadcastGroup
 from learner.weights.sender.distributor import Distributor
 from learner.weights.sender.files import Files
+from learner.weights.sender.mailbox import SendingRanks
+from learner.weights.sender.row_broadcast import RowBroadcast
+from learner.weights.sender.row_rank import row_copies
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
@@ -91,26 +100,33 @@ class Sender:
         heartbeat_s: float = HEARTBEAT_S,
         folder: Path | None = None,
         frozen: Collection[str] = (),
+        ranks: SendingRanks | None = None,
         *,
         keys: ServerKeys,
     ) -> None:
         """`folder`: where `weights.transport: safetensors` writes. `frozen`: names of weights that are never trained,
-        which each server gets once."""
+        which each server gets once. `ranks`: those that send their own rows, if not rank 0 everything."""
         specs = [Spec(*spec) for spec in specs]
-        plan = Plan.of(specs, config.bucket_mib << 20, frozen)
         self._known = frozenset[str]()
         """Frozen weights that have been gathered, by name."""
         self._config, self._prober = config, Prober(specs, config, seed, probe)
-        self._copies, self._on_gpu = DoubleBuffer(plan, device), device.type == "cuda"
-        self._published: dict[str, float] = {"weights/bytes": float(plan.trained.total_bytes)}
+        self._ranks, self._on_gpu = ranks, device.type == "cuda"
+        if ranks:
+            self._copies = row_copies(specs, config, device, frozen, ranks)
+        else:
+            self._copies = DoubleBuffer(Plan.of(specs, config.bucket_mib << 20, frozen), device)
+        self._published: dict[str, float] = {"weights/bytes": float(self._copies.plan.trained.total_bytes)}
         self._ended: Future[None] = Future()
         started: Future[str] = Future()
         session = uuid.uuid4().hex
         if config.transport == "safetensors":
             assert folder is not None
-            transport: BroadcastGroup | Files = Files(folder, session)
+            transport: BroadcastGroup | RowBroadcast | Files = Files(folder, session)
         else:
             transport = BroadcastGroup(config.host, device, config.timeout_s)
+            if ranks:
+                transport = RowBroadcast(transport, ranks, config.timeout_s)
+        self._transport = transport
         self._distributor = Distributor(self._copies, transport, session, config, heartbeat_s, keys)
 
         async def serve() -> None:
@@ -121,19 +137,23 @@ class Sender:
         self._thread.start()
         self.address: str = started.result()
 
-    def publish(self, policy: ProbedPolicy, version: int) -> None:
+    def publish(self, policy: Any, version: int) -> None:
         """Copy `version` of the policy and return; the background thread distributes it. Raises what ended that thread,
-        if anything did. If the copying fails, the version is never sent."""
+        if anything did. If the copying fails, the version is never sent. `policy`: a `ProbedPolicy`, or a
+        `ShardedPolicy` where each rank sends its rows."""
         if self._ended.done():
             self._ended.result()
             raise RuntimeError("the weights wire is closed")
         started = time.perf_counter()
         copy = self._copies.reserve(self._config.timeout_s)
+        if self._ranks:
+            self._ranks.agree(self._copies.number_of(copy))
         copy.version, copy.published_at, copy.filled, copy.checksums = version, started, pending(), {}
         copy.probe = pending() if self._prober.due(version) else None
         self._copies.offer(copy)
         self._loop.call_soon_threadsafe(self._distributor.members.changed.set)
-        copy.weights.fill(policy.full_weights(self._known), self._known)
+        weights = policy.local_weights(self._known) if self._ranks else policy.full_weights(self._known)
+        copy.weights.fill(weights, self._known)
         self._known = self._copies.plan.frozen_names
         copy.filled.set_result(torch.cuda.current_stream().record_event() if self._on_gpu else None)
         self._published["weights/gather_s"] = time.perf_counter() - started
@@ -153,6 +173,8 @@ class Sender:
             with suppress(RuntimeError):  # it ended by itself meanwhile
                 self._loop.call_soon_threadsafe(self._cancel)
         self._thread.join(5.0)
+        if isinstance(self._transport, RowBroadcast):
+            self._transport.close()
 
     def _cancel(self) -> None:
         if self._task is not None:

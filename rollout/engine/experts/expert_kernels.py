@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from rollout.engine.door.vllm_worker import RoutedExperts
 
 MODELS = ("Qwen3MoeForCausalLM",)
 """vLLM's classes of models with experts whose reload was compared with transformers."""
@@ -70,6 +71,6 @@ def packed_anew(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def parameter_name(name: str) -> str:
-    """A parameter as `named_parameters` has it in every vLLM: loaders of 0.26 tell experts' without their module."""
+    """A parameter as `named_parameters` has it in every vLLM: loaders of 0.26 name experts without their module."""
     head, between, tail = name.rpartition(".experts.w")
     return f"{head}.experts.routed_experts.w{tail}" if between else name

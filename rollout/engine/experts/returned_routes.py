@@ -4,7 +4,7 @@ A row is [layers, k]: the experts that read one token in each layer. vLLM return
 sampled, which no step has read; rows come step by step, so each is of the computation that the next token was sampled
 from, also where another policy or a preempted sequence's second prefill came later. The scheduler keeps them in vLLM's
 process (`RowsKept`); `ReturnedRoutes` checks them in the server, because some of vLLM's kernels report no choice, and
-its rows are then zeros without a word.
+its rows are then silently zeros.
 """
 
 from typing import Any

@@ -9,7 +9,6 @@ import logging
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,15 +20,16 @@ from safetensors import safe_open
 
 from configs.entrypoint import BAD_INPUT
 from configs.load import ConfigError
+from configs.own_packages import command
 from configs.schema import Config, LoraConfig
 from learner.weights.plan import LORA_A, LORA_B
 
 log = logging.getLogger(__name__)
 NUMBER = 1
-"""Of a server's adapter: requests name it, and workers hold it."""
+"""The number of a server's adapter: requests name it, and workers hold it."""
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "manifest.json"
-"""Of a checkpoint of the learner, whose folder `adapter` is one of these."""
+"""The manifest of a checkpoint of the learner, whose folder `adapter` is in PEFT's format."""
 PREFIX = "base_model.model."
 """PEFT's, before each layer's name."""
 STILL_S = 30.0
@@ -47,7 +47,7 @@ class AdapterFolder:
     scale: float
     """The adapter's output is multiplied by it."""
     base: str
-    """What the adapter was trained on, as far as the folder tells; else empty."""
+    """The model that the adapter was trained on, if the folder names it; else empty."""
     layers: dict[str, tuple[int, ...]]
     """Adapted layers by name, with their outputs and inputs."""
 
@@ -130,7 +130,7 @@ def base_digest(checkpoint: Path) -> str:
 def digest_like(checkpoint: Path, path: str) -> str:
     """The same of the model at `path`, by a process of the learner, which reads all of it. Raises ValueError."""
     log.warning("reading all of %s: the adapter in %s is of a base of another name", path, checkpoint)
-    return last_word([sys.executable, "-m", "learner", "digest", str(checkpoint), path])
+    return last_word(command("learner", "digest", str(checkpoint), path))
 
 
 def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
 
 from learner.weights.plan import LORA_A, LORA_B
+from rollout.engine.door.vllm_worker import LoRAModel, PEFTHelper
 from rollout.engine.lora.adapter_folder import NUMBER, WEIGHTS, AdapterFolder, is_adapter, same_model
 from rollout.engine.model_load import tensors_in
 from rollout.engine.recorded_copies import RecordedCopies

@@ -14,12 +14,14 @@ steps.
 from operator import attrgetter
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.request import Request, RequestStatus
-
+from rollout.engine.door.vllm_scheduler import (
+    AsyncScheduler,
+    FullAttentionSpec,
+    PauseState,
+    Request,
+    RequestStatus,
+    Scheduler,
+)
 from rollout.engine.scheduling.record import Record
 
 ABSENT = (
@@ -93,6 +95,8 @@ class PlainSteps(Scheduler):
             request.num_output_placeholders += ahead
         step.num_scheduled_tokens = dict.fromkeys(cached.req_ids, 1)
         step.total_num_scheduled_tokens = len(chosen)
+        if hasattr(self, "num_executed_steps"):  # vLLM 0.33 times prompts by it
+            self.num_executed_steps += 1
         if getattr(step, "num_common_prefix_blocks", None):  # vLLM 0.32 counts none
             step.num_common_prefix_blocks = manager.get_num_common_prefix_blocks(self.running[0].request_id)
         if not self.use_v2_model_runner:

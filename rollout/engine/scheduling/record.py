@@ -4,15 +4,13 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.request import Request
-
+from rollout.engine.door.vllm_scheduler import EngineCoreOutput, Request
 from rollout.engine.experts.returned_routes import RowsKept
 
 OTHERS = "rl_others"
 """Among a request's `extra_args`: the names of further requests for the same."""
 SAME = ("client_index", "arrival_time", "mm_features", "lora_request", "cache_salt")
-"""What they have of the first one, beside prompt and sampling."""
+"""Fields copied from the first request, besides prompt and sampling."""
 
 
 @dataclass(eq=False, slots=True)

@@ -14,11 +14,13 @@ from math import inf
 from typing import Any
 from weakref import WeakValueDictionary
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import SchedulerStats
-
+from rollout.engine.door.vllm_scheduler import (
+    AsyncScheduler,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    SchedulerStats,
+    StatLoggerBase,
+)
 from rollout.engine.scheduling.plain_steps import PlainSteps
 from rollout.engine.scheduling.record import Record, alike
 

@@ -61,7 +61,7 @@ class Judge(HttpModel):
             raise RewardError(f"judge: its verdict {verdict!r:.80} is no number; set scores") from None
 
     def question(self, solution_str: str, ground_truth: Any, row: dict[str, Any]) -> str:
-        """What it is asked about an answer. Raises RewardError for a row that its template does not fit."""
+        """The prompt of the judge about an answer. Raises RewardError for a row that its template does not fit."""
         return self._text.render(solution_str, ground_truth, row)
 
     async def _ask(self, question: str) -> str:

@@ -1,7 +1,7 @@
 """Whether the run's own reward servers answer: what a call of `reward_model` waits for before it is made.
 
 Part of a rollout server's reward pool. Starting a reward server takes a minute, at the beginning of a run or after it
-was killed; nothing can tell that it is there but its port, which is asked every second while somebody waits.
+was killed; only its port shows that it is there, which is asked every second while somebody waits.
 """
 
 import asyncio

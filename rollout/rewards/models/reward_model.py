@@ -68,7 +68,7 @@ class RewardModel(HttpModel):
     def question(
         self, solution_strs: list[str], ground_truths: list[Any], rows: list[dict[str, Any]]
     ) -> list[str | list[int]]:
-        """What it is asked about answers. Raises RewardError for rows that its template does not fit."""
+        """The prompts of the reward model about answers. Raises RewardError for rows that its template does not fit."""
         return [self._input(*one) for one in zip(solution_strs, ground_truths, rows, strict=True)]
 
     def _input(self, answer: str, truth: Any, row: dict[str, Any]) -> str | list[int]:

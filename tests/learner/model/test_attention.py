@@ -117,11 +117,9 @@ def test_sliding_windows_hide_what_is_further_back() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"softcap": 5.0}, "has an attention with softcap, which the learner ignores"),
-        ({"s_aux": torch.ones(2)}, "has an attention with s_aux, which the learner ignores"),
+        ({"position_bias": torch.ones(2)}, "has an attention with position_bias, which the learner ignores"),
         ({"dropout": 0.1}, "has dropout in its attention"),
-        ({"max_length_q": ...}, "does not pass on max_length_q"),
-        ({"value": torch.ones(1, 2, 5, 8)}, "has heads of 4 numbers in queries and 8 in values"),
+        ({"max_length_q": ...}, "is not given cu_seq_lens_q and max_length_q"),
     ],
 )
 def test_an_attention_that_would_be_computed_wrongly_is_refused(given: dict, words: str) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from configs.load import ConfigError
-from configs.schema import ModelConfig
+from configs.schema import LoraConfig, ModelConfig
 from learner.model import loading
 from learner.model.exactness import check_exact, reasons
 from learner.model.microbatch import lay_out
@@ -63,23 +63,32 @@ EXACT = {
     "starcoder2, whose embedding_dropout is switched off": ("starcoder2", {"embedding_dropout": 0.3}),
 }
 REFUSED = {
-    "gated delta rule": ("qwen3_5_text", GDN, "has layers of type linear_attention"),
-    "convolution": ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}, "has layers of type conv"),
-    "softcap in attention": (
-        "gemma2",
-        {"attn_logit_softcapping": 5.0},
-        "Gemma2Attention has an attention with softcap",
+    "attention in chunks": (
+        "llama4_text",
+        {"layer_types": ["chunked_attention", "full_attention", "full_attention"]},
+        "has layers of type chunked_attention",
     ),
-    "scale in the head": ("granite", {"logits_scaling": 3.0}, "its head does more than"),
-    "another scale in the head": ("cohere", {"logit_scale": 0.25}, "its head does more than"),
-    "softcap in the head": ("vaultgemma", {}, "softcap"),
-    "bias in the head": ("phi", {}, "its head does more than"),
-    "bounds that are not passed on": ("stablelm", {}, "does not pass on cu_seq_lens_q"),
+    "a scale that the head ignores": ("glm4", {"logit_scale": 0.25}, "its head does more than"),
+    "bounds that no block gets": ("gpt_neox_japanese", {}, "Layer is not given cu_seq_lens_q and max_length_q"),
+    "blocks that share weights": (
+        "zamba2",
+        {
+            **{"mamba_d_state": 16, "mamba_headdim": 32, "n_mamba_heads": 4, "num_mem_blocks": 1, "adapter_rank": 8},
+            "layers_block_type": ["hybrid", "hybrid", "mamba"],
+        },
+        "Zamba2HybridLayer shares weights with another block",
+    ),
+    "a weight without gradient": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
+        "e_score_correction_bias has no gradient",
+    ),
+    "a state that another sequence changes": (
+        "minimax",
+        {"num_local_experts": 4, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+        "MiniMaxLightningAttention .* gives a token another output",
+    ),
     "no decoder.layers": ("gpt2", {}, "has no decoder.layers"),
-    "persistent buffers": ("apertus", {}, "would reach no server"),
-    "attention sinks": ("gpt_oss", {"num_local_experts": 4}, "it would be trained wrongly"),
-    "experts of another kind": ("mixtral", {"num_local_experts": 4}, "is a mixture of experts, and only qwen3_moe"),
-    "heads of two sizes": ("youtu", {}, "numbers in queries and|would be trained wrongly"),
     "rope that follows the row": ("llama", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, "of type dynamic"),
     "the same in transformers 4's words": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     "a part of a larger model": ("emu3", {}, "only its Emu3ForCausalLM would be trained"),
@@ -166,17 +175,6 @@ class Drops(Looks):
         return nn.functional.dropout(self.inner(hidden), 0.1, self.training)
 
 
-class Remembers(Looks):
-    """A scale in a persistent buffer, so no server would get it."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__(mlp)
-        self.register_buffer("scale", torch.full((1,), 2.0))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.inner(hidden) * self.scale
-
-
 class DropsByModule(Looks):
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__(mlp)
@@ -200,7 +198,6 @@ AutoModelForCausalLM.register(Unknown.config_class, Unknown)
 PARTS = {
     LooksBack: r"its LooksBack \(layers\.0\.mlp\) gives .*: the log-probabilities of packed documents would be",
     Drops: r"its Drops \(layers\.0\.mlp\) gives a token another output",
-    Remembers: r"persistent buffers, which would reach no server \(model\.layers\.0\.mlp\.scale\)",
     DropsByModule: r"its dropout cannot be switched off \(model\.layers\.0\.mlp\.rest\.p: 0\.1\)",
     HasExperts: r"it has experts \(model\.layers\.0\.mlp\) that its config does not count",
 }
@@ -214,20 +211,21 @@ def test_an_unknown_family_is_refused_by_its_changed_part(part: type[nn.Module])
 
 
 def test_the_refusal_names_folder_type_and_remedy(tmp_path: Path) -> None:
-    config_of("cohere", {}).save_pretrained(tmp_path)
+    config_of("glm4", {"logit_scale": 0.25}).save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as error:
         check_exact(ModelConfig(path=str(tmp_path)), share=True)
     (line,) = error.value.problems
-    assert line.startswith(f"model.path: {tmp_path} (cohere): it would be trained wrongly: its head does more")
+    assert line.startswith(f"model.path: {tmp_path} (glm4): it would be trained wrongly: its head does more")
     assert line.endswith("; take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral")
 
 
 def test_every_rate_of_dropout_is_switched_off() -> None:
-    config = config_of("llama", {"attention_dropout": 0.2, "invented_drop_rate": 0.3})
+    config = config_of("llama", {"attention_dropout": 0.2, "invented_drop_rate": 0.3, "router_jitter_noise": 0.1})
     config.vision_config = config_of("llama", {"attention_dropout": 0.4, "num_dropped": 7})
     loading.switch_off_dropout(config)
     nested = config.vision_config
     assert (config.attention_dropout, config.invented_drop_rate, nested.attention_dropout) == (0.0, 0.0, 0.0)
+    assert config.router_jitter_noise == 0.0
     assert nested.num_dropped == 7
 
 
@@ -238,10 +236,26 @@ PARTS_ONLY = ("musicgen", "musicgen_melody")
 @pytest.mark.long
 @pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - PARTS_ONLY))
 def test_every_type_that_transformers_has_is_exact_or_refused(kind: str, tmp_path: Path, mesh: Any) -> None:
-    """No type is trained wrongly, and no type causes a traceback."""
+    """No type is trained wrongly, and no type causes a traceback. The activations are large: transformers' own float32
+    is up to 4e-4 nat from its float64."""
     config = AutoConfig.for_model(kind)
     if not reasons(config):
-        assert worst_difference(small(config), tmp_path, mesh) < 1e-4
+        assert worst_difference(small(config), tmp_path, mesh) < 4e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "words"),
+    [
+        ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}, r"keep a state \(Lfm2ShortConv\)"),
+        ("gpt_neox", {}, r"files name otherwise \(lm_head.weight\)"),
+    ],
+)
+def test_an_adapter_that_no_server_was_seen_to_take_is_refused(
+    tmp_path: Path, kind: str, overrides: dict[str, Any], words: str
+) -> None:
+    config_of(kind, overrides).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^model.lora: .* \({kind}\) has .*{words}.*; set it to null$"):
+        check_exact(ModelConfig(path=str(tmp_path), lora=LoraConfig(rank=2)), share=True)
 
 
 @pytest.mark.parametrize(

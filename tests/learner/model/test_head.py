@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.model.epilogue import Epilogue
 from learner.model.head import HeadOptions, chunked_loss, logprobs_and_entropy
 from learner.model.memory import MATMULS
 
@@ -178,3 +179,32 @@ def peak_bytes(head: Callable[..., None], path: Path) -> int:
 def test_three_matmuls_take_no_more_memory_than_four(tmp_path: Path) -> None:
     """The gradient of the weight lives from the forward pass on, when nothing else has to."""
     assert peak_bytes(chunked_pass, tmp_path / "a.json") <= 1.02 * peak_bytes(whole_pass, tmp_path / "b.json")
+
+
+EPILOGUES = [Epilogue(0.25), Epilogue(-2.0), Epilogue(1.0, 1.5), Epilogue(3.0, 0.7)]
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_bias_scale_and_softcap(epilogue: Epilogue, entropy_gradient: bool) -> None:
+    """Values as written out, gradients by finite differences, of both forms of the head."""
+    hidden, weight, targets = case(7)
+    bias = torch.randn(11, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    options = HeadOptions(0.7, 3, entropy_gradient, epilogue)
+    z = epilogue.scale * (hidden @ weight.T + bias)
+    z = z if epilogue.softcap is None else epilogue.softcap * (z / epilogue.softcap).tanh()
+    logp = (z / 0.7).log_softmax(-1)
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, options, bias)
+    torch.testing.assert_close(logprobs, logp.gather(-1, targets[:, None]).squeeze(-1))
+    torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(-1))
+    by = torch.randn(2, 7, dtype=torch.float64)
+
+    def both(h, w, b):
+        found = logprobs_and_entropy(h, w, targets, options, b)
+        return found if entropy_gradient else found[0]
+
+    def total(h, w, b):
+        return chunked_loss(h, w, targets, curved(by, entropy_gradient), options, b)[2]
+
+    assert torch.autograd.gradcheck(both, (hidden, weight, bias))
+    assert torch.autograd.gradcheck(total, (hidden, weight, bias))

@@ -27,6 +27,7 @@ from learner.model.vision import PATCHES_PER_TOKEN
 from learner.train.pictures import one_shown
 from learner.weights.buckets import DoubleBuffer
 from learner.weights.plan import Plan
+from learner.weights.rows import ROW, RowPool
 from tests.harness.adapters import adapted_model
 from tests.harness.covered import covered
 from tests.harness.pictured import form_of, seeing_model
@@ -248,6 +249,17 @@ def test_rank_0_holds_the_copies_that_it_sends(tmp_path: Path, mesh, case: str) 
         assert sender.total(256) == other.total(256) + copies
 
 
+def test_ranks_that_publish_rows_hold_equal_shares_of_the_copies(tmp_path: Path, mesh) -> None:
+    """What the estimate says is what two pools of each rank take, but for what aligns their rows."""
+    model = tiny_model(tmp_path, dtype=torch.bfloat16)
+    specs = policy_of(model, mesh).weight_specs()
+    plan = Plan.of(specs, 1 << 20, (), 3)
+    pools = [2 * RowPool(plan, rank, torch.device("cpu")).num_bytes for rank in range(3)]
+    whole, share = (estimate(model, LEARNER, 3, sends=sends).candidates[0].fixed["copies to send"] for sends in (1, 3))
+    assert share == whole // 3
+    assert all(share <= pool <= share + 2 * 2 * ROW * len(specs) for pool in pools)
+
+
 def test_budget_on_cpu(tmp_path: Path) -> None:
     given = {"model": tiny_model(tmp_path), "data": {"train": "x", "max_prompt_tokens": 9}, "reward": {"function": "x"}}
 
@@ -268,14 +280,22 @@ def test_budget_on_cpu(tmp_path: Path) -> None:
 
 
 def test_copies_larger_than_a_gpu_are_refused() -> None:
-    """More ranks would not help: rank 0 holds whole copies."""
+    """More ranks help where each publishes its own rows."""
 
     def holding(gib: int) -> Estimate:
         return Estimate([PeakCandidate({"copies to send": gib << 30, "optimizer": 1 << 30}, {"activations": 1 << 20})])
 
-    memory.check_copies(holding(60), 80 << 30)
-    with pytest.raises(ConfigError, match=r"path: rank 0 holds two copies .*, 114\.0 GiB, but a GPU has 80\.0 GiB"):
-        memory.check_copies(holding(114), 80 << 30)
+    def run(**weights: str) -> Config:
+        given = {"model": {"path": "m"}, "data": {"train": "x"}, "reward": {"function": "x"}, "learner": {"ranks": 2}}
+        return Config.model_validate(given | {"weights": weights})
+
+    memory.check_copies(holding(60), 80 << 30, run(), 2)
+    with pytest.raises(ConfigError, match=r"a rank holds two copies of its rows .*, 114\.0 GiB.*raise learner\.ranks"):
+        memory.check_copies(holding(114), 80 << 30, run(), 2)
+    with pytest.raises(
+        ConfigError, match=r"path: rank 0 holds two copies .*, but a GPU has 80\.0 GiB; set weights\.pub"
+    ):
+        memory.check_copies(holding(114), 80 << 30, run(publish="gather"), 2)
 
 
 def test_out_of_memory_says_what_fills_it_and_what_to_change() -> None:

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, 
 from configs.schema import LoraConfig
 from learner.model import attention
 from learner.model.kernels import joined
-from learner.model.kernels.implementations import KERNELS, Sequences
+from learner.model.kernels.implementations import KERNELS
+from learner.model.kernels.sequences import Sequences
 from learner.model.lora.base import Base
 from learner.model.microbatch import CopiedPrompts, Microbatch, SharedPrompts, lay_out
 from learner.model.policy import MOST_GRAPHS, _Gather
@@ -304,7 +305,7 @@ def test_what_cannot_share_says_so(
     assert not policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"share_prompts": False})).share_prompts
     assert "share_prompts" not in caplog.text
     assert "on CPU only" in attention.why_unshared(Qwen2Config(), "sdpa", torch.device("cuda"))
-    monkeypatch.setattr(attention, "why_unshared", lambda *_: "the model has a sliding window of 8")
+    monkeypatch.setattr(attention, "why_unshared", lambda *_, **__: "the model has a sliding window of 8")
     assert not policy_of(tiny_model(tmp_path), mesh).share_prompts
     assert "learner.share_prompts: off, every sample's prompt is computed: the model has a sliding" in caplog.text
     heads, row = torch.randn(1, 2, 12, 4), row_of([(2, [3, 3]), (1, [3])])

@@ -281,7 +281,7 @@ async def test_a_function_that_cannot_be_loaded(name, arguments, reason):
 async def test_sys_exit_at_import_is_unloadable(tmp_path: Path):
     (tmp_path / "score.py").write_text("import sys\nprint('goodbye')\nsys.exit('no GPU')\n")
     arguments = ["reward.function", f"{tmp_path}/score.py:score"]
-    function = CagedFunction("score.py:score", "rollout.rewards:load_function", arguments, 20.0)
+    function = CagedFunction("score.py:score", "configs.user_file:load_function", arguments, 20.0)
     error = await error_of(Cage(function).__aenter__())
     assert error.origin == "unloadable" and "goodbye" in error.detail
     assert str(error) == f"reward.function: {tmp_path}/score.py cannot be imported: SystemExit: no GPU"

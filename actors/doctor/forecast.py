@@ -1,0 +1,224 @@
+"""What a run will take on a given card, before anything starts: memory, seconds and tokens of a version, servers, cost.
+
+Memory is the learner's own estimate (`learner/model/memory.py`), with `auto` decided as at its start. Speeds are
+estimated: a learner by its FLOPs and MFU, a server by `configs/flow/decoding.py`, and both together by the simulation
+that `python -m configs` shows. Lengths are assumed as there. Reads config.json; waits for nothing. `price.py` prints
+it, `benchmarks/settings_page.py` makes docs/settings.md of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from actors.doctor.run_file import gpus_needed
+from buffer.images import ImageFormat
+from configs.checks import max_sample_tokens
+from configs.flow.cards import CARDS, Card
+from configs.flow.decoding import ServedModel, StepTime, step_time
+from configs.flow.kv_room import KvRoom, kv_room
+from configs.flow.sequences import MEAN_SHARE, admitted_staleness, mean_tokens
+from configs.flow.simulation import Pace, expected, most_running
+from configs.load import ConfigError
+from configs.model_facts import BYTES, model_facts
+from configs.schema import Config
+from learner.algorithms.losses import needs_first_pass, needs_reference
+from learner.model import speed
+from learner.model.loading import read_config
+from learner.model.memory import SHARE, sizes_of
+from learner.model.settled import Settled, settle
+from learner.train.pictures import max_sample_patches
+
+MFU = 0.46
+"""Share of a card's peak that a compiled learner reaches if it recomputes nothing. Measured: .41 (1.5B, H100) to .53
+(7B, H200)."""
+ADAPTER_SPEED = 0.67
+"""Speed of a server with an adapter: measured with 7B, rank 32, 128 sequences (`benchmarks/results/adapters.json`)."""
+SQUARES = 1.5
+"""Mean square of lengths, as a multiple of the squared mean: geometric, cut at four times the mean."""
+START_S = 100
+"""Seconds from the launch to the first version: 80 to 122 were measured with 1.5B."""
+FREED = ("tokens_per_microbatch", "activation_checkpointing", "gather", "head_chunk_tokens")
+"""Keys that are first set to `auto` where a run does not fit."""
+LARGER = ("A100-80G", "H100", "H200", "B200")
+"""Cards that are named where a smaller one does not do."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Estimated seconds and tokens, at the assumed lengths."""
+
+    train_s: float
+    """The learner trains a batch."""
+    batch_s: float
+    """One full server makes a batch."""
+    version_s: float
+    """Both together, as simulated."""
+    sampled: float
+    """Tokens of a version that are sampled."""
+    running: float
+    """Sequences of all servers that run at a time."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled and trained tokens in a second of the run."""
+        return self.sampled / self.version_s
+
+    @property
+    def servers(self) -> int:
+        """Full servers that keep the learner busy."""
+        return max(1, ceil(self.batch_s / self.train_s))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run on `card`."""
+
+    config: Config
+    card: Card
+    settled: Settled
+    weights: int
+    """Bytes of the model's weights on a server's GPU."""
+    room: KvRoom
+    speed: Speed | None
+    """None where the card's FLOP/s are not known, or the learner computes in host memory."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the whole run."""
+        return sum(gpus_needed(self.config, 1).values())
+
+    @property
+    def seconds(self) -> float | None:
+        """Until the last version."""
+        return START_S + self.config.run.versions * self.speed.version_s if self.speed else None
+
+
+def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
+    """The run on `card`. `patches`: most of one sample. Raises ConfigError, one line each, if the learner or a server
+    does not fit the card: with what would fit."""
+    wrong: list[str] = []
+    try:
+        settled = settle(config, card.free, patches)
+    except ConfigError as error:
+        wrong += [f"{line}; on {card.name} {fitting(config, card, patches)}" for line in error.problems]
+    sizes = sizes_of(config.model)
+    parameters = model_facts(config.model.path).parameters or sizes.parameters
+    weights = parameters * BYTES[config.model.dtype] // config.rollout.tensor_parallel
+    room = kv_room(config, card.total, f"such as {card.name}", parameters)
+    wrong += server_misfit(config, card, weights, room)
+    if wrong:
+        raise ConfigError(wrong)
+    return Forecast(config, card, settled, weights, room, speed_of(config, card, settled, room))
+
+
+def patches_of(config: Config) -> int:
+    """Most patches of one sample; 0 for a text model. Raises ConfigError if model.path cannot be read."""
+    read_config(config.model)
+    form = ImageFormat.of(config.model.path, config.data, tuple(config.model.freeze))
+    return max_sample_patches(config, form) if form else 0
+
+
+def fitting(config: Config, card: Card, patches: int) -> str:
+    """Changes of the run file, each alone, with which the learner fits the card, or a larger card; for people."""
+    written = {key: getattr(config.learner, key) for key in FREED}
+    freed = {key: "auto" for key, value in written.items() if value != "auto"}
+    base, with_auto = _with(config, learner=freed), ", ".join(f"learner.{key}: auto" for key in freed)
+    found = [with_auto] if freed and _fits(base, card, patches) else []
+    aside = f" with {with_auto}" if freed and not found else ""
+    ranks = ((f"learner.ranks: {n * base.learner.ranks}", {"ranks": n * base.learner.ranks}) for n in (2, 4, 8))
+    wider = ((text, _with(base, learner=keys)) for text, keys in ranks if not base.learner.shard)
+    found += [text + aside for text, changed in wider if _fits(changed, card, patches)][:1]
+    offloaded, adapted = _with(base, learner={"cpu_offload": True}), _with(base, model={"lora": {"rank": 32}})
+    found += ["learner.cpu_offload: true" + aside] * _fits(offloaded, card, patches)
+    found += ["an adapter, model.lora: {rank: 32}" + aside] * (not config.model.lora and _fits(adapted, card, patches))
+    larger = (CARDS[name] for name in LARGER if CARDS[name].total > card.total)
+    found += [f"--gpu {other.name}" + aside for other in larger if _fits(base, other, patches)][:1]
+    return f"these fit: {'; or '.join(found)}" if found else "no single change of the learner's keys fits"
+
+
+def _with(config: Config, **sections: dict[str, Any]) -> Config:
+    tree = config.model_dump()
+    return Config.model_validate(tree | {name: tree[name] | keys for name, keys in sections.items()})
+
+
+def _fits(config: Config, card: Card, patches: int) -> bool:
+    try:
+        settled = settle(config, card.free, patches)
+    except ConfigError:
+        return False
+    ranks = [settled.first, *([settled.others] if settled.others else [])]
+    return not any(rank.fills(card.free) for rank in ranks)
+
+
+def server_misfit(config: Config, card: Card, weights: int, room: KvRoom) -> Iterator[str]:
+    """Yield a line if a server's KV cache cannot hold the longest sample, which vLLM refuses at its start."""
+    longest, shards = max_sample_tokens(config), config.rollout.tensor_parallel
+    if room.tokens is None or room.tokens >= longest or config.rollout.device == "cpu":
+        return
+    parameters, heads = weights * shards // BYTES[config.model.dtype], model_facts(config.model.path).heads or 0
+    more = [n for n in (2, 4, 8) if n > shards and heads % n == 0]
+    wider = ((n, _with(config, rollout={"tensor_parallel": n})) for n in more)
+    held = ((n, kv_room(changed, card.total, "", parameters).tokens or 0) for n, changed in wider)
+    enough = next(
+        (f"set it to {n}" for n, tokens in held if tokens >= longest), "take a smaller model or a larger card"
+    )
+    holds = f"a server with {weights / 1e9:.3g} GB of weights on each {card.name} has room for {room.tokens:,} tokens"
+    yield f"rollout.tensor_parallel: {shards}: {holds}, and a sample may have {longest:,}; {enough}"
+
+
+def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Speed | None:
+    """The estimated speed; None where nothing is known to estimate it by."""
+    facts = model_facts(config.model.path)
+    if not (card.peak and card.bandwidth and facts.kv_numbers) or settled.learner.cpu_offload:
+        return None
+    train_s = train_seconds(config, card.peak, settled)
+    most = max(1, min(most_running(config), room.sequences or most_running(config)))
+    step = server_step(config, card.peak, card.bandwidth, facts.kv_numbers)
+    sampled = config.batch.groups * config.batch.samples * mean_answer(config)
+    flow = expected(config, admitted_staleness(config), most, Pace(step.fixed / step.each, train_s / step.each))
+    return Speed(train_s, sampled / step.tokens_per_s(most), step.each / flow.speed, sampled, flow.running)
+
+
+def mean_answer(config: Config) -> float:
+    """Sampled tokens of a sample, as assumed in `configs/flow/sequences.py`."""
+    return MEAN_SHARE * (max_sample_tokens(config) - config.data.max_prompt_tokens)
+
+
+def train_seconds(config: Config, peak: float, settled: Settled) -> float:
+    """Seconds in which all ranks train a batch of mean lengths."""
+    batch, prompt, answer = config.batch, MEAN_SHARE * config.data.max_prompt_tokens, mean_answer(config)
+    prompts = batch.groups * (1 if config.learner.share_prompts else batch.samples)
+    answers = batch.groups * batch.samples
+    squares = prompts * SQUARES * prompt**2 + answers * (SQUARES * answer**2 + 2 * prompt * answer)
+    flops = sizes_of(config.model).costs.total(prompts * prompt + answers * answer, answers * answer, squares)
+    forward_passes = needs_reference(config.algorithm) + needs_first_pass(config.algorithm)
+    each = flops * (1 + forward_passes / 3) * speed.step_time(settled.learner)
+    return each / (settled.learner.ranks * peak * MFU)
+
+
+def server_step(config: Config, peak: float, bandwidth: float, kv_numbers: int) -> StepTime:
+    """A decode step of one server, its sequences of mean length."""
+    sizes, width = sizes_of(config.model), BYTES[config.model.dtype]
+    read = sizes.blocks + sizes.output
+    idle = sizes.parameters - sizes.active
+    served = ServedModel(read, read - idle, kv_numbers, width)
+    step = step_time(served, peak, bandwidth, config.rollout.tensor_parallel, mean_tokens(config))
+    slower = 1 / ADAPTER_SPEED if config.model.lora else 1
+    return StepTime(step.fixed * slower, step.each * slower)
+
+
+def above_auto(found: Forecast, patches: int = 0) -> Iterator[str]:
+    """Yield a note if keys of the run file fill more of a GPU than `auto` would."""
+    written = found.config.learner.tokens_per_microbatch
+    if written == "auto" or not found.settled.first.fills(found.card.free):
+        return
+    share = found.settled.first.total / found.card.free
+    try:
+        automatic = settle(_with(found.config, learner={"tokens_per_microbatch": "auto"}), found.card.free, patches)
+    except ConfigError:
+        takes = "no microbatch that leaves a tenth free holds the longest sample"
+    else:
+        takes = f"auto takes {automatic.first.tokens:,}"
+    fills = f"fills {share:.0%} of rank 0's {found.card.name}, above the {SHARE:.0%} that leave room for fragmentation"
+    yield f"learner.tokens_per_microbatch: {written:,} {fills}; {takes}"

@@ -1,0 +1,100 @@
+"""The GPUs that the forecast of a run knows: memory, FLOP/s and memory bandwidth of each, and where these are from.
+
+Pure data. `python -m configs --gpu NAME` and `actors doctor --gpu NAME` take a card by its name here; the learner takes
+the peak of its own card for its MFU. No card has a price: `log.price_per_gpu_hour` is the user's.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from configs.entrypoint import BAD_INPUT
+from configs.load import ConfigError
+from configs.plain_text import print_visible
+
+MIB = 1 << 20
+UNUSABLE = 1 << 30
+"""Memory that no process can allocate: CUDA's context and the driver. 0.7 to 1.1 GiB were measured on H100 and H200."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One kind of GPU.
+
+    Example: `Card("H100", 81559 * MIB, 989e12, 3.35e12, "https://...").free` is what a process can allocate.
+    """
+
+    name: str
+    total: int
+    """Bytes, as `nvidia-smi` lists them."""
+    peak: float | None
+    """Dense bfloat16 FLOP/s with float32 sums, None where unknown."""
+    bandwidth: float | None
+    """Bytes/s of the GPU's memory, None where unknown."""
+    source: str = ""
+    """Page of the vendor with peak and bandwidth. It gives some peaks with sparsity: half of those are dense."""
+
+    @property
+    def free(self) -> int:
+        """Bytes that a process can allocate on an empty card."""
+        return self.total - UNUSABLE
+
+
+def _nvidia(name: str, mib: int, tflops: float, gb_per_s: float, page: str) -> Card:
+    return Card(name, mib * MIB, tflops * 1e12, gb_per_s * 1e9, f"https://www.nvidia.com/{page}")
+
+
+ADA = "content/PDF/nvidia-ada-gpu-architecture/nvidia-ada-gpu-architecture.pdf"
+HOPPER, AMPERE = "en-us/data-center/h100/", "en-us/data-center/a100/"
+CARDS = {
+    card.name: card
+    for card in (
+        _nvidia("B200", 183359, 2250, 8000, "en-us/data-center/hgx/"),
+        _nvidia("H200", 143771, 989, 4800, "en-us/data-center/h200/"),
+        _nvidia("H100", 81559, 989, 3350, HOPPER),
+        _nvidia("H800", 81559, 989, 3350, HOPPER),
+        _nvidia("H20", 97871, 148, 4000, "en-us/data-center/hgx/"),
+        _nvidia("A100-80G", 81920, 312, 2039, AMPERE),
+        _nvidia("A100-40G", 40960, 312, 1555, AMPERE),
+        _nvidia("A800", 81920, 312, 2039, AMPERE),
+        _nvidia("L40S", 46068, 362, 864, "en-us/data-center/l40s/"),
+        _nvidia("L4", 23034, 121, 300, "en-us/data-center/l4/"),
+        _nvidia("A6000", 49140, 155, 768, "en-us/design-visualization/rtx-a6000/"),
+        _nvidia("5090", 32607, 209, 1792, "en-us/geforce/graphics-cards/50-series/rtx-5090/"),
+        _nvidia("4090", 24564, 165, 1008, ADA),
+        _nvidia("3090", 24576, 71, 936, "en-us/geforce/graphics-cards/30-series/rtx-3090-3090ti/"),
+    )
+}
+"""H100 and H200 are the SXM cards."""
+ALIASES = {"A100": "A100-80G", "A100-80GB": "A100-80G", "A100-40GB": "A100-40G"}
+
+
+def card_named(text: str) -> Card:
+    """The card that a user calls `text`, such as `H100`, `h100`, `RTX 4090` or `A100-80GB`. Raises ConfigError."""
+    name = re.sub(r"^(NVIDIA)?[ _-]*(RTX)?[ _-]*", "", text.strip().upper()).replace(" ", "-").replace("_", "-")
+    name = ALIASES.get(name, name)
+    if name in CARDS:
+        return CARDS[name]
+    close = get_close_matches(name, CARDS, 1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError([f"--gpu: {text!r} is no card that is known here; {meant}Known: {', '.join(CARDS)}"])
+
+
+def checked_card(name: str | None, prog: str) -> Card | None:
+    """The card of a command's `--gpu`, None without it. Ends the process with exit code 2 for one that is not known."""
+    try:
+        return None if name is None else card_named(name)
+    except ConfigError as error:
+        print_visible(f"{prog}: {error}", sys.stderr)
+        sys.exit(BAD_INPUT)
+
+
+def card_of(name: str, total: int = 0) -> Card | None:
+    """The card that the driver calls `name`, with `total` bytes; None if unknown.
+
+    Example: `card_of("NVIDIA A100-SXM4-40GB", 40960 * MIB).name == "A100-40G"`
+    """
+    words = name.replace("-", " ").split()
+    found = [card for card in CARDS.values() if card.name.partition("-")[0] in words]
+    return min(found, key=lambda card: abs(card.total - total), default=None)

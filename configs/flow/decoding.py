@@ -1,0 +1,47 @@
+"""How long a decode step of a rollout server takes, by the model's size and the card: for the forecast of a run.
+
+    step = read / bandwidth + n (FLOPs of a token / peak + context x bytes of a token / bandwidth + sequence) + step
+
+n sequences run at a time; `read` are the weights that a step reads, without the input embedding. The last two summands
+are what processors and launches cost. They were fitted to the servers of `benchmarks/results/rollout*.json`: 1.5B and
+7B, on H100 and H200, 128 and 512 sequences; the formula is within 6 % of each (`tests/actors/doctor/test_price.py`).
+"""
+
+from dataclasses import dataclass
+
+STEP_S, SEQUENCE_S = 2.5e-3, 2.5e-6
+"""Seconds that a step and each of its sequences cost beside the GPU's arithmetic and memory."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the servers' time depends on. Example: Qwen2.5-7B has 7.07 G `active` and 28,672 `kv_numbers`."""
+
+    read: int
+    """Parameters that a step reads: all matrices without the input embedding."""
+    active: int
+    """Parameters that one token is multiplied by: with experts fewer than `read`."""
+    kv_numbers: int
+    """Numbers that are kept of one token."""
+    width: int
+    """Bytes of a number."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a decode step: `fixed`, and `each` per sequence."""
+
+    fixed: float
+    each: float
+
+    def tokens_per_s(self, sequences: float) -> float:
+        """Tokens that a server samples in a second with so many sequences at a time."""
+        return sequences / (self.fixed + sequences * self.each)
+
+
+def step_time(model: ServedModel, peak: float, bandwidth: float, gpus: int, context: float) -> StepTime:
+    """The step of a server of `gpus` GPUs whose sequences have `context` tokens in the mean. What the GPUs exchange is
+    not counted."""
+    fixed = STEP_S + model.read * model.width / gpus / bandwidth
+    attention = context * model.kv_numbers * model.width / gpus / bandwidth
+    return StepTime(fixed, SEQUENCE_S + 2 * model.active / gpus / peak + attention)

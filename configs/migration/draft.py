@@ -1,0 +1,181 @@
+"""A run file that is being written from the settings of another system, with lines about it for people.
+
+`Given` notices which settings were used: what is left at the end has no counterpart, and is listed. Pure.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+UNKNOWN = "no counterpart is known"
+HUB = re.compile(r"^[\w.-]+/[\w.-]+(@[\w.-]+)?$")
+"""A data set on the hub, `owner/name` or `owner/name@split`; a path to a file has a suffix."""
+FILES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".gz")
+
+
+class Given:
+    """The settings of another system."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = dict(settings)
+        self.used: set[str] = set()
+
+    def take(self, *keys: str, default: Any = None) -> Any:
+        """The value of the first of `keys` that is there and not null, else `default`. All of them count as used."""
+        self.used.update(keys)
+        return next((self.settings[key] for key in keys if self.settings.get(key) is not None), default)
+
+    def left(self) -> list[str]:
+        """Keys with a value that nobody took."""
+        return [key for key, value in self.settings.items() if key not in self.used and value is not None]
+
+
+@dataclass
+class Draft:
+    """The run file, as a tree of sections, and lines for people."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What a setting became where that is not its mere name."""
+    missing: list[str] = field(default_factory=list)
+    """`key: value: why it has no counterpart, what to do`."""
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a dotted key; null is left out."""
+        if value is None:
+            return
+        *sections, leaf = key.split(".")
+        below = self.tree
+        for section in sections:
+            below = below.setdefault(section, {})
+        below[leaf] = value
+
+    def note(self, line: str) -> None:
+        """Say what a setting became."""
+        self.notes.append(line)
+
+    def lacks(self, key: str, value: Any, why: str) -> None:
+        """Say that a setting has no counterpart."""
+        self.missing.append(f"{key}: {value}: {why}")
+
+
+def rename(given: Given, draft: Draft, table: Mapping[str, str]) -> None:
+    """Set the keys of `table` (theirs: ours) that are given, as they are."""
+    for theirs, ours in table.items():
+        draft.set(ours, given.take(theirs))
+
+
+def list_the_rest(given: Given, draft: Draft, reasons: Mapping[str, str]) -> None:
+    """List every setting that nobody took; `reasons` has their text by key, or by the beginning of keys (`critic.`). A
+    text that begins with `=` is about settings that need none: those become one note each."""
+    for key in given.left():
+        reason = next((reasons[start] for start in _beginnings(key) if start in reasons), UNKNOWN)
+        if reason.startswith("="):
+            draft.note(f"{key}: {reason.removeprefix('=').strip()}")
+        else:
+            draft.lacks(key, given.settings[key], reason)
+
+
+def _beginnings(key: str) -> list[str]:
+    """`a.b.c` -> `a.b.c`, `a.b.`, `a.`"""
+    parts = key.split(".")
+    return [key, *(".".join(parts[:end]) + "." for end in range(len(parts) - 1, 0, -1))]
+
+
+def data_path(draft: Draft, key: str, value: Any, split: str = "train") -> Any:
+    """What `data.train` takes for a file, several files or a data set of the hub, which must be downloaded first."""
+    if isinstance(value, list):
+        paths = [data_path(draft, key, each, split) for each in value]
+        return paths[0] if len(paths) == 1 else [{"path": path} for path in paths]
+    text = str(value)
+    if not HUB.match(text) or text.endswith(FILES) or Path(text).exists():
+        return text
+    name, _, own = text.partition("@")
+    place = f"data/{name.rpartition('/')[2]}/{own or split}.parquet"
+    draft.lacks(key, text, f"data sets are read from files; download this one's split {own or split} to {place}")
+    return place
+
+
+def run_name(value: Any) -> str | None:
+    """`run.name` for the name of an experiment."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-") or None if value else None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a step of another system becomes versions.
+
+    A system generates for `prompts` prompts, then makes `updates` optimizer steps with them. A version is one optimizer
+    step: so a batch has the prompts of one update, and a step is `updates` versions.
+    """
+
+    prompts: int
+    updates: int
+
+
+def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
+    """Set batch and staleness. `counted`: their keys and values, for people."""
+    groups = max(1, steps.prompts // steps.updates)
+    draft.set("batch.groups", groups)
+    draft.set("batch.samples", samples)
+    draft.set("batch.max_staleness", max(1, steps.updates - 1))
+    each = f"{steps.updates} versions" if steps.updates > 1 else "one version"
+    draft.note(
+        f"a version is one optimizer step: {counted} make a step {each} of batch.groups {groups} x {samples} samples"
+    )
+    ages = f"its {steps.updates} updates train data that is up to {steps.updates - 1} versions old"
+    why = ages if steps.updates > 1 else "servers generate while the learner trains"
+    draft.note(f"batch.max_staleness {max(1, steps.updates - 1)}: {why}; 0 is synchronous, dppo allows 4 and more")
+
+
+def set_versions(draft: Draft, steps: int | None, epochs: Any, updates: int, rows: int | None, prompts: int) -> None:
+    """Set `run.versions`: by a number of their steps, or by epochs of `rows` problems where those are known."""
+    if steps and steps > 0:
+        draft.set("run.versions", int(steps) * updates)
+    elif epochs and rows:
+        draft.set("run.versions", max(1, int(float(epochs) * rows) // prompts * updates))
+    elif epochs:
+        draft.lacks(
+            "epochs",
+            epochs,
+            f"set run.versions to epochs x problems / {max(1, prompts // updates)} once the data is here",
+        )
+
+
+def split_gpus(draft: Draft, gpus: int, nodes: int, tensor_parallel: int) -> None:
+    """Give half of the GPUs to the learner and half to the servers: here they do not share GPUs."""
+    half = max(1, gpus // 2)
+    servers = max(1, half // tensor_parallel)
+    draft.set("learner.ranks", half)
+    draft.set("learner.nodes", nodes // 2 if nodes > 1 and half % max(1, nodes // 2) == 0 and nodes > 3 else None)
+    draft.set("rollout.servers", servers)
+    draft.set("rollout.tensor_parallel", tensor_parallel if tensor_parallel > 1 else None)
+    used = half + servers * tensor_parallel
+    more = "; that is one GPU more than before" if used > gpus else ""
+    draft.note(
+        f"{gpus} GPUs: learner and servers have GPUs of their own: learner.ranks {half}, rollout.servers {servers} of"
+        f" {tensor_parallel}{more}; `python -m configs RUN.yaml --gpu H100` shows how many servers the learner needs"
+    )
+
+
+def set_trackers(given: Any, draft: Draft) -> None:
+    """`log.trackers` of a list of loggers; `console` needs none."""
+    names = [given] if isinstance(given, str) else given or []
+    known = [name for name in names if name in ("wandb", "tensorboard", "swanlab")]
+    draft.set("log.trackers", known or None)
+    for name in names:
+        if name not in (*known, "console", "none", "all"):
+            draft.lacks("logger", name, "metrics.jsonl has every metric; wandb, tensorboard and swanlab get copies")
+
+
+def set_sampling(given: Given, draft: Draft, prefix: str) -> None:
+    """Temperature, and a line for what changes the distribution that is sampled from."""
+    temperature = given.take(f"{prefix}temperature")
+    if temperature is not None and temperature > 0:
+        draft.set("sampling.temperature", temperature)
+    for key, off in (("top_p", (1, 1.0)), ("top_k", (-1, 0)), ("min_p", (0, 0.0)), ("repetition_penalty", (1, 1.0))):
+        value = given.take(f"{prefix}{key}")
+        if value is not None and value not in off:
+            draft.lacks(f"{prefix}{key}", value, "answers are sampled from the policy itself; losses assume it")

@@ -1,0 +1,75 @@
+"""Headrace's own packages, wherever a process is started: keeps a user's `configs` or `buffer` from taking their place.
+
+`python -m actors` searches the current folder first, and nearly every repository of the field has a package `configs`.
+So the command `headrace` (`headrace/__main__.py`) runs Python with `-P`, which leaves the current folder out, and
+imports the five packages from the folder of this one (PIN): once imported, they are found whatever `sys.path` holds.
+A process that was started in this way starts its children in this way (`command`), and names commands in its messages
+as the user calls them (`named_as_called`). Imports only the standard library.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+PACKAGES = ("actors", "buffer", "configs", "learner", "rollout")
+ROOT = str(Path(__file__).absolute().parents[1])
+"""The folder that the packages are in."""
+ENTRY = str(Path(ROOT) / "headrace" / "__main__.py")
+PIN = f"import sys; sys.path.insert(0, {ROOT!r}); import {', '.join(PACKAGES)}; del sys.path[0]"
+"""Statements that import Headrace's packages, in a process that may find others of these names."""
+CALLED = re.compile(rf"\bpython -m (actors (?!COMMAND)|(?:{'|'.join(PACKAGES)})\b)")
+SHORT = re.compile(r"\bheadrace buffer (tail|show|export|quarantine|scrub)\b|\bheadrace rollout (evaluate)\b")
+
+
+def is_front() -> bool:
+    """Whether this process does not search the current folder for modules, as all below the command `headrace`."""
+    return sys.flags.safe_path
+
+
+def command(module: str, *words: str) -> tuple[str, ...]:
+    """The command line of `python -m MODULE WORDS`, which runs Headrace's module in any folder if this process does.
+
+    Example: `("/venv/bin/python", "-m", "buffer", "run.yaml")`
+    """
+    if is_front():
+        return (sys.executable, "-P", ENTRY, module, *words)
+    return (sys.executable, "-m", module, *words)
+
+
+def of_this_machine(argv: Iterable[str]) -> tuple[str, ...]:
+    """Return a command line of another machine with the path that ENTRY has here."""
+    ending = os.sep + os.path.join("headrace", "__main__.py")
+    return tuple(ENTRY if word.endswith(ending) else word for word in argv)
+
+
+def named_as_called(text: str) -> str:
+    """Return `text` with commands under the names that work here: `python -m actors status` -> `headrace status`."""
+    if not is_front() or "python -m" not in text:
+        return text
+    named = CALLED.sub(lambda found: "headrace " + ("" if found[1] == "actors " else found[1]), text)
+    return SHORT.sub(lambda found: f"headrace {found[1] or found[2]}", named)
+
+
+def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
+    """Yield packages and modules in `folders` that have the name of one of PACKAGES and are not Headrace's."""
+    for folder in dict.fromkeys(os.path.abspath(folder) for folder in folders):
+        for name in () if is_headrace(folder) else PACKAGES:
+            if place := place_of(folder, name):
+                yield place
+
+
+def place_of(folder: str | Path, name: str) -> Path | None:
+    """The file `NAME.py`, or the folder NAME with Python files, in `folder`; None if there is neither."""
+    inner, file = Path(folder, name), Path(folder, f"{name}.py")
+    if (inner / "__init__.py").is_file():
+        return inner
+    if file.is_file():
+        return file
+    return inner if inner.is_dir() and any(inner.glob("*.py")) else None
+
+
+def is_headrace(folder: str | Path) -> bool:
+    """Whether Headrace's packages are in `folder`: these, or those of another copy."""
+    return Path(folder, "configs", Path(__file__).name).is_file()

@@ -1,0 +1,33 @@
+"""prctl(2): has the kernel end a process with its parent, or hand it the orphans below it.
+
+Used by everything that starts processes: `entrypoint.py`, the guard, the warden and its workers. Does nothing on other
+systems than Linux. Imports only the standard library. The C library is looked up at import, because a process that has
+just been forked must not wait for the loader's lock.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send a signal to this process when the thread that started it ends. Raises OSError.
+
+    The caller compares its parent's id afterwards: a parent that ended before this call is not noticed.
+    """
+    _prctl(PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of each process below this one that loses its own, as the subreaper. Raises OSError."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if LIBC is not None and LIBC.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")

@@ -1,0 +1,98 @@
+"""Who of the learner's ranks publishes what, and the memory that its copies for the servers take.
+
+`learner/__main__.py` acts as `publishes_rows` decides; `checks.py`, `explain.py` and the learner's memory estimate
+count as `copies_over` says.
+"""
+
+from collections.abc import Iterator
+
+from configs.model_facts import BYTES, model_facts
+from configs.schema import Config
+
+COPIES_SHARE = 0.9
+"""Share of a GPU that the copies for the servers may fill; the rest is for CUDA and NCCL. With 80 GB, the largest full
+model of one rank has about 17 G parameters in bfloat16."""
+
+
+def shards_of(config: Config) -> int:
+    """Ranks that share a copy of the model, as the run file says."""
+    return config.learner.shard or max(1, config.learner.ranks // config.learner.nodes)
+
+
+def publishes_rows(config: Config, shards: int) -> bool:
+    """Whether each of `shards` ranks sends its own rows; else rank 0 gathers and sends everything."""
+    return shards > 1 and config.weights.publish != "gather" and not _rank_0_alone(config, shards)
+
+
+def _rank_0_alone(config: Config, shards: int) -> str:
+    """Why no other of `shards` ranks could send; empty if they can."""
+    weights, learner = config.weights, config.learner
+    if weights.transport != "broadcast":
+        return f"weights.transport is {weights.transport}, which rank 0 writes"
+    if shards > learner.ranks // learner.nodes and is_loopback(weights.host):
+        return f"weights.host {weights.host} is loopback, and a copy of the model lies over ranks of several nodes"
+    return ""
+
+
+def copies_over(config: Config, shards: int, rank: int) -> int:
+    """Over how many ranks the two copies for the servers are spread of which `rank` holds a share; 0: it holds none.
+    Supervised fine-tuning has no servers."""
+    if config.sft.rows is not None:
+        return 0
+    if publishes_rows(config, shards):
+        return shards if rank < shards else 0
+    return int(rank == 0)
+
+
+def copies(config: Config) -> tuple[int, str]:
+    """Bytes of the servers' copies on a rank that holds some, 0 if unknown, and who that is."""
+    sent, shards = model_facts(config.model.path).sent_bytes(config.model), shards_of(config)
+    if publishes_rows(config, shards):
+        return -(-sent // shards), f"each of {shards} learner ranks"
+    return sent, "learner rank 0"
+
+
+def most_parameters(config: Config, gpu_bytes: int) -> int:
+    """Parameters of the largest full model whose copies for the servers fit GPUs of `gpu_bytes`, all of it trained."""
+    shards = shards_of(config)
+    over = shards if publishes_rows(config, shards) else 1
+    return int(COPIES_SHARE * gpu_bytes) * over // (2 * BYTES[config.model.dtype])
+
+
+def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
+    """Yield a line if the policy's copies for the servers do not fit a learner's GPU of `gpu_bytes` (None: no GPU)."""
+    sent, who = copies(config)
+    if gpu_bytes and config.learner.device != "cpu" and sent > COPIES_SHARE * gpu_bytes:
+        needed = f"{who} holds {held(config)} for the servers, {sent / 2**30:,.1f} GiB"
+        has = f"but a GPU has {gpu_bytes / 2**30:,.1f} GiB"
+        yield f"model.path: {config.model.path}: {needed}, {has}; {remedy(config, shards_of(config))}"
+
+
+def held(config: Config) -> str:
+    """What a rank holds for the servers."""
+    rows = publishes_rows(config, shards_of(config))
+    return "two copies of its rows of trained weights" if rows else "two copies of trained weights"
+
+
+def remedy(config: Config, shards: int) -> str:
+    """What makes the copies smaller, or room for them."""
+    smaller = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
+    if publishes_rows(config, shards):
+        return f"raise learner.ranks or learner.shard, {smaller}"
+    if shards == 1 and config.weights.publish != "gather" and config.weights.transport == "broadcast":
+        return f"raise learner.ranks, of which each then holds its share, {smaller}"
+    if config.weights.publish == "gather" and not _rank_0_alone(config, shards):
+        return f"set weights.publish: auto, with which each rank holds its share, {smaller}"
+    return smaller
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the text of `host` says that nothing outside this machine can reach it; no name is looked up."""
+    return host in ("localhost", "[::1]", "::1") or host.startswith("127.")
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """What of `weights.publish` cannot be."""
+    why = _rank_0_alone(config, shards_of(config))
+    if config.weights.publish == "rows" and why:
+        yield f"weights.publish: rows, but {why}; change that, or set weights.publish: auto"

@@ -1,0 +1,124 @@
+"""What a run file of supervised fine-tuning must satisfy beyond the rules that all run files share.
+
+Used by `checks.check_sft`, and so before anything starts. Each rule yields lines as those of `checks.py` do. Sections
+that only reinforcement learning reads must be absent: whoever writes a key there expects an effect.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from configs.data.sources import SourceError, generated, parts_of, told
+from configs.model_facts import model_facts
+from configs.schema import NO_REWARD, Config
+
+LOCK = "sft.lock"
+"""The file in the run's folder that the process holds which trains it."""
+WITHOUT = ("reward", "sampling", "batch", "algorithm", "rollout", "weights", "buffer", "cluster")
+"""Sections that only reinforcement learning reads."""
+READ_HERE = ("rollout.chat.template_kwargs",)
+"""Keys of WITHOUT that supervised fine-tuning reads too."""
+UNREAD = (
+    *("data.max_prompt_tokens", "data.image_dir", "data.min_pixels", "data.max_pixels", "data.max_images"),
+    *("learner.share_prompts", "eval.share", "eval.keep_samples", "log.servers_every_s"),
+)
+"""Keys of the other sections that it does not read."""
+UNREAD_OF_SETS = ("samples", "k", "temperature", "max_tokens")
+"""The same below `data.eval.NAME`."""
+LONGEST = 32768
+"""`sft.max_tokens: auto` for a model whose positions are not known."""
+
+
+def rules(config: Config, rows: int | None = None) -> Iterator[str]:
+    """Yield what is wrong; `rows` of data.train, where known."""
+    batch, ranks = config.sft.rows, config.learner.ranks
+    if batch is None:
+        yield "sft.rows: null; set it to the rows of a batch, e.g. sft.rows: 32, and let data.train name demonstrations"
+        return
+    if batch < ranks:
+        yield f"learner.ranks: {ranks} is more than sft.rows {batch}, a rank would get nothing; raise sft.rows"
+    yield from _unread(config)
+    yield from _model(config)
+    yield from _lengths(config)
+    yield from _sources(config)
+    if config.eval.every is not None and not config.data.eval:
+        yield f"eval.every: {config.eval.every}, but data.eval names no rows; name some or set eval.every: null"
+    if config.learner.keep_best and not config.data.eval:
+        problem = f"learner.keep_best: {config.learner.keep_best} keeps checkpoints by their held-out loss"
+        yield f"{problem}, and data.eval names no rows; name some or set learner.keep_best: 0"
+    yield from _epochs(config, batch, rows)
+
+
+def longest(config: Config) -> int:
+    """Tokens of the longest row that is trained, `auto` worked out as far as the run file and the model say."""
+    wanted, budget = config.sft.max_tokens, config.learner.tokens_per_microbatch
+    if wanted != "auto":
+        return wanted
+    limits = [model_facts(config.model.path).positions, None if budget == "auto" else budget]
+    return min((limit for limit in limits if limit is not None), default=LONGEST)
+
+
+def _unread(config: Config) -> Iterator[str]:
+    """A line for each key that is written and has no effect."""
+    given = config.model_dump(mode="json", exclude_defaults=True)
+    for section in WITHOUT:
+        for key in _leaves(given.get(section, {}), section):
+            if not key.startswith(READ_HERE) and (key, config.reward.function) != ("reward.function", NO_REWARD):
+                yield f"{key}: has no effect in supervised fine-tuning; remove the key"
+    for key in UNREAD:
+        section, name = key.split(".")
+        if name in given.get(section, {}):
+            yield f"{key}: has no effect in supervised fine-tuning; remove the key"
+    for name, held_out in config.data.eval.items():
+        for key in UNREAD_OF_SETS:
+            if key in held_out.model_dump(exclude_defaults=True):
+                yield f"data.eval.{name}.{key}: has no effect in supervised fine-tuning; remove the key"
+
+
+def _leaves(tree: Any, above: str) -> Iterator[str]:
+    if isinstance(tree, Mapping) and tree:
+        for name, value in tree.items():
+            yield from _leaves(value, f"{above}.{name}")
+    elif tree != {}:
+        yield above
+
+
+def _model(config: Config) -> Iterator[str]:
+    facts, path = model_facts(config.model.path), config.model.path
+    if facts.image_token is not None or facts.tower:
+        yield f"model.path: {path} reads images, and supervised fine-tuning trains text models only; name another"
+    elif config.model.freeze:
+        yield f"model.freeze: [{', '.join(config.model.freeze)}]: a text model has no such parts; remove the key"
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    wanted, budget = config.sft.max_tokens, config.learner.tokens_per_microbatch
+    positions = model_facts(config.model.path).positions
+    if wanted == "auto":
+        return
+    if budget != "auto" and budget < wanted:
+        remedy = f"set it to {wanted} or more"
+        yield f"learner.tokens_per_microbatch: {budget} is less than sft.max_tokens {wanted}; {remedy}"
+    if positions is not None and positions < wanted:
+        yield f"sft.max_tokens: {wanted} is more than the {positions} positions of {config.model.path}; lower it"
+
+
+def _sources(config: Config) -> Iterator[str]:
+    """Answers of generated sets are results without the way to them: no demonstrations."""
+    for key, source in config.data.sources().items():
+        try:
+            made = [part.path for part in parts_of(source) if generated(part.path)]
+        except SourceError as error:
+            yield f"data.{key}: {told(source)}: {error}"
+            continue
+        for path in made:
+            yield f"data.{key}: {path}: a generated set holds no demonstrations; write its rows to a file with answers"
+
+
+def _epochs(config: Config, batch: int, rows: int | None) -> Iterator[str]:
+    epochs, versions = config.data.epochs, config.run.versions
+    if not rows or epochs is None or epochs * rows >= versions * batch:
+        return
+    problem = f"data.epochs: {epochs} x {rows} rows = {epochs * rows}"
+    needed = f"run.versions {versions} x sft.rows {batch} = {versions * batch} rows"
+    remedy = f"set data.epochs: {-(-versions * batch // rows)} (or null)"
+    yield f"{problem}, but {needed}; {remedy} or run.versions: {max(1, epochs * rows // batch)}"

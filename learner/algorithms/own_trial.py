@@ -1,0 +1,181 @@
+"""Tries a user's own loss and advantage on a tiny batch, before anything is trained.
+
+`check_own` calls the function with three groups of three samples, and refuses in one line what could not be trained on:
+a result of another shape, without gradient or not finite, a loss whose parts do not add up to that of the whole batch,
+or advantages that follow the order of samples. Called by the learner at its start, and by `actors/doctor/trial.py` for
+`configs`, `doctor` and `launch`. Takes milliseconds, on the CPU.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.load import ConfigError
+from configs.schema import AlgorithmConfig
+from learner.algorithms.advantages import ADVANTAGES
+from learner.algorithms.inputs import LossInputs
+from learner.algorithms.losses import LOSSES, Loss, needs_reference
+from learner.algorithms.own import advantage_of, loss_of
+
+LENGTHS = (1, 2, 3, 6, 1, 4, 5, 2, 3)
+"""Sampled tokens of each sample; a token of prompt is before them."""
+GROUPS = (7, 7, 7, 2, 2, 2, 31, 31, 31)
+REWARDS = (1.0, 0.0, 0.5, 0.0, 0.0, 2.0, -1.0, 1.0, 0.25)
+FAR = 20.0
+"""Log-ratio of learner and server in the batch of far tokens, as between policies that differ much."""
+UNSAMPLED = "; mind that a token that was not sampled has 0 in all inputs"
+CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-5}
+Part = tuple[Tensor, LossInputs]
+"""A microbatch, and the places of its tokens in the batch: [tokens] int64."""
+
+
+def check_own(config: AlgorithmConfig, answer: int, has_segments: bool) -> Iterator[str]:
+    """Yield what was tried, in a line each; nothing where both are built in. Raises ConfigError for what is refused.
+
+    `answer`: `sampling.max_tokens`. `has_segments`: a sample may have several segments, in several microbatches.
+    """
+    config = config.model_copy(update={"constant_length": config.constant_length or answer})
+    if config.advantage not in ADVANTAGES:
+        _refusing("algorithm.advantage", config.advantage, lambda: check_advantage(config))
+        yield f"algorithm.advantage: {config.advantage} was tried on a batch of 9 samples"
+    if config.loss not in LOSSES:
+        _refusing("algorithm.loss", config.loss, lambda: check_loss(config, has_segments))
+        yield f"algorithm.loss: {config.loss} was tried on a batch of 9 samples; its parts add up"
+
+
+def check_advantage(config: AlgorithmConfig) -> None:
+    """Raise ValueError if `algorithm.advantage` cannot be trained with."""
+    function, order = advantage_of(config), torch.tensor([8, 2, 5, 0, 7, 1, 4, 6, 3])
+    rewards, groups, lengths = torch.tensor(REWARDS), torch.tensor(GROUPS), torch.tensor(LENGTHS)
+    found = function(rewards, groups, lengths)
+    problem = None
+    if not found.is_floating_point() or not found.isfinite().all():
+        problem = "gives values that are no finite numbers; correct it"
+    elif not found.any():
+        problem = f"gives 0 for each of 9 samples with rewards from {min(REWARDS):g} to {max(REWARDS):g}; correct it"
+    elif not torch.allclose(function(rewards[order], groups[order], lengths[order]), found[order], **CLOSE):
+        problem = (
+            "gives a sample another value in another order of samples; find its group by `groups`, not by its place"
+        )
+    if problem:
+        raise ValueError(f"algorithm.advantage: {config.advantage} {problem}")
+
+
+def check_loss(config: AlgorithmConfig, has_segments: bool) -> None:
+    """Raise ValueError if `algorithm.loss` cannot be trained with."""
+    loss, whole, samples = loss_of(config), batch(config), range(len(LENGTHS))
+    every = torch.arange(len(whole.sequence))
+    value, gradient = backward(config, loss, [(every, whole)])
+    cuts = {
+        "two microbatches": [part(whole, samples[:4]), part(whole, samples[4:])],
+        "microbatches of one sample each": [part(whole, [sample]) for sample in samples],
+        "two microbatches with a segment of each sample in both": halves(whole) if has_segments else [],
+    }
+    for what, parts in cuts.items():
+        total, gradients = backward(config, loss, parts) if parts else (value, gradient)
+        if not torch.allclose(total, value, **CLOSE) or not torch.allclose(gradients, gradient, **CLOSE):
+            raise ValueError(f"algorithm.loss: {config.loss}: {not_added(what, total, value)}")
+    backward(config, loss, [(every, batch(config, FAR))])
+
+
+def not_added(what: str, total: Tensor, value: Tensor) -> str:
+    """What is wrong with a loss that depends on how its batch is cut."""
+    problem = f"a batch cut into {what} has the loss {total:.6g}, or another gradient, and the whole batch {value:.6g}"
+    if "segment" in what:
+        return f"{problem}; use inputs.sample_log_ratio() and inputs.sequence_tokens in place of sums over a sample"
+    return f"{problem}; return each token's own loss, and leave means over the batch to algorithm.aggregation"
+
+
+def backward(config: AlgorithmConfig, loss: Loss, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    """The sum of the parts' losses and its gradient for the log-probability of each token of the batch: [], [tokens].
+
+    Raises ValueError for a loss without gradient, or one that is not finite.
+    """
+    total, gradient = torch.zeros(()), torch.zeros(sum(LENGTHS) + len(LENGTHS))
+    for tokens, inputs in parts:
+        leaf = inputs.policy_logprobs.clone().requires_grad_()
+        entropy = None if inputs.entropy is None else inputs.entropy.clone().requires_grad_()
+        value = loss(replace(inputs, policy_logprobs=leaf, entropy=entropy), config)[0]
+        far = inputs.log_ratio.abs().max() > FAR / 2
+        where = " where learner and servers differ much; clamp log-ratios before exp" if far else UNSAMPLED
+        if not value.isfinite():
+            raise ValueError(f"algorithm.loss: {config.loss} gives {value:g}{where}")
+        if value.requires_grad:
+            value.backward()
+        if leaf.grad is not None:
+            gradient[tokens] += leaf.grad
+        if not gradient.isfinite().all():
+            raise ValueError(f"algorithm.loss: {config.loss} has a gradient that is not finite{where}")
+        total = total + value.detach()
+    if not gradient.any():
+        problem = "has no gradient for inputs.policy_logprobs; compute it from them, without detach() and no_grad()"
+        raise ValueError(f"algorithm.loss: {config.loss} {problem}")
+    return total, gradient
+
+
+def batch(config: AlgorithmConfig, far: float = 0.0) -> LossInputs:
+    """The whole batch as one microbatch. `far`: log-ratio of every fifth token, with alternating sign."""
+    random = torch.Generator().manual_seed(0)
+    lengths, groups = torch.tensor(LENGTHS), torch.tensor(GROUPS)
+    sequence = torch.arange(len(LENGTHS)).repeat_interleave(lengths + 1)
+    size, sampled = len(sequence), sequence == sequence.roll(1)  # not the first token of a sample, its prompt
+    behaviour = -torch.rand(size, generator=random) * 3 - 0.05
+    ratio = 0.3 * torch.randn(size, generator=random)
+    ratio[::5] += far * torch.tensor([1.0, -1.0]).repeat(size)[: len(ratio[::5])]
+    in_group = torch.stack([lengths[groups == group].sum() for group in groups])
+    return LossInputs(
+        policy_logprobs=behaviour + ratio,
+        behaviour=behaviour,
+        advantages=torch.tensor(REWARDS)[sequence] - 0.4,
+        sampled=sampled,
+        sequence=sequence,
+        num_sequences=len(LENGTHS),
+        num_tokens=sum(LENGTHS),
+        reference=behaviour + 0.1 if needs_reference(config) else None,
+        entropy=torch.rand(size, generator=random),
+        versions=torch.arange(size) % 5,
+        version=4,
+        num_prompts=len(set(GROUPS)),
+        prompt_tokens=in_group[sequence],
+        sequence_tokens=lengths[sequence],
+    )
+
+
+def part(whole: LossInputs, samples: Sequence[int]) -> Part:
+    """A microbatch of whole samples, which are numbered anew in it."""
+    tokens = torch.isin(whole.sequence, torch.tensor(samples)).nonzero().flatten()
+    chosen = of_tokens(whole, tokens)
+    return tokens, replace(chosen, sequence=chosen.sequence.unique(return_inverse=True)[1])
+
+
+def halves(whole: LossInputs) -> list[Part]:
+    """Two microbatches with every second token of each sample; the log-ratios of whole samples are known."""
+    known = replace(whole, scattered=True, sequence_log_ratio=whole.per_sequence(whole.log_ratio)[whole.sequence])
+    places = torch.arange(len(whole.sequence))
+    return [(tokens, of_tokens(known, tokens)) for tokens in (places[::2], places[1::2])]
+
+
+def of_tokens(whole: LossInputs, tokens: Tensor) -> LossInputs:
+    """The same of these tokens; counts stay those of the whole batch."""
+    values: dict[str, Any] = {field.name: getattr(whole, field.name) for field in fields(whole)}
+    of_these: dict[str, Any] = {name: x[tokens] if isinstance(x, Tensor) else x for name, x in values.items()}
+    return LossInputs(**of_these)
+
+
+def _refusing(key: str, name: str, attempt: Callable[[], None]) -> None:
+    """Make a ConfigError, in one line, of whatever the user's function raises."""
+    try:
+        attempt()
+    except ValueError as error:
+        own = str(error).startswith(key)
+        raise ConfigError([str(error) if own else f"{key}: {name} raised {_named(error)}"]) from error
+    except Exception as error:  # users' code may raise anything
+        raise ConfigError([f"{key}: {name} raised {_named(error)}"]) from error
+
+
+def _named(error: Exception) -> str:
+    """Example: `KeyError: 'cap', on a tiny batch`"""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}, on a tiny batch; correct it"

@@ -1,0 +1,58 @@
+"""How a model's files hold its weights, where transformers builds it with others: under other names, or cut in several.
+
+vLLM and other readers of a policy expect the names of the files. transformers has a table of conversions for reading;
+this module reverts them, weight by weight. Known to be right without: the types of models in PROVEN, whose names are
+those of the files, but for experts (`learner/saved/export.py`, `rollout/engine/experts/`). Used by `policy.py`, which
+makes a `FileForm` before the model is sharded; waits for nothing.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from configs.architecture import PROVEN
+from learner.model.loading import persistent_buffers
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+"""Names and shapes of the tensors that the files hold of one weight."""
+
+
+class FileForm:
+    """The form of the files of `model`, whose weights are still whole, with or without storage."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._changed: dict[str, Shapes] = {}
+        """By name of the weight in the model, where the files differ."""
+        if model.config.get_text_config().model_type not in PROVEN:
+            for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
+                held = [(key, tuple(x.shape)) for key, x in self._reverted(name, tensor.detach().to("meta")).items()]
+                if held != [(name, tuple(tensor.shape))]:
+                    self._changed[name] = held
+
+    @property
+    def changed(self) -> Iterable[str]:
+        """Names of the weights that the files hold in another form."""
+        return self._changed.keys()
+
+    def shapes(self, name: str, shape: Iterable[int]) -> Shapes:
+        """What the files hold of the weight `name`."""
+        return self._changed.get(name) or [(name, tuple(shape))]
+
+    def tensors(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The same with its whole `weight`: views of it."""
+        held = self._changed.get(name)
+        if held is None:
+            yield name, weight
+        elif len(held) == 1 and held[0][1] == weight.shape:
+            yield held[0][0], weight
+        else:
+            yield from self._reverted(name, weight).items()
+
+    @torch.no_grad()
+    def _reverted(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        held: dict[str, Tensor] = revert_weight_conversion(self._model, {name: weight})
+        return held

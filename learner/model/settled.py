@@ -1,0 +1,90 @@
+"""What `auto` takes on a card that need not be here, and what each rank's GPU then holds.
+
+The same functions decide as at the learner's start (`speed.py`, `memory.py`); there the ranks agree by a collective,
+here both kinds of rank are computed: rank 0, which holds the copies for the servers, and the others. Consumes a run
+file and the bytes of a GPU; reads config.json, waits for nothing. `actors/doctor/price.py` prints the result.
+"""
+
+from dataclasses import dataclass
+
+from configs.publishing import copies_over
+from configs.schema import Config, LearnerConfig
+from learner.algorithms.losses import needs_reference
+from learner.model.memory import SHARE, Estimate, budget_in, choose_gather, least_microbatch
+from learner.model.speed import choose, fastest_first
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank: what it will hold, and the tokens of its microbatches."""
+
+    estimate: Estimate
+    tokens: int
+    least: int
+    """Tokens of the largest microbatch that there must be room for."""
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return self.estimate.total(max(self.tokens, self.least))
+
+    def describe(self) -> str:
+        """For people: `31.0 GiB = 17.3 optimizer + ...`."""
+        return self.estimate.describe(max(self.tokens, self.least))
+
+    def fills(self, memory: int) -> bool:
+        """Whether it takes more of a GPU with `memory` bytes than `auto` would."""
+        return self.total > SHARE * memory
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The learner with every `auto` decided, and its ranks."""
+
+    learner: LearnerConfig
+    first: RankMemory
+    others: RankMemory | None
+    """A rank other than rank 0; None where there is one rank."""
+
+
+def settle(config: Config, memory: int, patches: int = 0) -> Settled:
+    """Decide what is `auto` for GPUs with `memory` bytes. `patches`: most of one sample. Raises ConfigError if a GPU is
+    too small."""
+    config = settle_gather(settle_speed(config, memory, patches), memory, patches)
+    shards, reference, least = shards_of(config.learner), keeps_reference(config), least_microbatch(config, patches)
+    first, *others = (
+        RankMemory(*budget_in(config, memory, shards, reference, sends, patches), least) for sends in roles(config)
+    )
+    return Settled(config.learner, first, others[0] if others else None)
+
+
+def settle_speed(config: Config, memory: int, patches: int) -> Config:
+    """As `decide_speed` of the learner does: all ranks take what fits the fullest."""
+    ways = fastest_first(config.learner, True, config.run.versions)
+    sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
+    taken = max(choose(config.model, ways, *sizes, sends=sends) for sends in roles(config))
+    return config.model_copy(update={"learner": ways[taken]})
+
+
+def settle_gather(config: Config, memory: int, patches: int) -> Config:
+    """As `decide_gather` of the learner does: `batch` only if every rank has room for it."""
+    sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
+    own = [choose_gather(config.model, config.learner, *sizes, sends=sends) for sends in roles(config)]
+    return config.model_copy(update={"learner": next((way for way in own if way.gather == "pass"), own[0])})
+
+
+def roles(config: Config) -> list[int]:
+    """Over how many ranks the copies for the servers are spread of which rank 0 holds a share, and the last rank, if it
+    is another one; 0: it holds none."""
+    shards = shards_of(config.learner)
+    return [copies_over(config, shards, rank) for rank in sorted({0, config.learner.ranks - 1})]
+
+
+def shards_of(learner: LearnerConfig) -> int:
+    """Ranks that share one copy of the model."""
+    return learner.shard or max(1, learner.ranks // learner.nodes)
+
+
+def keeps_reference(config: Config) -> bool:
+    """Whether there is a second, frozen model: with an adapter the policy's own base is the reference."""
+    return needs_reference(config.algorithm) and config.model.lora is None

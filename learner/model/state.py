@@ -1,0 +1,116 @@
+"""Layers that keep a state: convolutions, gated delta rules and state space models, computed document by document.
+
+In a packed row such a layer would go on from one document to the next. `separate` has it see the row's documents as the
+sequences of a batch instead: documents of similar length together, padded on the right, which no earlier token sees.
+This is exact on any device and with any kernel that the layer itself takes. The classes are listed by name; whether
+their rows are exact is tried (`exactness.py`), and a layer of another class is refused by that trial. Used by
+`loading.py`, `attention.py` and `flops.py`; waits for the GPU, because it reads the bounds of the documents.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from learner.model import bounds
+from learner.model.bounds import BOUNDS
+
+KEEPS_STATE = re.compile(
+    r"(GatedDeltaNet|DeltaAttention|ShortConv|Mamba2?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|RecurrentBlock)$"
+)
+"""Ends of the names of transformers' classes of such layers."""
+PADDED = 1.25
+"""Longest length of the documents that are computed together, relative to their shortest."""
+Span = tuple[int, int]
+"""First token of a document, and the one after its last."""
+
+
+def layers_of(block: nn.Module) -> list[nn.Module]:
+    """The layers of a block that keep a state."""
+    return [layer for layer in block.modules() if KEEPS_STATE.search(type(layer).__name__)]
+
+
+def kinds(model: nn.Module) -> list[str]:
+    """Names of the classes of layers that keep a state, in order. Example: `["Lfm2ShortConv"]`"""
+    return sorted({type(layer).__name__ for layer in layers_of(model)})
+
+
+def attends(block: nn.Module) -> bool:
+    """Whether a block has attention, beside or in place of a layer that keeps a state."""
+    names = {type(layer).__name__ for layer in block.modules()}
+    return any("Attention" in name and not KEEPS_STATE.search(name) for name in names)
+
+
+def products(layer: Any) -> int:
+    """Multiplications that a token costs with the state of a layer, beside those by its weights.
+
+    A delta rule reads its state [heads, key, value] twice and writes it once; a state space reads and writes
+    [heads, head_dim, state] once; a convolution has weights alone.
+    """
+    if hasattr(layer, "head_k_dim"):
+        return int(3 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim)
+    if hasattr(layer, "ssm_state_size"):
+        wide = layer.num_heads * layer.head_dim if hasattr(layer, "num_heads") else layer.intermediate_size
+        return int(2 * wide * layer.ssm_state_size)
+    return 0
+
+
+def separate(blocks: Iterable[nn.Module]) -> None:
+    """Have the layers of `blocks` that keep a state see each document of a row alone. The blocks note the bounds."""
+    for block in blocks:
+        for layer in layers_of(block):
+            layer.forward = _by_document(layer, layer.forward)  # type: ignore[method-assign]
+
+
+def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, for a row [1, tokens, width] of documents."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the bounds
+    def separated(*args: Any, **kwargs: Any) -> Any:
+        starts, _, _ = bounds.of_row(layer, {})
+        given = args, {name: x for name, x in kwargs.items() if name not in (*BOUNDS, "shared_prompts")}
+        if starts.is_meta:  # to count what a row keeps, which is one document there
+            return forward(*given[0], **given[1])
+        tokens = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).shape[1]
+        places, outputs = [], []
+        for index, real in _batches(starts):
+
+            def padded(x: Tensor, index: Tensor = index) -> Tensor:
+                return x[0][index] if x.shape[:2] == (1, tokens) else x
+
+            part_args, part_kwargs = tree_map_only(Tensor, padded, given)
+            output = forward(*part_args, **part_kwargs)
+            outputs.append((output[0] if isinstance(output, tuple) else output)[real])
+            places.append(index[real])
+        whole = torch.cat(outputs)[torch.cat(places).argsort()][None]
+        return (whole, *(None for _ in output[1:])) if isinstance(output, tuple) else whole
+
+    return separated  # type: ignore[no-any-return]
+
+
+def _batches(starts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for some documents of similar length where their tokens are in the row, [documents, longest] int64, and
+    which of these are no padding."""
+    for spans in _similar(list(pairwise(starts.tolist()))):
+        first, end = torch.tensor(spans, device=starts.device).T
+        position = torch.arange(max(b - a for a, b in spans), device=starts.device)
+        index = first[:, None] + position
+        yield index.minimum(end[:, None] - 1), index < end[:, None]
+
+
+def _similar(spans: Sequence[Span]) -> list[list[Span]]:
+    """Documents in groups whose longest is at most PADDED times as long as the shortest.
+
+    Example: `_similar([(0, 9), (9, 12), (12, 20)]) == [[(9, 12)], [(12, 20), (0, 9)]]`
+    """
+    groups: list[list[Span]] = []
+    for start, end in sorted(spans, key=lambda span: span[1] - span[0]):
+        if groups and end - start <= PADDED * (groups[-1][0][1] - groups[-1][0][0]):
+            groups[-1].append((start, end))
+        else:
+            groups.append([(start, end)])
+    return groups

@@ -1,0 +1,117 @@
+"""Supervised fine-tuning's step and its held-out loss: the mean of -log p over trained tokens.
+
+The mean is over all trained tokens of the batch, so it is the same for any number of ranks and any microbatches:
+gradients add up, each divided by the count of the whole batch. Each method is a collective. Called by `tuning.py`.
+"""
+
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from buffer.wire.protocol import EvaluationResult
+from learner.model.experts.mixture import load_metrics
+from learner.model.policy import Policy
+from learner.sft.demonstrations import Demonstrations
+from learner.sft.packing import microbatches, num_trained
+from learner.train import collectives
+from learner.train.optimizer import Optimizer
+from learner.train.skipped import SkippedSteps
+
+MEASURED_AT_ONCE = 1024
+"""Held-out texts that are packed together: one microbatch each in memory would be too many."""
+
+
+class AnswerSteps:
+    """Steps on `data`, `rows` of it in each batch, in microbatches of `budget` tokens."""
+
+    def __init__(self, data: Demonstrations, optimizer: Optimizer, budget: int, rows: int) -> None:
+        self.data, self.optimizer, self.budget, self.rows = data, optimizer, budget, rows
+        self.skipped = SkippedSteps()
+
+    def step(self, policy: Policy, version: int) -> dict[str, float]:
+        """Train on batch `version`; the metrics are of the whole batch and the same on all ranks. Raises StepsSkipped
+        if too many steps before this one changed nothing."""
+        self.skipped.check()
+        began = time.perf_counter()
+        position = version * self.rows
+        texts = self.data.drawn(position, self.rows)
+        tokens, trained, world = [len(text.tokens) for text in texts], num_trained(texts), dist.get_world_size()
+        packed = microbatches(texts, dist.get_rank(), world, self.budget, policy.attention_cost)
+        placed = [policy.place(microbatch) for microbatch in packed]
+        backward_began = time.perf_counter()
+        total, tally = self._backward(policy, placed, trained)
+        update_began = time.perf_counter()
+        metrics = {"loss": float(total) / trained} | self.optimizer.update(version)
+        self.skipped.note_supervised(version + 1, metrics)
+        squares = float(sum(n * n for n in tokens))
+        return metrics | _loads(policy, tally) | {
+            "rows": float(self.rows),
+            "epoch": (position + self.rows) / len(self.data),
+            "rows_dropped": float(self.data.dropped),
+            "tokens": float(sum(tokens)),
+            "tokens_trained": float(trained),
+            "tokens_computed": float(sum(tokens)),
+            "tokens_microbatch_max": float(max(len(each.tokens) for each in packed)),
+            "microbatches": float(len(packed)),
+            "flops": policy.costs.total(sum(tokens), trained, squares),
+            "time/pack_s": backward_began - began,
+            "time/backward_s": update_began - backward_began,
+            "time/update_s": time.perf_counter() - update_began,
+        }  # fmt: skip
+
+    def _backward(self, policy: Policy, placed: list, trained: int) -> tuple[Tensor, Tensor | None]:
+        """Leave the gradient of the batch's loss in the parameters; returns the sum of -log p over the trained tokens
+        of all ranks, [] float64, and what this rank's routers did, of a mixture of experts."""
+
+        def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
+            return -logprobs.sum() / trained
+
+        total, tally = torch.zeros((), dtype=torch.float64, device=policy.device), None
+        with policy.keep_gathered():
+            for microbatch in placed:
+                policy.reduce_after_next(last=microbatch is placed[-1])
+                logprobs, _, loss = policy(microbatch, loss=chunk_loss)
+                (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
+                total -= logprobs.double().sum()
+                if policy.mixture is not None:
+                    tally = policy.mixture.tally.double() + (0 if tally is None else tally)
+        return collectives.all_reduce_sum(total.cpu()), tally
+
+
+def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
+    """Metrics of the experts, and so a collective; empty for a model without experts."""
+    if policy.mixture is None or tally is None:
+        return {}
+    return load_metrics(collectives.all_reduce_sum(tally.cpu()), policy.mixture.sizes, False)
+
+
+class HeldOut:
+    """The loss on `sets` by name, at version 0, every `every` versions and at version `versions`."""
+
+    def __init__(self, sets: Mapping[str, Demonstrations], every: int | None, versions: int, budget: int) -> None:
+        self.sets, self.every, self.versions, self.budget = sets, every, versions, budget
+
+    def measure(self, policy: Policy, version: int) -> list[EvaluationResult]:
+        """The losses if they are due at `version`, else nothing."""
+        due = version in (0, self.versions) or (self.every is not None and version % self.every == 0)
+        if not due or not self.sets:
+            return []
+        figures = {name: self._figures(policy, data) for name, data in self.sets.items()}
+        return [EvaluationResult(due=version, version=version, server="learner", figures=figures)]
+
+    def _figures(self, policy: Policy, data: Demonstrations) -> dict[str, float]:
+        """Example: `{"loss": 1.3, "tokens_trained": 4096.0, "rows": 64.0}`"""
+        texts = [text for row in data.rows for text in row]
+        total = torch.zeros((), dtype=torch.float64, device=policy.device)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        with policy.keep_gathered():
+            for start in range(0, len(texts), MEASURED_AT_ONCE):
+                some = texts[start : start + MEASURED_AT_ONCE]
+                for microbatch in microbatches(some, rank, world, self.budget, policy.attention_cost):
+                    total -= policy.score(policy.place(microbatch)).double().sum()
+        trained = num_trained(texts)
+        loss = float(collectives.all_reduce_sum(total.cpu())) / trained
+        return {"loss": loss, "tokens_trained": float(trained), "rows": float(len(data))}

@@ -1,0 +1,199 @@
+"""From a row with a demonstration to tokens, and which of them are trained: what a server would have sampled.
+
+An answer begins where a server would begin to sample it, so what is before it and the answer itself are encoded apart,
+and it ends with the token at which a server would stop. Consumes rows as their files have them; waits for the process
+that renders the chat template. Used by `demonstrations.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from configs.load import ConfigError
+from configs.schema import Config
+from rollout.episodes.prompts import Prompts
+from rollout.episodes.row_messages import left_out, whole
+from rollout.errors import PromptError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Chat = list[dict[str, Any]]
+FLAG = "train"
+"""The key of a message that says whether it is trained."""
+FOREIGN = {"weight": "write it as train: true or train: false", "training": "write it as train"}
+"""Keys of a message by which other tools say it, and the remedy."""
+UNREAD = {
+    "videos": "only text is trained",
+    "tools": "write them into the system message, as the chat template would",
+}
+"""Columns that would change what the model sees, and the remedy."""
+
+
+class TrainedText(NamedTuple):
+    """A text of its own. Example: prompt [5, 9] and answer [7, 2] have `trained` [False, False, True, True]."""
+
+    tokens: np.ndarray
+    """int32 [tokens]"""
+    trained: np.ndarray
+    """bool [tokens]; never true for the first token, which nothing predicts."""
+
+
+@dataclass
+class Draft:
+    """A text in the making: one answer after another, as long as the template leaves what is before them as it was."""
+
+    text: str = ""
+    """As the template wrote it."""
+    pieces: list[tuple[list[int], bool]] = field(default_factory=list)
+    """Tokens, and whether they are trained."""
+    closed: bool = False
+    """The last answer ends with a token that the template did not write: nothing can follow it."""
+
+    def finish(self) -> TrainedText:
+        """The text in tokens."""
+        tokens = np.array([token for ids, _ in self.pieces for token in ids], np.int32)
+        trained = np.array([flag for ids, flag in self.pieces for _ in ids], np.bool_)
+        trained[:1] = False
+        return TrainedText(tokens, trained)
+
+
+class AnswerReader:
+    """The run's templates around each demonstration. Raises ConfigError for a template or tokenizer that cannot be
+    used."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config) -> None:
+        self.tokenizer, self.turns, self.formats = tokenizer, config.sft.turns, config.data.format_prompt is not None
+        if tokenizer.eos_token_id is None:
+            problem = f"the tokenizer in {config.model.path} has no token that ends a text"
+            raise ConfigError([f"model.path: {problem}; set eos_token in its tokenizer_config.json"])
+        self.end = int(tokenizer.eos_token_id)
+        self.prompts = Prompts(tokenizer, config)
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.ends = {*self.prompts.ends, *special}
+        """Tokens that close an answer where the template writes one of them behind it."""
+
+    def close(self) -> None:
+        """End the process that renders templates."""
+        self.prompts.close()
+
+    def texts(self, row: Mapping[str, Any]) -> list[TrainedText]:
+        """The texts of a row: one, or more where the template writes earlier turns anew once others follow. Raises
+        PromptError."""
+        for name, remedy in UNREAD.items():
+            if row.get(name):
+                raise PromptError(f"the row has {name}, which supervised fine-tuning does not read; {remedy}")
+        chat, trained = self._chat(row["messages"]) if "messages" in row else self._pair(row)
+        if not trained:
+            raise PromptError(f"no message is trained with sft.turns: {self.turns}; correct it or the row")
+        for number in trained:
+            if not (chat[number]["content"].strip() or chat[number].get("tool_calls")):
+                raise PromptError(f"message {number} is an answer without text, so there is nothing to train in it")
+        return [self._plain(chat, trained)] if self.prompts.plain else self._rendered(chat, trained)
+
+    def _pair(self, row: Mapping[str, Any]) -> tuple[Chat, list[int]]:
+        """The chat of a row of prompt and answer, and which of its messages are trained: the answer."""
+        answer = row["answer"]
+        if not isinstance(answer, str):
+            raise PromptError(f"the answer of the row is {answer!r:.40}; a text is needed")
+        chat = self.prompts.messages(dict(row))
+        if chat[-1]["role"] == "assistant":
+            raise PromptError("its prompt ends with a message of the assistant; make that the beginning of the answer")
+        return [*chat, {"role": "assistant", "content": whole("the answer of the row", answer)}], [len(chat)]
+
+    def _chat(self, given: Any) -> tuple[Chat, list[int]]:
+        """The chat of a row of messages, and which of them are trained."""
+        if not isinstance(given, list) or not given:
+            raise PromptError(f"the messages of the row are {given!r:.40}; a list of messages is needed")
+        if self.formats:
+            raise PromptError("the row has messages, and data.format_prompt is for rows of prompt and answer")
+        flags: list[bool | None] = [_flag(number, message) for number, message in enumerate(given)]
+        bare = [{k: v for k, v in one.items() if k != FLAG} if isinstance(one, Mapping) else one for one in given]
+        chat = self.prompts.messages({"prompt": bare})
+        added: list[bool | None] = [None] * (len(chat) - len(flags))  # a system prompt of the run file comes first
+        return chat, self._chosen(chat, [*added, *flags])
+
+    def _chosen(self, chat: Chat, flags: Sequence[bool | None]) -> list[int]:
+        answers = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
+        flagged = [number for number, flag in enumerate(flags) if flag]
+        if self.turns != "flagged":
+            if (first := next((number for number, flag in enumerate(flags) if flag is not None), None)) is not None:
+                problem = f"message {first} has the key {FLAG}, but sft.turns is {self.turns}"
+                raise PromptError(f"{problem}; set sft.turns: flagged, or leave the key out")
+            return answers if self.turns == "all" else answers[-1:]
+        if foreign := [number for number in flagged if number not in answers]:
+            role = chat[foreign[0]]["role"]
+            raise PromptError(f"message {foreign[0]} has train: true and the role {role}; only answers are trained")
+        return flagged
+
+    def _plain(self, chat: Chat, trained: Sequence[int]) -> TrainedText:
+        """Prompt and answer without a chat template, which knows no turns."""
+        if [*trained] != [len(chat) - 1] or any(one["role"] == "assistant" for one in chat[:-1]):
+            raise PromptError("data.chat_template: none knows no turns, so a row has one answer, its last message")
+        answer = self.tokenizer.encode(chat[-1]["content"], add_special_tokens=False)
+        return Draft("", [(self.prompts.plain_tokens(chat[:-1]), False), ([*answer, self.end], True)]).finish()
+
+    def _rendered(self, chat: Chat, trained: Sequence[int]) -> list[TrainedText]:
+        drafts: list[Draft] = []
+        for number in trained:
+            if number == 0:
+                raise PromptError("message 0 is an answer, and nothing before it asks for one; leave it untrained")
+            before = self.prompts.chat_text(chat[:number], header=True)
+            after = self.prompts.chat_text(chat[: number + 1], header=False)
+            if not after.startswith(before):
+                problem = f"the chat template writes what is before message {number} in another way once that follows"
+                raise PromptError(f"{problem}, so no server would answer there; name another in data.chat_template")
+            if not drafts or drafts[-1].closed or not before.startswith(drafts[-1].text):
+                drafts.append(Draft())
+            self._add(drafts[-1], before, after, chat[number], number)
+            if problem := left_out(chat[: number + 1], after):
+                raise PromptError(problem)
+        for draft in drafts:
+            self._require_joined(draft)
+        return [draft.finish() for draft in drafts]
+
+    def _add(self, draft: Draft, before: str, after: str, message: Mapping[str, Any], number: int) -> None:
+        """Add to `draft` what the template writes up to an answer, and the answer."""
+        answer = after[len(before) :]
+        if "".join(message["content"].split()) not in "".join(answer.split()):
+            problem = f"the chat template leaves out or rewords a part of message {number}, which is trained"
+            raise PromptError(f"{problem}; write it as the template does, or name another in data.chat_template")
+        given, tokens = self._encoded(before[len(draft.text) :]), self._encoded(answer)
+        end = len(tokens)
+        while end and tokens[end - 1] not in self.ends and not str(self.tokenizer.decode(tokens[end - 1])).strip():
+            end -= 1
+        draft.pieces.append((given, False))
+        if end and tokens[end - 1] in self.ends:
+            draft.pieces += [(tokens[:end], True), (tokens[end:], False)]  # what is behind its end no server samples
+            draft.text = after
+        else:
+            ending = answer if answer.endswith(message["content"]) else answer.rstrip()
+            draft.pieces.append(([*self._encoded(ending), self.end], True))
+            draft.text, draft.closed = before + ending, True
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _require_joined(self, draft: Draft) -> None:
+        """Raise PromptError for a tokenizer that writes a text in another way where it is encoded in pieces."""
+        tokens = [token for ids, _ in draft.pieces for token in ids]
+        tokens = tokens[:-1] if draft.closed else tokens
+        pieces, together = map(self.tokenizer.convert_ids_to_tokens, (tokens, self._encoded(draft.text)))
+        if "".join(pieces) != "".join(together):
+            problem = "the tokenizer changes a text, as by a space before it, where an answer is encoded apart"
+            raise PromptError(f"{problem} from its prompt; take a model with a byte-level tokenizer")
+
+
+def _flag(number: int, message: Any) -> bool | None:
+    """What a message says of its training; None if nothing. Raises PromptError."""
+    if not isinstance(message, Mapping):
+        return None  # refused with the chat
+    for name, remedy in FOREIGN.items():
+        if message.get(name) is not None:
+            raise PromptError(f"message {number} has the key {name}; {remedy}")
+    flag = message.get(FLAG)
+    if flag is not None and not isinstance(flag, bool):
+        raise PromptError(f"message {number} has {FLAG}: {flag!r:.20}; true or false is needed")
+    return flag

@@ -1,0 +1,163 @@
+"""`python -m learner sft CONFIG`: supervised fine-tuning on the demonstrations of `data.train`, to `run.versions`.
+
+Starts its node's share of `learner.ranks` ranks as `python -m learner` does, builds the parts of `tuning.py` and runs
+it. Needs no other process. Goes on from the last checkpoint in the run's folder. The first SIGINT or SIGTERM ends it
+after the current version and a checkpoint (exit 0), the second at once. Exit 2: config, model, device or a row does not
+work, found before anything was trained. Exit 1: a rank failed. Exit 4: the run was given up, because the last
+checkpoint could not be written or the steps no longer change anything.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoTokenizer
+
+from buffer.store.lock import InUse, locked
+from configs.architecture import usable_positions
+from configs.checkpoint_files import complete
+from configs.checks import check_sft
+from configs.data.sources import count_rows
+from configs.entrypoint import BAD_INPUT, DONE, FAILED, GIVEN_UP, StopSignals
+from configs.load import ConfigError, read, write
+from configs.origins import disclosed
+from configs.plain_text import print_visible
+from configs.resume import changes, written
+from configs.schema import Config
+from configs.sft import LOCK, longest
+from configs.variables import run_folder
+from learner import ranks, watchdog
+from learner.checkpoint import Checkpoints, NoDiskSpace
+from learner.mesh import process_group, shards
+from learner.model import flops, loading
+from learner.model.exactness import check_exact
+from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory, memory_budget
+from learner.model.policy import Policy
+from learner.record.metrics import Metrics
+from learner.record.trackers import Tracker
+from learner.saved.manifest import DataPosition
+from learner.sft import tuning
+from learner.sft.answer_loss import AnswerSteps, HeldOut
+from learner.sft.answers import AnswerReader
+from learner.sft.demonstrations import Demonstrations, read_demonstrations
+from learner.starting import choose_device, configure_process, decide_gather, decide_speed
+from learner.train.optimizer import Optimizer
+from learner.train.skipped import StepsSkipped
+
+PROG = "python -m learner sft"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`, without the word `sft`; returns the exit code."""
+    config = read(argv, PROG, lambda config: check_sft(config, rows=count_rows(config.data.train)))
+    try:
+        os.environ.update(ranks.from_slurm(config.learner, os.environ))
+        ranks.check_environment(config.learner, os.environ)
+        device = choose_device(config)
+        fitting = known(config)
+        check_exact(config.model, False)
+        check_past(config)
+        if config.learner.ranks > 1 and "RANK" not in os.environ:
+            return ranks.start(["sft", *argv], config.learner)
+        if os.environ.get("RANK", "0") == "0":
+            take_folder(config.run.path)
+        tune(config, fitting, configure_process(config, device))
+    except (ConfigError, OutOfMemory, NoDiskSpace, StepsSkipped) as error:
+        print_visible(f"{PROG}: {error}", sys.stderr)
+        over = isinstance(error, NoDiskSpace | StepsSkipped)
+        return FAILED if isinstance(error, OutOfMemory) else GIVEN_UP if over else BAD_INPUT
+    return DONE
+
+
+def known(config: Config) -> Config:
+    """`config` with what only the model's own config says where `model.path` is a name on the hub. Raises ConfigError
+    for a model that reads images."""
+    model = loading.read_config(config.model)
+    if loading.sees(model):
+        problem = "reads images, and supervised fine-tuning trains text models only"
+        raise ConfigError([f"model.path: {config.model.path} {problem}; name another"])
+    positions = usable_positions(model.get_text_config().to_dict())
+    if positions is None or config.sft.max_tokens != "auto" or longest(config) <= positions:
+        return config
+    return config.model_copy(update={"sft": config.sft.model_copy(update={"max_tokens": positions})})
+
+
+def check_past(config: Config) -> None:
+    """Raise ConfigError if the run has checkpoints and keys have changed since that may not, or if its folder is that
+    of a run of reinforcement learning."""
+    before = written(config.run.path)
+    if before and (before.get("sft.rows") is None or complete(config.run.path / "checkpoints")):
+        changes(before, config)
+
+
+def take_folder(path: Path) -> None:
+    """Lock the run's folder for the life of this process. Raises ConfigError if another process has it: two would write
+    the same checkpoints."""
+    run_folder(path)
+    try:
+        locked(path / LOCK)
+    except InUse as error:
+        raise ConfigError([f"run.name: {path} is {error}; end that, or choose another run.name"]) from None
+
+
+def tune(given: Config, config: Config, device: torch.device) -> None:
+    """Build the loop's parts, run it, and close them in order. `given`: what `config.yaml` records; `config`: the same
+    with what is known of the model."""
+    path, versions = config.run.path, config.run.versions
+    with process_group(config, device) as mesh, ExitStack() as parts:
+        rank = mesh.get_rank()
+        parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
+        data, held_out = read_all(config)
+        config = fitted(config, device, mesh, data, held_out)
+        expected, budget = memory_budget(config, device, shards(mesh), False, False)
+        parts.enter_context(explain_out_of_memory(expected, budget))
+        if rank == 0:
+            write(given, path / "config.yaml")
+        policy = Policy(config.model, config.learner, mesh, seed=config.run.seed)
+        optimizer, rows = Optimizer(policy, config.learner, versions), config.sft.rows or 0
+        saved = path / "checkpoints", config.model, config.learner, optimizer, versions, shards(mesh)
+        digest = data.digest
+        checkpoints = Checkpoints(*saved, lambda version: DataPosition(data=digest, rows=version * rows))
+        checkpoints.check_folder()
+        trackers = [
+            Tracker(name, path, config.run.name, disclosed(config)) for name in config.log.trackers if rank == 0
+        ]
+        for tracker in trackers:
+            parts.callback(tracker.close)
+        peak = flops.peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        metrics = Metrics(path / "metrics.jsonl" if rank == 0 else None, trackers, peak=peak and peak * mesh.size())
+        steps, stopping = AnswerSteps(data, optimizer, budget, rows), tuning.Stopping()
+        measured = HeldOut(held_out, config.eval.every, versions, budget)
+        with StopSignals(stopping.begin):
+            tuning.run(policy, steps, measured, stopping, checkpoints, metrics, versions)
+        checkpoints.close()
+        steps.skipped.check_end()
+
+
+def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]:
+    """The rows that are trained, and those of each held-out set. Raises ConfigError. A collective."""
+    code = config.model.trust_remote_code
+    reader = AnswerReader(AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=code), config)
+    try:
+        found = {
+            name: read_demonstrations(config, f"data.{name}", source, reader)
+            for name, source in config.data.sources().items()
+        }
+    finally:
+        reader.close()
+    train = found.pop("train")
+    return train, {name.removeprefix("eval."): data for name, data in found.items()}
+
+
+def fitted(
+    config: Config, device: torch.device, mesh: DeviceMesh, data: Demonstrations, held_out: dict[str, Demonstrations]
+) -> Config:
+    """`config` with `auto` decided for the longest text that there is. Raises ConfigError. A collective."""
+    check_sft(config, rows=len(data), files=())
+    most = max(each.longest for each in (data, *held_out.values()))
+    config = config.model_copy(update={"sft": config.sft.model_copy(update={"max_tokens": most})})
+    return decide_gather(decide_speed(config, gpu_memory(device), mesh, 0), device, mesh, 0)

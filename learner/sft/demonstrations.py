@@ -1,0 +1,171 @@
+"""The demonstrations of a run in tokens, all of them on every rank, and the order in which they are trained.
+
+Read once, before anything is trained: each rank converts its share of the rows, then the ranks exchange them. So a row
+that cannot be trained ends the run at its start, with file and line. Waits for the disk and for the other ranks.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from buffer.data.parts import JoinedRows, open_source
+from buffer.ledger import schedule
+from configs.data.sources import Source, SourceError, parts_of, told
+from configs.load import ConfigError
+from configs.schema import Config
+from configs.sft import longest
+from learner.sft.answers import AnswerReader, TrainedText
+from learner.train import collectives
+from rollout.errors import PromptError
+
+log = logging.getLogger(__name__)
+MOST_SHOWN = 10
+"""Rows that cannot be trained which are named; of more, only their number is."""
+Texts = list[TrainedText]
+
+
+class SourceRows(NamedTuple):
+    """Rows of one source among all, and its weight."""
+
+    start: int
+    stop: int
+    weight: float | None
+
+
+class Demonstrations:
+    """The rows of a source that are trained, or evaluated, each with its texts."""
+
+    def __init__(
+        self, rows: Sequence[Texts], ranges: Sequence[SourceRows], seed: int = 0, shuffle: bool = False
+    ) -> None:
+        """`rows`: without texts where they were dropped."""
+        kept = [number for number, texts in enumerate(rows) if texts]
+        self.rows = [rows[number] for number in kept]
+        self.dropped = len(rows) - len(kept)
+        places = np.searchsorted(kept, [(each.start, each.stop) for each in ranges]).reshape(-1, 2)
+        self._shares = [(int(b - a), each.weight) for (a, b), each in zip(places, ranges, strict=True) if each.weight]
+        self._seed, self._shuffle = seed, shuffle
+        self.order: Callable[[int], Sequence[int]] = lru_cache(2)(self._order)
+        """Rows of an epoch in the order in which they are trained."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(len(text.tokens) for texts in self.rows for text in texts)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over what is trained, in its order before it is shuffled."""
+        found = hashlib.sha256()
+        for texts in self.rows:
+            for text in texts:
+                found.update(len(text.tokens).to_bytes(8, "little") + text.tokens.tobytes() + text.trained.tobytes())
+            found.update(b"|")
+        return found.hexdigest()[:16]
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if self._shares:
+            return schedule.mixed([(n, weight or 0.0) for n, weight in self._shares], self._seed, epoch, self._shuffle)
+        return schedule.order(len(self.rows), self._seed, epoch, self._shuffle)
+
+    def drawn(self, position: int, number: int) -> Texts:
+        """The texts of `number` rows from `position` on, counted from the first row of the first epoch."""
+        found: Texts = []
+        for place in range(position, position + number):
+            epoch, index = divmod(place, len(self.rows))
+            found += self.rows[self.order(epoch)[index]]
+        return found
+
+
+def read_demonstrations(config: Config, key: str, source: Source, reader: AnswerReader) -> Demonstrations:
+    """The rows of `source`, which the run file names by `key`. Raises ConfigError, on every rank, if one of them cannot
+    be trained. A collective."""
+    try:
+        opened = [
+            (part.weight, open_source(part, config.data, key, False, None, demonstrations=True))
+            for part in parts_of(source)
+        ]
+    except SourceError as error:
+        raise ConfigError([f"{key}: {told(source)}: {error}"]) from None
+    rows = JoinedRows([part for _, found in opened for part in found])
+    if pictured := next((part.where for part in rows.parts if part.rows.images is not None), None):
+        raise ConfigError([f"{pictured}: rows have images, and only text is trained; leave the column images out"])
+    limit = config.data.eval[_name(key)].limit if _name(key) in config.data.eval else None
+    number = min(rows.starts[-1], limit or rows.starts[-1])
+    own, wrong = _converted(config, rows, range(dist.get_rank(), number, dist.get_world_size()), reader)
+    _require(wrong)
+    ranges, start = list[SourceRows](), 0
+    for weight, found in opened:
+        stop = start + sum(part.rows.number for part in found)
+        ranges.append(SourceRows(start, min(stop, number), weight))
+        start = stop
+    made = Demonstrations(_exchanged(own, number), ranges, config.run.seed, config.data.shuffle and key == "data.train")
+    if not len(made):
+        raise ConfigError([f"{key}: {told(source)}: every row is too long; raise sft.max_tokens"])
+    log.info("%s: %d rows%s", key, len(made), f", {made.dropped} dropped: too long" if made.dropped else "")
+    return made
+
+
+def _name(key: str) -> str:
+    """The name of the set of `data.eval`. Example: `data.eval.held_out` -> `held_out`"""
+    return key.removeprefix("data.").removeprefix("eval.")
+
+
+def _converted(
+    config: Config, rows: JoinedRows, numbers: range, reader: AnswerReader
+) -> tuple[list[Texts], list[tuple[int, str]]]:
+    """Texts of these rows, none for one that is dropped; and why rows cannot be trained, by number."""
+    most, found, wrong = longest(config), list[Texts](), list[tuple[int, str]]()
+    said = "auto, " * (config.sft.max_tokens == "auto")
+    for number in numbers:
+        texts: Texts = []
+        try:
+            texts = reader.texts(rows.row(number))
+        except PromptError as error:
+            wrong.append((number, f"{rows.place(number)}: {error}"))
+        size = max((len(text.tokens) for text in texts), default=0)
+        if size > most and config.sft.too_long == "refuse":
+            problem = f"it has {size} tokens, more than sft.max_tokens ({said}{most})"
+            wrong.append((number, f"{rows.place(number)}: {problem}; shorten it, or set sft.too_long: drop"))
+        found.append(texts if size <= most else [])
+    return found, wrong
+
+
+def _require(wrong: list[tuple[int, str]]) -> None:
+    """Raise ConfigError, on every rank, if a rank has found rows that cannot be trained."""
+    gathered: list[list[tuple[int, str]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, wrong)
+    problems = [line for _, line in sorted(one for each in gathered for one in each)]
+    if (more := len(problems) - MOST_SHOWN) > 0:
+        problems[MOST_SHOWN:] = [f"and {more} more rows that cannot be trained"]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _exchanged(own: Sequence[Texts], number: int) -> list[Texts]:
+    """The texts of all `number` rows, of which each rank has converted every so many-th."""
+    world, texts = dist.get_world_size(), [text for each in own for text in each]
+    if world == 1:
+        return list(own)
+    counts = collectives.all_gather_ragged(torch.tensor([len(each) for each in own], dtype=torch.int64))
+    lengths = collectives.all_gather_ragged(torch.tensor([len(text.tokens) for text in texts], dtype=torch.int64))
+    empty = TrainedText(np.zeros(0, np.int32), np.zeros(0, np.bool_))
+    columns = [np.concatenate([text[column] for text in [empty, *texts]]) for column in range(2)]
+    tokens = collectives.all_gather_ragged(torch.from_numpy(columns[0]))
+    trained = collectives.all_gather_ragged(torch.from_numpy(columns[1].astype(np.uint8)))
+    found: list[Texts] = [[] for _ in range(number)]
+    for rank in range(world):
+        ends = np.cumsum(lengths[rank].numpy())[:-1]
+        pieces = zip(np.split(tokens[rank].numpy(), ends), np.split(trained[rank].numpy() != 0, ends), strict=True)
+        for place, count in enumerate(counts[rank].tolist()):
+            found[place * world + rank] = [TrainedText(*next(pieces)) for _ in range(count)]
+    return found

@@ -1,0 +1,66 @@
+"""The loop of supervised fine-tuning: train on a batch, measure the held-out loss, keep checkpoints.
+
+Built and run by `command.py`. Waits for nothing but its own work and the other ranks.
+"""
+
+import os
+import signal
+from collections.abc import Sequence
+
+from buffer.wire.protocol import EvaluationResult
+from learner.checkpoint import Checkpoints
+from learner.model.policy import Policy
+from learner.record.metrics import Metrics
+from learner.sft.answer_loss import AnswerSteps, HeldOut
+from learner.train import collectives
+
+
+class Stopping:
+    """Whether a signal ends the run, once all ranks know of it."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def begin(self, number: int) -> None:
+        """End the run after the current version. `number`: the signal."""
+        self._begun = True
+        name = signal.Signals(number).name
+        line = f"learner: {name}: finishing this version and its checkpoint; once more ends at once\n"
+        os.write(2, line.encode())  # the signal may interrupt a print, and buffered streams are not reentrant
+
+    def agreed(self) -> bool:
+        """Whether any rank has got a signal. A collective."""
+        (begun,) = collectives.all_reduce_max(self._begun)
+        return bool(begun)
+
+
+def run(
+    policy: Policy,
+    steps: AnswerSteps,
+    held_out: HeldOut,
+    stopping: Stopping,
+    checkpoints: Checkpoints,
+    metrics: Metrics,
+    versions: int,
+) -> None:
+    """Train from the last checkpoint to `versions`. Version v is the policy after v optimizer steps."""
+    version = checkpoints.restore(policy)
+    if not collectives.broadcast_from_rank0(version in metrics.evaluations(version)):
+        metrics.log_evaluations(version, held_out.measure(policy, version))
+    while version < versions and not stopping.agreed():
+        with metrics.span("train"):
+            stats = steps.step(policy, version)
+        version += 1
+        with metrics.span("evaluate"):
+            measured = held_out.measure(policy, version)
+        metrics.log(version, stats)  # before the checkpoint, so that a restored version has its record
+        metrics.log_evaluations(version, measured)
+        with metrics.span("checkpoint"):
+            checkpoints.save(policy, version, rating(measured))
+    checkpoints.finish(policy, version)
+
+
+def rating(measured: Sequence[EvaluationResult]) -> float | None:
+    """What `learner.keep_best` compares: the mean held-out loss, negative; None where it was not measured."""
+    losses = [figures["loss"] for result in measured for figures in result.figures.values()]
+    return -sum(losses) / len(losses) if losses else None

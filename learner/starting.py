@@ -1,0 +1,93 @@
+"""Prepares a process of the learner: its device and threads, and how fast it may compute in the memory it has.
+
+Used by `__main__.py` and by `sft/command.py`, before a weight is loaded. `decide_speed` and `decide_gather` are
+collectives of all ranks; the rest waits for nothing.
+"""
+
+import logging
+import os
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.utils import logging as transformers_logging
+
+from configs.load import ConfigError
+from configs.publishing import copies_over
+from configs.schema import Config
+from learner.mesh import ranks_of_node, shards
+from learner.model import attention, loading, speed
+from learner.model.experts.mixture import check_experts
+from learner.model.memory import choose_gather, gpu_memory, least_microbatch
+from learner.model.settled import keeps_reference
+from learner.train import collectives
+
+log = logging.getLogger("learner")
+
+
+def choose_device(config: Config) -> torch.device:
+    """The type of device the ranks run on, without touching it.
+
+    Raises ConfigError if it, the attention or the model does not work.
+    """
+    model, learner, gpus = config.model, config.learner, torch.cuda.device_count()
+    device = torch.device("cuda" if learner.device == "cuda" or (learner.device == "auto" and gpus) else "cpu")
+    local_ranks = ranks_of_node(learner, learner.ranks, os.environ)
+    if device.type == "cuda" and gpus < local_ranks:
+        problem = f"learner.ranks: {local_ranks} ranks need {local_ranks} GPUs, {gpus} are seen"
+        raise ConfigError([f"{problem}; lower it, or set learner.device: cpu"])
+    known = loading.read_config(model)
+    attention.choose(learner.attention, device, getattr(torch, model.dtype), known)
+    check_experts(known, model.path, config.rollout.routing_replay)
+    return device
+
+
+def configure_process(config: Config, device: torch.device) -> torch.device:
+    """Set this process's threads, seed and GPU; returns its own device. Raises ConfigError as `choose_device` does."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.learner.threads or device.type == "cpu":
+        torch.set_num_threads(config.learner.threads or max(torch.get_num_threads() // local_ranks, 1))
+    torch.manual_seed(config.run.seed)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if device.type == "cuda":
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # microbatches differ in length
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        attention.choose(config.learner.attention, device, getattr(torch, config.model.dtype))  # also loads the kernel
+    return device
+
+
+def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: int) -> Config:
+    """Return `config` with `learner.compile`, `activation_checkpointing` and `head_chunk_tokens` decided, the same on
+    all ranks.
+
+    A collective, because GPUs of ranks may differ. `memory`: bytes of this rank's GPU (None: on CPU). `patches`: the
+    most that one sample has.
+    """
+    written, versions, on_gpu = config.learner, config.run.versions, memory is not None
+    tokens, reference = least_microbatch(config, patches), keeps_reference(config)
+    sends = copies_over(config, shards(mesh), mesh.get_rank())
+    automatic = written.model_copy(update={"compile": "auto", "activation_checkpointing": "auto"})
+    decided = []
+    for learner in (written, automatic):
+        ways = speed.fastest_first(learner, on_gpu, versions)
+        sizes = shards(mesh), memory, tokens
+        decided.append((ways, speed.choose(config.model, ways, *sizes, reference=reference, sends=sends)))
+    agreed = collectives.all_reduce_max(*(index for _, index in decided))
+    chosen, best = (ways[int(index)] for (ways, _), index in zip(decided, agreed, strict=True))
+    speed.report(written, chosen, on_gpu, versions, tokens)
+    speed.report_slower(written, chosen, best)
+    return config.model_copy(update={"learner": chosen})
+
+
+def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:
+    """`config` with `learner.gather: auto` decided, and for all ranks alike, though their GPUs may differ: a collective
+    of them. `patches`: most of one sample."""
+    tokens, reference = least_microbatch(config, patches), keeps_reference(config)
+    sends = copies_over(config, shards(mesh), mesh.get_rank())
+    sizes = shards(mesh), gpu_memory(device), tokens
+    own = choose_gather(config.model, config.learner, *sizes, reference=reference, sends=sends)
+    (apart,) = collectives.all_reduce_max(own.gather == "pass")
+    if apart and own.gather == "batch":
+        log.info("learner.gather: pass, as another rank has no room for batch")
+    gather = "pass" if apart else "batch"
+    return config.model_copy(update={"learner": own.model_copy(update={"gather": gather})})

@@ -1,0 +1,63 @@
+"""Messages between rank 0 and the other ranks that send rows, over the store in which the learner's ranks have met.
+
+A `Mailbox` is a numbered sequence of messages: any rank posts, in no more than a call to the store, and one thread of
+each reader waits for the next. Nobody is asked for a key there, as little as for the gradients: whoever reaches the
+ranks' store can break their training anyway.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from buffer.wire.message import Message
+from learner.weights.protocol import pack, unpack
+
+KEPT = 1000
+"""Messages that stay in the store for readers that are behind."""
+ORDERS, ANSWERS = "weights/orders", "weights/answers"
+
+
+class SendingRanks(NamedTuple):
+    """The ranks of the learner that share a copy of the model, as one of them sees them."""
+
+    rank: int
+    number: int
+    store: Any
+    """`torch.distributed.Store` in which all of them have met."""
+    agree: Callable[[int], int]
+    """A collective of them that returns rank 0's argument."""
+    replicated: frozenset[str] = frozenset()
+    """Weights that each rank holds whole, by name."""
+
+
+class Mailbox:
+    """The messages `name` of `store`, of the types `kinds`. `posted` numbers are never used again, so a learner that
+    is started again needs a store, or a prefix, of its own; torch gives it one."""
+
+    def __init__(self, store: Any, name: str, kinds: dict[str, type[Message]]) -> None:
+        self._store, self._name, self._kinds = store.clone(), name, kinds
+        self._lock = threading.Lock()
+
+    def post(self, message: Message) -> None:
+        """Append `message`. Raises `dist.DistError` if the store is gone."""
+        with self._lock:
+            number = self._store.add(f"{self._name}/posted", 1)
+            self._store.set(f"{self._name}/{number}", pack(message))
+            self._store.delete_key(f"{self._name}/{number - KEPT}")
+
+    def read(self) -> Iterator[Message]:
+        """Each message from the first on; ends when the store is gone, and its host with it. Waits for the next."""
+        store, number = self._store.clone(), 1  # a connection of its own: a wait blocks it
+        store.set_timeout(timedelta(days=1))
+        while True:
+            try:
+                data = store.get(f"{self._name}/{number}")
+            except dist.DistNetworkError:
+                return
+            except dist.DistStoreError:  # nothing was posted for as long as a call may take
+                continue
+            number += 1
+            yield unpack(data, self._kinds)

@@ -1,0 +1,183 @@
+"""A rank that sends its own rows, other than rank 0. The learner's loop calls `publish` on every rank of the first
+replica after every optimizer step.
+
+`publish` copies the rank's own rows into one of its two copies and returns; nothing is gathered. It waits for rank 0,
+which chooses the copy, because it knows which version it still offers. A thread reads rank 0's orders: `SendRows` names
+a version, and this rank sends the rows of that version or none. It waits for `publish` if it is behind, and refuses if
+it has overwritten them: rows of two versions would pass every checksum. `GiveUp` aborts the group; `Bye` ends the
+thread. Each sending, and each computation of sums, runs in a thread and on a stream of its own, as on rank 0.
+
+If a rank dies, the learner ends as a whole; servers keep the version that they have.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from configs.schema import WeightsConfig
+from learner.weights.buckets import DoubleBuffer, pending
+from learner.weights.channel import Channel, ChannelError
+from learner.weights.plan import Plan, Spec
+from learner.weights.probe import ProbedPolicy, Prober, ShownProbe
+from learner.weights.protocol import TO_RANK_0, TO_RANKS, Bye, GiveUp, RowsBegun, RowsSent, RowSums, SendRows
+from learner.weights.rows import RowPool, bucket_bytes
+from learner.weights.sender.mailbox import ANSWERS, ORDERS, Mailbox, SendingRanks
+
+log = logging.getLogger(__name__)
+CLOSE_S = 30.0
+"""Longest wait at the end for rank 0, which first brings the last version to the servers."""
+
+
+class ShardedPolicy(ProbedPolicy, Protocol):
+    """A policy whose own rows can be read without communication."""
+
+    def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+def row_copies(
+    specs: Sequence[Spec], config: WeightsConfig, device: torch.device, frozen: Collection[str], ranks: SendingRanks
+) -> DoubleBuffer:
+    """The two copies of a rank's own rows."""
+    size = bucket_bytes(config, ranks.number)
+    plan = Plan.of(specs, size, frozen, ranks.number, ranks.replicated)
+    return DoubleBuffer(plan, device, lambda before: RowPool(plan, ranks.rank, device, before))
+
+
+class RowRank:
+    """Rank `ranks.rank`, which is not 0."""
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        config: WeightsConfig,
+        seed: int,
+        device: torch.device,
+        ranks: SendingRanks,
+        probe: ShownProbe | Sequence[int] | None = None,
+        frozen: Collection[str] = (),
+    ) -> None:
+        self._ranks, self._device, self._timeout_s = ranks, device, config.timeout_s
+        self.copies = row_copies(specs, config, device, frozen, ranks)
+        self._prober, self._known = Prober(specs, config, seed, probe), frozenset[str]()
+        self._answers = Mailbox(ranks.store, ANSWERS, TO_RANK_0)
+        self._orders = Mailbox(ranks.store, ORDERS, TO_RANKS)
+        self._channel: Channel | None = None
+        self._summed: set[tuple[int, str]] = set()
+        """Versions and plans whose sums rank 0 has, or will get."""
+        self._failed: Future[None] = Future()
+        self._thread = threading.Thread(target=self._guard, args=(self._follow,), name="weights", daemon=True)
+        self._thread.start()
+
+    def publish(self, policy: ShardedPolicy, version: int) -> None:
+        """Copy this rank's rows of `version`, what is frozen only once, and probe it if that is due. Raises what ended
+        one of the threads, if anything did."""
+        if self._failed.done():
+            self._failed.result()
+        # a broken broadcast may wait a timeout for the workers, and another one for the last bucket
+        copy = self.copies.take(self._ranks.agree(0), 2 * self._timeout_s)
+        copy.version, copy.filled = version, pending()
+        self.copies.offer(copy)
+        copy.weights.fill(policy.local_weights(self._known), self._known)
+        self._known = self.copies.plan.frozen_names
+        on_gpu = self._device.type == "cuda"
+        copy.filled.set_result(torch.cuda.current_stream().record_event() if on_gpu else None)
+        if self._prober.due(version):
+            self._prober.ask(policy)
+
+    def stats(self) -> dict[str, float]:
+        """Empty: rank 0 has the figures."""
+        return {}
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Send until rank 0 says Bye, at most CLOSE_S."""
+        self._thread.join(CLOSE_S)
+
+    def _follow(self) -> None:
+        """Do as rank 0 orders."""
+        for order in self._orders.read():
+            if isinstance(order, Bye):
+                break
+            if isinstance(order, GiveUp) and self._channel and self._channel.epoch <= order.epoch:
+                self._leave_group()
+            elif isinstance(order, SendRows):
+                self._start(order)
+        self._leave_group()
+
+    def _start(self, order: SendRows) -> None:
+        self._answers.post(RowsBegun(rank=self._ranks.rank, number=order.number))
+        group = order.source
+        if self._channel is None or self._channel.epoch != group.epoch:
+            self._leave_group()
+            root = self._ranks.rank
+            self._channel = Channel(
+                group.host, group.port, group.epoch, 0, group.world, self._device, order.timeout_s, root
+            )
+        channel = self._channel
+        self._run(lambda: self._send(order, channel), "weights-broadcast")
+        if (order.version, order.plan) not in self._summed:
+            self._summed = {each for each in self._summed if each[0] == order.version} | {(order.version, order.plan)}
+            self._run(lambda: self._sum(order), "weights-checksums")
+
+    def _leave_group(self) -> None:
+        if self._channel:
+            self._channel.abort()
+            self._channel = None
+
+    def _send(self, order: SendRows, channel: Channel) -> None:
+        """Broadcast the rows of the version that the order names, and report."""
+        reason, refused = "", False
+        try:
+            channel.connect()
+            with self._holding(order) as weights:
+                for _ in channel.broadcast(weights.messages(self.copies.plan.first(order.plan))):
+                    pass
+        except (ChannelError, LookupError) as error:
+            reason, refused = f"rank {self._ranks.rank}: {error}", isinstance(error, LookupError)
+            log.warning("weights: the rows of version %d were not sent: %s", order.version, error)
+        self._answers.post(RowsSent(rank=self._ranks.rank, number=order.number, reason=reason, refused=refused))
+
+    def _sum(self, order: SendRows) -> None:
+        """Compute the sums of the rows of the version that the order names, and report them."""
+        try:
+            with self._holding(order) as weights:
+                rows, columns = weights.sums(self.copies.plan.first(order.plan))
+        except LookupError:  # which `_send` reports; the version never comes back
+            return
+        found = RowSums(
+            rank=self._ranks.rank,
+            version=order.version,
+            plan=order.plan,
+            rows=rows.tolist(),
+            columns=columns.numpy().tobytes(),
+        )
+        self._answers.post(found)
+
+    @contextmanager
+    def _holding(self, order: SendRows) -> Iterator[RowPool]:
+        """This rank's rows of the version that the order names, on a stream of this thread's. Raises LookupError."""
+        with (
+            self.copies.hold_version(order.version, order.timeout_s) as policy,
+            self.copies.reading(policy) as weights,
+        ):
+            assert isinstance(weights, RowPool)
+            yield weights
+
+    def _run(self, work: Callable[[], None], name: str) -> None:
+        threading.Thread(target=self._guard, args=(work,), name=name, daemon=True).start()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Body of each thread. What ends one is raised by the learner's next `publish`."""
+        try:
+            work()
+        except dist.DistError:  # rank 0 is gone, or the machine with the store: the learner ends as a whole
+            log.warning("weights: rank 0 is out of reach")
+        except BaseException as error:  # the outermost boundary of the thread
+            log.exception("weights: a thread of rank %d ended", self._ranks.rank)
+            if not self._failed.done():
+                self._failed.set_exception(error)

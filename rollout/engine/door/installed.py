@@ -1,0 +1,56 @@
+"""Facts of the installed vLLM that are read from its source, because importing it takes ten seconds.
+
+Used wherever a run file is checked. Yields nothing without vLLM. `leant_on.py` names the modules that are read here.
+"""
+
+import ast
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from configs.releases.source import statements
+from rollout.engine.door.leant_on import installed
+
+
+def vllm_fields() -> Iterator[str]:
+    """The fields of AsyncEngineArgs."""
+    source = installed()
+    found = source.find("vllm.engine.arg_utils.AsyncEngineArgs") if source is not None else None
+    if source is not None and found is not None:
+        yield from source.fields(found)
+
+
+def registered(package: str, table: str) -> Iterator[str]:
+    """The names in a table of parsers, a dict literal."""
+    node = definition(f"vllm.{package}.{table}")
+    if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+        yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
+
+
+def cpu_head_sizes() -> Iterator[int]:
+    """The sizes of heads of vLLM's attention for CPU. Yields nothing if the source has changed."""
+    node = definition("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")
+    for line in statements(node) if node is not None else ():
+        if isinstance(line, ast.Return) and isinstance(line.value, ast.List):
+            yield from (each.value for each in line.value.elts if isinstance(each, ast.Constant))  # type: ignore[misc]
+
+
+def definition(path: str) -> ast.AST | None:
+    """A definition in the installed vLLM; None if there is none, or no vLLM."""
+    source = installed()
+    found = source.find(path) if source is not None else None
+    return found.node if found is not None else None
+
+
+def variable_readers() -> dict[str, Callable[[], object]]:
+    """vLLM's reader of each environment variable, by the variable's name. Runs vLLM's `envs.py` alone, a tenth of a
+    second."""
+    source = installed()
+    if source is None:
+        return {}
+    spec = importlib.util.spec_from_file_location("vllm_envs_alone", Path(str(source.root)) / "vllm" / "envs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    readers: dict[str, Callable[[], object]] = module.environment_variables
+    return readers

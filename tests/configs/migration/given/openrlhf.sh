@@ -1,0 +1,44 @@
+set -x
+ray job submit --address="http://127.0.0.1:8265" \
+   --runtime-env-json='{"working_dir": "/openrlhf"}' \
+   -- python3 -m openrlhf.cli.train_ppo_ray \
+   --actor_num_nodes 1 \
+   --actor_num_gpus_per_node 4 \
+   --ref_num_nodes 1 \
+   --ref_num_gpus_per_node 4 \
+   --vllm_num_engines 2 \
+   --vllm_tensor_parallel_size 2 \
+   --advantage_estimator group_norm \
+   --pretrain meta-llama/Llama-3.1-8B-Instruct \
+   --remote_rm_url examples/python/reward_func.py \
+   --save_path checkpoint/llama3-8b-rlhf \
+   --micro_train_batch_size 8 \
+   --train_batch_size 128 \
+   --micro_rollout_batch_size 16 \
+   --rollout_batch_size 64 \
+   --n_samples_per_prompt 8 \
+   --max_epochs 1 \
+   --num_episodes 2 \
+   --prompt_max_len 1024 \
+   --max_samples 100000 \
+   --generate_max_len 1024 \
+   --zero_stage 3 \
+   --bf16 \
+   --actor_learning_rate 5e-7 \
+   --critic_learning_rate 9e-6 \
+   --init_kl_coef 1e-3 \
+   --use_kl_loss \
+   --kl_estimator k3 \
+   --eps_clip_low_high 0.2 0.28 \
+   --prompt_data data/prompts.jsonl \
+   --input_key context_messages \
+   --label_key answer \
+   --apply_chat_template \
+   --dynamic_filtering \
+   --dynamic_filtering_reward_range 0 1 \
+   --adam_betas 0.9 0.95 \
+   --temperature 0.8 \
+   --gradient_checkpointing \
+   --packing_samples \
+   --adam_offload \
+   --save_steps 20

@@ -1,0 +1,125 @@
+"""The section sft: what a run file of supervised fine-tuning needs, and what has no effect in one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.checks import check, check_sft, max_sample_tokens, refuse_sft
+from configs.load import ConfigError, load, write
+from configs.resume import changes, settings
+from configs.schema import Config
+
+NEEDED = ["--model.path=m", "--data.train=d.jsonl", "--sft.rows=8"]
+NO_EFFECT = "has no effect in supervised fine-tuning; remove the key"
+
+
+def config(*overrides: str) -> Config:
+    return load([*NEEDED, *(f"--{one}" for one in overrides)])
+
+
+def refused(*overrides: str, rows: int | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        check_sft(config(*overrides), rows=rows, files=())
+    return list(error.value.problems)
+
+
+def test_a_short_file_is_enough_and_reads_back_as_it_was(tmp_path: Path) -> None:
+    given = config()
+    check_sft(given, files=())
+    write(given, tmp_path / "config.yaml")
+    again = load([str(tmp_path / "config.yaml")])
+    check_sft(again, files=())
+    assert again == given and changes(settings(given), again) == []
+
+
+def test_reinforcement_learning_needs_a_reward_as_before() -> None:
+    with pytest.raises(ConfigError, match=r"^reward\.function: missing; set it, e\.g\. reward\.function: countdown$"):
+        load(NEEDED[:2])
+    with pytest.raises(ConfigError, match=r"^reward\.function: missing"):
+        load([*NEEDED[:2], "--sft.turns=last"])
+
+
+def test_each_kind_of_run_refuses_the_file_of_the_other() -> None:
+    line = "sft.rows: 8: the run file describes supervised fine-tuning; run it with python -m learner sft"
+    for judge in (check, refuse_sft):
+        with pytest.raises(ConfigError) as error:
+            judge(config())
+        assert list(error.value.problems) == [f"{line}, or remove the section sft"]
+    assert refused("sft.rows=null", "reward.function=math")[0].startswith(
+        "sft.rows: null; set it to the rows of a batch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("reward.function=math", "reward.function"),
+        ("sampling.temperature=0.7", "sampling.temperature"),
+        ("batch.groups=4", "batch.groups"),
+        ("algorithm.loss=ppo", "algorithm.loss"),
+        ("rollout.servers=2", "rollout.servers"),
+        ("rollout.engine={max_model_len: 64}", "rollout.engine.max_model_len"),
+        ("rollout.chat.history=keep", "rollout.chat.history"),
+        ("weights.probe_every=1", "weights.probe_every"),
+        ("buffer.fsync=false", "buffer.fsync"),
+        ("data.max_prompt_tokens=9", "data.max_prompt_tokens"),
+        ("eval.keep_samples=1", "eval.keep_samples"),
+        ("data.eval={held: {path: h.jsonl, samples: 4}}", "data.eval.held.samples"),
+    ],
+)
+def test_a_key_without_effect_is_refused(override: str, key: str) -> None:
+    assert f"{key}: {NO_EFFECT}" in refused(override)
+
+
+def test_keys_that_have_an_effect_are_taken() -> None:
+    words = ("rollout.chat.template_kwargs={enable_thinking: false}", "data.eval={held: {path: h.jsonl, limit: 4}}")
+    check_sft(config(*words, "eval.every=5", "learner.keep_best=1", "data.epochs=2"), rows=400, files=())
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("learner.ranks=9", "learner.ranks: 9 is more than sft.rows 8, a rank would get nothing; raise sft.rows"),
+        ("eval.every=5", "eval.every: 5, but data.eval names no rows; name some or set eval.every: null"),
+        (
+            "learner.keep_best=2",
+            "learner.keep_best: 2 keeps checkpoints by their held-out loss, and data.eval names no rows; name some or "
+            "set learner.keep_best: 0",
+        ),
+        (
+            "data.epochs=2",
+            "data.epochs: 2 x 100 rows = 200, but run.versions 100 x sft.rows 8 = 800 rows; set data.epochs: 8 (or "
+            "null) or run.versions: 25",
+        ),
+        (
+            "data.train=reasoning_gym:chain_sum?size=9&seed=1",
+            "data.train: reasoning_gym:chain_sum?size=9&seed=1: a generated set holds no demonstrations; write its "
+            "rows to a file with answers",
+        ),
+        ("model.freeze=[vision]", "model.freeze: [vision]: a text model has no such parts; remove the key"),
+    ],
+)
+def test_a_contradiction_is_refused(override: str, line: str) -> None:
+    assert line in refused(override, rows=100)
+
+
+def test_the_longest_row_follows_from_model_and_microbatch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "max_position_embeddings": 256}))
+    model = f"model.path={tmp_path}"
+    assert max_sample_tokens(config(model)) == 256
+    assert max_sample_tokens(config(model, "learner.tokens_per_microbatch=128")) == 128
+    assert max_sample_tokens(config(model, "sft.max_tokens=64")) == 64
+    found = refused(model, "sft.max_tokens=512", "learner.tokens_per_microbatch=400")
+    assert f"sft.max_tokens: 512 is more than the 256 positions of {tmp_path}; lower it" in found
+    assert "learner.tokens_per_microbatch: 400 is less than sft.max_tokens 512; set it to 512 or more" in found
+
+
+def test_a_model_that_reads_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}, "image_token_id": 5, "text_config": {}})
+    )
+    assert any(
+        "reads images, and supervised fine-tuning trains text models only" in x
+        for x in refused(f"model.path={tmp_path}")
+    )

@@ -1,0 +1,63 @@
+"""What is settled for a card that is not here is what the learner decides on it."""
+
+from pathlib import Path
+
+import pytest
+
+from configs.schema import Config, WeightsConfig
+from learner.model.memory import GIB, SHARE, budget_in, estimate
+from learner.model.settled import roles, settle, settle_speed, shards_of
+from learner.model.speed import fastest_first
+from learner.starting import decide_speed
+from tests.learner.model.test_memory import wide_model
+
+
+def config_of(folder: Path, **learner: object) -> Config:
+    model = wide_model(folder)
+    return Config.model_validate(
+        {
+            "model": model.model_dump(), "data": {"train": "d", "max_prompt_tokens": 64}, "run": {"versions": 1000},
+            "reward": {"function": "math"}, "sampling": {"max_tokens": 192}, "learner": learner,
+            "batch": {"groups": 512, "samples": 8},
+        }
+    )  # fmt: skip
+
+
+def test_it_is_what_the_learner_decides(tmp_path: Path, mesh) -> None:
+    config = config_of(tmp_path)
+    ways = fastest_first(config.learner, True, 1000)
+    sizes = [int(estimate(config.model, way, 1, sends=True).total(8192) / SHARE) for way in ways]
+    taken = set()
+    for memory in [*(size + GIB // 64 for size in sizes), *(size - GIB // 64 for size in sizes)]:
+        settled = settle_speed(config, memory, 0).learner
+        assert settled == decide_speed(config, memory, mesh, 0).learner
+        taken.add((settled.activation_checkpointing, settled.head_chunk_tokens))
+    assert len(taken) > 1
+
+
+def test_all_ranks_take_what_fits_rank_0(tmp_path: Path) -> None:
+    config = config_of(tmp_path, ranks=4)
+    assert roles(config) == [4, 4], "each has its share of the copies for the servers"
+    config = config.model_copy(update={"weights": WeightsConfig(publish="gather")})
+    fast = fastest_first(config.learner, True, 1000)[0]
+    memory = int(estimate(config.model, fast, 4, sends=True).total(8192) / SHARE) - GIB // 64
+    assert estimate(config.model, fast, 4).fit(int(SHARE * memory)) > 8192  # the others have room
+    settled = settle(config, memory)
+    assert settled.learner.activation_checkpointing == "block"
+    assert settled.others and settled.others.tokens > settled.first.tokens
+    assert settled.first.total > settled.others.estimate.total(settled.first.tokens)
+
+
+def test_a_budget_is_the_learner_s(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    settled = settle(config, 4 * GIB)
+    decided = config.model_copy(update={"learner": settled.learner})
+    assert settled.first.tokens == budget_in(decided, 4 * GIB, 1, False, True)[1]
+    assert settled.others is None and roles(config) == [True]
+
+
+@pytest.mark.parametrize(
+    ("learner", "shards"), [({}, 1), ({"ranks": 8}, 8), ({"ranks": 8, "nodes": 2}, 4), ({"ranks": 8, "shard": 2}, 2)]
+)
+def test_ranks_that_share_a_copy(learner: dict[str, int], shards: int, tmp_path: Path) -> None:
+    assert shards_of(config_of(tmp_path, **learner).learner) == shards

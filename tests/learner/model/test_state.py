@@ -1,0 +1,77 @@
+"""Layers that keep a state: which documents are computed together, their arithmetic, and attentions for families."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma4TextConfig, Qwen2Config
+
+from configs.load import ConfigError
+from configs.schema import LearnerConfig, ModelConfig
+from learner.model import attention, loading, state
+from learner.model.flops import Costs
+from learner.model.memory import estimate
+from tests.learner.model.test_families import config_of
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [((9, 3, 8), [[3], [8, 9]]), ((4, 5, 5), [[4, 5, 5]]), ((10, 13), [[10], [13]]), ((1,), [[1]])],
+)
+def test_documents_of_similar_length_are_computed_together(lengths: tuple[int, ...], groups: list[list[int]]) -> None:
+    edges = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    found = state._similar(list(pairwise(edges)))
+    assert [[end - start for start, end in group] for group in found] == groups
+
+
+def test_each_document_is_a_padded_sequence_of_a_batch() -> None:
+    """The layer sees no place of the row twice but as padding, and its outputs come back in the row's order."""
+    seen: list[torch.Tensor] = []
+
+    class CountingMixer(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+            seen.append(hidden[..., 0])
+            return hidden.cumsum(1) * factor
+
+    block, row = torch.nn.Module(), torch.arange(1.0, 10).view(1, 9, 1)
+    block.mixer = type("FalconH1Mixer", (CountingMixer,), {})()
+    block.forward = lambda hidden, **_: block.mixer(hidden, factor=torch.full((1, 9, 1), 2.0))
+    loading.bounds.follow([block])
+    state.separate([block])
+    got = block(row, cu_seq_lens_q=torch.tensor([0, 4, 5, 9]), max_length_q=4)
+    assert [x.tolist() for x in seen] == [[[5.0]], [[1.0, 2.0, 3.0, 4.0], [6.0, 7.0, 8.0, 9.0]]]
+    assert got.flatten().tolist() == [2.0, 6.0, 12.0, 20.0, 10.0, 12.0, 26.0, 42.0, 60.0]
+
+
+@pytest.mark.parametrize(("name", "attending", "products"), [("qwen3_5", 1, 2 * 3 * 4 * 16 * 16), ("lfm2", 1, 0)])
+def test_flops_and_memory_of_a_hybrid(tmp_path: Path, name: str, attending: int, products: int) -> None:
+    """Attention costs pairs in the layers that attend alone; a state costs its multiplications, three passes of 2."""
+    config_of(name).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), dtype="float32")
+    empty = loading.build_on_meta(model, attention.registered("varlen"))
+    costs, matrices = (
+        Costs.of(empty),
+        sum(p.numel() for b in loading.blocks(empty) for p in b.parameters() if p.dim() > 1),
+    )
+    assert costs.per_pair == 6 * attending * 2 * 32
+    assert costs.per_token == 6 * (matrices + products)
+    expected = estimate(model, LearnerConfig(head_chunk_tokens=32, activation_checkpointing="none"), 1)
+    assert expected.total(1024) > expected.total(0) + 1024 * 4 * 64 * 3
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Gemma2Config(attn_logit_softcapping=50.0), r"does not compute the model's softcap of 50"),
+        (Gemma4TextConfig(), r"takes heads of 256 numbers at most, and the model's have 512"),
+    ],
+    ids=["softcap", "wide heads"],
+)
+def test_a_gpu_takes_sdpa_for_what_fused_kernels_do_not_compute(config: Any, words: str) -> None:
+    gpu = torch.device("cuda")
+    assert attention.choose("auto", gpu, torch.bfloat16, config) == "sdpa"
+    with pytest.raises(ConfigError, match=rf"^learner.attention: varlen {words}; use auto, or sdpa"):
+        attention.choose("varlen", gpu, torch.bfloat16, config)
+    assert attention.choose("varlen", gpu, torch.bfloat16, Qwen2Config()) == "varlen"

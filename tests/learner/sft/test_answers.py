@@ -1,0 +1,190 @@
+"""Which tokens of a row are trained: those that a server would sample, from its header to its end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.load import ConfigError
+from learner.sft.answers import AnswerReader, TrainedText
+from rollout.errors import PromptError
+from tests.harness.demonstrated import CHATML, END, TURNS, chatml_tokenizer, sft_config
+
+JOINED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""A template that writes no end, as the quickstart's."""
+FORGETFUL = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Qwen3's way: only a last answer has its thinking."""
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """The texts of a row as pairs: the whole text, and what is trained of it."""
+    readers: list[AnswerReader] = []
+
+    def texts(row: dict[str, Any], template: str = CHATML, end: str = "<|im_end|>", **changes: Any) -> Any:
+        tokenizer = chatml_tokenizer(template, end)
+        readers.append(AnswerReader(tokenizer, sft_config(tmp_path, **changes)))
+        return [shown(tokenizer, text) for text in readers[-1].texts(row)]
+
+    yield texts
+    for reader in readers:
+        reader.close()
+
+
+def shown(tokenizer: Any, text: TrainedText) -> tuple[str, list[str]]:
+    """The text, and each run of trained tokens."""
+    runs: list[list[int]] = []
+    for place, (token, trained) in enumerate(zip(text.tokens.tolist(), text.trained.tolist(), strict=True)):
+        if trained and (place == 0 or not text.trained[place - 1]):
+            runs.append([])
+        if trained:
+            runs[-1].append(token)
+    return tokenizer.decode(text.tokens), [tokenizer.decode(run) for run in runs]
+
+
+WHOLE = (
+    "<|im_start|>user\n17*6-9=<|im_end|>\n<|im_start|>assistant\n<calc>17*6<|im_end|>\n"
+    "<|im_start|>user\n102<|im_end|>\n<|im_start|>assistant\n93<|im_end|>\n"
+)
+
+
+def test_every_answer_is_trained_with_its_end(read: Any) -> None:
+    assert read({"messages": TURNS}) == [(WHOLE, ["<calc>17*6<|im_end|>", "93<|im_end|>"])]
+
+
+def test_only_the_last_answer_is_trained(read: Any) -> None:
+    assert read({"messages": TURNS}, sft={"turns": "last"}) == [(WHOLE, ["93<|im_end|>"])]
+
+
+def test_flagged_answers_are_trained(read: Any) -> None:
+    """What follows the last of them is not computed."""
+    flagged = [TURNS[0], TURNS[1] | {"train": True}, TURNS[2], TURNS[3] | {"train": False}]
+    ((text, trained),) = read({"messages": flagged}, sft={"turns": "flagged"})
+    assert trained == ["<calc>17*6<|im_end|>"] and WHOLE.startswith(text) and text.endswith("6<|im_end|>\n")
+    assert read({"messages": [*TURNS[:3], TURNS[3] | {"train": True}]}, sft={"turns": "flagged"})[0][1] == [
+        "93<|im_end|>"
+    ]
+
+
+@pytest.mark.parametrize("column", ["prompt", "problem"])
+def test_of_a_prompt_and_its_answer_the_answer_is_trained(read: Any, column: str) -> None:
+    head = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    assert read({column: "1+1=", "answer": "2"}) == [(f"{head}2<|im_end|>\n", ["2<|im_end|>"])]
+    prompt = [*TURNS[:2], {"role": "user", "content": "102"}]
+    assert read({"prompt": prompt, "answer": "93"}) == [(WHOLE, ["93<|im_end|>"])]
+
+
+def test_system_prompt_and_format_are_those_of_reinforcement_learning(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "f.jinja").write_text("Solve {{ content }}")
+    data = {"train": "t.jsonl", "system_prompt": "Be brief.", "format_prompt": str(tmp_path / "f.jinja")}
+    ((text, trained),) = read({"problem": "1+1=", "answer": "2"}, data=data)
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSolve 1+1=<|im_end|>\n")
+    assert trained == ["2<|im_end|>"]
+    with pytest.raises(PromptError, match=r"data\.format_prompt is for rows of prompt and answer"):
+        read({"messages": TURNS}, data=data)
+    ((text, trained),) = read({"messages": TURNS}, data={"train": "t.jsonl", "system_prompt": "Be brief."})
+    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n" + WHOLE
+    assert trained == ["<calc>17*6<|im_end|>", "93<|im_end|>"]
+
+
+def test_a_template_without_an_end_gets_the_tokenizers_end(read: Any) -> None:
+    """Nothing can follow that end, so a later answer is in a text of its own."""
+    assert read({"problem": "1+1=", "answer": "2 "}, JOINED, END) == [(f"1+1=2 {END}", [f"2 {END}"])]
+    assert read({"messages": TURNS}, JOINED, END) == [
+        (f"17*6-9=<calc>17*6{END}", [f"<calc>17*6{END}"]),
+        (f"17*6-9=<calc>17*610293{END}", [f"93{END}"]),
+    ]
+
+
+def test_turns_that_a_template_writes_anew_become_texts_of_their_own(read: Any) -> None:
+    found = read({"messages": TURNS}, FORGETFUL)
+    thought = "<think>\n\n</think>\n\n"
+    assert [trained for _, trained in found] == [[f"{thought}<calc>17*6<|im_end|>"], [f"{thought}93<|im_end|>"]]
+    assert thought not in found[1][0].partition("102")[0]
+
+
+def test_without_a_template_the_end_of_text_ends_the_answer(read: Any) -> None:
+    plain = {"data": {"train": "t.jsonl", "chat_template": "none"}}
+    assert read({"problem": "1+1=", "answer": "2"}, CHATML, END, **plain) == [(f"1+1=2{END}", [f"2{END}"])]
+    with pytest.raises(PromptError, match="knows no turns"):
+        read({"messages": TURNS}, CHATML, END, **plain)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"messages": TURNS[:1]}, "no message is trained with sft.turns: all"),
+        ({"messages": []}, "the messages of the row are []; a list of messages is needed"),
+        ({"messages": "hello"}, "the messages of the row are 'hello'"),
+        ({"messages": [{"role": "user"}]}, "message 0, of role 'user', has the content None"),
+        ({"messages": [TURNS[0], {"role": "assistant", "content": "  "}]}, "message 1 is an answer without text"),
+        ({"messages": [TURNS[0], TURNS[1] | {"train": True}]}, "message 1 has the key train, but sft.turns is all"),
+        ({"messages": [TURNS[0], TURNS[1] | {"weight": 0}]}, "message 1 has the key weight; write it as train"),
+        ({"messages": TURNS, "tools": [{}]}, "the row has tools"),
+        ({"problem": "1+1=", "answer": 2}, "the answer of the row is 2; a text is needed"),
+        ({"problem": "1+1=", "answer": " "}, "message 1 is an answer without text"),
+        ({"problem": "1+1=", "answer": "\ud83d"}, "the answer of the row has a lone surrogate"),
+        ({"prompt": TURNS[:2], "answer": "2"}, "its prompt ends with a message of the assistant"),
+        ({"messages": TURNS, "videos": ["a.mp4"]}, "the row has videos"),
+        ({"messages": TURNS[1:3]}, "message 0 is an answer, and nothing before it asks for one"),
+    ],
+)
+def test_a_row_without_anything_right_to_train_is_refused(read: Any, row: dict[str, Any], why: str) -> None:
+    with pytest.raises(PromptError) as error:
+        read(row)
+    assert why in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ([None, None], "no message is trained with sft.turns: flagged"),
+        ([True, None], "message 0 has train: true and the role user; only answers are trained"),
+        ([None, 1], "message 1 has train: 1; true or false is needed"),
+    ],
+)
+def test_wrong_flags_are_refused(read: Any, flags: list[Any], why: str) -> None:
+    messages = [one | {"train": flag} for one, flag in zip(TURNS, flags, strict=False)]
+    with pytest.raises(PromptError) as error:
+        read({"messages": messages}, sft={"turns": "flagged"})
+    assert why in str(error.value)
+
+
+def test_a_template_that_drops_a_part_of_an_answer_is_refused(read: Any) -> None:
+    """As DeepSeek-R1's drops the thinking of every answer."""
+    dropping = CHATML.replace("message['content'] +", "message['content'].split('</think>')[-1] +")
+    assert read({"messages": TURNS}, dropping)
+    thinking = {"role": "assistant", "content": "<think>hm</think>93"}
+    with pytest.raises(PromptError, match="leaves out or rewords a part of message 1, which is trained"):
+        read({"messages": [TURNS[0], thinking]}, dropping)
+
+
+def test_a_template_that_leaves_out_a_message_is_refused(read: Any) -> None:
+    deaf = CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role != 'system' %}")
+    with pytest.raises(PromptError, match="leaves out message 0"):
+        read({"messages": [{"role": "system", "content": "Be brief."}, *TURNS]}, deaf)
+
+
+def test_a_tokenizer_that_puts_a_space_before_each_text_is_refused(tmp_path: Path) -> None:
+    from tokenizers import pre_tokenizers
+
+    tokenizer = chatml_tokenizer()
+    spaced = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = spaced
+    reader = AnswerReader(tokenizer, sft_config(tmp_path))
+    joined = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(PromptError, match="the tokenizer changes a text"):
+        reader.texts(joined)
+    reader.close()
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    tokenizer = chatml_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="has no token that ends a text; set eos_token"):
+        AnswerReader(tokenizer, sft_config(tmp_path))
