@@ -29,6 +29,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "granite": {"attention_multiplier": 0.0078125},
+    "granitemoe": {"attention_multiplier": 0.0078125},
+    "granitemoeshared": {"attention_multiplier": 0.0078125},
     "hunyuan_v1_dense": {"head_dim": 64},
     "hunyuan_v1_moe": {"head_dim": 64},
     "ministral": {"head_dim": 64},
