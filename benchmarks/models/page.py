@@ -41,6 +41,9 @@ share of its norm. Up to
 not do this for the model, which costs speed only; "–" means not compared. All figures are of {device}: no certificate
 is made on a GPU, whose kernels `tests/gpu` compares with the same arithmetic.
 
+The tables are about the learner. Servers load policies into no mixture of experts of another type than `qwen3_moe`
+([experts](experts.md)).
+
 With {versions}, {date}.
 """
 
