@@ -1,5 +1,5 @@
-"""`python -m actors launch|watch|status|scale|report|doctor ...`: start a run, watch it, scale it, sum it up, check the
-machine.
+"""`python -m actors launch|watch|status|scale|report|doctor|certify ...`: start a run, watch it, scale it, sum it up,
+check the machine, check a model.
 
 The launcher runs under a guard (`supervise/guard.py`) and this process only forwards signals to it: so no process of
 the run is left when one of the two dies. Waits for the subcommand.
@@ -24,6 +24,7 @@ COMMANDS = {
     "scale": ("actors.scaling.command", "more or fewer rollout servers while a run goes on"),
     "report": ("actors.report.summary", "rewards, samples and settings of a run, as text and as a page"),
     "doctor": ("actors.doctor.findings", "check this machine's installation"),
+    "certify": ("actors.certify.command", "prove that a model is trained and served exactly"),
 }
 """Module of each command, imported when it is called: launching needs no page, status no keepers."""
 PRINTING = ("status", "report", "doctor")

@@ -53,6 +53,7 @@ from configs.schema import Config
 from learner import loop, ranks, watchdog
 from learner.algorithms.losses import needs_entropy_gradient, needs_reference
 from learner.algorithms.own_trial import check_own
+from learner.certify import process
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
 from learner.mesh import default_store, process_group, replica, shards
@@ -102,7 +103,10 @@ def main(argv: Sequence[str]) -> int:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
         ranks.check_environment(config.learner, os.environ)
         device, form = choose_device(config), image_format(config)
-        check_exact(config.model, config.learner.share_prompts)
+        if process.leads(os.environ):
+            process.require(config)
+        else:
+            check_exact(config.model, config.learner.share_prompts)
         for line in check_own(config.algorithm, config.sampling.max_tokens, config.rollout.task != "single_turn"):
             log.info("%s", line)
         if config.learner.ranks > 1 and "RANK" not in os.environ:

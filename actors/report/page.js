@@ -205,6 +205,8 @@ function showTables() {
   $("ends").hidden = n < 0;
   if (n >= 0) fill("ends", ["metric", "version " + D.version[0], "version " + D.version[n]], keys.map(k => [k, figure(D.columns[k][0]), figure(D.columns[k][n])]));
   fill("settings", null, D.settings);
+  fill("certificate", D.certificate.columns, D.certificate.rows);
+  if (D.certificate.summary) { $("certificate").hidden = false; $("certificate").querySelector("p").textContent = D.certificate.summary; }
   const some = Object.entries(D.examples);
   $("examples").hidden = !some.length;
   $("examples").querySelector(".read").replaceChildren(...some.flatMap(([title, list]) => [make("h3", title), ...list.map(answer)]));

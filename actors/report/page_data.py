@@ -22,6 +22,9 @@ from actors.report.examples import (
 from actors.watch.metrics_log import MOST_VERSIONS, Record, Records, sets_of, shares, short_look
 from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
 from buffer.store.faults import StoreError
+from configs.certificate import COLUMNS
+from configs.certificate import FILE as CERTIFICATE
+from configs.certificate import read as read_certificate
 from configs.origins import disclosed
 from configs.schema import Config
 
@@ -58,8 +61,17 @@ def page_data(config: Config, run: Path, records: Records, overview: Overview, l
             for section, values in disclosed(config).items()
             for key, value in values.items()
         ],
+        "certificate": certificate_data(run / CERTIFICATE),
         **answers(config, run, frozen=not live),
     }
+
+
+def certificate_data(file: Path) -> dict[str, Any]:
+    """The certificate of the model: its summary, and a table; both empty for a run without one."""
+    found = read_certificate(file)
+    if found is None:
+        return {"summary": "", "columns": COLUMNS, "rows": []}
+    return {"summary": found.summary(), "columns": COLUMNS, "rows": [list(check.cells()) for check in found.checks]}
 
 
 def answers(config: Config, run: Path, frozen: bool) -> dict[str, Any]:

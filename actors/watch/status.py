@@ -36,6 +36,8 @@ from buffer.store.lock import holder
 from buffer.store.past import history
 from buffer.store.sqlite import reading
 from buffer.wire.protocol import State
+from configs.certificate import FILE as CERTIFICATE
+from configs.certificate import read as read_certificate
 from configs.entrypoint import DONE, FAILED
 from configs.plain_text import visible_line
 from configs.schema import Config
@@ -122,7 +124,7 @@ def is_well(url: str) -> bool:
 
 
 def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
-    """Versions, how the run ended if it has, the last record and its age, checkpoints."""
+    """Versions, how the run ended if it has, the last record and its age, checkpoints, the model's certificate."""
     log = Records(run / "metrics.jsonl", looks=False)
     records = log.ordered()
     done = records[-1]["version"] if records else 0
@@ -137,6 +139,8 @@ def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
         yield from without_effect(log)
     checkpoints = sorted(path.name for path in (run / "checkpoints").glob("v*"))
     yield f"checkpoints: {', '.join(checkpoints) or 'none'}"
+    if certificate := read_certificate(run / CERTIFICATE):
+        yield from certificate.lines()
 
 
 def _launcher_line(run: Path) -> str:

@@ -44,6 +44,7 @@ second call of attention, reads and writes queries and outputs again. At 0.46 ga
 LARGEST_HEAD = 256
 """Numbers of a head that the fused kernels of GPUs take at most."""
 ARGUMENTS = (
+    "routing",  # of a block with experts, which a block without them hands on
     *(*BOUNDS, "shared_prompts", "is_causal", "scaling", "sliding_window", "softcap", "s_aux", "dropout"),
     *("cu_seq_lens_k", "max_length_k"),  # in a vision tower; equal to the arguments for queries
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),

@@ -9,7 +9,6 @@ process of its own, by `actors/doctor/trial.py`; reads the model's config, never
 
 import copy
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,13 +30,10 @@ from learner.model.flops import Costs
 from learner.model.head import HeadOptions
 from learner.model.microbatch import Microbatch, lay_out
 from learner.model.policy import apply_head, hidden_states
+from learner.model.shrink import LARGEST, VOCABULARY, WINDOW, size_of, small, stir
 
 TOLERANCE = 1e-3
 """Largest difference of a log-probability, in nats. An exact model differs by 1e-5."""
-GAIN = 3.0
-"""Standard deviation of random activations: large enough that a softcap of 50 has an effect."""
-WINDOW = 8
-VOCABULARY = 64
 FAR = 10**7
 """A position beyond any window."""
 TRIED = attention.registered("sdpa") + "_tried"
@@ -45,17 +41,8 @@ TRIED = attention.registered("sdpa") + "_tried"
 LENGTHS = (5, 2 * WINDOW + 5, 10, 9)
 """Tokens of the packed documents; the second is longer than any window, the last two are of similar length, which
 layers that keep a state compute together."""
-LARGEST = 200_000_000
-"""Most parameters of a small copy."""
-NARROW = {
-    **{"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-    **{"vocab_size_per_layer_input": VOCABULARY, "mamba_n_groups": 1},
-}
-"""Sizes of a small copy at most."""
 ANSWERS = (4, 1, 6)
 """Tokens of the answers to a shared prompt."""
-SIZES = re.compile("window|chunk|local")
-"""Names of lengths that only affect longer documents."""
 FOREIGN = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError),
     *(TypeError, ValueError),
@@ -75,7 +62,13 @@ def check_exact(model: ModelConfig, share: bool) -> None:
     kind = config.get_text_config().model_type
     if found := reasons(config, share, model.trust_remote_code):
         raise ConfigError([f"model.path: {model.path} ({kind}): {reason}" for reason in found])
+    check_adapter(model, config)
+
+
+def check_adapter(model: ModelConfig, config: PreTrainedConfig) -> None:
+    """Raise ConfigError if `model.lora` is set and the model cannot be trained by an adapter."""
     if model.lora and (problem := _no_adapter(config, model.trust_remote_code)):
+        kind = config.get_text_config().model_type
         raise ConfigError([f"model.lora: {model.path} ({kind}) {problem}; set it to null"])
 
 
@@ -113,80 +106,11 @@ def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
         _compare(theirs, ours, share)
 
 
-def small(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a small `config`: each kind of layer once or twice, few heads of the same size, short windows."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    own = _keep_each_kind(text)
-    heads = text.num_attention_heads
-    groups = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    pairs, each = min(groups, 2), min(heads // groups, 2)
-    for name, value in (("num_attention_heads", pairs * each), ("num_key_value_heads", pairs)):
-        if hasattr(text, name):
-            setattr(text, name, value)
-    text.hidden_size, text.vocab_size = pairs * each * size, VOCABULARY
-    for name, value in vars(text).items():
-        if isinstance(value, int) and SIZES.search(name) and value > WINDOW:
-            setattr(text, name, WINDOW)
-    for name, value in NARROW.items():
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, min(value, getattr(text, name)))
-    _fit_state_spaces(text)
-    if own:
-        shrunk = {name: getattr(text, name) for name in ("num_attention_heads", "num_key_value_heads")}
-        text.per_layer_config = {
-            at: {name: shrunk.get(name, value) for name, value in each.items()} for at, each in own.items()
-        }
-    for part in {id(each): each for each in (config, text)}.values():
-        if isinstance(getattr(part, "pad_token_id", None), int):
-            part.pad_token_id = 0
-    if loading.sees(config):
-        _narrow_tower(config.vision_config, text.hidden_size)
-    return config
-
-
-def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
-    """Keep the first two layers and one of each kind, by the values that a config lists for each layer. Returns those
-    that single layers have in place of the config's own, by number, and takes them from the config."""
-    layers, shared = text.num_hidden_layers, getattr(text, "num_kv_shared_layers", None) or 0
-    own: dict[int, dict[str, Any]] = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {})
-    lists = {name: x for name, x in vars(text).items() if isinstance(x, list | tuple) and len(x) == layers}
-    kinds = [
-        (*(x[layer] for x in lists.values()), repr(own.get(layer)), layer >= layers - shared) for layer in range(layers)
-    ]
-    kept = sorted({*range(min(2, layers)), *(kinds.index(kind) for kind in kinds)})
-    if own:  # or the config's own could not be read
-        text.per_layer_config = None
-    for name, values in lists.items():
-        setattr(text, name, [values[layer] for layer in kept])
-    text.num_hidden_layers = len(kept)
-    if shared:
-        text.num_kv_shared_layers = sum(layer >= layers - shared for layer in kept)
-    return {at: own[layer] for at, layer in enumerate(kept) if layer in own}
-
-
-def _fit_state_spaces(text: Any) -> None:
-    """Give state spaces as many heads as the narrow model's width has room for, where the config counts them."""
-    expanded = getattr(text, "mamba_expand", None)
-    if isinstance(expanded, int) and isinstance(getattr(text, "mamba_d_head", None), int):
-        text.mamba_n_heads = max(1, expanded * text.hidden_size // text.mamba_d_head)
-
-
-def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:
-    """Shrink the vision tower to one narrow block with features of the text model's `width`. Text does not use it."""
-    if isinstance(getattr(tower, "depth", None), int):  # the two architectures with known images
-        tower.hidden_size, tower.num_heads = 2 * (tower.hidden_size // tower.num_heads), 2
-        tower.depth, tower.intermediate_size, tower.out_hidden_size = 1, NARROW["intermediate_size"], width
-
-
 def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Build the model twice with the same random weights: as transformers runs it and as the learner does."""
     try:
-        little = small(config)
-        with torch.device("meta"):
-            size = loading.auto_class(little).from_config(little, trust_remote_code=trusted).num_parameters()
-        if size > LARGEST:
+        little = small(config, trusted)
+        if (size := size_of(little, trusted)) > LARGEST:
             raise Inexact(f"it cannot be tried, because its small copy has {size:,} parameters")
         cpu = torch.device("cpu")
         theirs = loading.auto_class(little).from_config(
@@ -198,8 +122,8 @@ def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Pr
     except Inexact:
         raise
     except FOREIGN as error:
-        raise Inexact(f"it cannot be built with the learner's attention ({_named(error)})") from error
-    _stir(theirs)
+        raise Inexact(f"it cannot be built with the learner's attention ({named(error)})") from error
+    stir(theirs)
     ours.load_state_dict(theirs.state_dict())
     return theirs.eval(), ours
 
@@ -216,18 +140,6 @@ def _judge_mask(mask_function: Callable[..., Tensor], q_length: int, **given: An
 
 AttentionInterface.register(TRIED, attention.ATTENTIONS["sdpa"])
 AttentionMaskInterface.register(TRIED, _judge_mask)
-
-
-def _stir(model: PreTrainedModel) -> None:
-    """Set random weights that make activations large, and change norms, biases and sinks from their initial values."""
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=draw)
-            if parameter.dim() > 1:
-                parameter.copy_(noise * GAIN / parameter.shape[-1] ** 0.5)
-            else:
-                parameter.add_(0.3 * noise)
 
 
 def _check_structure(model: PreTrainedModel) -> None:
@@ -254,30 +166,31 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
     documents = [draw.integers(2, VOCABULARY, length) for length in LENGTHS]
     prompt, answers = documents[-1], [draw.integers(2, VOCABULARY, length) for length in ANSWERS]
     cases = [
-        ("a document", _row(documents[1:2]), documents[1:2], 1),
-        ("packed documents", _row(documents), documents, 1),
+        ("a document", packed_row(documents[1:2]), documents[1:2], 1),
+        ("packed documents", packed_row(documents), documents, 1),
     ]
     if share and attention.why_unshared(ours.config, "sdpa", torch.device("cpu"), state.kinds(ours)) is None:
-        row, whole = _row([prompt, *answers], [len(answers)]), [np.concatenate([prompt, each]) for each in answers]
+        row = packed_row([prompt, *answers], [len(answers)])
+        whole = [np.concatenate([prompt, each]) for each in answers]
         cases += [(name, each, whole, len(prompt)) for name, each in _shared(row)]
     try:
         Costs.of(ours), attention.most_copied(ours.config)  # a policy needs these of a model
         mixture, options = Mixture.of(ours), OPTIONS._replace(epilogue=Epilogue.of(ours.config))
         sight = vision.Sight(ours, attention.of_tower("sdpa")) if loading.sees(ours.config) else None
         for what, row, texts, given in cases:
-            with _outputs(ours) as in_ours:
+            with block_outputs(ours) as in_ours:
                 got = apply_head(ours, hidden_states(ours, sight, mixture, row), row, options)[0][row.scored]
-            with _outputs(theirs) as in_theirs:
-                wanted = torch.cat([_alone(theirs, text)[given - 1 :] for text in texts])
+            with block_outputs(theirs) as in_theirs:
+                wanted = torch.cat([alone(theirs, text)[given - 1 :] for text in texts])
             if not (difference := float((got - wanted).abs().max())) <= TOLERANCE:
-                where = _first_difference(ours, in_ours, in_theirs)
+                where = first_difference(ours, in_ours, in_theirs)
                 raise Inexact(f"{where}: the log-probabilities of {what} would be {difference:.2g} nat off")
         if sight is None:
             _check_gradients(ours, mixture, cases[1][1])
     except Inexact:
         raise
     except FOREIGN as error:
-        raise Inexact(f"its packed rows cannot be computed ({_named(error)})") from error
+        raise Inexact(f"its packed rows cannot be computed ({named(error)})") from error
 
 
 def _check_gradients(model: PreTrainedModel, mixture: Mixture | None, row: Microbatch) -> None:
@@ -298,13 +211,13 @@ def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
     yield "answers to a copied prompt", row.copying(math.inf)
 
 
-def _row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Microbatch:
+def packed_row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Microbatch:
     """Pack shared prompts, their answers and whole documents. All tokens of a document except the first are scored."""
     sampled, zeros = [np.full(len(x), i >= len(groups)) for i, x in enumerate(texts)], [np.zeros(len(x)) for x in texts]
     return lay_out(texts, sampled, zeros, zeros, range(len(texts)), groups)
 
 
-def _alone(model: PreTrainedModel, document: np.ndarray) -> Tensor:
+def alone(model: PreTrainedModel, document: np.ndarray) -> Tensor:
     """Log-probabilities of a document's tokens except the first, by the model's own forward pass: [tokens - 1]."""
     ids = torch.as_tensor(document)[None]
     logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
@@ -316,7 +229,7 @@ Parts = dict[str, list[Tensor]]
 
 
 @contextmanager
-def _outputs(model: PreTrainedModel) -> Iterator[Parts]:
+def block_outputs(model: PreTrainedModel) -> Iterator[Parts]:
     """Collect the outputs of the parts of each block during the `with` statement."""
     found: Parts = {}
 
@@ -336,7 +249,7 @@ def _outputs(model: PreTrainedModel) -> Iterator[Parts]:
             hook.remove()
 
 
-def _first_difference(model: PreTrainedModel, ours: Parts, theirs: Parts) -> str:
+def first_difference(model: PreTrainedModel, ours: Parts, theirs: Parts) -> str:
     """Name the first part of a block with another output; if there is none, it is the head."""
     blocks = loading.blocks(model)
     for name, outputs in ours.items():
@@ -348,6 +261,6 @@ def _first_difference(model: PreTrainedModel, ours: Parts, theirs: Parts) -> str
     return "its head does more than multiply by the output embedding and by the scale and softcap of its config"
 
 
-def _named(error: BaseException) -> str:
+def named(error: BaseException) -> str:
     """Example: `KeyError: 'cu_seq_lens_q'`"""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

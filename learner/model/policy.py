@@ -94,11 +94,13 @@ class Policy(nn.Module):
         seeing = loading.sees(self.model.config)
         self.sight = vision.Sight(self.model, attention.of_tower(self.attention)) if seeing else None
         self.costs, self.tower_costs = Costs.of(self.model), TowerCosts.of(self.model)
-        unshared = attention.why_unshared(self.model.config, self.attention, self.device, state.kinds(self.model))
-        self.share_prompts = learner.share_prompts and unshared is None
+        keep_state = state.kinds(self.model)
+        self.unshared = attention.why_unshared(self.model.config, self.attention, self.device, keep_state)
+        """Why a prompt cannot be computed once for several samples; None if it can."""
+        self.share_prompts = learner.share_prompts and self.unshared is None
         self.most_copied = attention.most_copied(self.model.config)
-        if learner.share_prompts and unshared and not frozen:
-            log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", unshared)
+        if learner.share_prompts and self.unshared and not frozen:
+            log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", self.unshared)
         offload = learner.cpu_offload and on_gpu
         if not frozen:
             _checkpoint_activations(self.model, learner)

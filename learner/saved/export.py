@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.hub import cached_file
 
+from configs.architecture import PROVEN
 from configs.schema import ModelConfig
 from configs.variables import apply_umask
 from learner.mesh import replica
@@ -34,12 +35,14 @@ def collect(policy: Policy) -> dict[str, Tensor]:
         return {}
     keep = dist.get_rank() == 0
     whole = policy.adapter() if policy.lora else policy.full_weights()
-    named = (split for name, tensor in whole if keep for split in in_files(name, tensor))
+    proven = policy.model.config.get_text_config().model_type in PROVEN
+    named = (held for name, x in whole if keep for held in (in_files(name, x) if proven else [(name, x)]))
     return {name: tensor.cpu().clone() for name, tensor in named}
 
 
 def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight as the files of models have it: `layers.0.mlp.experts.down_proj` [experts, ...] expert by expert."""
+    """A weight as the files of the models in PROVEN have it: `layers.0.mlp.experts.down_proj` [experts, ...] expert by
+    expert. Weights of other models have the form of their files already (`learner/model/file_form.py`)."""
     layer, _, kind = name.rpartition(".experts.")
     if kind not in FUSED or not layer:
         yield name, weight
@@ -65,7 +68,7 @@ def write(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:
             if file := cached_file(model.path, name, _raise_exceptions_for_missing_entries=False):
                 shutil.copyfile(file, folder / name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for part in (config, *(config[name] for name in ("text_config", "vision_config") if name in config)):
+    for part in (config, *(config[name] for name in ("text_config", "vision_config") if config.get(name))):
         part.pop("torch_dtype", None)
         part["dtype"] = model.dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -30,7 +30,7 @@ MOST_SHOWN = 10
 Texts = list[TrainedText]
 
 
-class RowRange(NamedTuple):
+class SourceRows(NamedTuple):
     """Rows of one source among all, and its weight."""
 
     start: int
@@ -41,7 +41,9 @@ class RowRange(NamedTuple):
 class Demonstrations:
     """The rows of a source that are trained, or evaluated, each with its texts."""
 
-    def __init__(self, rows: Sequence[Texts], ranges: Sequence[RowRange], seed: int = 0, shuffle: bool = False) -> None:
+    def __init__(
+        self, rows: Sequence[Texts], ranges: Sequence[SourceRows], seed: int = 0, shuffle: bool = False
+    ) -> None:
         """`rows`: without texts where they were dropped."""
         kept = [number for number, texts in enumerate(rows) if texts]
         self.rows = [rows[number] for number in kept]
@@ -101,10 +103,10 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
     number = min(rows.starts[-1], limit or rows.starts[-1])
     own, wrong = _converted(config, rows, range(dist.get_rank(), number, dist.get_world_size()), reader)
     _require(wrong)
-    ranges, start = list[RowRange](), 0
+    ranges, start = list[SourceRows](), 0
     for weight, found in opened:
         stop = start + sum(part.rows.number for part in found)
-        ranges.append(RowRange(start, min(stop, number), weight))
+        ranges.append(SourceRows(start, min(stop, number), weight))
         start = stop
     made = Demonstrations(_exchanged(own, number), ranges, config.run.seed, config.data.shuffle and key == "data.train")
     if not len(made):

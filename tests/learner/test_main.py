@@ -18,10 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
 from buffer.wire.protocol import Finished, Hello, Rewind, Trained
+from configs.certificate import FILE, Certificate, judged
+from configs.certificate import read as read_certificate
 from configs.checkpoint_files import complete
 from configs.load import ConfigError
 from configs.schema import Config
 from learner.__main__ import image_format, main
+from learner.certify import process
 from learner.record.metrics import read
 from learner.train.pictures import max_sample_patches
 from tests.harness.canned import Canned
@@ -78,6 +81,9 @@ def test_a_run_of_one_rank(tmp_path: Path, fork) -> None:
     assert (tmp_path / "run" / "checkpoints" / "v000003" / "huggingface" / "model.safetensors").exists()
     assert [(m.version, m.oldest_kept) for m in buffer.requests if isinstance(m, Trained)] == [(0, 0), (1, 0), (2, 2)]
     assert next(m for m in buffer.requests if isinstance(m, Hello)).serves.startswith("tcp://127.0.0.1:")
+    certificate = read_certificate(tmp_path / "run" / FILE)
+    assert certificate is not None and certificate.faults == []
+    assert [check.verdict for check in certificate.checks] == ["holds"] * 19
 
 
 @pytest.mark.xdist_group("ranks")
@@ -104,6 +110,8 @@ def test_two_ranks_drain_and_resume(tmp_path: Path, fork) -> None:
             ended = [rank.ended() for rank in ranks]
         assert [code for code, _ in ended] == [0, 0], ended
         assert [errors.count("finishing this version") for _, errors in ended] == [1, 1]
+        made = [errors.count("certificate: packed documents = alone: ") for _, errors in ended]
+        assert made == [1 - start, 0], "rank 0 has one made at the first start alone"
         assert complete(tmp_path / "run" / "checkpoints") == [1, 2][: start + 1]
         assert next(m for m in buffer.requests if isinstance(m, Rewind)).version == start
     assert [record["version"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
@@ -220,6 +228,17 @@ def test_an_unknown_model_is_refused(tmp_path: Path, capsys) -> None:
     line = command(tmp_path, "tcp://127.0.0.1:9")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
     assert "model.path" in refused(line, capsys)
+
+
+def test_a_model_whose_certificate_fails_is_refused(tmp_path: Path, capsys, monkeypatch) -> None:
+    line, path = command(tmp_path, "tcp://127.0.0.1:9"), str(tmp_path / "model")
+    check = judged("two ranks = one", 1.0, 1e-4, fault="its Qwen2Attention (layers.0.self_attn) differs")
+    made = Certificate(model=path, kind="qwen2", checks=(check,), remedy="take another")
+    monkeypatch.setattr(process, "made", lambda model, share: made)
+    problem = refused(line, capsys)
+    why = "two ranks = one: its Qwen2Attention (layers.0.self_attn) differs; take another"
+    assert f"python -m learner: model.path: {path} (qwen2): {why}\n" in problem
+    assert read_certificate(tmp_path / "run" / FILE) == made
 
 
 def test_another_vision_architecture_is_refused(tmp_path: Path, capsys) -> None:

@@ -15,6 +15,7 @@ from actors.report.page import embedded, render
 from actors.report.page_data import folded, page_data, short, spread
 from actors.watch.metrics_log import Records, short_look
 from actors.watch.overview import look_over
+from configs.certificate import FILE, Certificate, judged, write
 from configs.plain_text import all_visible
 from tests.harness.watched import HOSTILE, append, evaluation, look, make_config, record, sample, store
 
@@ -54,6 +55,17 @@ def test_the_page_shows_what_the_file_has(tmp_path: Path) -> None:
     assert found["samples"]["39"][0]["answer"] == HOSTILE
     assert ["run.name", "toy"] in found["settings"]
     assert data(tmp_path / "other", live=True)["samples"] == {}, "a live page asks for them"
+
+
+def test_the_page_shows_the_certificate_of_the_model(tmp_path: Path) -> None:
+    assert data(tmp_path / "none")["certificate"]["rows"] == []
+    run = make_config(tmp_path).run.path
+    run.mkdir(parents=True, exist_ok=True)
+    check = judged("packed documents = alone", 3e-6, 1e-4)
+    write(Certificate(model="m", kind="qwen2", checks=(check,)), run / FILE)
+    found = data(tmp_path)["certificate"]
+    assert found["rows"] == [["packed documents = alone", "3.0e-06 nat", "1.0e-04", "holds", ""]]
+    assert found["summary"].startswith("certificate: 1 of 1 comparisons of qwen2 hold")
 
 
 def test_a_page_of_a_run_without_anything(tmp_path: Path) -> None:

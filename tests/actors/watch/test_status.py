@@ -20,6 +20,9 @@ from actors.watch.run_state import LIMITS, ask, failures, fullness, ledger_lines
 from buffer.store.lock import locked
 from buffer.store.sql import APPLICATION, SCHEMA, TABLES
 from buffer.wire.protocol import Kept, ServerLife, State, Waiter
+from configs.certificate import FILE as CERTIFICATE
+from configs.certificate import Certificate, judged
+from configs.certificate import write as write_certificate
 from configs.load import load, write
 from configs.schema import Config
 from rollout.concurrency import Auto, Fixed, Places
@@ -364,6 +367,23 @@ def test_status_of_a_dead_run_reads_the_ledgers_file(tmp_path: Path, capsys: pyt
     assert status.main([str(settings.run.path)]) == 1
     os.close(held)
     assert f"Its launcher, process {os.getpid()}, runs" in capsys.readouterr().out
+
+
+def test_status_shows_the_certificate_of_the_model(tmp_path: Path) -> None:
+    settings = config(tmp_path, "tcp://127.0.0.1:9")
+
+    def lines() -> list[str]:
+        return [
+            line for line in status._folder_lines(settings, settings.run.path, "") if line.startswith("certificate")
+        ]
+
+    assert lines() == []
+    check = judged("two ranks = one", 0.5, 1e-4, fault="its LlamaAttention differs")
+    made = Certificate(model="m", kind="llama", checks=(check,), remedy="take another")
+    write_certificate(made, settings.run.path / CERTIFICATE)
+    summary, fault = lines()
+    assert summary.startswith("certificate: 0 of 1 comparisons of llama hold")
+    assert fault == "certificate: two ranks = one: its LlamaAttention differs; take another"
 
 
 def test_a_file_that_is_no_ledger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from configs.load import ConfigError
 from configs.schema import LoraConfig, ModelConfig
-from learner.model import exactness, loading
-from learner.model.exactness import check_exact, reasons, small
+from learner.model import loading
+from learner.model.exactness import check_exact, reasons
 from learner.model.microbatch import lay_out
+from learner.model.shrink import small, stir
 from tests.harness.world import policy_of
 
 WINDOW = 16
@@ -103,7 +104,7 @@ def worst_difference(config: Any, folder: Path, mesh: Any) -> float:
     """Return the largest error, in nats, of packed rows of a whole policy."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    exactness._stir(model)
+    stir(model)
     model.save_pretrained(folder)
     policy = policy_of(ModelConfig(path=str(folder), dtype="float32"), mesh)
     draw = np.random.default_rng(3)

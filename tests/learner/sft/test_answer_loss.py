@@ -9,7 +9,7 @@ import torch
 from configs.schema import ModelConfig
 from learner.sft.answer_loss import AnswerSteps, HeldOut
 from learner.sft.answers import TrainedText
-from learner.sft.demonstrations import Demonstrations, RowRange
+from learner.sft.demonstrations import Demonstrations, SourceRows
 from learner.train.optimizer import Optimizer
 from learner.train.skipped import MOST_SKIPPED, StepsSkipped
 from tests.harness.tiny_experts import tiny_experts
@@ -29,7 +29,7 @@ def made_texts(number: int = 9) -> list[TrainedText]:
 
 
 def data_of(texts: list[TrainedText]) -> Demonstrations:
-    return Demonstrations([[text] for text in texts], [RowRange(0, len(texts), None)])
+    return Demonstrations([[text] for text in texts], [SourceRows(0, len(texts), None)])
 
 
 def mean_loss(model: torch.nn.Module, texts: list[TrainedText]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from configs.load import ConfigError
 from learner.sft.answers import AnswerReader, TrainedText
-from learner.sft.demonstrations import Demonstrations, RowRange, read_demonstrations
+from learner.sft.demonstrations import Demonstrations, SourceRows, read_demonstrations
 from learner.sft.packing import microbatches, num_trained
 from tests.harness.demonstrated import TURNS, chatml_tokenizer, demonstrations, jsonl, sft_config
 
@@ -144,5 +144,5 @@ def _texts(row: Any) -> list[np.ndarray]:
 
 def test_a_range_of_rows_without_weight_counts_by_rows() -> None:
     text = TrainedText(np.array([1, 2], np.int32), np.array([False, True]))
-    made = Demonstrations([[text]] * 4, [RowRange(0, 2, None), RowRange(2, 4, None)])
+    made = Demonstrations([[text]] * 4, [SourceRows(0, 2, None), SourceRows(2, 4, None)])
     assert list(made.order(0)) == [0, 1, 2, 3]

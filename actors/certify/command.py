@@ -1,0 +1,73 @@
+"""`python -m actors certify MODEL [--server] [--no-shared-prompts] [--trust-remote-code] [--out FILE]`
+
+Makes the certificate of a model: a folder in Hugging Face format, of which only config.json is read, or a name on the
+hub. Compares a small copy with random weights in every way that a run trains and pushes it (`learner/certify/`), and
+with `--server` also a real vLLM server on the CPU (`served.py`). Prints a table; takes seconds, with a server about a
+minute. Exit code: 0 if everything holds, 2 if a comparison fails or the model is refused, 1 if it could not be made.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from configs.certificate import COLUMNS, Certificate, write
+from configs.entrypoint import BAD_INPUT, DONE
+from configs.load import ConfigError
+from configs.plain_text import print_visible, visible_line
+from configs.schema import ModelConfig
+
+PROG = "python -m actors certify"
+WIDE = 140
+"""Columns of a table that is not printed on a terminal."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make and print a certificate; the exit code."""
+    given = parser().parse_args(argv)
+    model = ModelConfig(path=given.model, trust_remote_code=given.trust_remote_code)
+    if given.out and not given.out.absolute().parent.is_dir():
+        print_visible(f"--out: {given.out}: there is no folder {given.out.parent}; make it first", sys.stderr)
+        return BAD_INPUT
+    from learner.certify.process import made  # imports torch and transformers, which takes seconds
+
+    try:
+        certificate = made(model, not given.no_shared_prompts)
+        if given.server and certificate.holds:
+            from actors.certify.served import with_server
+
+            certificate = with_server(certificate, model)
+    except ConfigError as error:
+        print_visible(f"{PROG}: {error}", sys.stderr)
+        return BAD_INPUT
+    show(certificate)
+    if given.out:
+        write(certificate, given.out)
+    return DONE if certificate.holds else BAD_INPUT
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog=PROG, description="Prove that a model is trained and served exactly.")
+    made.add_argument("model", metavar="MODEL", help="a folder with config.json, or a name on the hub")
+    made.add_argument("--server", action="store_true", help="also start vLLM on the CPU and push policies to it")
+    made.add_argument("--no-shared-prompts", action="store_true", help="as with learner.share_prompts: false")
+    made.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
+    made.add_argument("--out", type=Path, metavar="FILE", help="also write the certificate as JSON")
+    return made
+
+
+def show(certificate: Certificate, console: Console | None = None) -> None:
+    """Print the table, the summary and the faults."""
+    width = None if sys.stdout.isatty() else WIDE
+    console = console or Console(highlight=False, markup=False, width=width)
+    if certificate.checks:
+        table = Table(*COLUMNS, box=None, header_style="bold")
+        for check in certificate.checks:
+            table.add_row(*map(visible_line, check.cells()), style="red" if check.fault else "")
+        console.print(table)
+        console.print(visible_line(f"small copy: {certificate.copy_of}, {certificate.seconds:.1f} s"))
+    console.print(*map(visible_line, certificate.lines()), sep="\n", soft_wrap=True)

@@ -1,0 +1,117 @@
+"""docs/models.md, made of the certificates in `benchmarks/results/models.json`. Pure."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from configs.certificate import Certificate, Check
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "packed": ("one document", "packed"),
+    "shared prompts": ("shared prompt", "copied prompt"),
+    "two ranks": ("two ranks",),
+    "pushed": ("changed weights", "weights pushed"),
+    "exported": ("export",),
+    "vLLM": ("server",),
+}
+"""Columns, and how the names of their comparisons begin."""
+HEAD = """# Models
+
+Generated from certificates by `python -m benchmarks.models`; do not edit it. {count}: **{exact} are trained
+exactly**, the other {refused} are refused by name before anything starts. Make the certificate of your own model with
+`python -m actors certify MODEL` (seconds, without a GPU and without its weights); `--server` also starts vLLM on the
+CPU and pushes policies to it. Each run makes one at its start (docs/operations.md).
+
+A certificate shrinks the model's config (each kind of layer, windows of 8 tokens, heads of the same size, few experts,
+random weights) and compares it in float32:
+
+- **packed**: documents in one row, also longer than any window, with transformers' own eager forward pass of each
+  document alone; gradients too
+- **shared prompts**: a prompt computed once for several answers, by the joined and by the copied layout, with the
+  documents alone; gradients too
+- **two ranks**: half of the documents on each of two ranks that shard the weights (gloo), with activation
+  checkpointing; gradients too
+- **pushed**: changed weights, laid out by the weights wire's plan and loaded under the names that servers get; compared
+  with the learner, and bit by bit with a file
+- **exported**: a checkpoint's Hugging Face folder, read back by transformers
+- **vLLM**: a real server on the CPU after three pushes, a load from disk and a push of the same weights, on several
+  random texts in one batch
+
+A figure is the largest difference found: of log-probabilities in nats (above 1 nat as a share), or of a gradient as a
+share of its norm. Up to
+{limit:g} nat holds, with vLLM {server_limit:g}, and {gradient_limit:g} of a gradient. "no" means that the learner does
+not do this for the model, which costs speed only; "–" means not compared. All figures are of {device}: no certificate
+is made on a GPU, whose kernels `tests/gpu` compares with the same arithmetic.
+
+The tables are about the learner. Servers load policies into no mixture of experts of another type than `qwen3_moe`
+([experts](experts.md)).
+
+With {versions}, {date}.
+"""
+
+
+def page(found: Mapping[str, Certificate], limits: tuple[float, float, float]) -> str:
+    """Return the page. `limits`: of log-probabilities, of a server's and of gradients."""
+    exact = {name: each for name, each in found.items() if each.holds}
+    refused = {name: each for name, each in found.items() if each.refused}
+    first = next(iter(found.values()))
+    versions = dict(sorted({item for each in found.values() for item in each.versions.items()}))
+    head = HEAD.format(
+        count=f"{len(found)} families and variants of text models were tried",
+        exact=len(exact),
+        refused=len(found) - len(exact),
+        limit=limits[0],
+        server_limit=limits[1],
+        gradient_limit=limits[2],
+        device=first.device,
+        versions=", ".join(f"{name} {number}" for name, number in versions.items()),
+        date=max(each.date for each in found.values()),
+    )
+    lines = [head, "## Trained exactly\n", *table(exact), "\n## Refused\n", *refusals(refused)]
+    if faulty := {name: each for name, each in found.items() if not each.holds and not each.refused}:
+        lines += ["\n## Refused by their certificate\n", *faults(faulty)]
+    return "\n".join(lines) + "\n"
+
+
+def table(found: Mapping[str, Certificate]) -> Iterator[str]:
+    """Yield the rows of what holds."""
+    yield "| family | `model_type` | " + " | ".join(GROUPS) + " |"
+    yield "|---" * (2 + len(GROUPS)) + "|"
+    for name, certificate in found.items():
+        cells = [cell(chosen(certificate.checks, begins)) for begins in GROUPS.values()]
+        yield f"| {name} | `{certificate.kind}` | " + " | ".join(cells) + " |"
+
+
+def chosen(checks: Iterable[Check], begins: tuple[str, ...]) -> list[Check]:
+    """Return the comparisons whose names begin so."""
+    return [check for check in checks if check.what.startswith(begins)]
+
+
+def cell(checks: Sequence[Check]) -> str:
+    """Return the largest differences of log-probabilities and gradients. Example: `5e-06, 2e-05`"""
+    if not checks:
+        return "–"
+    figures = [
+        max((check.figure for check in checks if check.figure is not None and check.unit == unit), default=None)
+        for unit in ("nat", "of its norm")
+    ]
+    return ", ".join(f"{figure:.0e}" for figure in figures if figure is not None) or "no"
+
+
+def refusals(found: Mapping[str, Certificate]) -> Iterator[str]:
+    """Yield the rows of what is refused."""
+    yield "| family | why |"
+    yield "|---|---|"
+    yield from (
+        f"| {name} | {escaped(each.refused.rpartition('; ')[0] or each.refused)} |" for name, each in found.items()
+    )
+
+
+def faults(found: Mapping[str, Certificate]) -> Iterator[str]:
+    """Yield the rows of what was built and compared, and differs."""
+    yield "| family | first fault |"
+    yield "|---|---|"
+    yield from (f"| {name} | {escaped(each.faults[0])} |" for name, each in found.items())
+
+
+def escaped(text: str) -> str:
+    """Return a text that may stand in a cell."""
+    return text.replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,116 @@
+"""The certificate of a model, `certificate.json`: what was compared before training, with figures and limits.
+
+Made by `learner/certify/`, which writes it into the run's folder; `python -m actors certify`, `status` and the page
+show it. Pure but for `read` and `write`.
+"""
+
+from collections.abc import Iterator
+from math import isfinite
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+FILE = "certificate.json"
+
+
+class Check(BaseModel):
+    """One comparison. Example: `Check(what="packed documents = alone", figure=3e-6, limit=1e-4, unit="nat")`"""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    what: str
+    figure: float | None = None
+    """Largest difference; None: nothing was compared."""
+    limit: float | None = None
+    """The largest difference that holds."""
+    unit: str = ""
+    fault: str = ""
+    """Why it does not hold, with the type of the layer at fault; empty if it holds."""
+    note: str = ""
+    """Why nothing was compared, or with what."""
+
+    @property
+    def verdict(self) -> str:
+        """`holds`, `FAULT` or `not compared`."""
+        return "FAULT" if self.fault else "not compared" if self.figure is None else "holds"
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of COLUMNS."""
+        figure, limit = ("" if x is None else f"{x:.1e}" for x in (self.figure, self.limit))
+        unit = f" {self.unit}" if self.unit and figure else ""
+        return self.what, f"{figure}{unit}", limit, self.verdict, self.fault or self.note
+
+
+COLUMNS = ("compared", "largest difference", "limit", "", "why")
+
+
+def judged(what: str, figure: float, limit: float, unit: str = "nat", fault: str = "", note: str = "") -> Check:
+    """Return a check that holds if `figure` is at most `limit`; `fault` says why not."""
+    if isfinite(figure):
+        why = "" if figure <= limit else fault or "the difference is above the limit"
+        return Check(what=what, figure=figure, limit=limit, unit=unit, fault=why, note=note)
+    return Check(what=what, limit=limit, unit=unit, fault=f"not finite; {fault}" if fault else "not finite", note=note)
+
+
+class Certificate(BaseModel):
+    """What was compared of a model, and with which software."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    model: str
+    """`model.path`."""
+    kind: str
+    """Its `model_type`."""
+    copy_of: str = ""
+    """The small copy that was compared. Example: `2 layers, hidden size 256, 0.2 M parameters`."""
+    key: str = ""
+    """Digest of all that the result depends on: config.json, software and code."""
+    versions: dict[str, str] = {}
+    date: str = ""
+    device: str = "cpu"
+    seconds: float = 0.0
+    refused: str = ""
+    """Why the model is not trained at all; empty if it is."""
+    remedy: str = ""
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def faults(self) -> list[str]:
+        """A line for each reason why the model must not be trained."""
+        if self.refused:
+            return [self.refused]
+        ending = f"; {self.remedy}" if self.remedy else ""
+        return [f"{check.what}: {check.fault}{ending}" for check in self.checks if check.fault]
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything that was compared agrees."""
+        return not self.faults
+
+    def summary(self) -> str:
+        """One line. Example: `certificate: 11 of 11 comparisons of qwen2 hold (2026-11-27, cpu, ...)`"""
+        done = [check for check in self.checks if check.verdict != "not compared"]
+        software = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        when = f"({', '.join(filter(None, (self.date, self.device, software)))})"
+        if self.refused:
+            return f"certificate: {self.kind} is refused: {self.refused} {when}"
+        held = sum(not check.fault for check in done)
+        return f"certificate: {held} of {len(done)} comparisons of {self.kind} hold {when}"
+
+    def lines(self) -> Iterator[str]:
+        """The summary and a line for each fault, for `status` and the page."""
+        yield self.summary()
+        yield from (f"certificate: {line}" for line in (self.faults if not self.refused else ()))
+
+
+def read(file: Path) -> Certificate | None:
+    """Return the certificate in `file`; None if there is none, or none that this release can read."""
+    try:
+        return Certificate.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def write(certificate: Certificate, file: Path) -> None:
+    """Write the certificate whole or not at all."""
+    draft = file.with_name(f"{file.name}.draft")
+    draft.write_text(certificate.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    draft.replace(file)

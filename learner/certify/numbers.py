@@ -1,0 +1,113 @@
+"""Compares log-probabilities and gradients of a policy with those of transformers' own eager model of the same weights.
+
+The reference computes every document alone. `compare` and the others return `Check`s and raise nothing for a model that
+is computed wrongly or not at all: that is a fault with the type of the layer. Used by `certifier.py` and `ranks.py`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from configs.certificate import Check, judged
+from learner.certify.rows import Case
+from learner.model.exactness import FOREIGN, alone, block_outputs, first_difference, named
+from learner.model.policy import Policy
+
+LIMIT = 1e-4
+"""Largest difference of a log-probability, in nats, of float32 arithmetic in another order; see `distance`."""
+GRADIENT_LIMIT = 1e-3
+"""Largest difference of a parameter's gradient over its norm."""
+NEGLIGIBLE = 1e-3
+"""A gradient that is so small a share of the whole one is compared with this share instead of its own norm."""
+Gradients = Mapping[str, Tensor]
+
+
+def attempt(what: str, compared: Callable[[], Sequence[Check]]) -> list[Check]:
+    """Return the checks, or a fault if the model cannot be computed."""
+    try:
+        return list(compared())
+    except FOREIGN as error:
+        return [Check(what=what, fault=f"it cannot be computed ({named(error)})")]
+
+
+def compare(policy: Policy, reference: PreTrainedModel, case: Case) -> list[Check]:
+    """Compare log-probabilities and gradients of a row."""
+    return attempt(case.what, lambda: [_logprobs(policy, reference, case), gradient(policy, reference, case)])
+
+
+def _logprobs(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
+    with torch.no_grad():
+        with block_outputs(policy.model) as ours:
+            got = policy(case.row.to(policy.device), 1.0)[0][case.row.scored]
+        policy._reshard_all()
+        with block_outputs(reference) as theirs:
+            wanted = expected(reference, case)
+    where = _attention(policy) if case.shares else first_difference(policy.model, ours, theirs)
+    return judged(case.what, distance(got, wanted), LIMIT, fault=where)
+
+
+def gradient(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
+    """Compare the gradients of a weighted sum of a row's log-probabilities."""
+    weights = coefficients(case)
+    policy.zero_grad()
+    (policy(case.row.to(policy.device), 1.0)[0][case.row.scored] * weights).sum().backward()
+    return judge_gradients(f"{case.what}, gradient", gradients_of(policy), gradients(reference, case), policy.model)
+
+
+def gradients(reference: PreTrainedModel, case: Case) -> dict[str, Tensor]:
+    """Return the reference's gradients of the same sum."""
+    reference.zero_grad()
+    (expected(reference, case) * coefficients(case)).sum().backward()
+    return {name: x.grad for name, x in reference.named_parameters() if x.grad is not None}
+
+
+def gradients_of(policy: Policy) -> dict[str, Tensor]:
+    """Return the whole gradients of a policy; a collective."""
+    found = ((name, x.grad) for name, x in policy.model.named_parameters() if x.grad is not None)
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found}
+
+
+def judge_gradients(what: str, ours: Gradients, theirs: Gradients, model: nn.Module) -> Check:
+    """Compare gradients by name. A parameter that only one side has counts as a gradient of zero on the other."""
+    whole = float(torch.stack([x.float().norm() for x in theirs.values()]).norm())
+    worst, where = 0.0, ""
+    for name in sorted({*ours, *theirs}):
+        mine, own = ours.get(name), theirs.get(name)
+        size = 0.0 if own is None else float(own.float().norm())
+        zero = torch.zeros(())
+        apart = float(((zero if mine is None else mine.float()) - (zero if own is None else own.float())).norm())
+        share = apart / max(size, NEGLIGIBLE * whole)
+        if not share <= worst:
+            worst, where = share, name
+    owner = where.rpartition(".")[0]
+    kind = type(model.get_submodule(owner)).__name__ if where in ours else "learner"
+    return judged(what, worst, GRADIENT_LIMIT, "of its norm", f"its {kind} ({where}) has another gradient")
+
+
+def expected(reference: PreTrainedModel, case: Case) -> Tensor:
+    """Return transformers' log-probabilities of a row's scored tokens, each document alone: [scored]."""
+    return torch.cat([alone(reference, text)[given - 1 :] for text, given in zip(case.texts, case.given, strict=True)])
+
+
+def coefficients(case: Case) -> Tensor:
+    """Return what the log-probabilities are multiplied by before they are summed: [scored]."""
+    return torch.from_numpy(np.random.default_rng(9).standard_normal(len(case.row.scored)).astype(np.float32))
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference of log-probabilities, above 1 nat as a share of theirs; NaN if one is not finite.
+
+    Random weights give log-probabilities of tens of nats, of which float32 has six digits.
+    """
+    theirs = theirs.detach()
+    return float(((ours.detach() - theirs).abs() / theirs.abs().clamp(min=1.0)).max())
+
+
+def _attention(policy: Policy) -> str:
+    """Name the attention of the model, where a shared prompt is computed."""
+    found = [type(module).__name__ for module in policy.model.modules() if "Attention" in type(module).__name__]
+    return f"its {found[0] if found else 'attention'} gives answers to a shared prompt another output"

@@ -1,0 +1,114 @@
+"""Has a certificate made in processes of its own, and keeps it in the folder of a run.
+
+`made` forks a process that compares on one rank and forks two more: nothing that they import, allocate or start stays
+here. Call it before this process computes anything with torch: a forked process must not find a pool of threads.
+`require` is called by `learner/__main__.py` at each start of a run; it waits up to LIMIT_S for the processes.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.utils import logging as transformers_logging
+
+from configs.certificate import FILE, Certificate, read, write
+from configs.entrypoint import PARENT, die_with_parent
+from configs.load import ConfigError
+from configs.schema import Config, ModelConfig
+from configs.variables import run_folder
+from learner.certify.certifier import certify, key_of
+from learner.certify.ranks import Pair
+from learner.model import loading
+from learner.model.exactness import check_adapter
+
+log = logging.getLogger(__name__)
+LIMIT_S = 600.0
+
+
+def leads(environment: Mapping[str, str]) -> bool:
+    """Whether this process, among all ranks and nodes of a learner, is the one that needs a certificate."""
+    return all(environment.get(name, "0") == "0" for name in ("RANK", "NODE_RANK"))
+
+
+def require(config: Config) -> None:
+    """Raise ConfigError unless the model of the run has a certificate that holds, and takes an adapter if it gets one.
+
+    A certificate in the run's folder that holds is used again where it was made of the same model by the same code.
+    """
+    model, file = config.model, config.run.path / FILE
+    facts = loading.read_config(model)
+    key = key_of(facts, config.learner.share_prompts, model.trust_remote_code)
+    found = read(file)
+    if found is None or found.key != key or not found.holds:
+        found = made(model, config.learner.share_prompts)
+        run_folder(config.run.path)
+        write(found, file)
+        for check in found.checks:
+            what, figure, limit, verdict, why = check.cells()
+            shown = [f"{figure} (limit {limit})" if figure else "", verdict, why]
+            log.info("certificate: %s: %s", what, ", ".join(filter(None, shown)))
+    log.info("%s", found.summary())
+    if found.faults:
+        raise ConfigError([f"model.path: {model.path} ({found.kind}): {line}" for line in found.faults])
+    check_adapter(model, facts)
+
+
+def made(model: ModelConfig, share: bool, limit_s: float = LIMIT_S) -> Certificate:
+    """Have the certificate of a model made. Raises ConfigError for a config that transformers cannot read."""
+    loading.read_config(model)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_make, args=(theirs, model, share, os.getpid()), name="certify")
+    process.start()
+    theirs.close()
+    try:
+        found: str | None = ours.recv() if ours.poll(limit_s) else None
+    except EOFError:
+        found = None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if found is None:
+        raise RuntimeError(f"the process that certifies {model.path} ended or gave no certificate in {limit_s:g} s")
+    return Certificate.model_validate_json(found)
+
+
+@contextmanager
+def one_rank() -> Iterator[DeviceMesh]:
+    """Yield the mesh of a process group of one rank, which is gone afterwards."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=LIMIT_S))
+    try:
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    finally:
+        dist.destroy_process_group()
+
+
+def prepare() -> None:
+    """End with the process that forked this one, which alone is interrupted by a person."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _make(connection: Connection, model: ModelConfig, share: bool, parent: int) -> None:
+    """Be the forked process."""
+    os.environ[PARENT] = str(parent)
+    prepare()
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.getLogger("learner.model").setLevel(logging.ERROR)  # the run's own policy warns of the same
+    with Pair(multiprocessing.get_context("fork"), prepare) as pair:
+        pair.start()
+        with one_rank() as mesh:
+            found = certify(model, share, mesh, pair)
+    connection.send(found.model_dump_json())

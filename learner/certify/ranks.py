@@ -1,0 +1,142 @@
+"""Two ranks that shard a model, for the certificate: each computes half of the documents, and both the gradient.
+
+`Pair` starts two processes of a gloo group, which stay for any number of models; the caller waits for their answers,
+up to LIMIT_S each. An error of one rank ends both, and the next question starts two others.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.utils import logging as transformers_logging
+
+from configs.entrypoint import die_with_parent
+from configs.load import ConfigError
+from configs.schema import LearnerConfig, ModelConfig
+from learner.certify.numbers import gradients_of
+from learner.model.exactness import FOREIGN, named, packed_row
+from learner.model.policy import Policy
+
+RANKS = 2
+LIMIT_S = 120.0
+OPTIONS = LearnerConfig(
+    gather="batch", activation_checkpointing="block", head_chunk_tokens=16, compile=False, share_prompts=False
+)
+"""Other ways to compute than those of the comparison on one rank."""
+Document = tuple[np.ndarray, np.ndarray]
+"""Tokens, and what the log-probability of each but the first is multiplied by."""
+
+
+@dataclass
+class Answer:
+    """What a rank has computed: log-probabilities of its documents, and on rank 0 the summed gradients by name."""
+
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    unmet: str = ""
+    """Why the ranks did not find each other."""
+    error: str = ""
+    """Why the model could not be computed."""
+
+
+class Pair:
+    """Two ranks. `prepare` is the first thing that each process calls."""
+
+    def __init__(self, context: BaseContext, prepare: Callable[[], None] = die_with_parent) -> None:
+        self._context, self._prepare = context, prepare
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+
+    def start(self) -> None:
+        """Start the processes unless they run. Fork them before this process computes anything."""
+        if self._ranks:
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-ranks-")
+        for rank in range(RANKS):
+            ours, theirs = self._context.Pipe()
+            target: Any = serve
+            arguments = (theirs, rank, str(Path(self._folder.name) / "store"), self._prepare)
+            process: BaseProcess = self._context.Process(target=target, args=arguments)  # type: ignore[attr-defined]
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def ask(self, model: ModelConfig, shares: Sequence[Sequence[Document]]) -> list[Answer]:
+        """Return what the ranks compute of `model`, each of its documents."""
+        self.start()
+        answers = []
+        for (_, connection), share in zip(self._ranks, shares, strict=True):
+            with suppress(OSError):  # a rank that has ended has left the reason
+                connection.send((model.model_dump(), list(share)))
+        for _, connection in self._ranks:
+            try:
+                late = Answer(error=f"a rank gave no answer for {LIMIT_S:g} s")
+                answers.append(connection.recv() if connection.poll(LIMIT_S) else late)
+            except (EOFError, OSError):
+                answers.append(Answer(error="the process of a rank has ended"))
+        if any(answer.unmet or answer.error for answer in answers):
+            self.close()
+        return answers
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, connection in self._ranks:
+            process.kill()
+            process.join()
+            connection.close()
+        if self._ranks:
+            self._folder.cleanup()
+        self._ranks = []
+
+    def __enter__(self) -> "Pair":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], None]) -> None:
+    """Be rank `rank` until the caller closes its end."""
+    prepare()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(1)  # also because a forked process must not use its parent's pool of threads
+    limit = timedelta(seconds=LIMIT_S / 2)
+    try:
+        dist.init_process_group("gloo", store=FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=limit)
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))
+    except (RuntimeError, OSError) as error:
+        connection.send(Answer(unmet=named(error)))
+        return
+    with suppress(EOFError):
+        while True:
+            model, documents = connection.recv()
+            connection.send(_answer(ModelConfig.model_validate(model), documents, mesh))
+
+
+def _answer(model: ModelConfig, documents: Sequence[Document], mesh: Any) -> Answer:
+    try:
+        policy = Policy(model, OPTIONS, mesh)
+        row = packed_row([tokens for tokens, _ in documents])
+        weights = torch.from_numpy(np.concatenate([each for _, each in documents]))
+        policy.reduce_after_next(last=True)
+        with policy.keep_gathered():
+            got = policy(policy.place(row), 1.0)[0][row.scored]
+            (got * weights).sum().backward()
+        lengths = [len(each) for _, each in documents]
+        summed = {name: (RANKS * grad).numpy() for name, grad in gradients_of(policy).items()}
+        parts = [part.numpy() for part in got.detach().split(lengths)]
+        return Answer(parts, summed if dist.get_rank() == 0 else {})
+    except (*FOREIGN, ConfigError) as error:
+        return Answer(error=named(error))

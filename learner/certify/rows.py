@@ -1,0 +1,54 @@
+"""The rows of tokens that a certificate compares: packed documents, documents beyond any window, and shared prompts.
+
+Pure. Lengths are chosen for a copy whose windows and chunks are WINDOW tokens long (`learner/model/shrink.py`).
+"""
+
+from collections.abc import Iterator
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from learner.model.exactness import packed_row
+from learner.model.microbatch import Microbatch
+from learner.model.shrink import VOCABULARY, WINDOW
+
+SHORT = (5, 7, 3, 6)
+LONG = (2 * WINDOW + 5, 9, 4 * WINDOW + 1, 12)
+"""Tokens of documents shorter and longer than any window."""
+SHARED = ((9, (4, 1, 6), (11,)), (2 * WINDOW + 5, (WINDOW + 6, 3 * WINDOW + 2, 3), ()))
+"""Tokens of a prompt, of the answers to it, and of other documents in the row."""
+
+
+class Case(NamedTuple):
+    """A packed row, and the documents in it as a model sees each alone."""
+
+    what: str
+    row: Microbatch
+    texts: list[np.ndarray]
+    given: list[int]
+    """First tokens of each document that are not scored."""
+    shares: bool = False
+
+
+def cases(vocabulary: int) -> Iterator[Case]:
+    """Yield the rows, with random tokens."""
+    draw = np.random.default_rng(0)
+
+    def made(lengths: tuple[int, ...]) -> list[np.ndarray]:
+        return [draw.integers(2, min(vocabulary, VOCABULARY), length) for length in lengths]
+
+    for what, lengths in (
+        ("one document = eager", LONG[:1]),
+        ("packed documents = alone", SHORT),
+        ("packed, longer than windows = alone", LONG),
+    ):
+        texts = made(lengths)
+        yield Case(what, packed_row(texts), texts, [1] * len(texts))
+    for length, answers, others in SHARED:
+        (prompt,), pieces, rest = made((length,)), made(answers), made(others)
+        row = packed_row([prompt, *pieces, *rest], [len(pieces)])
+        texts = [*(np.concatenate([prompt, piece]) for piece in pieces), *rest]
+        given, long = [length] * len(pieces) + [1] * len(rest), ", longer than windows" * (length > WINDOW + 1)
+        yield Case(f"shared prompt{long} = unshared", row, texts, given, True)
+        yield Case(f"copied prompt{long} = unshared", row.copying(inf), texts, given, True)

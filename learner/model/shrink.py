@@ -1,0 +1,172 @@
+"""Makes a small copy of a model's config: the same classes with few, narrow layers, short windows and few experts.
+
+`small` keeps what decides how a model is computed (types of layers and their order, ratios of heads, sizes of heads,
+softcaps, scales, rotary embeddings, tied weights) and shrinks what only costs time. A copy that transformers itself
+cannot run keeps all its widths instead. `stir` gives a model random weights that show faults. Used by `exactness.py`
+and `learner/certify/`; reads no weights and waits for nothing.
+"""
+
+import copy
+import re
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from learner.model import loading
+
+GAIN = 3.0
+"""Standard deviation of random activations: large enough that a softcap of 50 has an effect."""
+WINDOW = 8
+VOCABULARY = 64
+LARGEST = 200_000_000
+"""Most parameters of a small copy."""
+SHORTER = re.compile("window|chunk|local|index_topk$")
+"""Names of lengths that only affect longer documents."""
+NARROWER = re.compile(r"(intermediate_size|ffn_hidden_size|ffn?_dim|dim_ff|feed_forward_size|dff)(_mlp)?$")
+"""Names of widths between two matrices of a block."""
+NARROW, NARROW_EXPERT = 64, 32
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts")
+MOST_EXPERTS, MOST_CHOSEN = 8, 2
+LESS = {"q_lora_rank": 48, "n_group": 2, "topk_group": 1, "mamba_n_groups": 1, "mamba_num_heads": 4, "n_groups": 2}
+"""The most of some other sizes."""
+UNMOVED = ("A_log", "dt_bias", "D")
+"""Last words of the names of vectors that a state space model cannot have at random."""
+UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of a model whose sizes contradict each other."""
+
+
+def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
+    """Return a small copy of `config`: each kind of layer once or twice, few heads of the same size, short windows.
+    `trusted`: the model's code may run."""
+    short = copy.deepcopy(config)
+    text = short.get_text_config()
+    own = _keep_each_kind(text)
+    for name, value in vars(text).items():
+        if isinstance(value, int) and SHORTER.search(name) and value > WINDOW:
+            setattr(text, name, WINDOW)
+        elif isinstance(value, int) and (name.endswith("vocab_size") or name == "vocab_size_per_layer_input"):
+            setattr(text, name, min(VOCABULARY, value))
+    for part in {id(each): each for each in (short, text)}.values():
+        if isinstance(getattr(part, "pad_token_id", None), int):
+            part.pad_token_id = 0
+    narrow = copy.deepcopy(short)
+    _narrow(narrow.get_text_config())
+    _set_single_layers(narrow.get_text_config(), own)
+    _set_single_layers(text, own, shrunk=False)
+    if loading.sees(narrow):
+        _narrow_tower(narrow.vision_config, narrow.get_text_config().hidden_size)
+    return narrow if _runs(narrow, trusted) else short
+
+
+def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
+    """Keep the first two layers and one of each kind, by the values that a config lists for each layer. Returns the
+    values that single layers have in place of the config's own, by number, and takes them from the config."""
+    layers, shared = getattr(text, "num_hidden_layers", None), getattr(text, "num_kv_shared_layers", None) or 0
+    if not isinstance(layers, int):
+        return {}
+    own: dict[int, dict[str, Any]] = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {})
+    lists = {name: x for name, x in vars(text).items() if isinstance(x, list | tuple) and len(x) == layers}
+    kinds = [
+        (*(str(x[layer]) for x in lists.values()), repr(own.get(layer)), layer >= layers - shared)
+        for layer in range(layers)
+    ]
+    kept = sorted({*range(min(2, layers)), *(kinds.index(kind) for kind in kinds)})
+    if own:  # or the config's own could not be read
+        text.per_layer_config = None
+    for name, values in lists.items():
+        setattr(text, name, [values[layer] for layer in kept])
+    if text.num_hidden_layers != len(kept):  # some configs derive it from a list
+        text.num_hidden_layers = len(kept)
+    if shared:
+        text.num_kv_shared_layers = sum(layer >= layers - shared for layer in kept)
+    return {at: own[layer] for at, layer in enumerate(kept) if layer in own}
+
+
+def _narrow(text: Any) -> None:
+    """Make the layers narrow."""
+    heads = getattr(text, "num_attention_heads", None)
+    if isinstance(heads, int) and isinstance(getattr(text, "hidden_size", None), int):
+        groups = getattr(text, "num_key_value_heads", None) or heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        pairs, each = min(groups, 2), min(heads // groups, 2)
+        for name, value in (("num_attention_heads", pairs * each), ("num_key_value_heads", pairs)):
+            if hasattr(text, name):
+                setattr(text, name, value)
+        text.hidden_size = pairs * each * size
+    for name, value in list(vars(text).items()):
+        if type(value) is not int:
+            continue
+        if NARROWER.search(name):
+            setattr(text, name, min(value, NARROW_EXPERT if "moe" in name or "expert" in name else NARROW))
+        elif name in (*EXPERTS, *CHOSEN):
+            setattr(text, name, min(value, MOST_CHOSEN if name in CHOSEN else MOST_EXPERTS))
+        elif name in LESS:
+            setattr(text, name, min(value, LESS[name]))
+    _narrow_state(text)
+
+
+def _set_single_layers(text: Any, own: dict[int, dict[str, Any]], shrunk: bool = True) -> None:
+    """Give single layers their values again; with `shrunk`, as few heads as the others."""
+    if own:
+        heads = {name: getattr(text, name) for name in ("num_attention_heads", "num_key_value_heads") if shrunk}
+        text.per_layer_config = {
+            at: {name: heads.get(name, value) for name, value in each.items()} for at, each in own.items()
+        }
+
+
+def _narrow_state(text: Any) -> None:
+    """Give layers with a state few heads: as many as their own width and that of the model allow."""
+    keys, values = (getattr(text, f"linear_num_{which}_heads", None) for which in ("key", "value"))
+    if isinstance(keys, int) and isinstance(values, int):
+        text.linear_num_key_heads, text.linear_num_value_heads = 2, 2 * (values // keys)
+    size, expand = getattr(text, "mamba_d_head", None), getattr(text, "mamba_expand", None)
+    if isinstance(size, int) and isinstance(expand, int):
+        if isinstance(getattr(text, "mamba_d_ssm", None), int):
+            text.mamba_d_ssm = expand * text.hidden_size
+        text.mamba_n_heads = max(1, expand * text.hidden_size // size)
+
+
+def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:
+    """Shrink the vision tower to one narrow block with features of the text model's `width`. Text does not use it."""
+    if isinstance(getattr(tower, "depth", None), int):  # the two architectures with known images
+        tower.hidden_size, tower.num_heads = 2 * (tower.hidden_size // tower.num_heads), 2
+        tower.depth, tower.intermediate_size, tower.out_hidden_size = 1, NARROW, width
+
+
+def size_of(config: PreTrainedConfig, trusted: bool) -> int:
+    """Return the number of parameters of a model of this config."""
+    with torch.device("meta"):
+        made = loading.auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trusted)
+    return int(made.num_parameters())
+
+
+def _runs(config: PreTrainedConfig, trusted: bool) -> bool:
+    """Whether transformers itself can build a model of this config and compute a few tokens."""
+    try:
+        if size_of(config, trusted) > LARGEST:
+            return False
+        made = loading.auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trusted)
+        with torch.no_grad():
+            made.eval()(input_ids=torch.tensor([[2, 3, 4]]), use_cache=False)
+    except UNUSABLE:
+        return False
+    return True
+
+
+def stir(model: PreTrainedModel) -> None:
+    """Set random weights that make activations large, and change norms, biases, sinks and buffers from their initial
+    values."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * GAIN / parameter.shape[-1] ** 0.5)
+            elif name.rpartition(".")[2] not in UNMOVED:
+                parameter.add_(0.3 * noise)
+        kept = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            if name in kept and buffer.is_floating_point():
+                buffer.add_(0.1 * torch.randn(buffer.shape, generator=draw))

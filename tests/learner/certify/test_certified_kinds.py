@@ -1,0 +1,64 @@
+"""Kinds of models that the table of text families does not have: with a vision tower, and with their own code."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema import ModelConfig
+from learner.certify.certifier import certify
+from learner.certify.ranks import Pair
+from learner.certify.rows import SHORT, cases
+from learner.model.shrink import small
+from tests.harness.certified import tiny_config
+from tests.harness.pictured import seeing_model
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_code"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_model_that_sees_holds_on_text(kind: str, mesh: Any, pair: Pair, tmp_path: Path) -> None:
+    found = certify(seeing_model(tmp_path, kind), True, mesh, pair)
+    assert found.faults == [] and found.kind == f"{kind}_text"
+    assert sum(check.verdict == "holds" for check in found.checks) == 19
+
+
+def test_a_model_with_its_own_code_holds_where_that_may_run(mesh: Any, pair: Pair, tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    config.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "own_code"')
+    auto = '"auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},'
+    (tmp_path / "config.json").write_text(text.replace("{", "{" + auto, 1))
+    (tmp_path / "own.py").write_text(CODE)
+    found = certify(ModelConfig(path=str(tmp_path), dtype="float32", trust_remote_code=True), False, mesh, pair)
+    assert (found.faults, found.kind) == ([], "own_code")
+    notes = [check.note for check in found.checks if "prompt" in check.what]
+    assert set(notes) == {"learner.share_prompts is off"}
+
+
+def test_a_small_copy_keeps_what_decides_how_it_is_computed() -> None:
+    """Of the shape of Gemma 2 27B: softcaps, scale, windows and the ratio of heads stay."""
+    config = tiny_config("gemma2", hidden_size=4608, num_hidden_layers=46, num_attention_heads=32, head_dim=128)
+    config.num_key_value_heads, config.intermediate_size, config.vocab_size = 16, 36864, 256000
+    config.layer_types = ["sliding_attention", "full_attention"] * 23
+    little = small(config)
+    kept = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "head_dim", "rope_parameters")
+    assert all(getattr(little, name) == getattr(config, name) for name in kept)
+    assert little.layer_types == ["sliding_attention", "full_attention"] and little.sliding_window == 8
+    assert (little.num_attention_heads, little.num_key_value_heads, little.hidden_size) == (4, 2, 512)
+    assert (config.num_hidden_layers, config.vocab_size) == (46, 256000)
+
+
+def test_rows_are_longer_and_shorter_than_windows() -> None:
+    every = list(cases(64))
+    assert max(SHORT) < 8 and len({case.what for case in every}) == len(every) == 7
+    assert all(len(case.row.scored) == sum(map(len, case.texts)) - sum(case.given) for case in every)
+    assert max(len(text) for case in every for text in case.texts if not case.shares) > 4 * 8

@@ -1,0 +1,125 @@
+"""A run needs a certificate that holds. It is made once for a model and code, and kept in the run's folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.certificate import FILE, Certificate, Check, judged, read, write
+from configs.load import ConfigError
+from configs.schema import Config, ModelConfig
+from learner.certify import certifier, process
+from learner.certify.certifier import key_of
+from learner.model import loading
+from tests.harness.world import tiny_model
+
+
+def run_of(folder: Path, **learner: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"folder": str(folder / "runs"), "name": "toy"},
+            "model": tiny_model(folder / "model").model_dump(),
+            "data": {"train": "none.parquet"},
+            "reward": {"function": "countdown"},
+            "learner": learner,
+        }
+    )
+
+
+def key(config: Config) -> str:
+    model = config.model
+    return key_of(loading.read_config(model), config.learner.share_prompts, model.trust_remote_code)
+
+
+class Maker:
+    """In place of the processes that make certificates: gives each one these checks."""
+
+    def __init__(self, monkeypatch: Any, *checks: Check, refused: str = "") -> None:
+        self.asked, self.checks, self.refused = 0, checks, refused
+        monkeypatch.setattr(process, "made", self)
+
+    def __call__(self, model: ModelConfig, share: bool) -> Certificate:
+        self.asked += 1
+        found = key_of(loading.read_config(model), share, model.trust_remote_code)
+        checks = {"checks": self.checks, "refused": self.refused, "remedy": "take another"}
+        return Certificate(model=model.path, kind="qwen2", key=found, **checks)
+
+
+HOLDS = judged("packed = alone", 1e-6, 1e-4)
+WRONG = judged("packed = alone", 2.0, 1e-4, fault="its Qwen2Attention (layers.0.self_attn) differs")
+
+
+def test_a_certificate_is_made_once_and_kept(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    config, maker = run_of(tmp_path), Maker(monkeypatch, HOLDS)
+    with caplog.at_level("INFO"):
+        process.require(config)
+        table = [line for line in caplog.messages if "packed = alone" in line]
+        process.require(config)
+    assert table == ["certificate: packed = alone: 1.0e-06 nat (limit 1.0e-04), holds"]
+    assert maker.asked == 1, "a resume makes none"
+    kept = read(config.run.path / FILE)
+    assert kept is not None and kept.checks == (HOLDS,)
+    assert sum("1 of 1 comparisons of qwen2 hold" in line for line in caplog.messages) == 2
+
+
+@pytest.mark.parametrize("change", ["model", "sharing", "software", "code", "damage"])
+def test_another_model_or_code_needs_another_certificate(change: str, tmp_path: Path, monkeypatch: Any) -> None:
+    config, maker = run_of(tmp_path), Maker(monkeypatch, HOLDS)
+    process.require(config)
+    if change == "model":
+        text = (tmp_path / "model" / "config.json").read_text()
+        (tmp_path / "model" / "config.json").write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    elif change == "sharing":
+        config = run_of(tmp_path, share_prompts=False)
+    elif change == "software":
+        monkeypatch.setattr(certifier, "software", lambda: {"transformers": "99"})
+    elif change == "code":
+        (tmp_path / "learner").mkdir()
+        (tmp_path / "learner" / "new.py").write_text("x = 1")
+        monkeypatch.setattr(certifier, "ROOT", tmp_path)
+    else:
+        (config.run.path / FILE).write_text("{")
+    process.require(config)
+    assert maker.asked == 2
+
+
+@pytest.mark.parametrize("starts", [1, 2])
+def test_a_fault_refuses_the_run_at_every_start(starts: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """In one line that names the folder, the type of the layer and the remedy; the file says the same."""
+    config, maker = run_of(tmp_path), Maker(monkeypatch, HOLDS, WRONG)
+    for _ in range(starts):
+        with pytest.raises(ConfigError) as refused:
+            process.require(config)
+    (line,) = refused.value.problems
+    assert line.startswith(f"model.path: {config.model.path} (qwen2): packed = alone: its Qwen2Attention (layers.0.")
+    assert line.endswith("; take another") and maker.asked == starts, "it may have been a fault of the machine"
+
+
+def test_a_refused_model_is_named_as_the_doctor_names_it(tmp_path: Path, monkeypatch: Any) -> None:
+    config, _ = run_of(tmp_path), Maker(monkeypatch, refused="it has layers of type conv")
+    with pytest.raises(ConfigError) as refused:
+        process.require(config)
+    assert [*refused.value.problems] == [f"model.path: {config.model.path} (qwen2): it has layers of type conv"]
+
+
+def test_a_certificate_of_before_with_the_same_key_is_not_made_again(tmp_path: Path, monkeypatch: Any) -> None:
+    config, maker = run_of(tmp_path), Maker(monkeypatch, HOLDS)
+    config.run.path.mkdir(parents=True)
+    write(Certificate(model="m", kind="qwen2", key=key(config), checks=(HOLDS,)), config.run.path / FILE)
+    process.require(config)
+    assert maker.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "leads"),
+    [
+        ({}, True),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "3"}, False),
+        ({"NODE_RANK": "1"}, False),
+        ({"NODE_RANK": "0"}, True),
+        ({"RANK": "8", "NODE_RANK": "1"}, False),
+    ],
+)
+def test_one_process_of_a_learner_makes_it(environment: dict[str, str], leads: bool) -> None:
+    assert process.leads(environment) == leads
