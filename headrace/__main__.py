@@ -35,7 +35,6 @@ COMMANDS = {
     "evaluate": ("rollout", "evaluate checkpoints on test sets"),
     "tail": ("buffer", "the groups that came in last"),
     "show": ("buffer", "one item: its problem, and its samples as people read them"),
-    "problems": ("buffer", "the problems that were drawn, with their solved shares"),
     "export": ("buffer", "all samples as a parquet file"),
     "problems": ("buffer", "the problems that were drawn, and how often each was solved"),
     "quarantine": ("buffer", "the groups that could not be trained, and why"),
