@@ -176,6 +176,7 @@ def test_a_server_that_is_killed_costs_the_others_no_version(mode):
     run(test())
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_a_server_that_stalls_in_the_broadcast_costs_one_timeout():
     async def test():
