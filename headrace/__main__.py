@@ -8,6 +8,7 @@ file too: `python -P headrace/__main__.py learner RUN.yaml`. Runs by path, so it
 
 import difflib
 import os
+import signal
 import runpy
 import sys
 from collections.abc import Sequence
@@ -72,6 +73,7 @@ def usage() -> str:
 def run(argv: Sequence[str]) -> int:
     """Run the command line; the exit code, unless the command ends the process itself."""
     if not argv or argv[0] in ("-h", "--help"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `headrace --help | head` ends quietly
         print(usage(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] == "--version":

@@ -97,3 +97,12 @@ def test_ray_is_refused_where_it_would_import_the_users_packages(
     monkeypatch.chdir(own_packages.ROOT)
     monkeypatch.setenv("PYTHONPATH", own_packages.ROOT)
     check(config, files=())
+
+
+def test_the_page_of_commands_ends_quietly_if_nobody_reads_it(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    line = [sys.executable, "-P", own_packages.ENTRY, "--help"]
+    done = subprocess.run(line, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writing)
+    assert done.stderr == ""
