@@ -8,8 +8,8 @@ file too: `python -P headrace/__main__.py learner RUN.yaml`. Runs by path, so it
 
 import difflib
 import os
-import signal
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
