@@ -1,6 +1,6 @@
 """A run file that is being written from the settings of another system, with lines about it for people.
 
-`Given` notices which settings were used: what is left at the end has no counterpart, and is listed. Pure.
+`Given` notices which settings were used: what is left at the end has no counterpart, and is listed.
 """
 
 import re
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from configs.data.sources import count_rows
 
 UNKNOWN = "no counterpart is known"
 HUB = re.compile(r"^[\w.-]+/[\w.-]+(@[\w.-]+)?$")
@@ -142,6 +144,45 @@ def set_versions(draft: Draft, steps: int | None, epochs: Any, updates: int, row
             epochs,
             f"set run.versions to epochs x problems / {max(1, prompts // updates)} once the data is here",
         )
+
+
+SCHEDULES = {
+    **{name: name for name in ("constant", "linear", "cosine")},
+    **{"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
+}
+"""`learner.schedule` for the name of a schedule of the learning rate."""
+
+
+def rows_of(draft: Draft) -> int | None:
+    """Rows of `data.train`; None if they cannot be counted here."""
+    train = draft.tree.get("data", {}).get("train")
+    return count_rows(train) if isinstance(train, str) and "${" not in train else None
+
+
+def set_every(given: Given, draft: Draft, updates: int, checkpoint: str, evaluation: str) -> None:
+    """Set how often checkpoints and evaluations come, by two of their keys, which count steps."""
+    for theirs, ours in ((checkpoint, "learner.checkpoint_every"), (evaluation, "eval.every")):
+        every = given.take(theirs, default=-1)
+        draft.set(ours, every * updates if every > 0 else None)
+    if "eval" not in draft.tree["data"]:
+        draft.tree.pop("eval", None)
+
+
+def set_warmup(draft: Draft, key: str, ratio: float) -> None:
+    """Set the warm-up by its share of all versions, the value of `key`."""
+    if versions := draft.tree.get("run", {}).get("versions"):
+        draft.set("learner.warmup_versions", round(ratio * versions))
+    elif ratio:
+        draft.lacks(key, ratio, "set learner.warmup_versions to this share of run.versions once that is known")
+    else:
+        draft.set("learner.warmup_versions", 0)
+
+
+def set_schedule(draft: Draft, key: str, name: Any) -> None:
+    """Set the schedule of the learning rate, the value of `key`."""
+    draft.set("learner.schedule", SCHEDULES.get(name, "constant"))
+    if name not in SCHEDULES:
+        draft.lacks(key, name, "learner.schedule: constant is taken")
 
 
 def split_gpus(draft: Draft, gpus: int, nodes: int, tensor_parallel: int) -> None:

@@ -1,6 +1,5 @@
 """The settings of EasyR1, as a run file. docs/from-other-systems.md has the table for people."""
 
-from configs.data.sources import count_rows
 from configs.migration.draft import (
     Draft,
     Given,
@@ -8,16 +7,21 @@ from configs.migration.draft import (
     data_path,
     list_the_rest,
     rename,
+    rows_of,
     run_name,
+    set_every,
     set_sampling,
+    set_schedule,
     set_steps,
     set_trackers,
     set_versions,
+    set_warmup,
     split_gpus,
 )
 from configs.migration.verl import ADVANTAGES, AUTO, COLOCATED, ONE_RANK
 
 ACTOR, ROLLOUT = "worker.actor.", "worker.rollout."
+RATIO, STYLE = f"{ACTOR}optim.lr_warmup_ratio", f"{ACTOR}optim.lr_scheduler_type"
 NAMES = {
     "data.max_prompt_length": "data.max_prompt_tokens",
     "data.max_response_length": "sampling.max_tokens",
@@ -164,21 +168,14 @@ def _algorithm(given: Given, draft: Draft) -> None:
 
 
 def _schedule(given: Given, draft: Draft, steps: Steps) -> None:
-    train = draft.tree["data"].get("train")
-    rows = count_rows(train) if isinstance(train, str) and "${" not in train else None
     total, epochs = given.take("trainer.max_steps"), given.take("trainer.total_epochs", "trainer.total_episodes")
-    set_versions(draft, total, epochs, steps.updates, rows, steps.prompts)
-    for theirs, ours in (("trainer.save_freq", "learner.checkpoint_every"), ("trainer.val_freq", "eval.every")):
-        every = given.take(theirs, default=-1)
-        draft.set(ours, every * steps.updates if every > 0 else None)
-    if "eval" not in draft.tree["data"]:
-        draft.tree.pop("eval", None)
+    set_versions(draft, total, epochs, steps.updates, rows_of(draft), steps.prompts)
+    set_every(given, draft, steps.updates, "trainer.save_freq", "trainer.val_freq")
     kept = given.take("trainer.save_limit", default=-1)
     draft.set("learner.keep_checkpoints", kept if kept > 0 else None)
-    ratio = given.take(f"{ACTOR}optim.lr_warmup_ratio", default=0.0)
-    warmup = given.take(f"{ACTOR}optim.lr_warmup_steps")
-    versions = draft.tree.get("run", {}).get("versions")
-    by_ratio = round(ratio * versions) if versions else 0 if not ratio else None
-    draft.set("learner.warmup_versions", by_ratio if warmup is None else warmup * steps.updates)
-    style = given.take(f"{ACTOR}optim.lr_scheduler_type", default="constant")
-    draft.set("learner.schedule", style if style in ("constant", "cosine", "linear") else None)
+    ratio, warmup = given.take(RATIO, default=0.0), given.take(f"{ACTOR}optim.lr_warmup_steps")
+    if warmup is None:
+        set_warmup(draft, RATIO, ratio)
+    else:
+        draft.set("learner.warmup_versions", warmup * steps.updates)
+    set_schedule(draft, STYLE, given.take(STYLE, default="constant"))

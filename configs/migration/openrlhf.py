@@ -1,8 +1,5 @@
 """The settings of OpenRLHF's `train_ppo_ray`, as a run file. docs/from-other-systems.md has the table for people."""
 
-from typing import Any
-
-from configs.data.sources import count_rows
 from configs.migration.draft import (
     Draft,
     Given,
@@ -10,10 +7,14 @@ from configs.migration.draft import (
     data_path,
     list_the_rest,
     rename,
+    rows_of,
     run_name,
+    set_every,
     set_sampling,
+    set_schedule,
     set_steps,
     set_versions,
+    set_warmup,
     split_gpus,
 )
 from configs.migration.verl import AUTO, COLOCATED
@@ -199,18 +200,10 @@ def _algorithm(given: Given, draft: Draft) -> None:
 
 
 def _schedule(given: Given, draft: Draft, steps: Steps) -> None:
-    train: Any = draft.tree.get("data", {}).get("train")
-    rows = count_rows(train) if isinstance(train, str) and "${" not in train else None
-    set_versions(draft, None, given.take("num_episodes", default=1), steps.updates, rows, steps.prompts)
-    for theirs, ours in (("save_steps", "learner.checkpoint_every"), ("eval_steps", "eval.every")):
-        every = given.take(theirs, default=-1)
-        draft.set(ours, every * steps.updates if every > 0 else None)
-    if "eval" not in draft.tree["data"]:
-        draft.tree.pop("eval", None)
-    versions, ratio = draft.tree.get("run", {}).get("versions"), given.take("lr_warmup_ratio", default=0.03)
-    draft.set("learner.warmup_versions", round(ratio * versions) if versions else None)
-    schedule = given.take("lr_scheduler", default="cosine_with_min_lr")
-    draft.set("learner.schedule", "cosine" if str(schedule).startswith("cosine") else "constant")
+    set_versions(draft, None, given.take("num_episodes", default=1), steps.updates, rows_of(draft), steps.prompts)
+    set_every(given, draft, steps.updates, "save_steps", "eval_steps")
+    set_warmup(draft, "lr_warmup_ratio", given.take("lr_warmup_ratio", default=0.03))
+    set_schedule(draft, "lr_scheduler", given.take("lr_scheduler", default="cosine_with_min_lr"))
 
 
 def _gpus(given: Given, draft: Draft) -> None:

@@ -1,8 +1,5 @@
 """The settings of TRL's GRPOTrainer, as a run file. docs/from-other-systems.md has the table for people."""
 
-from typing import Any
-
-from configs.data.sources import count_rows
 from configs.migration.draft import (
     Draft,
     Given,
@@ -10,11 +7,14 @@ from configs.migration.draft import (
     data_path,
     list_the_rest,
     rename,
+    rows_of,
     run_name,
     set_sampling,
+    set_schedule,
     set_steps,
     set_trackers,
     set_versions,
+    set_warmup,
     split_gpus,
 )
 from configs.migration.verl import AUTO
@@ -47,10 +47,13 @@ LOSSES = {
 }
 """Loss and aggregation of each `loss_type`."""
 REWARDS = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math"}
-SCHEDULES = ("constant", "linear", "cosine")
 OWN_GPUS = "= servers have GPUs of their own"
 REASONS = {
     "num_iterations": "a batch is trained once",
+    "lora_dropout": "adapters have no dropout, so that servers compute what the learner does",
+    "lora_task_type": "= the task is always to write text",
+    "task_type": "= the task is always to write text",
+    "bias": "adapters have no biases",
     "use_vllm": "= servers are always vLLM's",
     "vllm_mode": OWN_GPUS,
     "vllm_gpu_memory_utilization": "= a server has its GPU for itself and takes vLLM's own default",
@@ -171,23 +174,20 @@ def _algorithm(given: Given, draft: Draft) -> None:
 
 
 def _schedule(given: Given, draft: Draft, steps: Steps) -> None:
-    train: Any = draft.tree.get("data", {}).get("train")
-    rows = count_rows(train) if isinstance(train, str) and "${" not in train else None
     total, epochs = given.take("max_steps", default=-1), given.take("num_train_epochs", default=3)
     if total > 0:  # TRL counts optimizer steps, as versions do
         draft.set("run.versions", total)
     else:
-        set_versions(draft, None, epochs, steps.updates, rows, steps.prompts)
+        set_versions(draft, None, epochs, steps.updates, rows_of(draft), steps.prompts)
     draft.set("learner.checkpoint_every", given.take("save_steps"))
     if given.take("eval_steps"):
         draft.lacks("eval_steps", given.settings["eval_steps"], "name a file in data.eval, then set eval.every")
-    versions, ratio = draft.tree.get("run", {}).get("versions"), given.take("warmup_ratio", default=0.0)
-    by_ratio = round(ratio * versions) if versions else 0 if not ratio else None
-    draft.set("learner.warmup_versions", given.take("warmup_steps", default=by_ratio))
-    schedule = given.take("lr_scheduler_type", default="linear")
-    draft.set("learner.schedule", schedule if schedule in SCHEDULES else "constant")
-    if schedule not in SCHEDULES:
-        draft.lacks("lr_scheduler_type", schedule, "learner.schedule: constant is taken")
+    ratio, warmup = given.take("warmup_ratio", default=0.0), given.take("warmup_steps")
+    if warmup is None:
+        set_warmup(draft, "warmup_ratio", ratio)
+    else:
+        draft.set("learner.warmup_versions", warmup)
+    set_schedule(draft, "lr_scheduler_type", given.take("lr_scheduler_type", default="linear"))
     betas = given.take("adam_beta1", default=0.9), given.take("adam_beta2", default=0.999)
     draft.set("learner.betas", list(betas))
 
@@ -195,7 +195,6 @@ def _schedule(given: Given, draft: Draft, steps: Steps) -> None:
 def _adapter(given: Given, draft: Draft) -> None:
     rank, alpha = given.take("lora_r"), given.take("lora_alpha", default=32)
     targets, wanted = given.take("lora_target_modules", default="all-linear"), given.take("use_peft", default=False)
-    given.take("lora_dropout", "lora_task_type", "task_type", "bias")
     if wanted or rank:
         draft.set("model.lora.rank", rank or 16)
         draft.set("model.lora.alpha", alpha)

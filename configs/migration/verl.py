@@ -1,6 +1,5 @@
 """The settings of verl's `main_ppo`, as a run file. docs/from-other-systems.md has the table for people."""
 
-from configs.data.sources import count_rows
 from configs.migration.draft import (
     Draft,
     Given,
@@ -8,15 +7,20 @@ from configs.migration.draft import (
     data_path,
     list_the_rest,
     rename,
+    rows_of,
     run_name,
+    set_every,
     set_sampling,
+    set_schedule,
     set_steps,
     set_trackers,
     set_versions,
+    set_warmup,
     split_gpus,
 )
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+RATIO, STYLE = f"{ACTOR}optim.lr_warmup_steps_ratio", f"{ACTOR}optim.lr_scheduler_type"
 NAMES = {
     "data.max_prompt_length": "data.max_prompt_tokens",
     "data.max_response_length": "sampling.max_tokens",
@@ -89,6 +93,7 @@ REASONS = {
     f"{ROLLOUT}multi_turn.": "turns and tools are a task of your own: docs/tasks.md and docs/agents.md",
     f"{ROLLOUT}agent.": "turns and tools are a task of your own: docs/tasks.md and docs/agents.md",
     f"{ROLLOUT}val_kwargs.": "set it for the set of data.eval, see docs/evaluation.md",
+    "algorithm.lam": "= there is no critic",
     "trainer.critic_warmup": "there is no critic",
     "trainer.project_name": "= trackers have the run's name",
     "trainer.val_before_train": "= eval.every evaluates version 0 too",
@@ -195,7 +200,11 @@ def _kl(given: Given, draft: Draft) -> None:
         draft.note(f"the KL loss is algorithm.reference_kl {coefficient}, as k2 not as kl_loss_type {kind}")
     if given.take("algorithm.use_kl_in_reward"):
         draft.lacks("algorithm.use_kl_in_reward", in_reward, "KL is a term of the loss: set algorithm.reference_kl")
-    given.take("algorithm.kl_ctrl.type", "algorithm.kl_penalty", "algorithm.gamma", "algorithm.lam")
+    given.take("algorithm.kl_ctrl.type", "algorithm.kl_penalty")
+    if (gamma := given.take("algorithm.gamma", default=1)) != 1:
+        draft.lacks(
+            "algorithm.gamma", gamma, "rewards are not discounted over tokens; algorithm.turn_discount is for turns"
+        )
 
 
 def _overlong(given: Given, draft: Draft) -> None:
@@ -210,24 +219,16 @@ def _overlong(given: Given, draft: Draft) -> None:
 
 
 def _schedule(given: Given, draft: Draft, steps: Steps) -> None:
-    train = draft.tree["data"].get("train")
-    rows = count_rows(train) if isinstance(train, str) and "${" not in train else None
     total, epochs = given.take("trainer.total_training_steps"), given.take("trainer.total_epochs")
-    set_versions(draft, total, epochs, steps.updates, rows, steps.prompts)
-    for theirs, ours in (("trainer.save_freq", "learner.checkpoint_every"), ("trainer.test_freq", "eval.every")):
-        every = given.take(theirs, default=-1)
-        draft.set(ours, every * steps.updates if every > 0 else None)
-    if "eval" not in draft.tree["data"]:
-        draft.tree.pop("eval", None)
+    set_versions(draft, total, epochs, steps.updates, rows_of(draft), steps.prompts)
+    set_every(given, draft, steps.updates, "trainer.save_freq", "trainer.test_freq")
     warmup = given.take(f"{ACTOR}optim.lr_warmup_steps", default=-1)
-    ratio = given.take(f"{ACTOR}optim.lr_warmup_steps_ratio", default=0.0)
-    versions = draft.tree.get("run", {}).get("versions")
+    ratio = given.take(RATIO, default=0.0)
     if warmup >= 0:
         draft.set("learner.warmup_versions", warmup * steps.updates)
     else:
-        draft.set("learner.warmup_versions", round(ratio * versions) if versions else 0 if not ratio else None)
-    style = given.take(f"{ACTOR}optim.lr_scheduler_type", f"{ACTOR}optim.warmup_style", default="constant")
-    draft.set("learner.schedule", style if style in ("constant", "cosine", "linear") else None)
+        set_warmup(draft, RATIO, ratio)
+    set_schedule(draft, STYLE, given.take(STYLE, f"{ACTOR}optim.warmup_style", default="constant"))
 
 
 def _adapter(given: Given, draft: Draft) -> None:

@@ -57,6 +57,24 @@ def value(config: Config, key: str) -> Any:
 
 
 @pytest.mark.parametrize(
+    ("settings", "key", "keys"),
+    [
+        ("algorithm.gamma=0.9", "algorithm.gamma", {}),
+        (f"{verl.STYLE}=wsd", verl.STYLE, {"schedule": "constant"}),
+        (f"{verl.STYLE}=cosine", "", {"schedule": "cosine"}),
+        (f"{verl.RATIO}=0.1", verl.RATIO, {"schedule": "constant"}),
+        (f"{verl.RATIO}=0.1 trainer.total_training_steps=50", "", {"warmup_versions": 20}),
+    ],
+)
+def test_what_a_run_file_cannot_say_is_listed(settings: str, key: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """50 steps of 1,024 prompts in updates of 256 are 200 versions."""
+    (tmp_path / "run.sh").write_text(f"python -m verl actor_rollout_ref.model.path=m {settings}\n")
+    _, draft = convert(tmp_path / "run.sh")
+    assert any(line.startswith(f"{key}: ") for line in draft.missing) == bool(key)
+    assert keys.items() <= draft.tree["learner"].items()
+
+
+@pytest.mark.parametrize(
     ("name", "wanted"),
     [
         (
