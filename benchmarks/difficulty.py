@@ -31,8 +31,7 @@ GOAL = 0.7
 TARGET = 0.6
 """Tokens by difficulty, as a share of those of uniform drawing, at most."""
 MIXTURES = {"40/20/40": (0.4, 0.2, 0.4), "60/20/20": (0.6, 0.2, 0.2), "20/60/20": (0.2, 0.6, 0.2)}
-"""Shares of trivial, fit and impossible problems. Of the last one most are fit, so that there is little to save: it has
-no target."""
+"""Shares of trivial, fit and impossible problems. Most problems of the last mixture are fit: it has no target."""
 LITTLE_TO_SAVE = "20/60/20"
 SHORT, LONGEST = 120, 512
 """Mean tokens of a sample, and most; samples of impossible problems have the most."""

@@ -18,7 +18,7 @@ from buffer.data.columns import ProblemsError as ProblemsError  # whoever loads 
 from buffer.data.parts import JoinedRows, SourcePart, digest_of, open_source
 from buffer.image_rows import IMAGES, ImageRows, JoinedImages
 from buffer.images import ImageError, ImageFormat
-from configs.data.sources import Source, SourceError, parts_of, told
+from configs.data.sources import Source, SourceError, parts_of, source_name
 from configs.schema import MOST_MESSAGE_MIB, Config, DataConfig
 
 LOOKED_AT = 1000
@@ -117,7 +117,7 @@ def load_problems(
     try:
         sources = [(part.weight, open_source(part, data, key, truth, index)) for part in parts_of(source)]
     except SourceError as error:
-        raise ProblemsError(f"{key} {told(source)}: {error}") from None
+        raise ProblemsError(f"{key} {source_name(source)}: {error}") from None
     parts = [part for _, found in sources for part in found]
     rows = JoinedRows(parts)
     shares = [(sum(part.rows.number for part in found), weight) for weight, found in sources if weight is not None]
@@ -135,7 +135,7 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
     if form is None:
         problem = f"{len(sizes):,} rows have images, but model.path {config.model.path} is a text model"
         remedy = "name a vision-language model, or leave these rows out"
-        raise ProblemsError(f"data.{key} {told(config.data.sources()[key])}: {problem}; {remedy}")
+        raise ProblemsError(f"data.{key} {source_name(config.data.sources()[key])}: {problem}; {remedy}")
     limit, rows = config.buffer.max_message_mib, ceil(config.batch.groups / config.learner.ranks)
     needed = ceil(sum(sizes[:rows]) / 2**20)
     if key == "train" and needed > limit:

@@ -24,7 +24,7 @@ class Check(BaseModel):
     """The largest difference that holds."""
     unit: str = ""
     fault: str = ""
-    """Why it does not hold, with the type of the layer at fault; empty if it holds."""
+    """The reason why it does not hold, with the type of the layer at fault; empty if it holds."""
     note: str = ""
     """Why nothing was compared, or with what."""
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from configs import publishing, sft, variables
-from configs.data.sources import INSTALL, problems_with, told
+from configs.data.sources import INSTALL, problems_with, source_name
 from configs.load import ConfigError
 from configs.model_facts import model_facts
 from configs.own_packages import shadows
@@ -405,7 +405,7 @@ def _sizes(config: Config) -> Iterator[str]:
 def _epochs(config: Config, problems: int | None) -> Iterator[str]:
     epochs, groups, versions = config.data.epochs, config.batch.groups, config.run.versions
     if problems == 0:
-        yield f"data.train: {told(config.data.train)} has no problems; name a file that has"
+        yield f"data.train: {source_name(config.data.train)} has no problems; name a file that has"
     if not problems or epochs is None or epochs * problems >= versions * groups:
         return
     problem = f"data.epochs: {epochs} x {problems} problems = {epochs * problems} groups"

@@ -133,7 +133,7 @@ def _flow(config: Config, flow: Flow, runs: int, room: KvRoom) -> Iterator[str]:
         how = f"at most: rollout.sequences auto begins with {start:,} a server and adds some while the learner waits"
     yield f"sequences: {product}, {how}"
     held = "" if room.sequences is None else f"{room.sequences:,} sequences of {mean_tokens(config):,.0f} tokens, by "
-    yield f"KV cache of a server: {held}{room.told}"
+    yield f"KV cache of a server: {held}{room.basis}"
     limit = "the places" if runs == each else "the KV cache" if runs < most_running(config) else MAX_NUM_SEQS
     if flow.running <= NEARLY_FULL * most:
         limit = "the bound on age (batch.max_staleness, batch.groups)"

@@ -366,7 +366,7 @@ class SftConfig(Section):
     a number; null: the run file describes reinforcement learning."""
     turns: Literal["all", "last", "flagged"] = "all"
     """Answers of the assistant that are trained where a row has `messages`: all of them, the last one, or those whose
-    message has `train: true` (`flagged`). Of a row of prompt and answer the answer is trained."""
+    message has `train: true` (`flagged`). A row of prompt and answer has its answer trained."""
     max_tokens: Positive | Literal["auto"] = "auto"
     """Longest row in tokens; `auto`: as long as the model's positions, and `learner.tokens_per_microbatch` if that is a
     number, allow."""

@@ -7,7 +7,7 @@ that only reinforcement learning reads must be absent: whoever writes a key ther
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from configs.data.sources import SourceError, generated, parts_of, told
+from configs.data.sources import SourceError, generated, parts_of, source_name
 from configs.model_facts import model_facts
 from configs.schema import NO_REWARD, Config
 
@@ -108,7 +108,7 @@ def _sources(config: Config) -> Iterator[str]:
         try:
             made = [part.path for part in parts_of(source) if generated(part.path)]
         except SourceError as error:
-            yield f"data.{key}: {told(source)}: {error}"
+            yield f"data.{key}: {source_name(source)}: {error}"
             continue
         for path in made:
             yield f"data.{key}: {path}: a generated set holds no demonstrations; write its rows to a file with answers"

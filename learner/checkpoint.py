@@ -339,7 +339,7 @@ def _refusal(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> str 
 
 
 def _misplaced(folder: Path, wanted: DataPosition | None) -> str | None:
-    """What is wrong if the checkpoint in `folder` was trained on other data than the run now has; None if nothing."""
+    """Return what is wrong if the checkpoint in `folder` was trained on other data than the run has now, or None."""
     found = position_of(folder)
     if found == wanted:
         return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from actors.doctor.trial import Judgement
 from buffer.images import ImageError, counted
-from configs.data.sources import told
+from configs.data.sources import source_name
 from configs.load import ConfigError
 from configs.schema import Config
 
@@ -22,7 +22,7 @@ def judge_images(judgement: Judgement, config: Config, problems: "Problems", key
     form = check_images(config, problems, key)
     if form is None or problems.images is None:
         return
-    where, broken = f"data.{key}: {told(config.data.sources()[key])}", list(problems.images.broken)
+    where, broken = f"data.{key}: {source_name(config.data.sources()[key])}", list(problems.images.broken)
     shown: list[tuple[int, int, str]] = []  # pixels of the file, tokens, both in words
     for height, width in problems.images.sizes:
         try:

@@ -27,7 +27,7 @@ from buffer.store.lock import holder, lock_of
 from configs import variables
 from configs.architecture import PROVEN
 from configs.checks import check, cluster_of, existing, named_by, refuse_sft
-from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
+from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, source_name
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.flow.capacity import open_files
@@ -208,7 +208,7 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
     try:
         judgement.add(try_out(parts_to_try(config, judgement.refused), config, rows, judgement.rows))
     except TypeError as error:
-        judgement.refused.append(f"data.train: {told(config.data.train)}: no message can hold a row: {error}")
+        judgement.refused.append(f"data.train: {source_name(config.data.train)}: no message can hold a row: {error}")
 
 
 def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:

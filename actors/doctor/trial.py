@@ -26,7 +26,7 @@ import msgpack
 
 from buffer.image_rows import IMAGES
 from configs.architecture import is_proven
-from configs.data.sources import told
+from configs.data.sources import source_name
 from configs.load import ConfigError, dump, parse
 from configs.own_packages import command
 from configs.schema import Config
@@ -288,11 +288,11 @@ def judge_failures(found: Judgement, config: Config, failed: dict[int, str], oth
     example = next(f"row {number}: {reason}" for number, reason in failed.items())
     if others:
         share = f"{len(failed):,} of {len(failed) + others:,} rows looked at cannot be made a prompt and are dropped"
-        found.warnings.append(f"data.train: {told(config.data.train)}: {share}, such as {example}")
+        found.warnings.append(f"data.train: {source_name(config.data.train)}: {share}, such as {example}")
     else:
         keys = "its columns and images, data.chat_template and data.format_prompt"
         found.refused.append(
-            f"data.train: {told(config.data.train)}: no row can be made a prompt, {example}; correct {keys}"
+            f"data.train: {source_name(config.data.train)}: no row can be made a prompt, {example}; correct {keys}"
         )
 
 
@@ -367,7 +367,7 @@ def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Row
         looked_at += 1
         if time.monotonic() > end:
             break
-    where, name = f"data.train: {told(config.data.train)}", function.name
+    where, name = f"data.train: {source_name(config.data.train)}", function.name
     for number, why in list(unusable.items())[:1]:
         if len(unusable) < looked_at:
             share = f"{len(unusable):,} of {looked_at:,} rows looked at have no ground truth that {name} can use"

@@ -48,7 +48,7 @@ def screen(overview: Overview, records: Records) -> Group:
         Text.assemble((visible_line(value), "bold"), (f"\n{name}", "dim")) for name, value in overview.figures.items()
     ]
     figures = Columns(shown, padding=(0, 3))
-    status = Text.assemble((overview.status, STYLES[overview.status]), f"  {visible_line(overview.told)}")
+    status = Text.assemble((overview.status, STYLES[overview.status]), f"  {visible_line(overview.summary)}")
     parts: list[RenderableType] = [status, figures, Text(f"\n{visible_line(overview.advice)}", "bold")]
     parts += [Text(f"{alert.level}: {visible_line(alert.text)}", STYLES[alert.level]) for alert in overview.alerts]
     if curve := spark(records.column("reward/mean")[1]):

@@ -112,7 +112,7 @@ class Watcher:
         overview = look_over(self.config, self.records, state, now, ended, answers, self._launched)
         if overview.status != "silent" or is_tuned(self.config):
             return overview
-        return replace(overview, told=self._silence())
+        return replace(overview, summary=self._silence())
 
     def _silence(self) -> str:
         if self._trouble:

@@ -174,7 +174,7 @@ function showOverview(lost) {
   const o = D.overview, state = lost ? "silent" : o.status;
   document.title = `${D.name} ${o.version}/${o.versions}`;
   $("name").textContent = D.name; $("status").textContent = lost ? "no news" : state; $("status").style.color = `var(${SAID[state]})`;
-  $("told").textContent = lost ? "`python -m actors watch` does not answer" : o.told;
+  $("told").textContent = lost ? "`python -m actors watch` does not answer" : o.summary;
   $("figures").replaceChildren(...Object.entries(o.figures).map(([name, value]) => { const div = make("div"); div.append(make("dt", name), make("dd", value)); return div; }));
   $("bar").style.width = 100 * o.version / o.versions + "%";
   $("says").replaceChildren(make("div", o.advice, "say advice"), ...o.alerts.map(([level, text]) => make("div", text, "say " + level)), ...(D.trouble ? [make("div", D.trouble, "say bad")] : []));

@@ -59,7 +59,7 @@ class Situation:
     parked: float | None = None
     """Share of the servers' slots without work because admission is closed."""
     servers: int = 1
-    """That are heard."""
+    """Servers whose heartbeats arrive."""
     wanted: int | None = None
     """Servers that the run asks for, where they scale."""
     none_solved: float = 0.0
@@ -81,7 +81,7 @@ class Situation:
 
 
 def situation(config: Config, records: Records, state: State | None, waiting: str = "") -> Situation:
-    """That of the run now."""
+    """Return the present situation of the run."""
     recent = figures.recent(records)
 
     def mean(key: str) -> float | None:
@@ -242,7 +242,7 @@ def _silence(config: Config, name: str, server: Mapping[str, Any]) -> Alert:
 
 
 def _preemptions(records: Records) -> list[Alert]:
-    """Of the last looks, if vLLM had to compute sequences again in most of them."""
+    """Return an alert if vLLM had to compute sequences again in most of the last looks."""
     looks = [look for _, look in sorted(records.servers.items())[-figures.LAST :]]
     counts = [float(look["servers/preempted"]) for look in looks if "servers/preempted" in look]
     rises = sum(after > before for before, after in pairwise(counts))

@@ -34,7 +34,7 @@ class Overview:
 
     status: str
     """`running`, `silent` (nobody answers and the run has not ended), `ended`, or `waiting` (no record yet)."""
-    told: str
+    summary: str
     """The status in words."""
     version: int
     versions: int
@@ -74,15 +74,15 @@ def look_over(
     alerts = find_alerts(config, records, state, stalled_s, live)
     if status == "silent" and records.by_version:  # whatever the records say was true before
         advice = f"Nothing answers. If the launcher is gone too, go on with: {GO_ON} {config.run.path / 'config.yaml'}."
-        alerts = [Alert("bad", f"{_told(status, since_s)}; see logs/buffer.log"), *alerts]
-    told = _told(status, since_s)
+        alerts = [Alert("bad", f"{_summary(status, since_s)}; see logs/buffer.log"), *alerts]
+    summary = _summary(status, since_s)
     if tuning.is_tuned(config):
         advice = tuning.go_on(config) if status == "silent" else tuning.advice(records)
         alerts = [alert for alert in alerts if status != "silent" or "buffer" not in alert.text]
-        told = tuning.go_on(config).partition(".")[0] if status == "silent" else told
+        summary = tuning.go_on(config).partition(".")[0] if status == "silent" else summary
     return Overview(
         status=status,
-        told=ended or told,
+        summary=ended or summary,
         version=max(records.by_version, default=0),
         versions=config.run.versions,
         figures=_headline(config, records, state if answers else None, answers),
@@ -95,7 +95,7 @@ def look_over(
     )
 
 
-def _told(status: str, since_s: float | None) -> str:
+def _summary(status: str, since_s: float | None) -> str:
     ago = "no version yet" if since_s is None else f"last version {timedelta(seconds=round(since_s))} ago"
     return f"the buffer does not answer; {ago}" if status == "silent" else ago
 

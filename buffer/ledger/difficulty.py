@@ -1,8 +1,8 @@
 """Draws problems by how hard they are: each band of solved share gets its share of the draws (`data.difficulty`).
 
 A row of the data set is in a band (`rows.py`). Source and band of a draw take turns by weight, so that in any stretch
-each has its share within a draw or two, as long as it has rows; the turns of a band without rows go to the others. Of a
-band comes the row that was drawn longest ago; rows that were never drawn come in the order of the first epoch.
+each has its share within a draw or two, as long as it has rows; the turns of a band without rows go to the others. A
+band gives the row that was drawn longest ago; rows that were never drawn come in the order of the first epoch.
 
 A row may be drawn unless its last item is still waiting, leased or stored, or it rests: for `rest` versions after each
 draw, for `return_after` more once it is retired, which is when it was solved by all samples of `streak` groups in a
@@ -46,7 +46,7 @@ class RowPlace(NamedTuple):
     """
 
     kind: str
-    """One of BANDS: it may be drawn; `busy`, `resting`, `retired`."""
+    """A band (BANDS): the row may be drawn. Or `busy`, `resting`, `retired`."""
     last_item: int
     due: int = 0
     """Version of the next batch from which on it may be drawn."""

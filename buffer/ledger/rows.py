@@ -14,7 +14,7 @@ from buffer.ledger.types import FailureKind, RowValues
 BANDS = ("unseen", "unsolved", "between", "solved")
 """No group yet; none of its samples solved; some; all."""
 OWN_FAILURES = ("reward", "task", "prompt")
-"""Kinds of failures that may come from the row. Those of vLLM and of the infrastructure may not."""
+"""Kinds of failures that may come from the row. Failures of vLLM and of the infrastructure may not."""
 
 
 class Marks(NamedTuple):
@@ -54,7 +54,7 @@ class RowRecord:
         return (*counts, self.last_item, self.last_version, self.failed, self.hopeless, self.reason)
 
     def band(self, streak: int) -> str:
-        """One of BANDS. After `streak` equal groups in a row what came before them counts no longer."""
+        """Return the band (BANDS). After `streak` equal groups in a row, earlier groups count no longer."""
         if not self.groups:
             return "unseen"
         if self.solved == self.samples or self.streak >= streak:

@@ -61,7 +61,7 @@ def parts_of(source: Source) -> list[MixedSource]:
     return parts
 
 
-def told(source: Source) -> str:
+def source_name(source: Source) -> str:
     """A source in a few words. Example: `a.parquet and 2 more`"""
     parts = [source] if isinstance(source, Path | str) else [part.path for part in source]
     return f"{parts[0]}{f' and {len(parts) - 1} more' if len(parts) > 1 else ''}"

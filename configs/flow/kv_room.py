@@ -25,7 +25,7 @@ class KvRoom(NamedTuple):
     """Sequences of the mean length that a server's cache holds, None where unknown, and how that is known."""
 
     sequences: int | None
-    told: str
+    basis: str
     tokens: int | None = None
     """Tokens that it holds."""
 
@@ -43,9 +43,9 @@ def kv_room(
     room, shards = given.get("kv_cache_memory_bytes"), config.rollout.tensor_parallel
     parameters = facts.parameters or parameters or 0
     if room is not None:
-        told = f"{KEY} {room}"
+        basis = f"{KEY} {room}"
     elif config.rollout.device == "cpu":
-        room, told = CPU_KV_BYTES, f"{CPU_KV_BYTES >> 20} MiB on a CPU"
+        room, basis = CPU_KV_BYTES, f"{CPU_KV_BYTES >> 20} MiB on a CPU"
     elif gpu_bytes is None:
         on_cpu = f"; on a CPU it is {CPU_KV_BYTES >> 20} MiB" if config.rollout.device == "auto" else ""
         return KvRoom(None, f"not known: this machine has no GPU, and the run file no {KEY}{on_cpu}")
@@ -54,13 +54,13 @@ def kv_room(
         weights = parameters * BYTES[config.model.dtype] // shards
         room = share * gpu_bytes - weights if isinstance(share, int | float) else None
         less = f"less {weights / 1e9:.3g} GB of weights, nothing taken off for activations and CUDA graphs"
-        told = f"a GPU {card}, {gpu_bytes / 1e9:.3g} GB x {share}, {less}"
+        basis = f"a GPU {card}, {gpu_bytes / 1e9:.3g} GB x {share}, {less}"
     if not (facts.kv_numbers and facts.kv_heads and parameters and isinstance(room, int | float)):
         return KvRoom(None, f"not known, because model.path {config.model.path} tells nothing of a token's size")
     width = 1 if str(given.get("kv_cache_dtype")).startswith("fp8") else BYTES[config.model.dtype]
     token = width * facts.kv_numbers / min(shards, facts.kv_heads)
     held = max(0.0, room / token)
-    return KvRoom(int(held / (mean_tokens(config) + HALF_A_BLOCK)), told, int(held))
+    return KvRoom(int(held / (mean_tokens(config) + HALF_A_BLOCK)), basis, int(held))
 
 
 def gpu_bytes() -> int | None:

@@ -66,7 +66,7 @@ class OwnAdvantage:
 
 
 def must_have(key: str, name: str, made: object, shape: torch.Size, wanted: str) -> None:
-    """Raise ValueError unless `made` is a tensor of this shape: another one would be broadcast without a word."""
+    """Raise ValueError unless `made` is a tensor of this shape: torch would broadcast another one in silence."""
     if isinstance(made, Tensor) and made.shape == shape:
         return
     found = (

@@ -82,7 +82,7 @@ def check_loss(config: AlgorithmConfig, has_segments: bool) -> None:
 
 
 def not_added(what: str, total: Tensor, value: Tensor) -> str:
-    """What is wrong with a loss that depends on how its batch is cut."""
+    """Return what is wrong with a loss that depends on how its batch is cut."""
     problem = f"a batch cut into {what} has the loss {total:.6g}, or another gradient, and the whole batch {value:.6g}"
     if "segment" in what:
         return f"{problem}; use inputs.sample_log_ratio() and inputs.sequence_tokens in place of sums over a sample"

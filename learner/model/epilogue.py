@@ -25,7 +25,7 @@ class Epilogue(NamedTuple):
     """Example: `Epilogue(scale=0.25)` for Cohere, `Epilogue(softcap=30.0)` for Gemma 2."""
 
     scale: float = 1.0
-    """Of the logits, before the softcap."""
+    """The factor of the logits, before the softcap."""
     softcap: float | None = None
 
     @classmethod

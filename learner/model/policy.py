@@ -212,7 +212,7 @@ class Policy(nn.Module):
                 yield name, local if scale == 1.0 else local * scale
 
     def replicated_names(self) -> frozenset[str]:
-        """Of the names of `weight_specs` those that every rank holds whole."""
+        """The names of `weight_specs` whose weights every rank holds whole."""
         return frozenset(name for name, p, _ in self._published() if not is_sharded(p))
 
     def weight_specs(self) -> list[Spec]:
@@ -237,7 +237,7 @@ class Policy(nn.Module):
         return unshard((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
 
     def frozen_names(self) -> frozenset[str]:
-        """Of the names of `weight_specs` those that are never trained (`model.freeze`): whole modules. The files hold
+        """The names of `weight_specs` whose weights are never trained (`model.freeze`): whole modules. The files hold
         these under the same names: they are of models in PROVEN."""
         return frozenset(name for name, p, _ in self._published() if not p.requires_grad)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from buffer.data.parts import JoinedRows, open_source
 from buffer.ledger import schedule
-from configs.data.sources import Source, SourceError, parts_of, told
+from configs.data.sources import Source, SourceError, parts_of, source_name
 from configs.load import ConfigError
 from configs.schema import Config
 from configs.sft import longest
@@ -95,7 +95,7 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
             for part in parts_of(source)
         ]
     except SourceError as error:
-        raise ConfigError([f"{key}: {told(source)}: {error}"]) from None
+        raise ConfigError([f"{key}: {source_name(source)}: {error}"]) from None
     rows = JoinedRows([part for _, found in opened for part in found])
     if pictured := next((part.where for part in rows.parts if part.rows.images is not None), None):
         raise ConfigError([f"{pictured}: rows have images, and only text is trained; leave the column images out"])
@@ -110,7 +110,7 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
         start = stop
     made = Demonstrations(_exchanged(own, number), ranges, config.run.seed, config.data.shuffle and key == "data.train")
     if not len(made):
-        raise ConfigError([f"{key}: {told(source)}: every row is too long; raise sft.max_tokens"])
+        raise ConfigError([f"{key}: {source_name(source)}: every row is too long; raise sft.max_tokens"])
     log.info("%s: %d rows%s", key, len(made), f", {made.dropped} dropped: too long" if made.dropped else "")
     return made
 

@@ -1,6 +1,6 @@
 """Texts become the microbatches of this rank, the same number on all ranks.
 
-Every rank knows all texts of a batch, so each works out the same cut over ranks, without a word. Pure functions.
+Every rank knows all texts of a batch, so all compute the same cut and exchange nothing. Pure functions.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from learner.train.batch import balance, first_fit, pack
 def microbatches(
     texts: Sequence[TrainedText], rank: int, world: int, budget: int, quadratic: float = 0.0
 ) -> list[Microbatch]:
-    """Those of `rank`: rows of at most `budget` tokens, a longer text in one of its own. `quadratic`: cost of
-    attention, so that a text of n tokens costs n + quadratic * n²."""
+    """The microbatches of `rank`: at most `budget` tokens each, a longer text alone. `quadratic`: cost of attention, so
+    that a text of n tokens costs n + quadratic * n²."""
     lengths = [len(text.tokens) for text in texts]
     costs = [n + quadratic * n * n for n in lengths]
     shares = balance(lengths, costs, sum(lengths), world)

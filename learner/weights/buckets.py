@@ -133,7 +133,7 @@ class Buckets:
             raise ValueError(problem)
 
     def messages(self, first: int = 0) -> list[torch.Tensor]:
-        """What is broadcast, in order: every bucket from `first` on."""
+        """The buckets that are broadcast, in order: every one from `first` on."""
         return self.buckets[first:]
 
     def checksums(self, first: int = 0) -> torch.Tensor:

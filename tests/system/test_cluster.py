@@ -150,7 +150,7 @@ def test_nodes_and_processes_are_lost_and_nothing_else_is(tmp_path: Path) -> Non
                 scene.watched(learner_ended, "wait for the learner")
             scene.goes_on(*three)
             with scene.lost("buffer", *scene.processes("buffer", str(run.file))):
-                scene.watched(lambda it: "the buffer does not answer" in it.told, "silence of the buffer")
+                scene.watched(lambda it: "the buffer does not answer" in it.summary, "silence of the buffer")
             scene.goes_on(*three)
 
             (there,) = {name for name in three if scene.said(rf"\[{name}\] started: pid \d+ on 127.0.0.2")}

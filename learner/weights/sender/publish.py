@@ -3,7 +3,7 @@
 The first replica publishes, ranks of others (`Bystander`) do nothing. Rank 0 (`Sender`) copies what it sends into
 one of its two copies and returns; its background thread (`distributor.Distributor`) brings it to the servers while the
 learner trains on: it gathers the servers while the weights are still being copied, and sends as soon as they are.
-What it sends is decided by `weights.publish`:
+`weights.publish` decides what each rank sends:
 
 - `rows`: each rank copies and sends the rows that it owns (`row_rank.RowRank` on the others). Nothing is gathered, and
   no rank holds more than its share of the two copies.

@@ -49,7 +49,7 @@ def test_a_run_whose_buffer_is_silent(tmp_path: Path, records: int) -> None:
     append(config.run.path, *(record(version) for version in range(1, records + 1)))
     seen = look_over(config, Records(config.run.path / "metrics.jsonl"), None, NOW)
     assert (seen.status, seen.version, seen.waits, seen.servers) == ("silent", records, [], [])
-    assert "does not answer" in seen.told and "time left" not in seen.figures
+    assert "does not answer" in seen.summary and "time left" not in seen.figures
     if records:
         assert f"actors launch {config.run.path / 'config.yaml'}." in seen.advice
         assert [alert.level for alert in seen.alerts][:1] == ["bad"]
@@ -67,5 +67,5 @@ def test_a_run_that_ended(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     append(config.run.path, *(record(version) for version in range(1, 41)))
     seen = look_over(config, Records(config.run.path / "metrics.jsonl"), state(), NOW, ended="finished at noon")
-    assert (seen.status, seen.told, seen.waits) == ("ended", "finished at noon", [])
+    assert (seen.status, seen.summary, seen.waits) == ("ended", "finished at noon", [])
     assert not any("lost" in alert.text for alert in seen.alerts)

@@ -59,7 +59,7 @@ def test_a_dead_run_says_how_it_goes_on(config: Config) -> None:
     seen = overview(config, live=False)
     command = f"python -m learner sft {config.run.path / 'config.yaml'}"
     assert seen.status == "silent" and seen.advice.endswith(command) and "time left" not in seen.figures
-    assert not any("buffer" in text for text in (seen.told, *(alert.text for alert in seen.alerts)))
+    assert not any("buffer" in text for text in (seen.summary, *(alert.text for alert in seen.alerts)))
 
 
 def test_status_knows_the_process(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def test_a_model_with_its_own_code_holds_where_that_may_run(mesh: Any, pair: Pai
 
 
 def test_a_small_copy_keeps_what_decides_how_it_is_computed() -> None:
-    """Of the shape of Gemma 2 27B: softcaps, scale, windows and the ratio of heads stay."""
+    """The shape of Gemma 2 27B: softcaps, scale, windows and the ratio of heads stay."""
     config = tiny_config("gemma2", hidden_size=4608, num_hidden_layers=46, num_attention_heads=32, head_dim=128)
     config.num_key_value_heads, config.intermediate_size, config.vocab_size = 16, 36864, 256000
     config.layer_types = ["sliding_attention", "full_attention"] * 23

@@ -1,4 +1,4 @@
-"""What is settled for a card that is not here is what the learner decides on it."""
+"""The settings for a card that is not here are those that the learner decides on it."""
 
 from pathlib import Path
 
