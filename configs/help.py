@@ -168,7 +168,7 @@ def suggest(wrong: str) -> str:
     if near := difflib.get_close_matches(leaf, here, 1, 0.6):
         return f"did you mean {above}.{near[0]}?"
     if same := [name for name in names if name.endswith(f".{leaf}") and NAME not in name]:
-        return f"did you mean {' or '.join(same)}?"
+        return f"did you mean {' or '.join(difflib.get_close_matches(wrong, same, 1, 0.85) or same)}?"
     if leaf in ELSEWHERE:
         return f"did you mean {ELSEWHERE[leaf]}?"
     if near := difflib.get_close_matches(wrong, names, 1, 0.75):

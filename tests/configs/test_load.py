@@ -67,6 +67,7 @@ def test_interpolation_reaches_keys_and_defaults(tmp_path: Path) -> None:
         ("optim.lr", "learner.lr"),
         ("batch.sample", "batch.samples"),
         ("batch.n", "batch.samples"),
+        ("bach.groups", "batch.groups"),
         ("max_staleness", "batch.max_staleness"),
         ("learner.tokens_per_microbach", "learner.tokens_per_microbatch"),
         ("trainer.total_epochs", "data.epochs"),
