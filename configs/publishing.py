@@ -13,6 +13,10 @@ COPIES_SHARE = 0.9
 """Share of a GPU that the copies for the servers may fill; the rest is for CUDA and NCCL. With 80 GB, the largest full
 model of one rank has about 17 G parameters in bfloat16."""
 
+GROUP_BYTES = 700 << 20
+"""GPU memory that NCCL may take on a server's worker for the group of each further rank that sends. Others have seen
+544 to 688 MB."""
+
 
 def shards_of(config: Config) -> int:
     """Ranks that share a copy of the model, as the run file says."""
@@ -20,8 +24,32 @@ def shards_of(config: Config) -> int:
 
 
 def publishes_rows(config: Config, shards: int) -> bool:
-    """Whether each of `shards` ranks sends its own rows; else rank 0 gathers and sends everything."""
-    return shards > 1 and config.weights.publish == "rows" and not _rank_0_alone(config, shards)
+    """Whether each of `shards` ranks sends its own rows; else rank 0 gathers and sends everything.
+
+    `auto` takes rows if rank 0 then holds more bytes less than a server holds more, whose workers have a group for each
+    further rank. It takes `gather` if the size of the model is unknown.
+    """
+    if not _may_publish_rows(config, shards):
+        return False
+    if config.weights.publish == "rows":
+        return True
+    sent = model_facts(config.model.path).sent_bytes(config.model)
+    return sent - sent // shards > (shards - 1) * GROUP_BYTES
+
+
+def _may_publish_rows(config: Config, shards: int) -> bool:
+    """Whether the run file lets each of `shards` ranks send its own rows."""
+    return shards > 1 and config.weights.publish != "gather" and not _rank_0_alone(config, shards)
+
+
+def choice(config: Config, shards: int) -> str:
+    """What `weights.publish: auto` takes, and why, for a learner with servers; empty if it is not `auto`."""
+    if config.weights.publish != "auto":
+        return ""
+    if publishes_rows(config, shards):
+        return f"weights.publish: auto takes rows: each of {shards} ranks holds its share of the copies for the servers"
+    alone = "one rank has the whole model" if shards == 1 else _rank_0_alone(config, shards)
+    return f"weights.publish: auto takes gather: {alone or 'the copies are small'}"
 
 
 def _rank_0_alone(config: Config, shards: int) -> str:
@@ -55,7 +83,7 @@ def copies(config: Config) -> tuple[int, str]:
 def most_parameters(config: Config, gpu_bytes: int) -> int:
     """Parameters of the largest full model whose copies for the servers fit GPUs of `gpu_bytes`, all of it trained."""
     shards = shards_of(config)
-    over = shards if publishes_rows(config, shards) else 1
+    over = shards if _may_publish_rows(config, shards) else 1
     return int(COPIES_SHARE * gpu_bytes) * over // (2 * BYTES[config.model.dtype])
 
 
@@ -81,8 +109,8 @@ def remedy(config: Config, shards: int) -> str:
         return f"raise learner.ranks or learner.shard, {smaller}"
     if _rank_0_alone(config, shards):
         return smaller
-    ranks = "" if shards > 1 else " and raise learner.ranks"
-    return f"set weights.publish: rows{ranks}, with which each rank holds its share (not run on GPUs yet), {smaller}"
+    more = "set weights.publish: rows" if shards > 1 else "raise learner.ranks"
+    return f"{more}, with which each rank holds its share, {smaller}"
 
 
 def is_loopback(host: str) -> bool:

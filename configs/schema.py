@@ -574,10 +574,10 @@ class WeightsConfig(Section):
     transport: Literal["broadcast", "safetensors"] = "broadcast"
     """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, which all servers
     must see; for servers that NCCL cannot reach."""
-    publish: Literal["gather", "rows"] = "gather"
+    publish: Literal["auto", "gather", "rows"] = "auto"
     """Who sends: rank 0, which gathers and holds two whole copies (`gather`); or each learner rank the rows that it
-    owns, and holds its share of two copies (`rows`), so that larger models fit. One rank sends everything either way.
-    `rows` has run over gloo on CPUs, and not yet on GPUs."""
+    owns, and holds its share of two copies (`rows`), so that larger models fit. `auto` takes `rows` where several ranks
+    share the model and the memory that rank 0 saves is more than a server needs for the connections."""
     staging: Literal["auto", "full", "bucket"] = "auto"
     """Where a server receives: into a second copy of the weights while the engine generates (`full`), or bucket by
     bucket into the engine's weights while it is paused (`bucket`); `auto` takes the copy if there is memory for it."""

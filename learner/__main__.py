@@ -47,7 +47,7 @@ from configs.entrypoint import (
 from configs.load import ConfigError, read
 from configs.origins import disclosed
 from configs.plain_text import print_visible
-from configs.publishing import copies_over, publishes_rows
+from configs.publishing import choice, copies_over, publishes_rows
 from configs.resume import fingerprint
 from configs.schema import Config
 from learner import loop, ranks, watchdog
@@ -211,6 +211,8 @@ def open_weights_wire(
         tokens, image = shown_tokens(tokenizer, longest, form)
         probe = ShownProbe(tokens, image, one_shown(tokens, [image]))
     ranks = sending_ranks(policy, mesh) if publishes_rows(config, shards(mesh)) else None
+    if mesh.get_rank() == 0 and (chosen := choice(config, shards(mesh))):
+        log.info("%s", chosen)
     if mesh.get_rank() > 0:
         if ranks:
             return RowRank(specs, config.weights, seed, policy.device, ranks, probe, frozen)

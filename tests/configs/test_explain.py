@@ -16,7 +16,15 @@ from configs.flow.sequences import open_groups
 from configs.flow.simulation import expected
 from configs.load import load
 from configs.model_facts import ModelFacts, model_facts
-from configs.publishing import contradictions, copies_over, most_parameters, unpublishable
+from configs.publishing import (
+    choice,
+    contradictions,
+    copies_over,
+    most_parameters,
+    publishes_rows,
+    shards_of,
+    unpublishable,
+)
 from configs.schema import Config
 
 NEEDED = ["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"]
@@ -330,10 +338,12 @@ def test_a_model_whose_copies_fill_rank_0_is_refused(
         ),
         (("learner.ranks=8", "weights.publish=rows"), "", ""),
         (("learner.ranks=16", "learner.shard=8", "weights.publish=rows"), "", ""),
+        (("learner.ranks=8",), "", ""),
+        ((), "learner rank 0 holds two copies of tr", "raise learner.ranks, with"),
         (
-            ("learner.ranks=8",),
+            ("learner.ranks=8", "weights.publish=gather"),
             "learner rank 0 holds two copies of tr",
-            "set weights.publish: rows, with",
+            "set weights.publish: r",
         ),
         (("learner.ranks=8", "weights.transport=safetensors"), "learner rank 0 holds two copies of tr", "train an ad"),
         (("learner.ranks=8", "learner.nodes=4", "learner.shard=8"), "learner rank 0 holds two copies", "train an ad"),
@@ -366,9 +376,34 @@ def test_explain_names_the_largest_model_that_can_be_published() -> None:
     def most(*keys: str) -> int:
         return most_parameters(config(*keys), 80 * 10**9)
 
-    assert most() == most("learner.ranks=8") == 18 * 10**9
-    eight = ("learner.ranks=8", "weights.publish=rows")
+    assert most() == most("learner.ranks=8", "weights.publish=gather") == 18 * 10**9
+    eight = ("learner.ranks=8",)
     assert most(*eight) == 8 * most() and most(*eight, "model.dtype=float32") == 4 * most()
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "keys", "chosen"),
+    [
+        (16_000, ("learner.ranks=2",), "rows: each of 2 ranks holds its share"),
+        (16_000, ("learner.ranks=8", "learner.nodes=2"), "rows: each of 4 ranks"),
+        (16_000, (), "gather: one rank has the whole model"),
+        (16_000, ("learner.ranks=2", "weights.transport=safetensors"), "gather: weights.transport is safetensors"),
+        (1_300, ("learner.ranks=2",), "gather: the copies are small"),
+        (1_600, ("learner.ranks=2",), "rows: each of 2"),
+        (3_000, ("learner.ranks=8",), "gather: the copies are small"),
+    ],
+)
+def test_auto_publishes_rows_where_that_saves_memory(
+    tmp_path: Path, megabytes: int, keys: tuple[str, ...], chosen: str
+) -> None:
+    """A server's worker needs 700 MiB for each further rank that sends, and rank 0 keeps its share of two copies."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [megabytes * 10**6 // 4], "data_offsets": [0, 0]}})
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    (tmp_path / "config.json").write_text("{}")
+    run = config(f"model.path={tmp_path}", *keys)
+    assert choice(run, shards_of(run)).startswith(f"weights.publish: auto takes {chosen}")
+    assert publishes_rows(run, shards_of(run)) == chosen.startswith("rows")
+    assert not choice(config(f"model.path={tmp_path}", *keys, "weights.publish=gather"), 2)
 
 
 def test_rows_are_refused_where_only_rank_0_can_publish() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import zmq
 
+from configs.publishing import GROUP_BYTES
 from learner.weights.buckets import Buckets, checksum
 from learner.weights.channel import Channel, ChannelError, WorkerChannels, own_stream
 from learner.weights.plan import Plan, Spec, dtype_of
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 SPARE = GIB
 """Bytes of GPU memory to leave free beside a staging copy."""
-GROUP = 700 << 20
-"""Bytes that NCCL may take for each further group, of a further rank that sends: others have seen 544 to 688 MB."""
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
@@ -159,7 +158,7 @@ class Staging:
             return wanted == "bucket"
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self.device)[0]
-        needed = plan.total_bytes + 2 * scratch_bytes(plan) + (plan.ranks - 1) * GROUP
+        needed = plan.total_bytes + 2 * scratch_bytes(plan) + (plan.ranks - 1) * GROUP_BYTES
         fits = needed + SPARE <= free
         if not fits and wanted == "full":
             raise ValueError(
