@@ -29,7 +29,7 @@ TOKEN_BYTES = 13
 
 FILES = (
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
-    *("algorithm.loss", "algorithm.advantage"),
+    *("data.demonstrations", "algorithm.loss", "algorithm.advantage"),
     *("reward.function", "reward.model", "rollout.task", "rollout.agent.command", "rollout.environment.python"),
     *("run.folder", "log.trackers"),
 )
@@ -108,7 +108,8 @@ def check(
         *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
-        *publishing.contradictions(config), *_nodes(config), *_trackers(config, files), *_lora(config),
+        *publishing.contradictions(config), *sft.beside(config), *_nodes(config), *_trackers(config, files),
+        *_lora(config),
         *_variables(config), *_shadows(config), *further,
     ]  # fmt: skip
     if found:
@@ -545,6 +546,8 @@ def _files(config: Config, files: Collection[str]) -> Iterator[str]:
     for key, source in data.sources().items():
         if f"data.{key.partition('.')[0]}" in files:
             yield from (f"data.{key}: {line}" for line in problems_with(source))
+    if data.demonstrations and "data.demonstrations" in files:
+        yield from (f"data.demonstrations.path: {line}" for line in problems_with(data.demonstrations.path))
     for key, path in (("data.chat_template", data.chat_template), ("data.format_prompt", data.format_prompt)):
         if key in files and isinstance(path, Path):
             if not path.is_file():

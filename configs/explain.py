@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import ceil, log10
 
 from configs.checks import max_group_bytes, max_sample_tokens
+from configs.data.sources import count_rows
 from configs.flow.capacity import connections, memory_bytes, open_files
 from configs.flow.difficulty import drawn_shares
 from configs.flow.kv_room import KvRoom, kv_room
@@ -48,7 +49,8 @@ def explain(
         *_notes_on_addresses(config),
     )
     return [
-        *_batch(config), *_data(config, problems), *_difficulty(config, problems), *_images(config),
+        *_batch(config), *_data(config, problems), *_demonstrations(config), *_difficulty(config, problems),
+        *_images(config),
         *_flow(config, flow, most, room), *_machines(config), *_publishing(config, gpu_bytes or USUAL_GPU_BYTES),
         *_disk(config), *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
     ]  # fmt: skip
@@ -80,6 +82,17 @@ def _data(config: Config, problems: int | None) -> Iterator[str]:
     order = "shuffled anew each" if config.data.shuffle else "in the order of the file"
     epochs = f"the run trains {needed:,} groups = {needed / problems:,.2f} epochs, {order}"
     yield f"data: {problems:,} problems make {problems / groups:,.1f} batches per epoch; {epochs}"
+
+
+def _demonstrations(config: Config) -> Iterator[str]:
+    """With `data.demonstrations`."""
+    given, samples = config.data.demonstrations, config.batch.groups * config.batch.samples
+    if given is not None:
+        rows = given.rows(samples)
+        number = count_rows(given.path)
+        epoch = f", each of {number:,} once in {number / rows:,.1f} versions" if number else ""
+        each = f"{rows} beside the {samples} samples of a batch{epoch}"
+        yield f"demonstrations: {each}; their loss is multiplied by {given.weight:g}"
 
 
 def _difficulty(config: Config, problems: int | None) -> Iterator[str]:

@@ -21,6 +21,8 @@ EXAMPLES = {
     "model.path": "Qwen/Qwen2.5-1.5B-Instruct",
     "data.train": "data/countdown/train.parquet",
     f"data.train.{NAME}.path": "data/countdown/train.parquet",
+    "data.demonstrations.path": "data/shown.jsonl",
+    f"data.demonstrations.path.{NAME}.path": "data/shown.jsonl",
     f"data.eval.{NAME}.path": "data/countdown/eval.parquet",
     "reward.function": "countdown",
     f"reward.function.{NAME}.function": "countdown",

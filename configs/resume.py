@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from configs.help import FACTORS, RENAMED_KEYS, keys, show
 from configs.load import ConfigError, load
 from configs.origins import comparable, recorded
-from configs.schema import Config, DifficultyConfig, LoraConfig, Section
+from configs.schema import Config, DemonstrationsConfig, DifficultyConfig, LoraConfig, Section
 
 CHANGEABLE = (
     *("run.versions", "run.folder"),
@@ -92,7 +92,11 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
     }
     sections = {name: section.annotation.model_construct() for name, section in Config.model_fields.items()}  # type: ignore[union-attr]
     known = dict(_flat({name: section.model_dump(mode="json") for name, section in sections.items()})) | renamed
-    forms: dict[str, type[Section]] = {"model.lora": LoraConfig, "data.difficulty": DifficultyConfig}
+    forms: dict[str, type[Section]] = {
+        "model.lora": LoraConfig,
+        "data.difficulty": DifficultyConfig,
+        "data.demonstrations": DemonstrationsConfig,
+    }
     for key, form in forms.items():
         if given := known[key]:  # the store has it as it was written
             known[key] = form.model_validate(given).model_dump(mode="json")

@@ -152,6 +152,25 @@ class DifficultyConfig(Section):
         return {"unseen": self.unseen, "unsolved": self.unsolved, "between": self.between, "solved": self.solved}
 
 
+class DemonstrationsConfig(Section):
+    """Demonstrations that are trained beside the samples of each batch; docs/sft.md says more."""
+
+    path: Path | Annotated[list[MixedSource], Field(min_length=1)]
+    """Rows as for `python -m learner sft`: prompt and answer, or messages."""
+    share: Annotated[float, Field(gt=0, le=0.9)] = 0.1
+    """Share of a batch that is demonstrations: of 256 samples and 28 demonstrations, 0.1 are demonstrations."""
+    weight: Annotated[float, Field(gt=0)] = 0.1
+    """What their loss is multiplied by before it is added: the mean of -log p over their trained tokens."""
+    turns: Literal["all", "last", "flagged"] = "all"
+    """Answers of the assistant that are trained where a row has `messages`, as in `sft.turns`."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """What happens to rows longer than the longest sample: the run is refused, or they are left out and counted."""
+
+    def rows(self, samples: int) -> int:
+        """Rows beside a batch of so many samples."""
+        return max(1, round(self.share / (1.0 - self.share) * samples))
+
+
 class DataConfig(Section):
     train: Path | Annotated[list[MixedSource], Field(min_length=1)]
     """Problems to train on: a file (parquet, jsonl, json, csv, tsv), a folder or glob of such files, a set of
@@ -178,6 +197,8 @@ class DataConfig(Section):
     difficulty: DifficultyConfig | None = None
     """Draw problems by how hard they are: those solved by some samples most often, those solved by all seldom. `{}` for
     all defaults; null draws each problem once an epoch. docs/difficulty.md says more."""
+    demonstrations: DemonstrationsConfig | None = None
+    """Train on demonstrations too, beside the samples of each batch; null: on samples only."""
     max_prompt_tokens: Positive = 1024
     """Longest prompt in tokens, those of its images included; a problem with a longer one is dropped with that
     reason."""

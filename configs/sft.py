@@ -1,13 +1,15 @@
-"""What a run file of supervised fine-tuning must satisfy beyond the rules that all run files share.
+"""What a run file of supervised fine-tuning must satisfy beyond the rules that all run files share, and one of
+reinforcement learning with demonstrations beside its batches (`beside`).
 
-Used by `checks.check_sft`, and so before anything starts. Each rule yields lines as those of `checks.py` do. Sections
-that only reinforcement learning reads must be absent: whoever writes a key there expects an effect.
+Used by `checks.check_sft` and `checks.check`, and so before anything starts. Each rule yields lines as those of
+`checks.py` do. In supervised fine-tuning, sections that only reinforcement learning reads must be absent: whoever
+writes a key there expects an effect.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from configs.data.sources import SourceError, generated, parts_of, source_name
+from configs.data.sources import Source, SourceError, generated, parts_of, source_name
 from configs.model_facts import model_facts
 from configs.schema import NO_REWARD, Config
 
@@ -18,7 +20,14 @@ WITHOUT = ("reward", "sampling", "batch", "algorithm", "rollout", "weights", "bu
 READ_HERE = ("rollout.chat.template_kwargs",)
 """Keys of WITHOUT that supervised fine-tuning reads too."""
 UNREAD = (
-    *("data.max_prompt_tokens", "data.image_dir", "data.min_pixels", "data.max_pixels", "data.max_images"),
+    *(
+        "data.demonstrations",
+        "data.max_prompt_tokens",
+        "data.image_dir",
+        "data.min_pixels",
+        "data.max_pixels",
+        "data.max_images",
+    ),
     *("learner.share_prompts", "eval.share", "eval.keep_samples", "log.servers_every_s"),
 )
 """Keys of the other sections that it does not read."""
@@ -46,6 +55,20 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
         problem = f"learner.keep_best: {config.learner.keep_best} keeps checkpoints by their held-out loss"
         yield f"{problem}, and data.eval names no rows; name some or set learner.keep_best: 0"
     yield from _epochs(config, batch, rows)
+
+
+def beside(config: Config) -> Iterator[str]:
+    """Yield what is wrong with `data.demonstrations` in a run of reinforcement learning."""
+    given, facts, path = config.data.demonstrations, model_facts(config.model.path), config.model.path
+    if given is None:
+        return
+    key = "data.demonstrations"
+    if facts.image_token is not None or facts.tower:
+        yield f"{key}: {path} reads images, and demonstrations train text models only; remove the key or name another"
+    if config.rollout.routing_replay:
+        problem = "demonstrations have no routes, and rollout.routing_replay trains with those that servers took"
+        yield f"{key}: {problem}; remove one of the keys"
+    yield from _no_generated(f"{key}.path", given.path)
 
 
 def longest(config: Config) -> int:
@@ -103,15 +126,19 @@ def _lengths(config: Config) -> Iterator[str]:
 
 
 def _sources(config: Config) -> Iterator[str]:
-    """Answers of generated sets are results without the way to them: no demonstrations."""
     for key, source in config.data.sources().items():
-        try:
-            made = [part.path for part in parts_of(source) if generated(part.path)]
-        except SourceError as error:
-            yield f"data.{key}: {source_name(source)}: {error}"
-            continue
-        for path in made:
-            yield f"data.{key}: {path}: a generated set holds no demonstrations; write its rows to a file with answers"
+        yield from _no_generated(f"data.{key}", source)
+
+
+def _no_generated(key: str, source: Source) -> Iterator[str]:
+    """Answers of generated sets are results without the way to them: no demonstrations."""
+    try:
+        made = [part.path for part in parts_of(source) if generated(part.path)]
+    except SourceError as error:
+        yield f"{key}: {source_name(source)}: {error}"
+        return
+    for path in made:
+        yield f"{key}: {path}: a generated set holds no demonstrations; write its rows to a file with answers"
 
 
 def _epochs(config: Config, batch: int, rows: int | None) -> Iterator[str]:

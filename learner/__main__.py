@@ -68,6 +68,7 @@ from learner.record.observer import Observer
 from learner.record.trackers import Tracker
 from learner.saved import base_digest, merge
 from learner.sft import command
+from learner.sft.beside import Beside, read_beside
 from learner.sound import SoundSteps, bounds_of
 from learner.starting import choose_device, configure_process, decide_gather, decide_speed
 from learner.train import collectives
@@ -85,7 +86,7 @@ log = logging.getLogger("learner")
 PROG = "python -m learner"
 OVER = (NoDiskSpace, PictureMismatch, RouteMismatch, StepsSkipped)
 """Errors that a restart would only repeat."""
-FILES = ("model.path", "algorithm.loss", "algorithm.advantage")
+FILES = ("model.path", "data.demonstrations", "algorithm.loss", "algorithm.advantage")
 """Keys of files that each rank reads."""
 OTHERS = {"merge": merge.main, "digest": base_digest.main, "sft": command.main}
 """Other commands than to train by reinforcement learning, by their first word."""
@@ -144,9 +145,10 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         sends = copies_over(config, shards(mesh), rank)
         expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), sends, patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
-        policy, algorithm = build(config, mesh, budget, form)
+        beside = read_beside(config, budget)
+        policy, algorithm = build(config, mesh, budget, form, beside)
         saved = path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions, shards(mesh)
-        checkpoints = Checkpoints(*saved)
+        checkpoints = Checkpoints(*saved, beside.position if beside else None)
         checkpoints.check_folder()
         weights = open_weights_wire(config, policy, mesh, form)
         trackers = [
@@ -176,7 +178,9 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
     return draining.finished
 
 
-def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None) -> tuple[Policy, Algorithm]:
+def build(
+    config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None, beside: Beside | None = None
+) -> tuple[Policy, Algorithm]:
     """The policy, and its algorithm with optimizer and, if the loss needs one, reference model."""
     temperature, entropy_gradient = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
     seed, replay = config.run.seed, config.rollout.routing_replay
@@ -192,7 +196,7 @@ def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | Non
         placed += f", {mesh.size(0)} copies over {mesh.size(1)} ranks each"
     log.info("%s: %.1f M parameters on %s", config.model.path, parameters, placed)
     optimizer = Optimizer(policy, config.learner, config.run.versions)
-    return policy, Algorithm(config.algorithm, optimizer, budget, config.sampling.max_tokens, reference, form)
+    return policy, Algorithm(config.algorithm, optimizer, budget, config.sampling.max_tokens, reference, form, beside)
 
 
 def open_weights_wire(

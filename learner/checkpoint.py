@@ -343,12 +343,12 @@ def _misplaced(folder: Path, wanted: DataPosition | None) -> str | None:
     found = position_of(folder)
     if found == wanted:
         return None
-    if found is None or wanted is None:
-        kinds = ("supervised fine-tuning", "reinforcement learning")
-        was, now = kinds if wanted is None else reversed(kinds)
+    was, now = (each.kind if each else "reinforcement learning" for each in (found, wanted))
+    if was != now or wanted is None:
         return f"run.name: {folder} is a checkpoint of {was}, and this run is {now}; choose another run.name"
     what = f"the demonstrations in tokens are not those with which {folder} was trained"
-    return f"data.train: {what}; give back data, tokenizer and chat template as they were, or begin another run"
+    key = "data.demonstrations" if wanted.beside else "data.train"
+    return f"{key}: {what}; give back data, tokenizer and chat template as they were, or begin another run"
 
 
 def _seen(marker: Path) -> bool:

@@ -41,7 +41,7 @@ class AdapterOf(BaseModel):
 
 
 class DataPosition(BaseModel):
-    """How far supervised fine-tuning has read its demonstrations.
+    """How far demonstrations are read.
 
     Example: `DataPosition(data="8c2f0e1b9a3d4c57", rows=640)`
     """
@@ -50,6 +50,13 @@ class DataPosition(BaseModel):
     """Digest of the demonstrations in tokens."""
     rows: int
     """Rows drawn, counted over all epochs: the next batch begins there."""
+    beside: bool = False
+    """They are trained beside the samples of reinforcement learning; else alone."""
+
+    @property
+    def kind(self) -> str:
+        """What trains on them."""
+        return "reinforcement learning with demonstrations" if self.beside else "supervised fine-tuning"
 
 
 def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig) -> set[int]:

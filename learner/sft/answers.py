@@ -64,8 +64,10 @@ class AnswerReader:
     """The run's templates around each demonstration. Raises ConfigError for a template or tokenizer that cannot be
     used."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, section: str = "sft") -> None:
+        """`section`: where the run file has the key `turns`, for errors. `config.sft.turns` is its value."""
         self.tokenizer, self.turns, self.formats = tokenizer, config.sft.turns, config.data.format_prompt is not None
+        self.section = section
         if tokenizer.eos_token_id is None:
             problem = f"the tokenizer in {config.model.path} has no token that ends a text"
             raise ConfigError([f"model.path: {problem}; set eos_token in its tokenizer_config.json"])
@@ -87,11 +89,14 @@ class AnswerReader:
                 raise PromptError(f"the row has {name}, which supervised fine-tuning does not read; {remedy}")
         chat, trained = self._chat(row["messages"]) if "messages" in row else self._pair(row)
         if not trained:
-            raise PromptError(f"no message is trained with sft.turns: {self.turns}; correct it or the row")
+            raise PromptError(f"no message is trained with {self.section}.turns: {self.turns}; correct it or the row")
         for number in trained:
             if not (chat[number]["content"].strip() or chat[number].get("tool_calls")):
                 raise PromptError(f"message {number} is an answer without text, so there is nothing to train in it")
-        return [self._plain(chat, trained)] if self.prompts.plain else self._rendered(chat, trained)
+        texts = [self._plain(chat, trained)] if self.prompts.plain else self._rendered(chat, trained)
+        if not all(text.trained.any() for text in texts):
+            raise PromptError("no token of it is trained: the tokenizer makes no tokens of what is before its answer")
+        return texts
 
     def _pair(self, row: Mapping[str, Any]) -> tuple[Chat, list[int]]:
         """The chat of a row of prompt and answer, and which of its messages are trained: the answer."""
@@ -120,8 +125,8 @@ class AnswerReader:
         flagged = [number for number, flag in enumerate(flags) if flag]
         if self.turns != "flagged":
             if (first := next((number for number, flag in enumerate(flags) if flag is not None), None)) is not None:
-                problem = f"message {first} has the key {FLAG}, but sft.turns is {self.turns}"
-                raise PromptError(f"{problem}; set sft.turns: flagged, or leave the key out")
+                problem = f"message {first} has the key {FLAG}, but {self.section}.turns is {self.turns}"
+                raise PromptError(f"{problem}; set {self.section}.turns: flagged, or leave the key out")
             return answers if self.turns == "all" else answers[-1:]
         if foreign := [number for number in flagged if number not in answers]:
             role = chat[foreign[0]]["role"]

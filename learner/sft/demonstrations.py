@@ -108,9 +108,13 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
         stop = start + sum(part.rows.number for part in found)
         ranges.append(SourceRows(start, min(stop, number), weight))
         start = stop
-    made = Demonstrations(_exchanged(own, number), ranges, config.run.seed, config.data.shuffle and key == "data.train")
+    made = Demonstrations(
+        _exchanged(own, number), ranges, config.run.seed, config.data.shuffle and not key.startswith("data.eval")
+    )
     if not len(made):
-        raise ConfigError([f"{key}: {source_name(source)}: every row is too long; raise sft.max_tokens"])
+        raise ConfigError(
+            [f"{key}: {source_name(source)}: every row is too long; name shorter ones, or allow more tokens"]
+        )
     log.info("%s: %d rows%s", key, len(made), f", {made.dropped} dropped: too long" if made.dropped else "")
     return made
 
@@ -125,7 +129,8 @@ def _converted(
 ) -> tuple[list[Texts], list[tuple[int, str]]]:
     """Texts of these rows, none for one that is dropped; and why rows cannot be trained, by number."""
     most, found, wrong = longest(config), list[Texts](), list[tuple[int, str]]()
-    said = "auto, " * (config.sft.max_tokens == "auto")
+    said, section = "auto, " * (config.sft.max_tokens == "auto"), reader.section
+    limit = f"sft.max_tokens ({said}{most})" if section == "sft" else f"the longest sample of the run ({most})"
     for number in numbers:
         texts: Texts = []
         try:
@@ -134,8 +139,8 @@ def _converted(
             wrong.append((number, f"{rows.place(number)}: {error}"))
         size = max((len(text.tokens) for text in texts), default=0)
         if size > most and config.sft.too_long == "refuse":
-            problem = f"it has {size} tokens, more than sft.max_tokens ({said}{most})"
-            wrong.append((number, f"{rows.place(number)}: {problem}; shorten it, or set sft.too_long: drop"))
+            problem = f"it has {size} tokens, more than {limit}"
+            wrong.append((number, f"{rows.place(number)}: {problem}; shorten it, or set {section}.too_long: drop"))
         found.append(texts if size <= most else [])
     return found, wrong
 

@@ -29,6 +29,7 @@ from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
 from learner.train import collectives
 from learner.train.batch import Batch
+from learner.train.extra_texts import TOTAL, DrawnBeside, TrainedBeside
 from learner.train.optimizer import Optimizer
 from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
 
@@ -46,7 +47,8 @@ class Algorithm:
     """Loss, advantages and optimizer. `reference` is the initial model, if the loss needs one.
 
     `budget`: tokens per microbatch. `max_tokens`: the longest answer, from which the soft overlong penalty and, by
-    default, `aggregation: constant` count. `form`: how a vision-language model sees images.
+    default, `aggregation: constant` count. `form`: how a vision-language model sees images. `beside`: texts that are
+    trained beside the samples.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class Algorithm:
         max_tokens: int,
         reference: Policy | Base | None = None,
         form: ImageFormat | None = None,
+        beside: TrainedBeside | None = None,
     ) -> None:
         self.config = config.model_copy(update={"constant_length": config.constant_length or max_tokens})
         self.optimizer, self.budget, self.max_tokens, self.reference = optimizer, budget, max_tokens, reference
-        self.form, self.skipped = form, SkippedSteps()
+        self.form, self.beside, self.skipped = form, beside, SkippedSteps()
         self.loss, self.advantage = loss_of(config), advantage_of(config)
         # A tokenwise loss is differentiated chunk by chunk while the head's logits exist: three matmuls of the
         # vocabulary's size instead of four, 1.7 % of a 1.5B step (docs/learner.md).
@@ -71,15 +74,20 @@ class Algorithm:
         StepsSkipped if too many steps before this one changed nothing."""
         self.skipped.check()
         times = [time.perf_counter()]
-        batch = self._packed(policy, part)
+        batch = self.pack(policy, part)
+        drawn = self.beside.draw(policy, batch.version) if self.beside else None
         times.append(time.perf_counter())
-        sums = self.backward(policy, batch) | per_sample_sums(_of_samples(batch), policy.device)
+        sums = self.backward(policy, batch, drawn) | per_sample_sums(_of_samples(batch), policy.device)
         tally = sums.pop(TALLY, None)
         computed = {"row_tokens": batch.tokens, "squares": batch.squares} | _seen(policy, batch)
         sums |= {name: torch.tensor(number, device=policy.device) for name, number in computed.items()}
+        sums |= {TOTAL: drawn.total} if drawn else {}
         totals = _all_reduce(sums)  # waits for the GPU
         times.append(time.perf_counter())
-        metrics = batch_metrics(batch, totals) | _loads(policy, tally) | self.optimizer.update(batch.version)
+        demonstrated = drawn.metrics(totals.pop(TOTAL)) if drawn else {}
+        metrics = (
+            demonstrated | batch_metrics(batch, totals) | _loads(policy, tally) | self.optimizer.update(batch.version)
+        )
         times.append(time.perf_counter())
         rewards = batch.rows.reward.numpy()
         self.skipped.note(batch.version + 1, (float(rewards.min()), float(rewards.max())), metrics, totals)
@@ -91,22 +99,27 @@ class Algorithm:
         metrics["buffer/failed_share"] = part.failed / max(part.failed + part.generated, 1)
         metrics |= problem_metrics(part)
         flops = policy.costs.total(totals["row_tokens"], metrics["tokens_sampled"], totals["squares"])
+        computed_tokens = totals["row_tokens"]
+        if drawn:
+            flops, computed_tokens = flops + drawn.flops(policy), computed_tokens + drawn.tokens
         metrics |= {name: totals[name] for name in ("images", "patches") if name in totals}
-        return metrics | {"flops": flops + totals.get("tower", 0.0), "tokens_computed": totals["row_tokens"]}
+        return metrics | {"flops": flops + totals.get("tower", 0.0), "tokens_computed": computed_tokens}
 
     def rehearse(self, policy: Policy, part: Part) -> bool:
         """Whether the gradient of `part` is finite. Nothing is trained. A collective, with the same result on all
         ranks."""
-        self.backward(policy, self._packed(policy, part))
+        self.backward(policy, self.pack(policy, part))
         return self.optimizer.discard()
 
-    def _packed(self, policy: Policy, part: Part) -> Batch:
+    def pack(self, policy: Policy, part: Part) -> Batch:
+        """The microbatches of this rank's `part`. A collective."""
         costs = policy.attention_cost, policy.patch_cost
         shared, replayed = policy.share_prompts, policy.replayed
         return Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed)
 
-    def backward(self, policy: Policy, batch: Batch) -> dict[str, Tensor]:
-        """Leave the gradient of the batch's loss in the parameters; returns this rank's sums."""
+    def backward(self, policy: Policy, batch: Batch, drawn: DrawnBeside | None = None) -> dict[str, Tensor]:
+        """Leave the gradient of the batch's loss, and of what was drawn beside it, in the parameters; returns this
+        rank's sums."""
         shared = self.shared_context(batch, policy.device)
         microbatches = [policy.place(microbatch) for microbatch in batch.microbatches]  # all now: copies block
         with policy.keep_gathered():
@@ -114,10 +127,15 @@ class Algorithm:
                 shared["m2_limit"] = self._m2_limit(policy, microbatches, shared)
             if batch.scattered and not is_tokenwise(self.config):
                 shared["sequence_log_ratio"] = self._log_ratios(policy, microbatches, shared)
-            sums = []
+            sums, more = [], drawn.microbatches if drawn else ()
+            last = [*microbatches, *more][-1]
             for microbatch in microbatches:
-                policy.reduce_after_next(last=microbatch is microbatches[-1])
+                policy.reduce_after_next(last=microbatch is last)
                 sums.append(self.backward_of(policy, microbatch, shared))
+            for microbatch in more:
+                policy.reduce_after_next(last=microbatch is last)
+                if drawn:
+                    drawn.backward_of(policy, microbatch)
         advantages = shared["advantages"]
         taught = {UNFIT_ADVANTAGES: ~advantages.isfinite(), TAUGHT: advantages != 0}
         return combine(sums) | {name: turns.double().sum() for name, turns in taught.items()}

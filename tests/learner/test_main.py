@@ -28,6 +28,7 @@ from learner.certify import process
 from learner.record.metrics import read
 from learner.train.pictures import max_sample_patches
 from tests.harness.canned import Canned
+from tests.harness.demonstrated import chatml_model
 from tests.harness.forked_learner import ForkedLearner, ranks_meeting_in
 from tests.harness.keys import give_keys
 from tests.harness.pictured import seeing_model
@@ -84,6 +85,30 @@ def test_a_run_of_one_rank(tmp_path: Path, fork) -> None:
     certificate = read_certificate(tmp_path / "run" / FILE)
     assert certificate is not None and certificate.faults == []
     assert [check.verdict for check in certificate.checks] == ["holds"] * 19
+
+
+@pytest.mark.xdist_group("ranks")
+def test_demonstrations_are_trained_beside_the_batches_and_may_not_change(tmp_path: Path, fork) -> None:
+    """Their place in the checkpoint tells whether a resumed run goes on with the same ones."""
+    file, line = tmp_path / "shown.jsonl", command(tmp_path, "")
+    rows = [{"problem": "ab", "answer": letter} for letter in "abcde"]
+    chatml_model(tmp_path / "model")
+    given = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    given["data"] |= {"chat_template": "none", "demonstrations": {"path": str(file), "share": 0.3}}
+    given["batch"] = {"groups": 2, "samples": 2}
+    for text, exit_code in (("ab", 0), ("ba", 2)):
+        file.write_text("".join(json.dumps(row | {"problem": text}) + "\n" for row in rows))
+        with Canned(batches=2) as buffer:
+            given["buffer"] = {"address": buffer.address}
+            given["run"]["versions"] = 2
+            (tmp_path / "run.yaml").write_text(yaml.safe_dump(given))
+            (rank,) = fork(line)
+            code, errors = rank.ended()
+        assert code == exit_code, errors
+    records = read(tmp_path / "run" / "metrics.jsonl")
+    assert [record["demonstrations/rows"] for record in records] == [2, 2]
+    assert [record["demonstrations/epoch"] for record in records] == [0.4, 0.8]
+    assert "data.demonstrations: the demonstrations in tokens are not those with which" in errors
 
 
 @pytest.mark.xdist_group("ranks")

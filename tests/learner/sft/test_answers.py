@@ -4,6 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from configs.load import ConfigError
 from learner.sft.answers import AnswerReader, TrainedText
@@ -113,6 +116,18 @@ def test_without_a_template_the_end_of_text_ends_the_answer(read: Any) -> None:
     assert read({"problem": "1+1=", "answer": "2"}, CHATML, END, **plain) == [(f"1+1=2{END}", [f"2{END}"])]
     with pytest.raises(PromptError, match="knows no turns"):
         read({"messages": TURNS}, CHATML, END, **plain)
+
+
+def test_a_row_of_which_the_tokenizer_makes_no_token_is_refused(tmp_path: Path) -> None:
+    """Its end alone is predicted by nothing."""
+    words = Tokenizer(BPE({END: 0}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END)
+    reader = AnswerReader(tokenizer, sft_config(tmp_path, data={"chat_template": "none"}))
+    try:
+        with pytest.raises(PromptError, match="no token of it is trained"):
+            reader.texts({"problem": "a", "answer": "b"})
+    finally:
+        reader.close()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""Demonstrations that are trained beside the samples of each batch of reinforcement learning, with a loss of their own.
+
+The gradient of a batch is that of its samples plus `weight` times that of the mean of -log p over the trained tokens
+of `rows` demonstrations. Which ones a version draws follows from its number alone, so a crash, a resume or another
+number of ranks draws the same ones, and the ledger need not know of them. Built by `learner/__main__.py`, called by
+`learner/train/step.py`. Waits for the disk and the other ranks at the start.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from configs.checks import max_sample_tokens
+from configs.schema import Config, DemonstrationsConfig, SftConfig
+from learner.model.microbatch import Microbatch
+from learner.model.policy import Policy
+from learner.saved.manifest import DataPosition
+from learner.sft.answers import AnswerReader, TrainedText
+from learner.sft.demonstrations import Demonstrations, read_demonstrations
+from learner.sft.packing import microbatches, num_trained
+
+KEY = "data.demonstrations"
+
+
+class Beside:
+    """`rows` of `data` beside each batch, in microbatches of `budget` tokens."""
+
+    def __init__(self, data: Demonstrations, rows: int, weight: float, budget: int) -> None:
+        self.data, self.rows, self.weight, self.budget = data, rows, weight, budget
+        self.digest = data.digest
+
+    def draw(self, policy: Policy, version: int) -> "Drawn":
+        """The demonstrations of batch `version`, of which this rank trains its share."""
+        position = version * self.rows
+        texts = self.data.drawn(position, self.rows)
+        return Drawn(policy, texts, self.weight, self.budget, self.rows, (position + self.rows) / len(self.data))
+
+    def position(self, version: int) -> DataPosition:
+        """How far the demonstrations are read before batch `version`."""
+        return DataPosition(data=self.digest, rows=version * self.rows, beside=True)
+
+
+class Drawn:
+    """The demonstrations of one batch. `texts`: those of all ranks."""
+
+    def __init__(
+        self, policy: Policy, texts: Sequence[TrainedText], weight: float, budget: int, rows: int, epoch: float
+    ) -> None:
+        self._lengths, self._trained = [len(text.tokens) for text in texts], num_trained(texts)
+        self._weight, self._rows, self._epoch = weight, rows, epoch
+        packed = microbatches(texts, dist.get_rank(), dist.get_world_size(), budget, policy.attention_cost)
+        self.microbatches = [policy.place(microbatch) for microbatch in packed]
+        self.total = torch.zeros((), dtype=torch.float64, device=policy.device)
+        """-log p of the trained tokens of this rank's microbatches so far: [] float64."""
+
+    def backward_of(self, policy: Policy, microbatch: Microbatch) -> None:
+        """Add one microbatch's gradient."""
+        scale = self._weight / self._trained
+
+        def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
+            return -logprobs.sum() * scale
+
+        logprobs, _, loss = policy(microbatch, loss=chunk_loss)
+        (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
+        self.total -= logprobs.double().sum()
+
+    def metrics(self, total: float) -> dict[str, float]:
+        """Metrics of the whole batch; `total`: of all ranks."""
+        return {
+            "demonstrations/loss": total / self._trained,
+            "demonstrations/rows": float(self._rows),
+            "demonstrations/tokens_trained": float(self._trained),
+            "demonstrations/epoch": self._epoch,
+        }
+
+    def flops(self, policy: Policy) -> float:
+        """FLOPs of all ranks."""
+        return policy.costs.total(self.tokens, self._trained, float(sum(n * n for n in self._lengths)))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all ranks."""
+        return float(sum(self._lengths))
+
+
+def read_beside(config: Config, budget: int) -> Beside | None:
+    """The demonstrations of `data.demonstrations`; None without that key. Raises ConfigError, on every rank, if a row
+    cannot be trained. A collective."""
+    given = config.data.demonstrations
+    if given is None:
+        return None
+    rows = given.rows(config.batch.groups * config.batch.samples)
+    code = config.model.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=code)
+    fitting = config.model_copy(update={"sft": _as_sft(given, rows, max_sample_tokens(config))})
+    reader = AnswerReader(tokenizer, fitting, KEY)
+    try:
+        data = read_demonstrations(fitting, KEY, given.path, reader)
+    finally:
+        reader.close()
+    return Beside(data, rows, given.weight, budget)
+
+
+def _as_sft(given: DemonstrationsConfig, rows: int, longest: int) -> SftConfig:
+    return SftConfig(rows=rows, turns=given.turns, max_tokens=longest, too_long=given.too_long)
