@@ -20,7 +20,7 @@ class DrawnBeside(Protocol):
 
     @property
     def microbatches(self) -> Sequence[Microbatch]:
-        """Those of this rank, the same number on all ranks, on its device."""
+        """Microbatches of this rank, as many as on every other rank, on its device."""
 
     @property
     def total(self) -> Tensor:

@@ -31,6 +31,7 @@ from learner.model.experts.mixture import Experts
 from learner.model.lora.adapter import Factor
 from learner.model.lora.base import Base, digest
 from learner.model.microbatch import one_document
+from learner.sft.beside import Beside
 from learner.sound import SoundSteps, only
 from learner.starting import decide_gather, decide_speed
 from learner.train import collectives
@@ -80,6 +81,25 @@ def gradients(
             found[f"{parts} {budget} {number}"] = world.gradients(policy)
             if sizes:
                 found[f"{parts} {budget} {number}"]["tally"] = collectives.all_reduce_sum(sums["moe"])
+            algorithm.optimizer.adamw.zero_grad()
+    if rank == 0:
+        torch.save(found, folder / "gradients.pt")
+
+
+def beside(folder: Path, cuts: list[list[int]], gathers: list[str]) -> None:
+    """Gradients of one batch with demonstrations beside it, for several cuts into parts, saved as
+    `FOLDER/gradients.pt`."""
+    from tests.learner.sft.test_answer_loss import data_of, made_texts
+
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    model, texts, found = ModelConfig(path=str(folder / "model"), dtype="float32"), made_texts(), {}
+    for gather in gathers:
+        policy = world.policy_of(model, mesh, world.LEARNER.model_copy(update={"gather": gather}))
+        algorithm, extra = world.algorithm_of(policy, 40), Beside(data_of(texts), len(texts), 0.25, 40)
+        for parts in cuts:
+            batch = algorithm.pack(policy, world.cut(world.make_samples(), 3, parts, rank))
+            algorithm.backward(policy, batch, extra.draw(policy, batch.version))
+            found[f"{gather} {parts}"] = world.gradients(policy)
             algorithm.optimizer.adamw.zero_grad()
     if rank == 0:
         torch.save(found, folder / "gradients.pt")
@@ -427,6 +447,7 @@ CASES: dict[str, Callable[..., None]] = {
         cut,
         absent,
         failing,
+        beside,
     )
 }
 
