@@ -59,7 +59,7 @@ test-long: $(STAMP)
 	$(if $(SHARD),,$(MAKE) --no-print-directory oldest)
 
 # The fast lane with the oldest vLLM and torch that pyproject.toml allows. The flight recorder is off because some tests are sender
-# and server in one process: the recorder of torch 2.11 registers two new groups at once without a lock (docs/weights.md).
+# and server in one process: the recorder of torch 2.11 registers two new groups at once without a lock (docs/design/weights-wire.md).
 OLDEST := $(VENV)/oldest/bin/python
 oldest: $(VENV)/oldest/.installed
 	TORCH_FR_BUFFER_SIZE=0 $(OLDEST) -m pytest $(SPREAD) --lane fast

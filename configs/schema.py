@@ -379,7 +379,7 @@ class LearnerConfig(Section):
     """Processes of the learner, one per GPU, on all its nodes; the model is sharded over those of a node."""
     nodes: Positive = 1
     """Machines that the ranks are spread over, as many on each. Each replicates the model, and gradients are reduced
-    between them once a version; docs/learner.md says how the ranks of several are started."""
+    between them once a version; docs/several-nodes.md says how the ranks of several are started."""
     shard: Positive | None = None
     """Ranks that share one copy of the model: fewer than a node's for small models, those of several nodes for one that
     does not fit a node; null: a node's."""
