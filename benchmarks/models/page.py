@@ -23,8 +23,8 @@ by name before anything starts. [Which models](../models.md) says what is compar
 
 A figure is the largest difference found: of log-probabilities in nats (above 1 nat as a share), or of a gradient as a
 share of its norm. Up to {limit:g} nat holds, with vLLM {server_limit:g}, and {gradient_limit:g} of a gradient. "no"
-means that the learner does not do this for the model, which costs speed only; "–" means not compared. All figures are of
-{device}: no certificate is made on a GPU, whose kernels `tests/gpu` compares with the same arithmetic. The table is
+means that the learner does not do this for the model, which costs speed only; "–" means not compared. All figures are
+of {device}: no certificate is made on a GPU, whose kernels `tests/gpu` compares with the same arithmetic. The table is
 about the learner: servers load policies into no mixture of experts of another type than `qwen3_moe`
 ([experts](../experts.md)). With {versions}, {date}.
 """
