@@ -570,7 +570,7 @@ class RolloutConfig(Section):
 
 class WeightsConfig(Section):
     host: str = "127.0.0.1"
-    """Interface on which learner rank 0 serves policies, on a free port; the buffer tells the servers which."""
+    """Interface on which learner rank 0 serves policies, on a free port; the servers get it from the buffer."""
     transport: Literal["broadcast", "safetensors"] = "broadcast"
     """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, which all servers
     must see; for servers that NCCL cannot reach."""

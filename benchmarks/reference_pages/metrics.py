@@ -219,7 +219,7 @@ METRICS: Mapping[str, Sequence[Described]] = {
         D("waiting/KIND", "requests", "pending requests of that kind"),
         D("gpus", "GPUs", "GPUs that the run holds"),
     ),
-    "Of each record": (
+    "Each record": (
         D("version", "version", "the policy that the step produced"),
         D("time", "s", "when the record was written, in Unix time"),
         D("kind", "-", "`servers`: a look at servers and buffer, without a version"),
@@ -236,7 +236,7 @@ def described(metric: str) -> Described | None:
 
 
 PAGES: Mapping[str, tuple[str, Sequence[str]]] = {
-    "metrics.md": ("Metrics of a version", ("Does it learn", "Is it sound", "Is it fast", "Of each record")),
+    "metrics.md": ("Metrics of a version", ("Does it learn", "Is it sound", "Is it fast", "Each record")),
     "metrics-servers.md": (
         "Metrics of servers, problems and evaluations",
         (
@@ -262,7 +262,7 @@ def lines(title: str, sections: Sequence[str]) -> Iterator[str]:
     yield f"# {title}\n\n{NOTE}\n"
     yield (
         "`metrics.jsonl` has one flat JSON object per version. Means over tokens or samples are quotients of sums\n"
-        "over the whole batch, whatever the number of ranks. One in **bold** has an [alert](../metrics.md#alerts), which\n"
+        "over the whole batch, whatever the number of ranks. **Bold** ones have an [alert](../metrics.md#alerts), which\n"
         "says what to do. In names, `B` is a bucket of ages (`0`, `1`, `2-3`, `4-7` ... `64+`), `SIGN` is\n"
         "`positive` or `negative`, `NAME` a server, `SET` one of `data.eval`; the meaning says what `STATE`, `KIND`,\n"
         "`KEY`, `K` and `N` stand for.\n"
