@@ -262,8 +262,8 @@ def lines(title: str, sections: Sequence[str]) -> Iterator[str]:
     yield f"# {title}\n\n{NOTE}\n"
     yield (
         "`metrics.jsonl` has one flat JSON object per version. Means over tokens or samples are quotients of sums\n"
-        "over the whole batch, whatever the number of ranks. **Bold** ones have an [alert](../metrics.md#alerts), which\n"
-        "says what to do. In names, `B` is a bucket of ages (`0`, `1`, `2-3`, `4-7` ... `64+`), `SIGN` is\n"
+        "over the whole batch, whatever the number of ranks. **Bold** ones have an [alert](../metrics.md#alerts),\n"
+        "which says what to do. In names, `B` is a bucket of ages (`0`, `1`, `2-3`, `4-7` ... `64+`), `SIGN` is\n"
         "`positive` or `negative`, `NAME` a server, `SET` one of `data.eval`; the meaning says what `STATE`, `KIND`,\n"
         "`KEY`, `K` and `N` stand for.\n"
         f"Another page has {others}."
