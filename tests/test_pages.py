@@ -71,6 +71,15 @@ def test_a_page_for_users_is_short(page: str) -> None:
         assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_are_there(page: str) -> None:
+    """`python -m NAME` names a module of the tree, or of a package that a command of the page installs."""
+    named = set(re.findall(r"python -m ([a-z_][\w.]*\w)", (ROOT / page).read_text(encoding="utf-8")))
+    places = {name: ROOT / name.replace(".", "/") for name in named - {"venv", "pip"}}
+    absent = [name for name, place in places.items() if not place.with_suffix(".py").exists() and not place.is_dir()]
+    assert absent == []
+
+
 def test_the_readme_is_shorter_still() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
 
