@@ -23,6 +23,8 @@ QUESTIONS = (
     ReaderPath("How do I start it from a notebook?", "docs/scripts.md", "The module"),
     ReaderPath("How many servers do I need?", "docs/scaling.md", "How many servers"),
 )
+NOT_PAGES = {"docs/nope.md", "docs/a.md"}
+"""Names that stand in tests only."""
 SAID = {
     "docs/your-run.md": ("reward: {function: my_reward.py:score}", "learner: {ranks: 4}", "rollout: {servers: 4}"),
     "docs/fits.md": ("python -m configs RUN.yaml --gpu H100", "memory of rank 0", "(settings.md)"),
@@ -78,6 +80,15 @@ def test_the_commands_of_a_page_are_there(page: str) -> None:
     places = {name: ROOT / name.replace(".", "/") for name in named - {"venv", "pip"}}
     absent = [name for name, place in places.items() if not place.with_suffix(".py").exists() and not place.is_dir()]
     assert absent == []
+
+
+def test_every_page_that_the_code_names_is_there() -> None:
+    """Messages and docstrings lead to pages: `see docs/rewards.md`."""
+    folders = ("actors", "benchmarks", "buffer", "configs", "examples", "headrace", "learner", "rollout", "tests")
+    files = [*(path for folder in folders for path in (ROOT / folder).rglob("*.py")), ROOT / "Makefile"]
+    named = {name for file in files for name in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text(encoding="utf-8"))}
+    assert "docs/rewards.md" in named
+    assert sorted(name for name in named - NOT_PAGES if not (ROOT / name).exists()) == []
 
 
 def test_the_readme_is_shorter_still() -> None:
