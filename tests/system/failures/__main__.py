@@ -32,7 +32,9 @@ and is scored (`tests/rollout/cage/test_cage.py`).
 """
 
 
-REPEATED = re.compile(r"; \d+ items? dropped, most often .*?(?=; \d+ of \d+ rows|$)|(?<= dropped) \((?:most often )?\w+: .*\)")
+REPEATED = re.compile(
+    r"; \d+ items? dropped, most often .*?(?=; \d+ of \d+ rows|$)|(?<= dropped) \((?:most often )?\w+: .*\)"
+)
 """Parts of a message that say the reason once more."""
 
 
