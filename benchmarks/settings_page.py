@@ -33,7 +33,7 @@ HEAD = """# Settings by model size and GPU
 
 This page is written by `python -m benchmarks.settings_page --out docs/settings.md`; a test compares both.
 A run file needs none of these settings: the learner and the servers decide what is `auto` at their start. For your own
-model, lengths and card ask `python -m configs RUN.yaml --gpu H100` ([operations](operations.md#what-a-run-takes)).
+model, lengths and card ask `python -m configs RUN.yaml --gpu H100` ([what a run takes](fits.md#what-a-run-takes)).
 
 Sizes are Qwen2.5's. Prompts have at most {prompt} tokens, answers at most {answer} and a quarter of that in the mean,
 {groups} groups of {samples} samples a version, `max_staleness` 4. "2 + 2" are two GPUs that learn and two that serve.

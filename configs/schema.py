@@ -400,7 +400,7 @@ class LearnerConfig(Section):
     """Processes of the learner, one per GPU, on all its nodes; the model is sharded over those of a node."""
     nodes: Positive = 1
     """Machines that the ranks are spread over, as many on each. Each replicates the model, and gradients are reduced
-    between them once a version; docs/learner.md says how the ranks of several are started."""
+    between them once a version; docs/several-nodes.md says how the ranks of several are started."""
     shard: Positive | None = None
     """Ranks that share one copy of the model: fewer than a node's for small models, those of several nodes for one that
     does not fit a node; null: a node's."""
@@ -591,7 +591,7 @@ class RolloutConfig(Section):
 
 class WeightsConfig(Section):
     host: str = "127.0.0.1"
-    """Interface on which learner rank 0 serves policies, on a free port; the buffer tells the servers which."""
+    """Interface on which learner rank 0 serves policies, on a free port; the servers get it from the buffer."""
     transport: Literal["broadcast", "safetensors"] = "broadcast"
     """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, which all servers
     must see; for servers that NCCL cannot reach."""

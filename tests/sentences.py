@@ -1,10 +1,11 @@
-"""`python -m tests.sentences [FOLDER ...]`: lists sentences that readers must decode.
+"""`python -m tests.sentences [PATH ...]`: lists sentences that readers must decode.
 
-Looks at docstrings, comments and messages of core and at docstrings of tests, not at pages. Two things are
+Looks at docstrings, comments and messages of core, at docstrings of tests, and at pages (`.md`). Two things are
 forbidden: a sentence that begins without its subject, and a verb of narration (tell, hear) where nobody speaks. Prints
 `file:line: kind: sentence` for each, then a count by folder and kind; exit code 1 if there are any.
 """
 
+import argparse
 import ast
 import re
 import sys
@@ -35,6 +36,11 @@ KINDS = {
 MESSAGES = ("Error", "Refused", "Dead", "warning", "info", "error", "exception", "critical", "fail", "print_visible")
 """Ends of names of calls whose texts a user reads."""
 CODE = re.compile(r"`[^`]*`")
+NOT_ENGLISH = re.compile(r"^```.*?^```$|^(?: {4}|\t)\S[^\n]*$|<!--.*?-->", re.MULTILINE | re.DOTALL)
+"""Code and comments of a page."""
+MARKS = re.compile(r"!?\[([^\]]*)\]\([^)]*\)|\*\*|(?<!\w)\*(?=\w)|(?<=\w)\*(?!\w)")
+"""Links, of which the text is read, and emphasis."""
+CELLS = re.compile(r"(?<!\\)\|")
 BREAK = re.compile(r"(?<=[.:;!?])\s+(?=[A-Z`\"])|\n\s*\n|\n\s*(?:[-*|] )")
 
 
@@ -90,6 +96,22 @@ def comments(source: str) -> Iterator[Text]:
         yield begun
 
 
+def paragraphs(page: str) -> Iterator[Text]:
+    """Paragraphs, items of lists, headings and cells of tables of a page, without code and marks."""
+    page = NOT_ENGLISH.sub(lambda code: "\n" * code[0].count("\n"), page)
+    begun: Text | None = None
+    for number, line in enumerate([*page.splitlines(), ""], 1):
+        text = MARKS.sub(lambda mark: mark[1] or "", line).strip()
+        if begun is not None and (not text or re.match(r"[-|#>]|\d+\. ", text)):
+            yield begun
+            begun = None
+        if text.startswith("|"):
+            yield from (Text(number, cell.strip()) for cell in CELLS.split(text) if cell.strip(" -"))
+        elif text:
+            lone = re.sub(r"^(?:[-#>]+|\d+\.) ", "", text)
+            begun = Text(begun.line, f"{begun.text}\n{text}") if begun is not None else Text(number, lone)
+
+
 def shown(node: ast.expr) -> str:
     """The text of a message; values stand as `X`."""
     if isinstance(node, ast.List):
@@ -117,19 +139,24 @@ def kind_of(sentence: str) -> str | None:
 
 def judged(source: str, file: str, messages: bool = True) -> Iterator[Found]:
     """Sentences of a file that are of a forbidden kind."""
-    for text in texts(source, messages):
+    for text in paragraphs(source) if file.endswith(".md") else texts(source, messages):
         for sentence in sentences(text):
             if kind := kind_of(sentence.text):
                 yield Found(file, sentence.line, kind, sentence.text)
 
 
 def in_folders(folders: Sequence[str]) -> Iterator[Found]:
-    """Sentences of a forbidden kind in all files below some folders, or in a file."""
+    """Sentences of a forbidden kind in all Python files and pages below some folders, or in a file."""
     for folder in folders:
-        place = ROOT / folder
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        for path in files_below(ROOT / folder):
             file = str(path.relative_to(ROOT))
             yield from judged(path.read_text(encoding="utf-8"), file, not file.startswith("tests/"))
+
+
+def files_below(place: Path) -> list[Path]:
+    """The Python files and pages below a folder, or the file itself."""
+    found = [path for path in place.rglob("*") if path.suffix in (".py", ".md")]
+    return sorted(found) if place.is_dir() else [place]
 
 
 def counts(found: Sequence[Found]) -> Iterator[str]:
@@ -141,7 +168,16 @@ def counts(found: Sequence[Found]) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Print what was found below the folders, or in all of core and the tests."""
-    found = list(in_folders(argv or (*CORE, "tests")))
+    parser = argparse.ArgumentParser("python -m tests.sentences", description="Lists sentences that must be decoded.")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="folder or file of the tree; default: core and tests")
+    paths = parser.parse_args(argv).paths or [*CORE, "tests"]
+    for path in paths:
+        place = (ROOT / path).resolve()
+        if not place.is_relative_to(ROOT) or not (
+            place.is_dir() or (place.is_file() and place.suffix in (".py", ".md"))
+        ):
+            parser.error(f"{path}: no folder, Python file or page of the tree {ROOT}; name one that is there")
+    found = list(in_folders(paths))
     for each in found:
         print(each)
     for line in counts(found):

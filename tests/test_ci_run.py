@@ -32,9 +32,8 @@ def ran(folder: Path, away: int) -> tuple[list[str], str]:
 @pytest.mark.parametrize("away", [0, 1, 4])
 def test_the_browser_is_required_once_it_is_there(tmp_path: Path, away: int) -> None:
     calls, said = ran(tmp_path, away)
-    assert (
-        calls[-3:] == ["make check required", "make test required", f"make test-long {SHARD} required"] and said == ""
-    )
+    commands = ("check", "docs", "test", f"test-long {SHARD}")
+    assert calls[-4:] == [f"make {command} required" for command in commands] and said == ""
     assert sum(call.startswith("make browser") for call in calls) == away + 1
 
 
@@ -42,5 +41,5 @@ def test_without_a_mirror_all_else_is_tested_and_it_is_said(tmp_path: Path) -> N
     calls, said = ran(tmp_path, 1000)
     pauses = [int(call.split()[1]) for call in calls if call.startswith("sleep")]
     assert pauses == sorted(pauses) and sum(pauses) == 300
-    assert calls[-3:] == ["make check ", "make test ", f"make test-long {SHARD} "]
+    assert calls[-4:] == ["make check ", "make docs ", "make test ", f"make test-long {SHARD} "]
     assert "skipped" in said and len(said.splitlines()) == 1

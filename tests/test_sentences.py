@@ -94,6 +94,45 @@ def test_folders_that_were_mended_stay_so() -> None:
     assert list(map(str, in_folders(MENDED))) == []
 
 
+PAGE = """# What it takes
+
+Waits. Of what comes,
+one is kept. [Those of it](a.md) stay.
+
+| what | None is |
+|---|---|
+| **told** | `Those of` |
+
+- plain
+- Why it is
+
+```
+what it hears is code
+```
+
+    the server is told, in code
+"""
+
+
+def test_headings_paragraphs_lists_and_cells_of_a_page_are_read() -> None:
+    found = [(each.line, each.kind) for each in judged(PAGE, "docs/a.md")]
+    assert found == [(1, "what it"), (3, "of"), (4, "those of"), (6, "none is"), (8, "narration"), (11, "what it")]
+
+
+@pytest.mark.parametrize("path", ["nowhere", "README", "pyproject.toml", "/etc"])
+def test_a_path_that_cannot_be_read_is_refused_in_one_line(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([path])
+    assert ended.value.code == 2
+    assert f"{path}: no folder, Python file or page of the tree" in capsys.readouterr().err
+
+
+def test_the_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0 and "folder or file of the tree" in capsys.readouterr().out
+
+
 def test_the_command_fails_if_it_finds_any(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["buffer/wire/roles.py"]) == 0
     assert capsys.readouterr().out == "0 sentences\n"

@@ -1,1 +1,1 @@
-"""Certificates of all families of text models that transformers builds, and docs/models.md."""
+"""Certificates of all families of text models that transformers builds, and their pages in docs/reference."""

@@ -1,8 +1,8 @@
 """Which models are trained exactly? `python -m benchmarks.models [NAME ...] [--server NAME ...]` on a CPU, 10 minutes.
 
 Makes the certificate of each family in `families.py`, of those named with `--server` also with a real vLLM server (a
-minute each), and writes benchmarks/results/models.json and docs/models.md. With names, only these certificates are made
-anew. `--page` only writes the page.
+minute each), and writes benchmarks/results/models.json and docs/reference/models-*.md. With names, only these
+certificates are made anew. `--page` only writes the pages.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from actors.certify.served import LIMIT as SERVER_LIMIT
 from benchmarks.models.families import config_of, families, stay
-from benchmarks.models.page import page
+from benchmarks.models.page import pages
 from benchmarks.weights.table import progress, write
 from configs.certificate import Certificate, read
 from configs.schema import ModelConfig
@@ -30,7 +30,7 @@ from learner.certify.ranks import Pair
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
-PAGE = ROOT / "docs" / "models.md"
+FOLDER = ROOT / "docs" / "reference"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -47,7 +47,13 @@ def main(argv: Sequence[str]) -> None:
         write(
             RESULTS, "models", [{"family": name, **each.model_dump(mode="json")} for name, each in found.items()], False
         )
-    PAGE.write_text(page(dict(sorted(found.items())), (LIMIT, SERVER_LIMIT, GRADIENT_LIMIT)), encoding="utf-8")
+    for name, text in in_order(found).items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+
+
+def in_order(found: dict[str, Certificate]) -> dict[str, str]:
+    """Return the pages, with families by name."""
+    return pages(dict(sorted(found.items())), (LIMIT, SERVER_LIMIT, GRADIENT_LIMIT))
 
 
 def kept() -> dict[str, Certificate]:

@@ -1,4 +1,4 @@
-"""docs/models.md, made of the certificates in `benchmarks/results/models.json`. Pure."""
+"""docs/reference/models-*.md, made of the certificates in `benchmarks/results/models.json`. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -13,62 +13,55 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "vLLM": ("server",),
 }
 """Columns, and how the names of their comparisons begin."""
-HEAD = """# Models
+NOTE = "<!-- Written by `python -m benchmarks.models` from certificates; do not edit it. -->"
+TRAINED = """# Families that are trained exactly
 
-Generated from certificates by `python -m benchmarks.models`; do not edit it. {count}: **{exact} are trained
-exactly**, the other {refused} are refused by name before anything starts. Make the certificate of your own model with
-`python -m actors certify MODEL` (seconds, without a GPU and without its weights); `--server` also starts vLLM on the
-CPU and pushes policies to it. Each run makes one at its start (docs/operations.md).
+{note}
 
-A certificate shrinks the model's config (each kind of layer, windows of 8 tokens, heads of the same size, few experts,
-random weights) and compares it in float32:
-
-- **packed**: documents in one row, also longer than any window, with transformers' own eager forward pass of each
-  document alone; gradients too
-- **shared prompts**: a prompt computed once for several answers, by the joined and by the copied layout, with the
-  documents alone; gradients too
-- **two ranks**: half of the documents on each of two ranks that shard the weights (gloo), with activation
-  checkpointing; gradients too
-- **pushed**: changed weights, laid out by the weights wire's plan and loaded under the names that servers get; compared
-  with the learner, and bit by bit with a file
-- **exported**: a checkpoint's Hugging Face folder, read back by transformers
-- **vLLM**: a real server on the CPU after three pushes, a load from disk and a push of the same weights, on several
-  random texts in one batch
+{count} of text models were tried: **{exact} are trained exactly**, the other {refused} are [refused](models-refused.md)
+by name before anything starts. [Which models](../models.md) says what is compared and how to try yours.
 
 A figure is the largest difference found: of log-probabilities in nats (above 1 nat as a share), or of a gradient as a
-share of its norm. Up to
-{limit:g} nat holds, with vLLM {server_limit:g}, and {gradient_limit:g} of a gradient. "no" means that the learner does
-not do this for the model, which costs speed only; "–" means not compared. All figures are of {device}: no certificate
-is made on a GPU, whose kernels `tests/gpu` compares with the same arithmetic.
+share of its norm. Up to {limit:g} nat holds, with vLLM {server_limit:g}, and {gradient_limit:g} of a gradient. "no"
+means that the learner does not do this for the model, which costs speed only; "–" means not compared. All figures are
+of {device}: no certificate is made on a GPU, whose kernels `tests/gpu` compares with the same arithmetic. The table is
+about the learner: servers load policies into no mixture of experts of another type than `qwen3_moe`
+([experts](../experts.md)). With {versions}, {date}.
+"""
+REFUSED = """# Families that are refused
 
-The tables are about the learner. Servers load policies into no mixture of experts of another type than `qwen3_moe`
-([experts](experts.md)).
+{note}
 
-With {versions}, {date}.
+{refused} of {count} of text models are refused by name before anything starts, for these reasons. The others are
+[trained exactly](models-trained.md). [Which models](../models.md) says how to try yours.
 """
 
 
-def page(found: Mapping[str, Certificate], limits: tuple[float, float, float]) -> str:
-    """Return the page. `limits`: of log-probabilities, of a server's and of gradients."""
+def pages(found: Mapping[str, Certificate], limits: tuple[float, float, float]) -> dict[str, str]:
+    """Return the two pages by file name. `limits`: of log-probabilities, of a server's and of gradients."""
     exact = {name: each for name, each in found.items() if each.holds}
     refused = {name: each for name, each in found.items() if each.refused}
-    first = next(iter(found.values()))
-    versions = dict(sorted({item for each in found.values() for item in each.versions.items()}))
-    head = HEAD.format(
-        count=f"{len(found)} families and variants of text models were tried",
-        exact=len(exact),
-        refused=len(found) - len(exact),
-        limit=limits[0],
-        server_limit=limits[1],
-        gradient_limit=limits[2],
-        device=first.device,
-        versions=", ".join(f"{name} {number}" for name, number in versions.items()),
-        date=max(each.date for each in found.values()),
-    )
-    lines = [head, "## Trained exactly\n", *table(exact), "\n## Refused\n", *refusals(refused)]
+    facts = head_facts(found, limits) | {"exact": len(exact), "refused": len(found) - len(exact)}
+    trained = "\n".join([TRAINED.format(**facts), *table(exact)])
+    lines = [REFUSED.format(**facts), *refusals(refused)]
     if faulty := {name: each for name, each in found.items() if not each.holds and not each.refused}:
         lines += ["\n## Refused by their certificate\n", *faults(faulty)]
-    return "\n".join(lines) + "\n"
+    return {"models-trained.md": trained + "\n", "models-refused.md": "\n".join(lines) + "\n"}
+
+
+def head_facts(found: Mapping[str, Certificate], limits: tuple[float, float, float]) -> dict[str, str | int | float]:
+    """Return what the beginnings of the pages name."""
+    versions = dict(sorted({item for each in found.values() for item in each.versions.items()}))
+    return {
+        "note": NOTE,
+        "count": f"{len(found)} families and variants",
+        "limit": limits[0],
+        "server_limit": limits[1],
+        "gradient_limit": limits[2],
+        "device": next(iter(found.values())).device,
+        "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
+        "date": max(each.date for each in found.values()),
+    }
 
 
 def table(found: Mapping[str, Certificate]) -> Iterator[str]:

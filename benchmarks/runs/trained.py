@@ -19,7 +19,7 @@ from benchmarks.weights.table import progress
 
 Record = dict[str, Any]
 FAST = {"compile": True, "activation_checkpointing": "none", "tokens_per_microbatch": 16384, "head_chunk_tokens": 4096}
-"""The learner's keys on a GPU (docs/learner.md)."""
+"""The learner's keys on a GPU (docs/design/learner.md)."""
 SHARED_MEMORY = {"gpu_memory_utilization": 0.3}
 """Of a server that leaves its GPU to a learner of 3 billion parameters."""
 

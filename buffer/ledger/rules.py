@@ -51,7 +51,7 @@ then it is not the groups that are at fault."""
 
 
 class Ledger:
-    """The rules are in docs/architecture.md, section 4, their properties in tests/buffer/ledger/.
+    """The rules are in docs/design/ledger.md, their properties in tests/buffer/ledger/.
 
     Item s belongs to epoch `s // problems`, and keeps its number for life. Its row is chosen by `order.py`, or, with
     `difficulty`, by `difficulty.py`; `shares` are the rows and the weight of each source. `place` names a row of the

@@ -1,6 +1,6 @@
 """Which request a connection may make: the role that its key has (`buffer/curve.py`), and a table of verbs by role.
 
-`refusal` is asked for each message before anything else is done with it. docs/protocol.md shows `table`.
+`refusal` is asked for each message before anything else is done with it. docs/design/samples-wire.md shows `table`.
 """
 
 from buffer.wire import protocol
@@ -34,7 +34,7 @@ def refusal(role: str, said: str | None, message: Message) -> str | None:
 
 
 def table() -> list[str]:
-    """The lines of the table in docs/protocol.md."""
+    """The lines of the table in docs/design/samples-wire.md."""
     verbs = dict.fromkeys(verb for verbs in VERBS.values() for verb in verbs)
     rows = [[f" `{verb}` ", *(" yes " if verb in allowed else " " for allowed in VERBS.values())] for verb in verbs]
     head = [" request ", *(f" `{role}` " for role in VERBS)]

@@ -63,4 +63,4 @@ ALERTS: tuple[tuple[str, bool, Rule, str], ...] = (
     ("groups/solved_none", False, lambda now, usual: now > 0.8,
      "most problems teach nothing; take easier ones, or raise batch.samples"),
 )  # fmt: skip
-"""Metric, whether the rule is relative to its history, rule, remedy. Sources of the thresholds: docs/algorithms.md."""
+"""Metric, whether the rule is relative to its history, rule, remedy. docs/metrics.md says what to do."""

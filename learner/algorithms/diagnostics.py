@@ -136,7 +136,7 @@ def combine(microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def summary(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """Metrics of a version from the sums of its whole batch; names in docs/algorithms.md. Without data, no metric."""
+    """Metrics of a version from the sums of its whole batch, by the names of docs/reference/metrics.md."""
     get = {key: float(value) for key, value in sums.items()}
     metrics = {key: value for key, value in get.items() if key.startswith("loss/")}
     for name, (over, under) in MEANS.items():

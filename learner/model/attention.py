@@ -40,7 +40,8 @@ PACKAGES = {
 """The package to install, and the module it provides."""
 MOST_GATHERED = 0.5
 """Heads of keys that a row gathers at most, its own and copies, as a share of its heads of queries. The other way, a
-second call of attention, reads and writes queries and outputs again. At 0.46 gathering was faster (docs/learner.md)."""
+second call of attention, reads and writes queries and outputs again. At 0.46 gathering was faster, as
+docs/design/learner.md says."""
 LARGEST_HEAD = 256
 """Numbers of a head that the fused kernels of GPUs take at most."""
 ARGUMENTS = (

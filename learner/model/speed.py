@@ -22,7 +22,7 @@ HEAD_CHUNK_ON_GPU = 4096
 STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3}
 """Time of a step by `activation_checkpointing`, relative to `none`: `block` computes each forward pass twice."""
 EAGER_TIME = 1.3
-"""Time of a step that is not compiled, relative to a compiled one (docs/learner.md: 37 % MFU against 49 %)."""
+"""Time of a step that is not compiled, relative to a compiled one (benchmarks/LOG.md: 37 % MFU against 49 %)."""
 NOTABLE = 1.2
 REASONS = {
     "none": "recomputes nothing; {tokens:,} tokens per microbatch fit",

@@ -1,7 +1,7 @@
 """Whole weights from the shards of the ranks that share a copy of the model, many with one all-gather.
 
 One by one, with `DTensor.full_tensor`, every weight has a price of its own whatever its size, and the learner waits for
-all of them with each version that it publishes (docs/weights.md). Used by `policy.py`.
+all of them with each version that it publishes (benchmarks/LOG.md). Used by `policy.py`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from learner.model.lora.adapter import Factor
 
 GATHER_BYTES = 512 << 20
 """Bytes of whole weights that one all-gather brings; a larger weight, as an embedding is, has one of its own. With half
-as many 7B takes 1.4 to 1.7 times as long, with twice as many 0.8 to 1.0 (docs/weights.md)."""
+as many 7B takes 1.4 to 1.7 times as long, with twice as many 0.8 to 1.0 (benchmarks/LOG.md)."""
 
 
 def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -66,7 +66,7 @@ class Algorithm:
         self.form, self.beside, self.skipped = form, beside, SkippedSteps()
         self.loss, self.advantage = loss_of(config), advantage_of(config)
         # A tokenwise loss is differentiated chunk by chunk while the head's logits exist: three matmuls of the
-        # vocabulary's size instead of four, 1.7 % of a 1.5B step (docs/learner.md).
+        # vocabulary's size instead of four, 1.7 % of a 1.5B step (docs/design/learner.md).
         self.forward = self.by_chunk if is_tokenwise(config) else self.at_once
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:

@@ -5,7 +5,7 @@ A `Channel` is separate from the default process group of either side and meets 
 waits until all ranks are there, `broadcast` until all buckets are sent, both at most `timeout_s`; `abort`, called from
 another thread, ends them early over NCCL (gloo runs into its timeout). A channel that failed is useless: the next one
 has a new epoch. Sender and workers run it in threads and on CUDA streams of their own, so that neither training nor
-generation waits. Why its kernels cannot deadlock with theirs: docs/weights.md.
+generation waits. Why its kernels cannot deadlock with theirs: docs/design/weights-wire.md.
 """
 
 import asyncio

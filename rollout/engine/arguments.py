@@ -26,7 +26,7 @@ HEAD = {"head_dtype": "float32"}
 MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
 """On a GPU a step may have twice as many tokens as sequences: all that generate, and as many tokens of prompts. Steps
 of that size run as CUDA graphs. vLLM's own 128 sequences and 2,048 tokens left more than half of an H200 idle:
-15,000 tokens/s of a 1.5B model, against 22,900 with 512 sequences and 26,800 with these arguments (docs/benchmarks.md,
+15,000 tokens/s of a 1.5B model, against 22,900 with 512 sequences and 26,800 with these arguments (benchmarks/LOG.md,
 measured before `plain_steps.py`).
 And vLLM has room for a whole group when one place is free: else its samples would wait inside, and each sequence that
 ends would let a prompt into a step of its own, which runs in pieces and not as one CUDA graph.

@@ -1,12 +1,9 @@
-"""docs/models.md: made of certificates alone, and the one in the tree is that of the certificates in the tree."""
+"""docs/reference/models-*.md are made of certificates alone, and those in the tree of the certificates in the tree."""
 
-import re
-
-from benchmarks.models.__main__ import PAGE, kept
+from benchmarks.models.__main__ import FOLDER, in_order, kept
 from benchmarks.models.families import families
-from benchmarks.models.page import cell, page
+from benchmarks.models.page import cell, pages
 from configs.certificate import Certificate, Check, judged
-from tests.harness.world import ROOT
 
 SOFTWARE = {"versions": {"torch": "2.13", "transformers": "5.19"}, "date": "2026-11-27", "device": "cpu x86_64"}
 EXACT = Certificate(
@@ -28,23 +25,25 @@ FAULTY = Certificate(
 
 
 def test_a_row_has_the_largest_differences_of_its_column() -> None:
-    text = page({"llama": EXACT, "odd": REFUSED, "faulty": FAULTY}, (1e-4, 1e-3, 1e-3))
-    assert "| llama | `llama` | 5e-06, 2e-05 | no | 4e-06 | – | – | – |" in text
-    assert r"| odd | it has a\|b; a &lt;part> |" in text
-    assert "| faulty | two ranks = one: two differ |" in text
-    assert (
-        "3 families and variants of text models were tried: **1 are trained\nexactly**, the other 2 are refused" in text
-    )
-    assert "With torch 2.13, transformers 5.19, 2026-11-27." in text
+    made = pages({"llama": EXACT, "odd": REFUSED, "faulty": FAULTY}, (1e-4, 1e-3, 1e-3))
+    trained, refused = made["models-trained.md"], made["models-refused.md"]
+    assert "| llama | `llama` | 5e-06, 2e-05 | no | 4e-06 | – | – | – |" in trained
+    assert r"| odd | it has a\|b; a &lt;part> |" in refused
+    assert "| faulty | two ranks = one: two differ |" in refused
+    assert "3 families and variants of text models were tried: **1 are trained exactly**, the other 2 are" in trained
+    assert "With torch 2.13, transformers 5.19, 2026-11-27." in trained
 
 
 def test_a_column_without_comparisons_is_not_one_that_was_left_out() -> None:
     assert (cell([]), cell([Check(what="x", note="why")])) == ("–", "no")
 
 
-def test_the_page_in_the_tree_shows_every_family() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+def test_the_pages_in_the_tree_show_every_family() -> None:
+    made = in_order(kept())
+    assert {name: (FOLDER / name).read_text(encoding="utf-8") for name in made} == made, (
+        "python -m benchmarks.models --page"
+    )
+    text = "".join(made.values())
     assert [name for name in families() if f"| {name} |" not in text] == []
     assert kept().keys() == families().keys()
-    assert not re.search(r"Refused by their certificate", text), "each is refused before anything starts"
-    assert (ROOT / "docs" / "learner.md").read_text(encoding="utf-8").count("(models.md)") == 2
+    assert "Refused by their certificate" not in text, "each is refused before anything starts"

@@ -329,7 +329,7 @@ def round_stats(
     policy: PublishedPolicy, plan: Plan, loaded: Iterable[Member], received_s: float, span_s: float
 ) -> dict[str, float]:
     """What `metrics.jsonl` shows of a round that reached `loaded`, in seconds: plain keys hold the slowest server's,
-    keys with a server's name that server's; docs/weights.md explains each."""
+    keys with a server's name that server's; docs/design/weights-wire.md explains each."""
     answers = {member.name: member.answer for member in loaded if isinstance(member.answer, protocol.Loaded)}
     stats = {
         "weights/version": float(policy.version),

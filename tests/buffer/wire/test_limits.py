@@ -381,7 +381,7 @@ async def test_a_group_is_stored_though_strangers_took_all_open_files(tmp_path: 
 
 
 def test_the_page_of_the_protocol_names_the_limits() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/design/samples-wire.md").read_text()
     pending = ", ".join(f"{most:,} `{kind}`" for kind, most in quotas.MOST_PENDING.items())
     for words in (
         f"read | {UNKNOWN_BYTES >> 10} KiB |",

@@ -181,6 +181,6 @@ def test_a_connection_without_a_known_role_may_say_hello_to_nobody() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    page = Path("docs/protocol.md").read_text(encoding="utf-8")
+    page = Path("docs/design/samples-wire.md").read_text(encoding="utf-8")
     shown = re.search(r"## Roles\n.*?\n(\|.*?)\n\n", page, re.S)
     assert shown and shown[1].splitlines() == table()

@@ -117,7 +117,7 @@ def test_a_sender_without_the_learners_key_gets_nothing_from_a_server(role: str 
 
 
 def test_the_page_shows_what_each_role_says() -> None:
-    page = Path("docs/weights.md").read_text(encoding="utf-8")
+    page = Path("docs/design/weights-wire.md").read_text(encoding="utf-8")
     for role, kinds in (("rollout", TO_LEARNER), ("learner", TO_SERVER)):
         row = re.search(rf"^\| `{role}` \| (.*) \|$", page, re.M)
         assert row and row[1] == " ".join(f"`{kind}`" for kind in kinds)

@@ -189,7 +189,7 @@ def test_a_text_model_is_shown_no_image():
 
 
 async def test_the_page_s_task_shows_a_part_of_the_image(folder: Path, tmp_path: Path):
-    page = (RUN.parents[2] / "docs/tasks.md").read_text(encoding="utf-8")
+    page = (RUN.parents[2] / "docs/vision-tasks.md").read_text(encoding="utf-8")
     (block,) = (each for each in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "def zoom" in each)
     (tmp_path / "zoom.py").write_text(block)
     outcome = await episodes(folder, load_task(f"{tmp_path}/zoom.py:zoom"), [9])[0].attempt(ROW)

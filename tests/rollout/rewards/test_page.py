@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md on async functions, several functions, judges and reward models do what it says."""
+"""The examples of docs/rewards.md and docs/built-in-rewards.md do what the pages say."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from rollout.rewards.workers import RewardPool
 from tests.harness.model_server import ModelServer, says
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
+PAGE = "\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rewards.md", "built-in-rewards.md"))
 
 
 def block(heading: str, language: str, number: int = 0) -> str:
@@ -80,10 +80,10 @@ def test_the_example_of_reward_servers(tmp_path: Path):
 
 
 def test_the_tables_name_what_there_is():
-    named = set(re.findall(r"^\| `(\w+)`", PAGE.partition("## Built in")[2].partition("### ")[0], re.MULTILINE))
+    named = set(re.findall(r"^\| `(\w+)`", PAGE.partition("\n## Built in\n")[2].partition("\n## ")[0], re.MULTILINE))
     assert named == set(REWARDS) - {"math"}
     for heading, function in (("A judge", "judge"), ("A reward model", "reward_model")):
-        table = PAGE.partition(f"### {heading}\n")[2].partition("\n#")[0]
+        table = PAGE.partition(f"\n## {heading}\n")[2].partition("\n#")[0]
         rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
         fields: Any = REWARDS[function]
         assert sorted(name for names in rows for name in names) == sorted(fields.model_fields)

@@ -3,6 +3,7 @@
 Without WORD it writes the table into docs/failures.md.
 """
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -14,11 +15,12 @@ from tests.system.failures.story import Story, tell
 PAGE = ROOT / "docs" / "failures.md"
 HEAD = """# What a person sees when something fails
 
-Each row was produced by real processes: buffer, rollout server, learner, keepers and display, with an engine that
-answers at once and a learner that trains nothing. The words are those of `python -m actors status`; `reward.timeout_s`
-is 2 s or less where time runs out, a batch has 8 groups. Times are from the launch and contain the start of all
-processes.
-`python -m tests.system.failures` writes this page. What ends a run, and the exit codes: [operations](operations.md).
+Look for your failure in the first column; the second one has the line of `python -m actors status`, without the parts
+that repeat it. Each row was produced by real processes: buffer, rollout server, learner, keepers and display, with an
+engine that answers at once and a learner that trains nothing. `reward.timeout_s` is 2 s or less where time runs out, a
+batch has 8 groups. Times are from the launch and contain the start of all processes.
+`python -m tests.system.failures` writes this page. [When attempts fail](failing.md#when-attempts-fail) says what to do,
+[commands](operations.md#commands) has the exit codes.
 
 In a run that has good rows too, they go on beside all of this: a test runs the rewards of this table that no group
 survives as a third of the rows of one run, whose other groups are all scored and trained, and finds each of these items
@@ -30,6 +32,12 @@ and is scored (`tests/rollout/cage/test_cage.py`).
 """
 
 
+REPEATED = re.compile(
+    r"; \d+ items? dropped, most often .*?(?=; \d+ of \d+ rows|$)|(?<= dropped) \((?:most often )?\w+: .*\)"
+)
+"""Parts of a message that say the reason once more."""
+
+
 def row(story: Story) -> str:
     """A line of the table."""
     case = story.case
@@ -38,9 +46,9 @@ def row(story: Story) -> str:
     ends = ends.removeprefix("python -m learner: ") or "the last version is trained"
     cells = [
         case.name,
-        story.status or "nothing: the next call gets another process",
+        REPEATED.sub("", story.status) or "nothing: the next call gets another process",
         seen or "-",
-        f"exit code {story.code}: {ends}",
+        f"exit code {story.code}: {REPEATED.sub('', ends)}",
         f"{story.seconds:.0f} s",
     ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

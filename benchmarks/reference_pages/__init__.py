@@ -1,0 +1,1 @@
+"""Pages that are written from the code: docs/reference/keys-*.md and docs/reference/metrics*.md."""
