@@ -393,6 +393,10 @@ class LearnerConfig(Section):
     tokens_per_microbatch: Positive | Literal["auto"] = "auto"
     """Tokens packed into one forward pass of a rank, without padding; `auto` takes as many as fit the memory, at most
     the rank's share of a batch."""
+    context_parallel: Positive = 1
+    """Consecutive ranks that share each microbatch, each with an equal slice of its tokens, so that documents longer
+    than one GPU holds can be trained. Around attention tokens and heads are exchanged (Ulysses), so the number divides
+    the attention heads; docs/long-documents.md says when it pays."""
     share_prompts: bool = True
     """Compute a prompt once for all samples of its group that fall into one microbatch. It changes results by rounding
     only; models with sliding windows or linear attention compute every prompt, and the learner's log says so."""
