@@ -3,10 +3,10 @@
 A microbatch is one row of tokens with the documents one after another; `cu_seq_lens_q` (where each document starts, and
 the end), `max_length_q` and, where answers share prompts, `shared_prompts` reach these functions as keyword arguments
 of the model's forward, or from the block around a layer that does not hand them on (`bounds.py`). So does
-`context_group` where ranks share the row: then tokens and heads are exchanged around the kernel (`context.py`). `is_causal=False` has
-all tokens of a piece see each other. An argument that is not known raises an error by name. transformers builds no mask
-for names it has no mask function for, so no [tokens, tokens] mask ever exists. The kernels are in `kernels/`. Used by
-`policy.py`; waits for nothing.
+`context_group` where ranks share the row: then tokens and heads are exchanged around the kernel (`context.py`).
+`is_causal=False` has all tokens of a piece see each other. An argument that is not known raises an error by name.
+transformers builds no mask for names it has no mask function for, so no [tokens, tokens] mask ever exists. The kernels
+are in `kernels/`. Used by `policy.py`; waits for the group where one shares the row.
 """
 
 import importlib

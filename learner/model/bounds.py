@@ -1,9 +1,9 @@
 """Where the pieces of a row lie, for layers that are not given it by the model.
 
-transformers' models hand `cu_seq_lens_q`, `max_length_q` and our `shared_prompts` and `context_group` to each block as keyword arguments.
-Most blocks hand them on to attention; some do not, and layers that keep a state take none. `follow` has each block note
-its arguments for the layers within it before it runs. A block that is recomputed in the backward pass notes the same
-arguments again. Used by `loading.py`, `attention.py` and `state.py`; waits for nothing.
+transformers' models hand `cu_seq_lens_q`, `max_length_q` and our `shared_prompts` and `context_group` to each block as
+keyword arguments. Most blocks hand them on to attention; some do not, and layers that keep a state take none. `follow`
+has each block note its arguments for the layers within it before it runs. A block that is recomputed in the backward
+pass notes the same arguments again. Used by `loading.py`, `attention.py` and `state.py`; waits for nothing.
 """
 
 from collections.abc import Iterable, Mapping

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from configs.context_parallel import REMEDY, why_not
+from configs.load import ConfigError
 from learner.model.microbatch import Microbatch, RowSlice
-
-REMEDY = "set it to a number that does, or to 1"
 
 
 class Place(NamedTuple):
@@ -59,21 +59,12 @@ def planned(size: int) -> str:
     return name
 
 
-def why_not(queries: int, keys: int, size: int) -> str:
-    """Why `size` ranks cannot share so many heads of queries and of keys; empty if they can."""
-    if queries % size:
-        return f"{size} does not divide the {queries} attention heads"
-    if keys % size and size % keys:
-        return f"{size} ranks and {keys} heads of keys and values do not divide each other"
-    return ""
-
-
 def gathered(q: Tensor, k: Tensor, v: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value [tokens of the slice, heads, head_dim] -> [tokens of the row, this rank's heads, head_dim].
-    Raises ValueError if the ranks cannot share the heads."""
+    Raises ConfigError if the ranks cannot share the heads."""
     size, _ = size_and_rank(name)
     if problem := why_not(q.shape[1], k.shape[1], size):
-        raise ValueError(problem)
+        raise ConfigError([f"learner.context_parallel: {problem}; {REMEDY}"])
     return to_heads(q, name), to_heads(k, name), to_heads(v, name)
 
 
@@ -118,7 +109,7 @@ def to_tokens(x: Tensor, heads: int, name: str) -> Tensor:
     """[row, heads / ranks, width] -> [slice, heads, width]; copies of a head are added up in float32."""
     place, (tokens, share, width) = PLACES[name], x.shape
     received = _exchanged(x.reshape(place.size, tokens // place.size, share, width).contiguous(), place)
-    whole = received.transpose(0, 1).reshape(tokens // place.size, -1, width)
+    whole = received.transpose(0, 1).reshape(tokens // place.size, -1, width).contiguous()  # as the fake's result is
     if whole.shape[1] == heads:
         return whole
     total = torch.promote_types(x.dtype, torch.float32)

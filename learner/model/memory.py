@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from configs.checks import max_sample_tokens
+from configs.context_parallel import parts_of
 from configs.load import ConfigError
 from configs.publishing import COPIES_SHARE, held, publishes_rows, remedy
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
+from learner.model.context import planned
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
 from learner.model.flops import Costs, active_parameters
@@ -102,9 +104,9 @@ def gpu_memory(device: torch.device) -> int | None:
 
 
 def share_of_batch(config: Config) -> int:
-    """Most tokens that a rank can get in one batch. A microbatch need not be larger."""
+    """Most tokens that a part of one batch can have. A microbatch need not be larger."""
     samples = config.sft.rows or config.batch.groups * config.batch.samples
-    return -(-samples // config.learner.ranks) * max_sample_tokens(config)
+    return -(-samples // parts_of(config.learner)) * max_sample_tokens(config)
 
 
 def least_microbatch(config: Config, patches: int = 0) -> int:
@@ -171,6 +173,7 @@ def budget_in(
         check_copies(expected, available, config, shards)
         problem = f"learner.tokens_per_microbatch: {wanted}: {sample} takes {needed}, a GPU "
         more = "learner.ranks" if shards == config.learner.ranks else "learner.shard"
+        more += " or learner.context_parallel" * (shards % (2 * config.learner.context_parallel) == 0 and not patches)
         less = "learner.gather: pass, " if config.learner.gather == "batch" else ""
         change = f"set {less}learner.activation_checkpointing: block or learner.cpu_offload, or raise {more}"
         change += ", or lower data.max_pixels" if patches else ""
@@ -195,12 +198,13 @@ def estimate(
     `sends`: over how many ranks the copies for the servers are spread, of which this GPU holds a share
     (`learner.weights.buckets.DoubleBuffer`); 0: it holds none. As in
     `Policy`, keys that are still `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
-    size, width = sizes_of(model), getattr(torch, model.dtype).itemsize
+    size, width = sizes_of(model, learner.context_parallel), getattr(torch, model.dtype).itemsize
     held, parameters, trained = size.held, size.parameters, size.trained
     block, changed, root = size.block, size.changed, size.parameters - size.blocks
     head = size.output if size.output_is_trained else 0
     chunk = chunk_tokens(learner) * size.vocabulary
-    kept, working = _saved(size.text, learner)
+    # of a token of a row, of which a rank has its slice
+    kept, working = (-(-saved // learner.context_parallel) for saved in _saved(size.text, learner))
     images, in_tower = _saved_by_tower(size, learner)
     on_gpu, once = 0 if learner.cpu_offload else 1, learner.gather == "batch"
     always = {
@@ -270,13 +274,14 @@ class ModelSizes:
     """Whether the head bends its logits."""
 
 
-def sizes_of(model: ModelConfig) -> ModelSizes:
-    """The sizes of `model`. Counts each model once, as its config.json is now."""
-    return _sizes_of(model.model_dump_json(), read_config(model).to_json_string())
+def sizes_of(model: ModelConfig, context_parallel: int = 1) -> ModelSizes:
+    """The sizes of `model`, whose rows so many ranks share. Counts each model once, as its config.json is now. Raises
+    ConfigError if they cannot."""
+    return _sizes_of(model.model_dump_json(), read_config(model).to_json_string(), context_parallel)
 
 
 @lru_cache(maxsize=16)
-def _sizes_of(written: str, config_json: str) -> ModelSizes:
+def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSizes:
     """`config_json` is a part of the cache's key only."""
     model = ModelConfig.model_validate_json(written)
     empty = build_on_meta(model, META_ATTENTION)
@@ -287,7 +292,7 @@ def _sizes_of(written: str, config_json: str) -> ModelSizes:
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in all_blocks(empty)]
     output = empty.get_output_embeddings().weight  # type: ignore[no-untyped-call]
     held, costs, active = sum(p.nbytes for p in empty.parameters()), Costs.of(empty), active_parameters(empty)
-    text = _text_trace(empty, model)
+    text = _text_trace(empty, model, context_parallel)
     tower, trained, ends = _tower_trace(empty, model)
     return ModelSizes(
         empty.num_parameters(),
@@ -309,7 +314,7 @@ def _sizes_of(written: str, config_json: str) -> ModelSizes:
     )
 
 
-def _text_trace(empty: PreTrainedModel, model: ModelConfig) -> Traced:
+def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: int) -> Traced:
     width = getattr(torch, model.dtype).itemsize
     # on meta torch multiplies by experts in bfloat16 only; wider models keep about as many numbers
     traced_in = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
@@ -317,7 +322,10 @@ def _text_trace(empty: PreTrainedModel, model: ModelConfig) -> Traced:
     tokens = torch.zeros(1, META_TOKENS, dtype=torch.int64, device="meta")
     decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
     embedded = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
-    traced = _trace(empty, lambda: decoder(**embedded, cu_seq_lens_q=_meta_places(), max_length_q=META_TOKENS))
+    given = embedded | {"cu_seq_lens_q": _meta_places(), "max_length_q": META_TOKENS}
+    if context_parallel > 1:
+        given["context_group"] = planned(context_parallel)
+    traced = _trace(empty, lambda: decoder(**given))
     everything, matmuls, inputs = (size * width // traced_in.itemsize for size in traced)
     hidden: int = empty.config.get_text_config().hidden_size
     return Traced(everything, matmuls, inputs, len(blocks(empty)), width * hidden)

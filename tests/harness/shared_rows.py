@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -83,7 +84,11 @@ def _computed(folder: Path, case: Case, mesh: Any, size: int) -> Found:
     cuts = [len(entries) // parts] * (parts - 1)
     part = world.cut(entries, 3, [*cuts, len(entries) - sum(cuts)], rank)
     packed = Batch.from_part(
-        part, case["budget"], policy.attention_cost, policy.share_prompts, replayed=SIZES if case.get("replay") else None
+        part,
+        case["budget"],
+        policy.attention_cost,
+        policy.share_prompts,
+        replayed=SIZES if case.get("replay") else None,
     )
     rows = [policy.place(row) for row in packed.microbatches]
     algorithm.backward(policy, packed)
@@ -91,15 +96,16 @@ def _computed(folder: Path, case: Case, mesh: Any, size: int) -> Found:
     algorithm.optimizer.adamw.zero_grad()
     scores = [policy.score(row)[row.scored] for row in rows]
     metrics = algorithm.step(policy, part)
+    breaks = sum(counters["graph_break"].values())
     text = list(range(2, 9))
     return {
         "gradients": gradients,
         "logprobs": torch.cat(scores),
         "metrics": {name: value for name, value in metrics.items() if not name.startswith("time/")},
-        "weights": world.weights(policy),
         "probe": torch.tensor(policy.logprobs_of(text)),
         "shared": {type(row.shared).__name__ for row in rows},
         "crossed": sum(crosses(row) for row in rows),
+        "graph breaks": breaks,
     }
 
 
