@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2, help="measured steps of a way")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no other way begins")
     parser.add_argument("--attention", default="auto", choices=["auto", "flash4", "flash", "varlen", "sdpa"])
-    parser.add_argument("--checkpointing", default="block", choices=["block", "selective", "none"])
+    parser.add_argument("--checkpointing", default="block", choices=["block", "offload", "selective", "none"])
     parser.add_argument("--head-chunk", type=int, default=1024, help="learner.head_chunk_tokens")
     parser.add_argument("--out", type=Path, help="JSON of the rows")
     args = parser.parse_args()

@@ -23,8 +23,8 @@ from configs.load import ConfigError
 from learner.model.microbatch import Microbatch, RowSlice
 
 
-class Place(NamedTuple):
-    """Where this rank stands in a context group."""
+class ContextGroup(NamedTuple):
+    """The ranks that share rows with this one."""
 
     size: int
     """Ranks that share a row."""
@@ -36,26 +36,26 @@ class Place(NamedTuple):
     """The default process group that it was made in."""
 
 
-PLACES: dict[str, Place] = {}
+GROUPS: dict[str, ContextGroup] = {}
 """Context groups of this process by name."""
 
 
 def join(size: int, timeout: timedelta) -> str:
     """Form groups of `size` consecutive ranks; returns the name of this rank's. A collective of all ranks, which must
     be a multiple of `size`. Called again with the same size it returns the same group."""
-    for name, place in PLACES.items():
-        if place.size == size and place.world is dist.group.WORLD:
+    for name, own in GROUPS.items():
+        if own.size == size and own.world is dist.group.WORLD:
             return name
     group, _ = dist.new_subgroups(group_size=size, timeout=timeout)
-    name = f"context-{len(PLACES)}"
-    PLACES[name] = Place(size, dist.get_rank(group), group, dist.group.WORLD)
+    name = f"context-{len(GROUPS)}"
+    GROUPS[name] = ContextGroup(size, dist.get_rank(group), group, dist.group.WORLD)
     return name
 
 
 def planned(size: int) -> str:
     """Name a group of `size` ranks that need not exist, for passes on the meta device."""
     name = f"planned-{size}"
-    PLACES[name] = Place(size, 0, None, None)
+    GROUPS[name] = ContextGroup(size, 0, None, None)
     return name
 
 
@@ -84,18 +84,18 @@ def own_heads(values: Tensor, name: str) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler would make the numbers symbols
 def size_and_rank(name: str) -> tuple[int, int]:
-    """`Place.size` and `Place.rank`."""
-    return PLACES[name].size, PLACES[name].rank
+    """`ContextGroup.size` and `ContextGroup.rank`."""
+    return GROUPS[name].size, GROUPS[name].rank
 
 
 @torch.library.custom_op("headrace::to_heads", mutates_args=())
 def to_heads(x: Tensor, name: str) -> Tensor:
     """[slice, heads, width] -> [row, heads / ranks, width], or one head if there are fewer heads than ranks."""
-    place, (tokens, heads, width) = PLACES[name], x.shape
-    if heads < place.size:
-        x = x.repeat_interleave(place.size // heads, 1)
-    sent = x.reshape(tokens, place.size, -1, width).transpose(0, 1).contiguous()  # by receiver
-    return _exchanged(sent, place).view(place.size * tokens, -1, width)  # by slice, which is the order of the row
+    own, (tokens, heads, width) = GROUPS[name], x.shape
+    if heads < own.size:
+        x = x.repeat_interleave(own.size // heads, 1)
+    sent = x.reshape(tokens, own.size, -1, width).transpose(0, 1).contiguous()  # by receiver
+    return _exchanged(sent, own).view(own.size * tokens, -1, width)  # by slice, which is the order of the row
 
 
 @to_heads.register_fake
@@ -107,9 +107,9 @@ def _(x: Tensor, name: str) -> Tensor:
 @torch.library.custom_op("headrace::to_tokens", mutates_args=())
 def to_tokens(x: Tensor, heads: int, name: str) -> Tensor:
     """[row, heads / ranks, width] -> [slice, heads, width]; copies of a head are added up in float32."""
-    place, (tokens, share, width) = PLACES[name], x.shape
-    received = _exchanged(x.reshape(place.size, tokens // place.size, share, width).contiguous(), place)
-    whole = received.transpose(0, 1).reshape(tokens // place.size, -1, width).contiguous()  # as the fake's result is
+    own, (tokens, share, width) = GROUPS[name], x.shape
+    received = _exchanged(x.reshape(own.size, tokens // own.size, share, width).contiguous(), own)
+    whole = received.transpose(0, 1).reshape(tokens // own.size, -1, width).contiguous()  # as the fake's result is
     if whole.shape[1] == heads:
         return whole
     total = torch.promote_types(x.dtype, torch.float32)
@@ -122,10 +122,10 @@ def _(x: Tensor, heads: int, name: str) -> Tensor:
     return x.new_empty(x.shape[0] // size, heads, x.shape[2])
 
 
-def _exchanged(sent: Tensor, place: Place) -> Tensor:
+def _exchanged(sent: Tensor, own: ContextGroup) -> Tensor:
     """`sent` [ranks, ...]: entry i goes to rank i. Returns what came, by sender."""
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=place.group)
+    dist.all_to_all_single(received, sent, group=own.group)
     return received
 
 
@@ -181,7 +181,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, name: str) -> Tensor:
         total = values.clone()
-        dist.all_reduce(total, group=PLACES[name].group)
+        dist.all_reduce(total, group=GROUPS[name].group)
         return total
 
     @staticmethod
@@ -191,8 +191,8 @@ class _Whole(torch.autograd.Function):
 
 def check_same(digest: int, name: str) -> None:
     """Raise RuntimeError unless all ranks of the group have the same `digest` of what they are to train."""
-    place = PLACES[name]
+    own = GROUPS[name]
     both = torch.tensor([digest, -digest])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=place.group)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=own.group)
     if both[0] != -both[1]:
-        raise RuntimeError(f"the {place.size} ranks that share rows (learner.context_parallel) have other samples each")
+        raise RuntimeError(f"the {own.size} ranks that share rows (learner.context_parallel) have other samples each")

@@ -6,12 +6,14 @@ and `memory_budget` at the start and has `explain_out_of_memory` around the trai
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,12 +24,14 @@ from configs.context_parallel import parts_of
 from configs.load import ConfigError
 from configs.publishing import COPIES_SHARE, held, publishes_rows, remedy
 from configs.schema import Config, LearnerConfig, ModelConfig
+from learner.mesh import ranks_of_node
 from learner.model import attention
 from learner.model.context import planned
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
 from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
+from learner.model.host_copies import INPUTS_HELD
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
@@ -149,7 +153,11 @@ def memory_budget(
 ) -> tuple[Estimate, int]:
     """The memory that a rank on `device` will take, and the tokens of its microbatches; logged before anything is
     loaded. For the rest see `budget_in`."""
-    return budget_in(config, gpu_memory(device), shards, reference, sends, patches)
+    expected, budget = budget_in(config, gpu_memory(device), shards, reference, sends, patches)
+    if device.type == "cuda":
+        ranks = ranks_of_node(config.learner, config.learner.ranks, os.environ)
+        check_host(config, max(budget, least_microbatch(config, patches)), ranks, psutil.virtual_memory().available)
+    return expected, budget
 
 
 def budget_in(
@@ -179,6 +187,26 @@ def budget_in(
         change += ", or lower data.max_pixels" if patches else ""
         raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {change}"])
     return expected, budget
+
+
+def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
+    """Pinned host memory of a rank that `activation_checkpointing: offload` fills with microbatches of `tokens`."""
+    if learner.activation_checkpointing != "offload":
+        return 0
+    text = sizes_of(model, learner.context_parallel).text
+    return text.layers * text.width * -(-tokens // learner.context_parallel)
+
+
+def check_host(config: Config, tokens: int, ranks: int, available: int) -> None:
+    """Raise ConfigError if `ranks` ranks of a machine with `available` bytes of host memory cannot keep the inputs of
+    their blocks there."""
+    needed = ranks * host_bytes(config.model, config.learner, tokens)
+    if needed:
+        log.info("activation_checkpointing: offload keeps %.1f GiB in host memory, for %d ranks", needed / GIB, ranks)
+    if needed > available:
+        problem = f"{ranks} ranks would keep {needed / GIB:.1f} GiB of inputs in host memory, and {available / GIB:.1f}"
+        remedy = "lower learner.tokens_per_microbatch, raise learner.context_parallel, or set it to block"
+        raise ConfigError([f"learner.activation_checkpointing: offload: {problem} GiB are free; {remedy}"])
 
 
 def check_copies(expected: Estimate, available: int, config: Config, shards: int) -> None:
@@ -351,9 +379,12 @@ def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | N
 
 
 def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str, int], int]:
-    """The same of the tower, in a row with PATCHES_PER_TOKEN patches for each of its tokens; empty for a text model."""
+    """The same of the tower, in a row with PATCHES_PER_TOKEN patches for each of its tokens; empty for a text model.
+    The inputs of its blocks stay on the GPU."""
     if size.tower is None:
         return {}, 0
+    if learner.activation_checkpointing == "offload":
+        learner = learner.model_copy(update={"activation_checkpointing": "block"})
     kept, working = _saved(size.tower, learner) if size.tower_is_trained else (0, 0)
     return {"tower": PATCHES_PER_TOKEN * (kept + size.ends_of_tower)}, PATCHES_PER_TOKEN * working
 
@@ -366,8 +397,9 @@ def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
     """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with."""
     everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)
-    if learner.activation_checkpointing in ("auto", "block"):
-        return (layers + 2) * width, working + everything // layers  # 2: what the last norm keeps
+    if learner.activation_checkpointing in ("auto", "block", "offload"):
+        inputs = min(layers, INPUTS_HELD) if learner.activation_checkpointing == "offload" else layers
+        return (inputs + 2) * width, working + everything // layers  # 2: what the last norm keeps
     if learner.compile is True:  # the compiler keeps inputs and outputs of matmuls
         return min(matmuls + traced.inputs, everything), working
     if learner.activation_checkpointing == "selective":

@@ -31,6 +31,7 @@ from learner.model.experts.mixture import Mixture
 from learner.model.file_form import FileForm
 from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
+from learner.model.host_copies import HostCopies
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.microbatch import Microbatch, one_document
 from learner.model.unshard import is_sharded, own_rows, unshard
@@ -332,19 +333,23 @@ def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) -
 
 
 def _checkpoint_activations(model: PreTrainedModel, learner: LearnerConfig) -> None:
-    """Have each block keep less for its backward pass: its input (`block`), or the results of SAVED_OPS too
-    (`selective`).
+    """Have each block keep less for its backward pass: its input (`block`; `offload`: in host memory), or the results
+    of SAVED_OPS too (`selective`).
 
     A compiled block is selective by itself: the compiler keeps matmuls and recomputes what is cheap.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if learner.activation_checkpointing == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
-    if learner.activation_checkpointing in ("auto", "block") or (
+    if learner.activation_checkpointing in ("auto", "block", "offload") or (
         "context_fn" in options and learner.compile is not True
     ):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         model.disable_input_require_grads()  # or a frozen tower would be differentiated down to its patches
+    if learner.activation_checkpointing == "offload":
+        copies = HostCopies()
+        for block in loading.blocks(model):
+            block._gradient_checkpointing_func = copies.checkpoint  # type: ignore[assignment]
     for block in loading.all_blocks(model):
         if not any(parameter.requires_grad for parameter in block.parameters()):
             block.gradient_checkpointing = False  # type: ignore[assignment]  # frozen, it keeps nothing

@@ -43,19 +43,25 @@ REFUSED = [
     (
         ["ranks=8", "context_parallel=8"],
         {},
-        "8 does not divide the 28 attention heads of {model}; set it to a number t",
+        "8 does not divide the 28 attention heads of MODEL; set it to a number that",
     ),
-    (["ranks=4", "context_parallel=4"], SIX, "4 ranks and 6 heads of keys and values do not divide each other of {mod"),
+    (
+        ["ranks=4", "context_parallel=4"],
+        SIX,
+        "4 ranks and 6 heads of keys and values do not divide each other of MODEL; set it to",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("keys", "shape", "line"), REFUSED, ids=lambda value: " ".join(value) if value else "")
+@pytest.mark.parametrize(
+    ("keys", "shape", "line"), REFUSED, ids=lambda it: " ".join(it) if isinstance(it, list) else ""
+)
 def test_each_contradiction_has_its_line(keys: list[str], shape: dict[str, int], line: str, model: Path) -> None:
     (model / "config.json").write_text(json.dumps({"model_type": "qwen2"} | SEVEN_B | shape))
     with pytest.raises(ConfigError) as error:
         check(config(model, *(f"learner.{key}" for key in keys)), files=())
-    (found,) = error.value.problems
-    assert found.startswith(f"learner.context_parallel: {line.format(model=model)}"), found
+    wanted = f"learner.context_parallel: {line.replace('MODEL', str(model))}"
+    assert any(found.startswith(wanted) for found in error.value.problems), error.value.problems
 
 
 def test_supervised_fine_tuning_has_rows_of_one_rank(model: Path) -> None:

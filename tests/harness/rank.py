@@ -85,11 +85,11 @@ def gradients(
         torch.save(found, folder / "gradients.pt")
 
 
-def share_rows(folder: Path, cases: list[dict[str, Any]], size: int) -> None:
+def share_rows(folder: Path, cases: list[dict[str, Any]], size: int, device: str = "cpu") -> None:
     """What `shared_rows.compute` finds, saved as `FOLDER/shared_rows-RANK.pt`; a rank that takes other samples than its
     neighbour is refused."""
     rank = dist.get_rank()
-    torch.save(shared_rows.compute(folder, cases, size), folder / f"shared_rows-{rank}.pt")
+    torch.save(shared_rows.compute(folder, cases, size, device), folder / f"shared_rows-{rank}.pt")
     try:
         context.check_same(rank, context.join(size, timedelta(seconds=60)))
     except RuntimeError as error:

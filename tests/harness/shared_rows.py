@@ -25,6 +25,8 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
+    "wide": {"model_type": "qwen3", "hidden_size": 256, "head_dim": 64},
+    "wide_key": {"model_type": "qwen3", "hidden_size": 256, "head_dim": 64, "num_key_value_heads": 1},
     "one_key_head": {"model_type": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True},
     "window": {"model_type": "mistral", "sliding_window": 7},
     "softcap": {"model_type": "gemma2", "sliding_window": 7, "query_pre_attn_scalar": 16},
@@ -45,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
 BATCHES = {"samples": world.make_samples, "groups": world.make_groups, "episodes": make_episodes}
 Case = dict[str, Any]
 """`model`: of MODELS. `algorithm`, `learner`: keys. `batch`: of BATCHES. `budget`: tokens of a row. `copied`: as
-`Policy.most_copied`. `lora`, `replay`: with them."""
+`Policy.most_copied`. `lora`, `replay`: with them. `dtype`: if not float32."""
 Found = dict[str, Any]
 
 
@@ -62,15 +64,15 @@ def write_models(folder: Path) -> None:
         model.save_pretrained(folder / name)
 
 
-def compute(folder: Path, cases: list[Case], size: int) -> list[Found]:
+def compute(folder: Path, cases: list[Case], size: int, device: str = "cpu") -> list[Found]:
     """What a learner finds in each case whose ranks share rows by `size`."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     return [_computed(folder, case, mesh, size) for case in cases]
 
 
 def _computed(folder: Path, case: Case, mesh: Any, size: int) -> Found:
     lora = LoraConfig(rank=4, alpha=8.0) if case.get("lora") else None
-    model = ModelConfig(path=str(folder / case["model"]), dtype="float32", lora=lora)
+    model = ModelConfig(path=str(folder / case["model"]), dtype=case.get("dtype", "float32"), lora=lora)
     config = AlgorithmConfig.model_validate(case.get("algorithm", {}))
     learner = world.LEARNER.model_copy(update={"context_parallel": size} | case.get("learner", {}))
     options = {"entropy_gradient": config.entropy_bonus > 0, "replay": bool(case.get("replay"))}
@@ -90,19 +92,19 @@ def _computed(folder: Path, case: Case, mesh: Any, size: int) -> Found:
         policy.share_prompts,
         replayed=SIZES if case.get("replay") else None,
     )
-    rows = [policy.place(row) for row in packed.microbatches]
+    rows, text = [policy.place(row) for row in packed.microbatches], list(range(2, 9))
+    probe = torch.tensor(policy.logprobs_of(text))
     algorithm.backward(policy, packed)
     gradients = world.gradients(policy)
     algorithm.optimizer.adamw.zero_grad()
     scores = [policy.score(row)[row.scored] for row in rows]
     metrics = algorithm.step(policy, part)
     breaks = sum(counters["graph_break"].values())
-    text = list(range(2, 9))
     return {
-        "gradients": gradients,
-        "logprobs": torch.cat(scores),
+        "gradients": {name: gradient.cpu() for name, gradient in gradients.items()},
+        "logprobs": torch.cat(scores).cpu(),
         "metrics": {name: value for name, value in metrics.items() if not name.startswith("time/")},
-        "probe": torch.tensor(policy.logprobs_of(text)),
+        "probe": probe,
         "shared": {type(row.shared).__name__ for row in rows},
         "crossed": sum(crosses(row) for row in rows),
         "graph breaks": breaks,
