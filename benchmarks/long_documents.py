@@ -130,7 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES, *EXPERTS], default="Qwen2.5-7B")
     parser.add_argument("--tokens", type=int, default=131072, help="of a document")
-    parser.add_argument("--ways", default="4-eager,4,1", help="one after the other")
+    parser.add_argument("--ways", default="4-eager,4", help="one after the other")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of a way")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no other way begins")
     parser.add_argument("--attention", default="auto", choices=["auto", "flash4", "flash", "varlen", "sdpa"])

@@ -439,7 +439,7 @@ def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int
 
 
 class _MatmulRecorder(TorchDispatchMode):
-    """Collects inputs and outputs of matmuls, and outputs of attention.
+    """Collects inputs and outputs of matmuls, outputs of attention, and heads that several ranks of a group get.
 
     `added`: matrices whose output is added to another matmul's; the compiler keeps the sum alone, so it counts once.
     """
@@ -459,6 +459,9 @@ class _MatmulRecorder(TorchDispatchMode):
                 _add(self.outputs, output)
         elif func is torch.ops.headrace.attend.default:
             _add(self.outputs, *output)
+        elif func is torch.ops.headrace.to_heads.default:  # attention keeps what it sends; copies of heads are more
+            more = output.nbytes - args[0].nbytes
+            _add(self.outputs, torch.empty(more, dtype=torch.uint8, device="meta"))
         return output
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from configs.load import ConfigError
 from learner.model import bounds
 from learner.model.bounds import BOUNDS
 
@@ -73,7 +74,8 @@ def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...,
     def separated(*args: Any, **kwargs: Any) -> Any:
         starts, _, _, group = bounds.of_row(layer, {})
         if group is not None:
-            raise ValueError(f"{type(layer).__name__} keeps a state, which ranks that share a row do not exchange")
+            problem = f"the model's {type(layer).__name__} keeps a state, which ranks do not exchange"
+            raise ConfigError([f"learner.context_parallel: {problem}; set it to 1"])
         ours = *BOUNDS, "shared_prompts", "context_group"
         given = args, {name: x for name, x in kwargs.items() if name not in ours}
         if starts.is_meta:  # to count what a row keeps, which is one document there

@@ -65,11 +65,10 @@ def test_each_contradiction_has_its_line(keys: list[str], shape: dict[str, int],
 
 
 def test_supervised_fine_tuning_has_rows_of_one_rank(model: Path) -> None:
-    given = load([f"--model.path={model}", "--data.train=d.jsonl", "--sft.rows=8", "--learner.ranks=2"])
-    check_sft(given, files=())
-    shared = given.model_copy(update={"learner": given.learner.model_copy(update={"context_parallel": 2})})
+    given = [f"--model.path={model}", "--data.train=d.jsonl", "--sft.rows=8", "--learner.ranks=2"]
+    check_sft(load(given), files=())
     with pytest.raises(ConfigError) as error:
-        check_sft(shared, files=())
+        check_sft(load([*given, "--learner.context_parallel=2"]), files=())
     line = "learner.context_parallel: 2, but supervised fine-tuning trains each row on one rank; set it to 1"
     assert list(error.value.problems) == [line]
 
@@ -103,3 +102,16 @@ def test_it_may_change_between_launches(model: Path) -> None:
     before = settings(config(model, "learner.ranks=2"))
     changed = changes(before, config(model, "learner.ranks=2", "learner.context_parallel=2"))
     assert [str(change) for change in changed] == ["learner.context_parallel: 1 -> 2"]
+
+
+def test_the_page_quotes_the_lines(model: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "long-documents.md").read_text()
+    for words in (["ranks=4", "context_parallel=3"], ["ranks=8", "context_parallel=8"]):
+        with pytest.raises(ConfigError) as error:
+            check(config(model, *(f"learner.{word}" for word in words)), files=())
+        lines = [line.replace(str(model), "m") for line in error.value.problems]
+        assert any(f"| `{line}` |" in page for line in lines), lines
+    shared = ("--sft.rows=8", "--learner.ranks=2", "--learner.context_parallel=2")
+    with pytest.raises(ConfigError) as error:
+        check_sft(load(["--model.path=m", "--data.train=d.jsonl", *shared]), files=())
+    assert f"| `{error.value.problems[0]}` |" in page

@@ -85,11 +85,13 @@ def gradients(
         torch.save(found, folder / "gradients.pt")
 
 
-def share_rows(folder: Path, cases: list[dict[str, Any]], size: int, device: str = "cpu") -> None:
+def share_rows(
+    folder: Path, cases: list[dict[str, Any]], size: int, device: str = "cpu", shards: int | None = None
+) -> None:
     """What `shared_rows.compute` finds, saved as `FOLDER/shared_rows-RANK.pt`; a rank that takes other samples than its
     neighbour is refused."""
     rank = dist.get_rank()
-    torch.save(shared_rows.compute(folder, cases, size, device), folder / f"shared_rows-{rank}.pt")
+    torch.save(shared_rows.compute(folder, cases, size, device, shards), folder / f"shared_rows-{rank}.pt")
     try:
         context.check_same(rank, context.join(size, timedelta(seconds=60)))
     except RuntimeError as error:

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.schema import AlgorithmConfig, LoraConfig, ModelConfig
+from learner.mesh import make_mesh
 from learner.model import context
 from learner.train.batch import Batch
 from tests.harness import world
@@ -64,9 +64,10 @@ def write_models(folder: Path) -> None:
         model.save_pretrained(folder / name)
 
 
-def compute(folder: Path, cases: list[Case], size: int, device: str = "cpu") -> list[Found]:
-    """What a learner finds in each case whose ranks share rows by `size`."""
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+def compute(folder: Path, cases: list[Case], size: int, device: str = "cpu", shards: int | None = None) -> list[Found]:
+    """What a learner finds in each case whose ranks share rows by `size`. `shards`: ranks that share a copy of the
+    model, if not all."""
+    mesh = make_mesh(device, shards or dist.get_world_size())
     return [_computed(folder, case, mesh, size) for case in cases]
 
 
@@ -99,7 +100,7 @@ def _computed(folder: Path, case: Case, mesh: Any, size: int) -> Found:
     algorithm.optimizer.adamw.zero_grad()
     scores = [policy.score(row)[row.scored] for row in rows]
     metrics = algorithm.step(policy, part)
-    breaks = sum(counters["graph_break"].values())
+    breaks = list(counters["graph_break"])
     return {
         "gradients": {name: gradient.cpu() for name, gradient in gradients.items()},
         "logprobs": torch.cat(scores).cpu(),

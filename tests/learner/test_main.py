@@ -137,7 +137,7 @@ def test_two_ranks_that_share_rows_take_the_same_part(tmp_path: Path, fork) -> N
     split = [check for check in certificate.checks if check.what.startswith("two ranks, one row: ")]
     assert len(split) == 10 and {check.verdict for check in split} == {"holds"}
     ours, theirs = records
-    names = ("loss", "gradient/norm", "tokens", "tokens_computed", "samples", "flops", "reward/mean", "mismatch/k3")
+    names = ("loss", "gradient/norm", "tokens", "tokens_computed", "samples", "flops", "reward/mean", "offpolicy/k3")
     for name in names:
         assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
 

@@ -91,9 +91,10 @@ def test_ranks_with_other_samples_are_refused(two: list, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_two_groups_of_two_ranks_and_one_of_four_train_as_one(folder: Path, alone: dict) -> None:
-    """Each pair gets half of the samples, or all four share every row, with up to four ranks to a head of keys."""
-    for size in (2, 4):
-        world.together("share_rows", 4, folder, cases=list(CASES.values()), size=size)
+    """Each pair gets half of the samples, or all four share every row, with up to four ranks to a head of keys. Of the
+    pairs, each has a copy of the model too."""
+    for size, shards in ((2, 4), (2, 2), (4, 4)):
+        world.together("share_rows", 4, folder, cases=list(CASES.values()), size=size, shards=shards)
         for rank in range(4):
             found = torch.load(folder / f"shared_rows-{rank}.pt")
             for ours, name in zip(found, CASES, strict=True):
@@ -118,4 +119,4 @@ def test_compiled_blocks_are_one_graph(folder: Path, alone: dict) -> None:
     for rank in range(2):
         for name, found in zip(names, torch.load(folder / f"shared_rows-{rank}.pt"), strict=True):
             check(found, *alone[name])
-            assert found["graph breaks"] == 0
+            assert all("aten.nonzero" in why for why in found["graph breaks"]), "sdpa's selection of real tokens alone"
