@@ -46,7 +46,7 @@ def require(config: Config) -> None:
     """
     model, file = config.model, config.run.path / FILE
     facts, share, splits = loading.read_config(model), config.learner.share_prompts, config.learner.context_parallel > 1
-    check_shareable(model, facts, config.learner.context_parallel)
+    check_shareable(model, config.learner.context_parallel)
     key = key_of(facts, share, model.trust_remote_code, splits)
     found = read(file)
     if found is None or found.key != key or not found.holds:

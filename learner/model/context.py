@@ -159,7 +159,7 @@ def _filled_up(row: Microbatch, number: int) -> Microbatch:
         return row
     values: dict[str, float] = {"tokens": 0, "sampled": False, "behaviour": 0.0, "versions": -1, "sequence": 0}
     values["turn"] = -1
-    longer = {name: pad(getattr(row, name), (0, number), value=value) for name, value in values.items()}
+    longer: dict[str, Any] = {name: pad(getattr(row, name), (0, number), value=x) for name, x in values.items()}
     end = row.cu_seqlens[-1:] + number
     return replace(
         row,

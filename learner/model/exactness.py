@@ -72,10 +72,13 @@ def check_adapter(model: ModelConfig, config: PreTrainedConfig) -> None:
         raise ConfigError([f"model.lora: {model.path} ({kind}) {problem}; set it to null"])
 
 
-def check_shareable(model: ModelConfig, config: PreTrainedConfig, ranks: int) -> None:
+def check_shareable(model: ModelConfig, ranks: int) -> None:
     """Raise ConfigError if `ranks` ranks (`learner.context_parallel`) cannot share the rows of the model, because of
     what it is; whether they compute them exactly is compared (`learner/certify/`)."""
-    if ranks > 1 and (problem := _not_shareable(config, model.trust_remote_code)):
+    if ranks == 1:
+        return
+    config = loading.read_config(model)
+    if problem := _not_shareable(config, model.trust_remote_code):
         kind = config.get_text_config().model_type
         raise ConfigError([f"learner.context_parallel: {ranks}, but {model.path} ({kind}) {problem}; set it to 1"])
 

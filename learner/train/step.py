@@ -176,7 +176,7 @@ class Algorithm:
             "scattered": batch.scattered,
         }
 
-    def _advantages(self, batch: Batch, counts: bool) -> Tensor:
+    def _advantages(self, batch: Batch, counts: bool = True) -> Tensor:
         """Advantage of each of this rank's turns, then a 0 for what was given: [turns + 1] float32.
 
         Every rank computes those of all samples of the batch: it is cheap and exact.

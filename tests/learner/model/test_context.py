@@ -14,7 +14,6 @@ from configs.load import ConfigError
 from configs.schema import LearnerConfig, ModelConfig
 from learner.model import context
 from learner.model.exactness import check_shareable, packed_row
-from learner.model.loading import read_config
 from learner.model.memory import estimate
 from tests.harness.pictured import seeing_model
 from tests.harness.shapes_of_models import text_folder
@@ -81,11 +80,11 @@ def test_models_that_cannot_be_cut_are_refused_by_name(tmp_path: Path) -> None:
         (seeing, "qwen3_vl_text", "reads images, whose tokens are not split over ranks"),
     ):
         with pytest.raises(ConfigError) as error:
-            check_shareable(model, read_config(model), 2)
+            check_shareable(model, 2)
         (line,) = error.value.problems
         assert line.startswith(f"learner.context_parallel: 2, but {model.path} ({kind}) {why}")
-        check_shareable(model, read_config(model), 1)
-    check_shareable(tiny_model(tmp_path / "text"), read_config(tiny_model(tmp_path / "text")), 2)
+        check_shareable(model, 1)
+    check_shareable(tiny_model(tmp_path / "text"), 2)
 
 
 def test_the_estimate_counts_a_rank_s_slice(tmp_path: Path) -> None:
