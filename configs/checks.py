@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
-from configs import publishing, sft, variables
+from configs import context_parallel, publishing, sft, variables
 from configs.data.sources import INSTALL, problems_with, source_name
 from configs.load import ConfigError
 from configs.model_facts import model_facts
@@ -108,8 +108,8 @@ def check(
         *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
-        *publishing.contradictions(config), *sft.beside(config), *_nodes(config), *_trackers(config, files),
-        *_lora(config),
+        *publishing.contradictions(config), *context_parallel.contradictions(config), *sft.beside(config),
+        *_nodes(config), *_trackers(config, files), *_lora(config),
         *_variables(config), *_shadows(config), *further,
     ]  # fmt: skip
     if found:
@@ -127,7 +127,8 @@ def check_sft(config: Config, *, rows: int | None = None, files: Collection[str]
     """Raise ConfigError with everything that contradicts supervised fine-tuning, one line each. `rows`: those of
     data.train, where known."""
     found = [
-        *sft.rules(config, rows), *_architecture(config), *_devices(config), *_nodes(config), *_lora(config),
+        *sft.rules(config, rows), *context_parallel.contradictions(config), *_architecture(config),
+        *_devices(config), *_nodes(config), *_lora(config),
         *_files(config, files), *_trackers(config, files), *_chat(config), *_variables(config),
     ]  # fmt: skip
     if found:
@@ -242,10 +243,11 @@ def _images(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config) -> Iterator[str]:
-    batch, ranks = config.batch, config.learner.ranks
-    samples, bound = batch.groups * batch.samples, batch.max_staleness
-    if samples < ranks:
+    batch, shared = config.batch, config.learner.context_parallel
+    samples, bound, parts = batch.groups * batch.samples, batch.max_staleness, context_parallel.parts_of(config.learner)
+    if samples < parts:
         product = f"batch.groups {batch.groups} x batch.samples {batch.samples} = {samples} samples"
+        ranks = f"{config.learner.ranks}{f' / learner.context_parallel {shared} = {parts}' if shared > 1 else ''}"
         problem = f"learner.ranks: {ranks} is more than {product}, a rank would get nothing"
         yield f"{problem}; raise batch.groups or lower learner.ranks"
     if batch.target_staleness is not None and batch.target_staleness > bound:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import ceil, log10
 
 from configs.checks import max_group_bytes, max_sample_tokens
+from configs.context_parallel import parts_of
 from configs.data.sources import count_rows
 from configs.flow.capacity import connections, memory_bytes, open_files
 from configs.flow.difficulty import drawn_shares
@@ -183,11 +184,15 @@ def _machines(config: Config) -> Iterator[str]:
         each = f"{config.reward.gpus} GPU{'s' * (config.reward.gpus > 1)} each where there are any"
         served = f"{config.reward.servers} of {config.reward.model}, from {config.reward.urls[0]} on"
         yield f"reward servers: {served}, {each}"
-    samples, passes = config.batch.groups * config.batch.samples / ranks, "as many as fit its memory"
+    sharing, who = learner.context_parallel, "a rank trains"
+    if sharing > 1:
+        yield f"long documents: {sharing} ranks share each microbatch, each with 1/{sharing} of its tokens"
+        who = f"{sharing} ranks train together"
+    samples, passes = config.batch.groups * config.batch.samples / parts_of(learner), "as many as fit its memory"
     if budget != "auto":
         number = ceil(samples / max(1, budget // max_sample_tokens(config)))
         passes = f"{number:,} of {budget:,} tokens if all samples are as long as they may be"
-    yield f"microbatches: a rank trains about {samples:,.0f} samples per version, packed into forward passes, {passes}"
+    yield f"microbatches: {who} about {samples:,.0f} samples per version, packed into forward passes, {passes}"
 
 
 def _publishing(config: Config, gpu_bytes: int) -> Iterator[str]:
@@ -307,7 +312,7 @@ def _notes_on_addresses(config: Config) -> Iterator[str]:
         yield f"learner.nodes {config.learner.nodes}: {reach}; name an interface"
     if config.buffer.path is None:
         yield "buffer.path null: stored groups are lost if the buffer's process dies"
-    part = config.batch.groups * max_group_bytes(config) / config.learner.ranks / 2**20
+    part = config.batch.groups * max_group_bytes(config) / parts_of(config.learner) / 2**20
     if part > limit:
         problem = f"a rank's part of a batch can take {part:,.0f} MiB, above buffer.max_message_mib {limit}"
         yield f"{problem}; raise it if answers get that long"

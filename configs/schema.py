@@ -414,6 +414,10 @@ class LearnerConfig(Section):
     tokens_per_microbatch: Positive | Literal["auto"] = "auto"
     """Tokens packed into one forward pass of a rank, without padding; `auto` takes as many as fit the memory, at most
     the rank's share of a batch."""
+    context_parallel: Positive = 1
+    """Consecutive ranks that share each microbatch, each with an equal slice of its tokens, so that documents longer
+    than one GPU holds can be trained. Around attention tokens and heads are exchanged (Ulysses), so the number divides
+    the attention heads; docs/long-documents.md says when it pays."""
     share_prompts: bool = True
     """Compute a prompt once for all samples of its group that fall into one microbatch. It changes results by rounding
     only; models with sliding windows or linear attention compute every prompt, and the learner's log says so."""
@@ -439,10 +443,11 @@ class LearnerConfig(Section):
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """The gradient is clipped to this global norm."""
-    activation_checkpointing: Literal["auto", "none", "selective", "block"] = "auto"
-    """Recompute each transformer block in the backward pass (`block`), recompute everything in it except matmuls and
-    attention (`selective`), or keep all activations (`none`). `auto` takes the fastest one that fits microbatches of
-    8,192 tokens, or of `tokens_per_microbatch`; on CPU it takes `block`."""
+    activation_checkpointing: Literal["auto", "none", "selective", "block", "offload"] = "auto"
+    """Recompute each transformer block in the backward pass (`block`; with `offload` its input waits in pinned host
+    memory), recompute everything in it except matmuls and attention (`selective`), or keep all activations (`none`).
+    `auto` takes the fastest one that fits microbatches of 8,192 tokens, or of `tokens_per_microbatch`, but never
+    `offload`; on CPU it takes `block`."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each transformer block with torch.compile. This takes a minute at the start; steps are then faster and
     need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, but not with

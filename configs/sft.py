@@ -68,6 +68,9 @@ def beside(config: Config) -> Iterator[str]:
     if config.rollout.routing_replay:
         problem = "demonstrations have no routes, and rollout.routing_replay trains with those that servers took"
         yield f"{key}: {problem}; remove one of the keys"
+    if config.learner.context_parallel > 1:
+        problem = f"each rank trains its own, and learner.context_parallel is {config.learner.context_parallel}"
+        yield f"{key}: {problem}; remove one of the keys"
     yield from _no_generated(f"{key}.path", given.path)
 
 

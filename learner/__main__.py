@@ -162,7 +162,9 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         serves = weights.address if isinstance(weights, Sender) else None
         name, print_ = f"learner-{rank}", fingerprint(config)
         options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.share_prompts}
-        batches = LearnerClient(config.buffer.address, name, print_, rank, world, serves, **options)
+        sharing = config.learner.context_parallel  # ranks that take, and train, the same part
+        part = rank // sharing, world // sharing
+        batches = LearnerClient(config.buffer.address, name, print_, *part, serves, **options)
         parts.callback(batches.close)
         draining = Draining(batches)
         if rank == 0:

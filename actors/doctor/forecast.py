@@ -128,13 +128,22 @@ def fitting(config: Config, card: Card, patches: int) -> str:
     aside = f" with {with_auto}" if freed and not found else ""
     ranks = ((f"learner.ranks: {n * base.learner.ranks}", {"ranks": n * base.learner.ranks}) for n in (2, 4, 8))
     wider = ((text, _with(base, learner=keys)) for text, keys in ranks if not base.learner.shard)
-    found += [text + aside for text, changed in wider if _fits(changed, card, patches)][:1]
+    wider_fit = [text + aside for text, changed in wider if _fits(changed, card, patches)][:1]
+    found += wider_fit or [text + aside for text, changed in _shared(base) if _fits(changed, card, patches)][:1]
     offloaded, adapted = _with(base, learner={"cpu_offload": True}), _with(base, model={"lora": {"rank": 32}})
     found += ["learner.cpu_offload: true" + aside] * _fits(offloaded, card, patches)
     found += ["an adapter, model.lora: {rank: 32}" + aside] * (not config.model.lora and _fits(adapted, card, patches))
     larger = (CARDS[name] for name in LARGER if CARDS[name].total > card.total)
     found += [f"--gpu {other.name}" + aside for other in larger if _fits(base, other, patches)][:1]
     return f"these fit: {'; or '.join(found)}" if found else "no single change of the learner's keys fits"
+
+
+def _shared(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield the run with more ranks that share their rows, where it may be so, each with its keys for people."""
+    learner = config.learner
+    for n in (2, 4, 8) if not learner.shard and model_facts(config.model.path).tower is None else ():
+        keys = {"ranks": n * learner.ranks, "context_parallel": n * learner.context_parallel}
+        yield " with ".join(f"learner.{key}: {value}" for key, value in keys.items()), _with(config, learner=keys)
 
 
 def _with(config: Config, **sections: dict[str, Any]) -> Config:

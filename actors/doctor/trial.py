@@ -261,10 +261,11 @@ def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
     if is_proven(read_model_file(config.model.path, "config.json") or {}):
         return
-    from learner.model.exactness import check_exact  # imports torch and transformers, which takes seconds
+    from learner.model.exactness import check_exact, check_shareable  # import torch and transformers, for seconds
 
     try:
         check_exact(config.model, config.learner.share_prompts)
+        check_shareable(config.model, config.learner.context_parallel)
     except ConfigError as error:
         trial.found.refused += error.problems
     else:

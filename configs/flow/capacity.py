@@ -4,6 +4,7 @@ Pure functions, for `explain.py`, `doctor` and the buffer's own start.
 """
 
 from configs.checks import max_group_bytes
+from configs.context_parallel import parts_of
 from configs.flow.sequences import open_groups
 from configs.schema import Config
 
@@ -47,4 +48,4 @@ def memory_bytes(config: Config, problems: int = 0) -> int:
     bounds = min(CACHE_BYTES, stored) + min(IN_FLIGHT_BYTES, batch) + min(PARKED_BYTES, stored) + COMMIT_BYTES
     known = connections(config) * CONNECTION_BYTES + open_groups(config) * config.batch.samples * SAMPLE_BYTES
     each = ROW_BYTES + RECORD_BYTES + (PLACE_BYTES if config.data.difficulty else 0)
-    return BASE_BYTES + bounds + 2 * group + batch // config.learner.ranks + known + problems * each
+    return BASE_BYTES + bounds + 2 * group + batch // parts_of(config.learner) + known + problems * each

@@ -18,7 +18,7 @@ from configs.migration.draft import (
     set_warmup,
     split_gpus,
 )
-from configs.migration.verl import ADVANTAGES, AUTO, COLOCATED, ONE_RANK
+from configs.migration.verl import ADVANTAGES, AUTO, COLOCATED, SHARED_ROWS
 
 ACTOR, ROLLOUT = "worker.actor.", "worker.rollout."
 RATIO, STYLE = f"{ACTOR}optim.lr_warmup_ratio", f"{ACTOR}optim.lr_scheduler_type"
@@ -62,8 +62,8 @@ REASONS = {
     f"{ACTOR}dynamic_batching": "= microbatches are always packed by tokens",
     f"{ACTOR}use_torch_compile": AUTO,
     f"{ACTOR}model.enable_gradient_checkpointing": AUTO,
-    f"{ACTOR}ulysses_size": ONE_RANK,
-    f"{ACTOR}ulysses_sequence_parallel_size": ONE_RANK,
+    f"{ACTOR}ulysses_size": SHARED_ROWS,
+    f"{ACTOR}ulysses_sequence_parallel_size": SHARED_ROWS,
     f"{ACTOR}optim.strategy": "= AdamW with float32 state",
     f"{ACTOR}fsdp.": "= the learner is FSDP2",
     f"{ACTOR}offload.": COLOCATED,

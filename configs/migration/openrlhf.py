@@ -17,7 +17,7 @@ from configs.migration.draft import (
     set_warmup,
     split_gpus,
 )
-from configs.migration.verl import AUTO, COLOCATED
+from configs.migration.verl import AUTO, COLOCATED, SHARED_ROWS
 
 NAMES = {
     "pretrain": "model.path",
@@ -91,8 +91,8 @@ REASONS = {
     "async_queue_size": "= batch.max_staleness",
     "wandb_project": "= trackers have the run's name",
     "wandb_org": "wandb takes it from WANDB_ENTITY",
-    "ring_attn_size": "a sample is on one rank; learner.activation_checkpointing makes room for long ones",
-    "ring_head_stride": "a sample is on one rank",
+    "ring_attn_size": SHARED_ROWS,
+    "ring_head_stride": "ranks that share a sample exchange heads, see docs/long-documents.md",
     "num_episodes": "= run.versions",
     "address": "= cluster.address names a Ray cluster",
     "runtime-env-json": "= cluster.ship and cluster.env",

@@ -58,7 +58,7 @@ AGGREGATIONS = {
 LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}
 AUTO = "= the learner decides it from the GPU's memory"
 COLOCATED = "= servers and learner have GPUs of their own, so nothing is offloaded to make room"
-ONE_RANK = "a sample is on one rank; learner.activation_checkpointing makes room for long ones"
+SHARED_ROWS = "set learner.context_parallel to it if samples are longer than one GPU holds, see docs/long-documents.md"
 REASONS = {
     "critic.": "there is no critic: the baseline is the group's",
     "reward_model.": "a reward model is served by `reward.function: reward_model`, see docs/rewards.md",
@@ -76,7 +76,7 @@ REASONS = {
     f"{ACTOR}use_torch_compile": AUTO,
     f"{ACTOR}fsdp_config.": COLOCATED,
     f"{ACTOR}strategy": "= the learner is FSDP2",
-    f"{ACTOR}ulysses_sequence_parallel_size": ONE_RANK,
+    f"{ACTOR}ulysses_sequence_parallel_size": SHARED_ROWS,
     "actor_rollout_ref.ref.": "= the reference is computed in the learner's own microbatches",
     "actor_rollout_ref.hybrid_engine": "= servers and learner have GPUs of their own",
     f"{ROLLOUT}log_prob_micro_batch_size": "= behaviour log-probabilities are recorded by the server, never recomputed",

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from datetime import date
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -36,10 +37,11 @@ from learner.certify.numbers import (
     gradients,
     judge_gradients,
 )
-from learner.certify.ranks import Answer, Pair
+from learner.certify.ranks import Answer, Pair, Sharing
 from learner.certify.rows import Case, cases
 from learner.model import loading
 from learner.model.exactness import REMEDY, reasons
+from learner.model.microbatch import CopiedPrompts
 from learner.model.policy import Policy
 from learner.model.shrink import small, stir
 
@@ -51,10 +53,10 @@ SOFTWARE = ("torch", "transformers")
 ADVICE = f"{REMEDY}; docs/models.md lists what holds"
 
 
-def key_of(config: PreTrainedConfig, share: bool, trusted: bool) -> str:
+def key_of(config: PreTrainedConfig, share: bool, trusted: bool, splits: bool = False) -> str:
     """Return a digest of all that a certificate depends on: config, options, software, and the code of the learner."""
     digest = hashlib.sha256()
-    facts = [config.to_dict(), share, trusted, software(), platform.machine()]
+    facts = [config.to_dict(), share, trusted, splits, software(), platform.machine()]
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     for file in sorted(file for package in CODE for file in (ROOT / package).rglob("*.py")):
         digest.update(file.read_bytes())
@@ -72,21 +74,21 @@ def software() -> dict[str, str]:
     return found
 
 
-def certify(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair) -> Certificate:
-    """Return the certificate of the model in `model.path`. `share`: `learner.share_prompts`. Raises ConfigError for a
-    config that transformers cannot read."""
-    return certify_config(loading.read_config(model), model, share, mesh, pair)
+def certify(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, splits: bool = False) -> Certificate:
+    """Return the certificate of the model in `model.path`. `share`: `learner.share_prompts`. `splits`: ranks will share
+    rows (`learner.context_parallel`). Raises ConfigError for a config that transformers cannot read."""
+    return certify_config(loading.read_config(model), model, share, mesh, pair, splits)
 
 
 def certify_config(
-    config: PreTrainedConfig, model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair
+    config: PreTrainedConfig, model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, splits: bool = False
 ) -> Certificate:
     """Return the certificate of a model of this config; `model` says where its code is, if it may run."""
     started, trusted = time.perf_counter(), model.trust_remote_code
     made = Certificate(
         model=model.path,
         kind=config.get_text_config().model_type,
-        key=key_of(config, share, trusted),
+        key=key_of(config, share, trusted, splits),
         versions=software(),
         date=date.today().isoformat(),
         device=f"cpu {platform.machine()}",
@@ -95,7 +97,9 @@ def certify_config(
         return made.model_copy(update={"refused": "; ".join(refused), "seconds": time.perf_counter() - started})
     with tempfile.TemporaryDirectory(prefix="headrace-certify-") as place:
         folder = Path(place)
-        checks = attempt("a small copy", lambda: examine(write_copy(config, model, folder), share, mesh, pair, folder))
+        checks = attempt(
+            "a small copy", lambda: examine(write_copy(config, model, folder), share, mesh, pair, folder, splits)
+        )
         size = described(folder / "model")
     update = {"checks": tuple(checks), "copy_of": size, "seconds": time.perf_counter() - started}
     return made.model_copy(update=update | ({"remedy": ADVICE} if any(check.fault for check in checks) else {}))
@@ -129,7 +133,9 @@ def described(folder: Path) -> str:
     return ", ".join([*sizes, f"{size:.1f} M parameters"])
 
 
-def examine(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, folder: Path) -> list[Check]:
+def examine(
+    model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, folder: Path, splits: bool = False
+) -> list[Check]:
     """Compare the copy in `model.path` in every way. `folder`: where further copies are written."""
     config, reference = loading.read_config(model), read_reference(model)
     try:
@@ -146,6 +152,8 @@ def examine(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, folde
             checks += compare(policy, reference, case)
     longest = next(case for case in every if len(case.texts) > 1 and "longer" in case.what)
     checks += attempt("two ranks = one", lambda: compare_ranks(model, reference, longest, pair))
+    for case in [longest, *(case for case in every if case.shares and policy.share_prompts)] if splits else []:
+        checks += attempt(f"two ranks, one row: {case.what}", partial(compare_split, model, reference, case, pair))
     return checks + attempt(
         "copies of changed weights", lambda: compare_copies(policy, reference, model, longest, folder)
     )
@@ -167,16 +175,35 @@ def compare_ranks(model: ModelConfig, reference: PreTrainedModel, case: Case, pa
     documents = list(zip(case.texts, np.split(weights, ends), strict=True))
     half = len(documents) // 2
     answers: list[Answer] = pair.ask(model, [documents[:half], documents[half:]])
-    names = ("two ranks = one", "two ranks = one, gradient")
+    return _judged(
+        "two ranks = one", reference, case, answers, [part for answer in answers for part in answer.logprobs]
+    )
+
+
+def compare_split(model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
+    """Compare what two ranks compute of a row that they share, each with half of its tokens."""
+    row, ends = case.row, case.row.cu_seqlens[1:-1].tolist()
+    pieces = np.split(row.tokens.numpy(), ends)
+    scored = [int(each.sum()) for each in np.split(row.sampled.numpy(), ends)]
+    weights = np.split(coefficients(case).numpy(), np.cumsum(scored)[:-1])
+    documents = list(zip(pieces, weights, strict=True))
+    sharing = Sharing(row.groups, isinstance(row.shared, CopiedPrompts))
+    answers: list[Answer] = pair.ask(model, [documents, documents], sharing)
+    return _judged(f"two ranks, one row: {case.what}", reference, case, answers, answers[1].logprobs)
+
+
+def _judged(
+    what: str, reference: PreTrainedModel, case: Case, answers: Sequence[Answer], logprobs: Sequence[np.ndarray]
+) -> Sequence[Check]:
+    """Judge the `logprobs` of a row and the gradient that two ranks have answered."""
+    names = (what, f"{what}, gradient")
     if error := next((answer.error for answer in answers if answer.error), ""):
         return [Check(what=names[0], fault=f"it cannot be computed ({error})")]
     if unmet := next((answer.unmet for answer in answers if answer.unmet), ""):
         return [Check(what=name, note=f"the two processes could not be used: {unmet}") for name in names]
-    got = torch.from_numpy(np.concatenate([part for answer in answers for part in answer.logprobs]))
+    got = torch.from_numpy(np.concatenate(logprobs))
     with torch.no_grad():
         wanted = expected(reference, case)
     ours = {name: torch.from_numpy(grad) for name, grad in answers[0].gradients.items()}
-    logprobs = judged(
-        names[0], distance(got, wanted), LIMIT, fault="two ranks compute other log-probabilities than one"
-    )
-    return [logprobs, judge_gradients(names[1], ours, gradients(reference, case), reference)]
+    first = judged(names[0], distance(got, wanted), LIMIT, fault="two ranks compute other log-probabilities than one")
+    return [first, judge_gradients(names[1], ours, gradients(reference, case), reference)]

@@ -28,7 +28,7 @@ from configs.variables import run_folder
 from learner.certify.certifier import certify, key_of
 from learner.certify.ranks import Pair
 from learner.model import loading
-from learner.model.exactness import check_adapter
+from learner.model.exactness import check_adapter, check_shareable
 
 log = logging.getLogger(__name__)
 LIMIT_S = 600.0
@@ -45,11 +45,12 @@ def require(config: Config) -> None:
     A certificate in the run's folder that holds is used again where it was made of the same model by the same code.
     """
     model, file = config.model, config.run.path / FILE
-    facts = loading.read_config(model)
-    key = key_of(facts, config.learner.share_prompts, model.trust_remote_code)
+    facts, share, splits = loading.read_config(model), config.learner.share_prompts, config.learner.context_parallel > 1
+    check_shareable(model, config.learner.context_parallel)
+    key = key_of(facts, share, model.trust_remote_code, splits)
     found = read(file)
     if found is None or found.key != key or not found.holds:
-        found = made(model, config.learner.share_prompts)
+        found = made(model, share, splits=splits)
         run_folder(config.run.path)
         write(found, file)
         for check in found.checks:
@@ -62,12 +63,13 @@ def require(config: Config) -> None:
     check_adapter(model, facts)
 
 
-def made(model: ModelConfig, share: bool, limit_s: float = LIMIT_S) -> Certificate:
-    """Have the certificate of a model made. Raises ConfigError for a config that transformers cannot read."""
+def made(model: ModelConfig, share: bool, splits: bool = False, limit_s: float = LIMIT_S) -> Certificate:
+    """Have the certificate of a model made; arguments as in `certify`. Raises ConfigError for a config that
+    transformers cannot read."""
     loading.read_config(model)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_make, args=(theirs, model, share, os.getpid()), name="certify")
+    process = context.Process(target=_make, args=(theirs, model, share, splits, os.getpid()), name="certify")
     process.start()
     theirs.close()
     try:
@@ -99,7 +101,7 @@ def prepare() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _make(connection: Connection, model: ModelConfig, share: bool, parent: int) -> None:
+def _make(connection: Connection, model: ModelConfig, share: bool, splits: bool, parent: int) -> None:
     """Be the forked process."""
     os.environ[PARENT] = str(parent)
     prepare()
@@ -110,5 +112,5 @@ def _make(connection: Connection, model: ModelConfig, share: bool, parent: int) 
     with Pair(multiprocessing.get_context("fork"), prepare) as pair:
         pair.start()
         with one_rank() as mesh:
-            found = certify(model, share, mesh, pair)
+            found = certify(model, share, mesh, pair, splits)
     connection.send(found.model_dump_json())

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +39,16 @@ OPTIONS = LearnerConfig(
 """Other ways to compute than those of the comparison on one rank."""
 Document = tuple[np.ndarray, np.ndarray]
 """Tokens, and what the log-probability of each but the first is multiplied by."""
+
+
+class Sharing(NamedTuple):
+    """How the pieces of a row lie that both ranks share (`learner.context_parallel`): the documents are these pieces,
+    of which a shared prompt has no factors."""
+
+    groups: Sequence[int] = ()
+    """As in `Microbatch`."""
+    copied: bool = False
+    """Whether answers see copies of their prompt's keys."""
 
 
 @dataclass
@@ -73,13 +84,16 @@ class Pair:
             theirs.close()
             self._ranks.append((process, ours))
 
-    def ask(self, model: ModelConfig, shares: Sequence[Sequence[Document]]) -> list[Answer]:
-        """Return what the ranks compute of `model`, each of its documents."""
+    def ask(
+        self, model: ModelConfig, shares: Sequence[Sequence[Document]], sharing: Sharing | None = None
+    ) -> list[Answer]:
+        """Return what the ranks compute of `model`, each of its documents. `sharing`: of one row that they share, for
+        which both get the same pieces."""
         self.start()
         answers = []
         for (_, connection), share in zip(self._ranks, shares, strict=True):
             with suppress(OSError):  # a rank that has ended has left the reason
-                connection.send((model.model_dump(), list(share)))
+                connection.send((model.model_dump(), list(share), sharing))
         for _, connection in self._ranks:
             try:
                 late = Answer(error=f"a rank gave no answer for {LIMIT_S:g} s")
@@ -121,14 +135,16 @@ def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], N
         return
     with suppress(EOFError):
         while True:
-            model, documents = connection.recv()
-            connection.send(_answer(ModelConfig.model_validate(model), documents, mesh))
+            model, documents, sharing = connection.recv()
+            connection.send(_answer(ModelConfig.model_validate(model), documents, sharing, mesh))
 
 
-def _answer(model: ModelConfig, documents: Sequence[Document], mesh: Any) -> Answer:
+def _answer(model: ModelConfig, documents: Sequence[Document], sharing: Sharing | None, mesh: Any) -> Answer:
     try:
-        policy = Policy(model, OPTIONS, mesh)
-        row = packed_row([tokens for tokens, _ in documents])
+        learner = OPTIONS.model_copy(update={"context_parallel": RANKS if sharing else 1})
+        policy, how = Policy(model, learner, mesh), sharing or Sharing()
+        policy.most_copied = inf if how.copied else -1.0
+        row = packed_row([tokens for tokens, _ in documents], how.groups)
         weights = torch.from_numpy(np.concatenate([each for _, each in documents]))
         policy.reduce_after_next(last=True)
         with policy.keep_gathered():

@@ -2,10 +2,11 @@
 
 A microbatch is one row of tokens with the documents one after another; `cu_seq_lens_q` (where each document starts, and
 the end), `max_length_q` and, where answers share prompts, `shared_prompts` reach these functions as keyword arguments
-of the model's forward, or from the block around a layer that does not hand them on (`bounds.py`). `is_causal=False` has
-all tokens of a piece see each other. An argument that is not known raises an error by name. transformers builds no mask
-for names it has no mask function for, so no [tokens, tokens] mask ever exists. The kernels are in `kernels/`. Used by
-`policy.py`; waits for nothing.
+of the model's forward, or from the block around a layer that does not hand them on (`bounds.py`). So does
+`context_group` where ranks share the row: then tokens and heads are exchanged around the kernel (`context.py`).
+`is_causal=False` has all tokens of a piece see each other. An argument that is not known raises an error by name.
+transformers builds no mask for names it has no mask function for, so no [tokens, tokens] mask ever exists. The kernels
+are in `kernels/`. Used by `policy.py`; waits for the group where one shares the row.
 """
 
 import importlib
@@ -21,9 +22,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from configs.load import ConfigError
-from learner.model import bounds
+from learner.model import bounds, context
 from learner.model.bounds import BOUNDS
 from learner.model.kernels import joined
+from learner.model.microbatch import CopiedPrompts, SharedPrompts
 
 log = logging.getLogger(__name__)
 PREFIX = "headrace_"
@@ -46,7 +48,8 @@ LARGEST_HEAD = 256
 """Numbers of a head that the fused kernels of GPUs take at most."""
 ARGUMENTS = (
     "routing",  # of a block with experts, which a block without them hands on
-    *(*BOUNDS, "shared_prompts", "is_causal", "scaling", "sliding_window", "softcap", "s_aux", "dropout"),
+    *(*BOUNDS, "shared_prompts", "context_group"),
+    *("is_causal", "scaling", "sliding_window", "softcap", "s_aux", "dropout"),
     *("cu_seq_lens_k", "max_length_k"),  # in a vision tower; equal to the arguments for queries
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 )
@@ -166,24 +169,40 @@ def adapt(name: str) -> Attention:
     ) -> tuple[Tensor, None]:
         _check_arguments(module, kwargs)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        starts, longest, shared = bounds.of_row(module, kwargs)
-        causal, window = kwargs.get("is_causal") is not False, kwargs.get("sliding_window")
-        if window is not None and shared is not None:
-            raise ValueError(f"learner.share_prompts: the model has a sliding window of {window}; set it to false")
-        scale = kwargs.get("scaling") or q.shape[-1] ** -0.5
-        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-        if softcap is not None and name != "sdpa" and not q.is_meta:  # on meta nothing is computed
-            raise ValueError(f"{type(module).__name__} has a softcap, which learner.attention sdpa alone computes")
-        if name == "sdpa" and shared is None and softcap is None and sinks is None:
-            return sdpa(q, k, v, starts, longest, causal, scale, window)[None], None
-        kernel = "plain" if name == "sdpa" and (softcap or window or not q.is_cpu) else name
-        options = causal, scale, window, kernel
-        if (width := v.shape[-1]) == q.shape[-1]:
-            return joined.attention(q, k, v, starts, longest, shared, options, softcap, sinks)[None], None
-        q, k, v = (_widened(x, max(width, q.shape[-1])) for x in (q, k, v))
-        return joined.attention(q, k, v, starts, longest, shared, options, softcap, sinks)[None, ..., :width], None
+        starts, longest, shared, group = bounds.of_row(module, kwargs)
+        sinks, heads = kwargs.get("s_aux"), q.shape[1]
+        if group is not None:
+            q, k, v = context.gathered(q, k, v, group)
+            sinks = None if sinks is None else context.own_heads(sinks, group)
+        out = _computed(name, module, (q, k, v, sinks), (starts, longest, shared), kwargs)
+        return (out if group is None else context.scattered(out, heads, group))[None], None
 
     return attend
+
+
+def _computed(
+    name: str,
+    module: nn.Module,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    places: tuple[Tensor, int, SharedPrompts | CopiedPrompts | None],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """Output [tokens, heads, head_dim] of a row's query, key, value and sinks, by the kernel `name`."""
+    (q, k, v, sinks), (starts, longest, shared) = inputs, places
+    causal, window = kwargs.get("is_causal") is not False, kwargs.get("sliding_window")
+    if window is not None and shared is not None:
+        raise ValueError(f"learner.share_prompts: the model has a sliding window of {window}; set it to false")
+    scale, softcap = kwargs.get("scaling") or q.shape[-1] ** -0.5, kwargs.get("softcap")
+    if softcap is not None and name != "sdpa" and not q.is_meta:  # on meta nothing is computed
+        raise ValueError(f"{type(module).__name__} has a softcap, which learner.attention sdpa alone computes")
+    if name == "sdpa" and shared is None and softcap is None and sinks is None:
+        return sdpa(q, k, v, starts, longest, causal, scale, window)
+    kernel = "plain" if name == "sdpa" and (softcap or window or not q.is_cpu) else name
+    options = causal, scale, window, kernel
+    if (width := v.shape[-1]) == q.shape[-1]:
+        return joined.attention(q, k, v, starts, longest, shared, options, softcap, sinks)
+    q, k, v = (_widened(x, max(width, q.shape[-1])) for x in (q, k, v))
+    return joined.attention(q, k, v, starts, longest, shared, options, softcap, sinks)[..., :width]
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

@@ -1,9 +1,9 @@
 """Where the pieces of a row lie, for layers that are not given it by the model.
 
-transformers' models hand `cu_seq_lens_q`, `max_length_q` and our `shared_prompts` to each block as keyword arguments.
-Most blocks hand them on to attention; some do not, and layers that keep a state take none. `follow` has each block note
-its arguments for the layers within it before it runs. A block that is recomputed in the backward pass notes the same
-arguments again. Used by `loading.py`, `attention.py` and `state.py`; waits for nothing.
+transformers' models hand `cu_seq_lens_q`, `max_length_q` and our `shared_prompts` and `context_group` to each block as
+keyword arguments. Most blocks hand them on to attention; some do not, and layers that keep a state take none. `follow`
+has each block note its arguments for the layers within it before it runs. A block that is recomputed in the backward
+pass notes the same arguments again. Used by `loading.py`, `attention.py` and `state.py`; waits for nothing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,8 +18,8 @@ BOUNDS = ("cu_seq_lens_q", "max_length_q")
 """Arguments without which a row is one document."""
 NOTED = "_row_bounds"
 """Attribute of a layer: the `Bounds` of the block around it."""
-RowBounds = tuple[Tensor, int, SharedPrompts | CopiedPrompts | None]
-"""`cu_seqlens`, `max_seqlen` and `shared` of a `Microbatch`."""
+RowBounds = tuple[Tensor, int, SharedPrompts | CopiedPrompts | None, str | None]
+"""`cu_seqlens`, `max_seqlen` and `shared` of a `Microbatch`, and the name of the group that shares the row."""
 
 
 class Bounds:
@@ -54,7 +54,7 @@ def of_row(layer: nn.Module, given: Mapping[str, Any]) -> RowBounds:
 def _given(kwargs: Mapping[str, Any]) -> RowBounds | None:
     if not all(name in kwargs for name in BOUNDS):
         return None
-    return kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("shared_prompts")
+    return kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("shared_prompts"), kwargs.get("context_group")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block would be compiled anew for each row

@@ -72,6 +72,17 @@ def check_adapter(model: ModelConfig, config: PreTrainedConfig) -> None:
         raise ConfigError([f"model.lora: {model.path} ({kind}) {problem}; set it to null"])
 
 
+def check_shareable(model: ModelConfig, ranks: int) -> None:
+    """Raise ConfigError if `ranks` ranks (`learner.context_parallel`) cannot share the rows of the model, because of
+    what it is; whether they compute them exactly is compared (`learner/certify/`)."""
+    if ranks == 1:
+        return
+    config = loading.read_config(model)
+    if problem := _not_shareable(config, model.trust_remote_code):
+        kind = config.get_text_config().model_type
+        raise ConfigError([f"learner.context_parallel: {ranks}, but {model.path} ({kind}) {problem}; set it to 1"])
+
+
 def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False) -> list[str]:
     """Reasons why the learner would not train the model exactly; empty if it would. `trusted`: the model's code may
     run."""
@@ -94,6 +105,14 @@ def _no_adapter(config: PreTrainedConfig, trusted: bool) -> str | None:
     if changed := list(FileForm(empty).changed):
         return f"has weights that its files name otherwise ({changed[0]}), and an adapter would not fit them"
     return None
+
+
+def _not_shareable(config: PreTrainedConfig, trusted: bool) -> str | None:
+    """Why ranks cannot share rows of the model; None if it has neither images nor layers that keep a state."""
+    if loading.sees(config):
+        return "reads images, whose tokens are not split over ranks"
+    kept = state.kinds(loading.build(copy.deepcopy(config), TRIED, torch.device("meta"), trusted))
+    return f"has layers that keep a state ({', '.join(kept)}), which ranks do not exchange" if kept else None
 
 
 def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:

@@ -6,26 +6,32 @@ and `memory_budget` at the start and has `explain_out_of_memory` around the trai
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from configs.checks import max_sample_tokens
+from configs.context_parallel import parts_of
 from configs.load import ConfigError
 from configs.publishing import COPIES_SHARE, held, publishes_rows, remedy
 from configs.schema import Config, LearnerConfig, ModelConfig
+from learner.mesh import ranks_of_node
 from learner.model import attention
+from learner.model.context import planned
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
 from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
+from learner.model.host_copies import INPUTS_HELD
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
@@ -102,9 +108,9 @@ def gpu_memory(device: torch.device) -> int | None:
 
 
 def share_of_batch(config: Config) -> int:
-    """Most tokens that a rank can get in one batch. A microbatch need not be larger."""
+    """Most tokens that a part of one batch can have. A microbatch need not be larger."""
     samples = config.sft.rows or config.batch.groups * config.batch.samples
-    return -(-samples // config.learner.ranks) * max_sample_tokens(config)
+    return -(-samples // parts_of(config.learner)) * max_sample_tokens(config)
 
 
 def least_microbatch(config: Config, patches: int = 0) -> int:
@@ -147,7 +153,11 @@ def memory_budget(
 ) -> tuple[Estimate, int]:
     """The memory that a rank on `device` will take, and the tokens of its microbatches; logged before anything is
     loaded. For the rest see `budget_in`."""
-    return budget_in(config, gpu_memory(device), shards, reference, sends, patches)
+    expected, budget = budget_in(config, gpu_memory(device), shards, reference, sends, patches)
+    if device.type == "cuda":
+        ranks = ranks_of_node(config.learner, config.learner.ranks, os.environ)
+        check_host(config, max(budget, least_microbatch(config, patches)), ranks, psutil.virtual_memory().available)
+    return expected, budget
 
 
 def budget_in(
@@ -171,11 +181,32 @@ def budget_in(
         check_copies(expected, available, config, shards)
         problem = f"learner.tokens_per_microbatch: {wanted}: {sample} takes {needed}, a GPU "
         more = "learner.ranks" if shards == config.learner.ranks else "learner.shard"
+        more += " or learner.context_parallel" * (shards % (2 * config.learner.context_parallel) == 0 and not patches)
         less = "learner.gather: pass, " if config.learner.gather == "batch" else ""
         change = f"set {less}learner.activation_checkpointing: block or learner.cpu_offload, or raise {more}"
         change += ", or lower data.max_pixels" if patches else ""
         raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {change}"])
     return expected, budget
+
+
+def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
+    """Pinned host memory of a rank that `activation_checkpointing: offload` fills with microbatches of `tokens`."""
+    if learner.activation_checkpointing != "offload":
+        return 0
+    text = sizes_of(model, learner.context_parallel).text
+    return text.layers * text.width * -(-tokens // learner.context_parallel)
+
+
+def check_host(config: Config, tokens: int, ranks: int, available: int) -> None:
+    """Raise ConfigError if `ranks` ranks of a machine with `available` bytes of host memory cannot keep the inputs of
+    their blocks there."""
+    needed = ranks * host_bytes(config.model, config.learner, tokens)
+    if needed:
+        log.info("activation_checkpointing: offload keeps %.1f GiB in host memory, for %d ranks", needed / GIB, ranks)
+    if needed > available:
+        problem = f"{ranks} ranks would keep {needed / GIB:.1f} GiB of inputs in host memory, and {available / GIB:.1f}"
+        remedy = "lower learner.tokens_per_microbatch, raise learner.context_parallel, or set it to block"
+        raise ConfigError([f"learner.activation_checkpointing: offload: {problem} GiB are free; {remedy}"])
 
 
 def check_copies(expected: Estimate, available: int, config: Config, shards: int) -> None:
@@ -195,12 +226,13 @@ def estimate(
     `sends`: over how many ranks the copies for the servers are spread, of which this GPU holds a share
     (`learner.weights.buckets.DoubleBuffer`); 0: it holds none. As in
     `Policy`, keys that are still `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
-    size, width = sizes_of(model), getattr(torch, model.dtype).itemsize
+    size, width = sizes_of(model, learner.context_parallel), getattr(torch, model.dtype).itemsize
     held, parameters, trained = size.held, size.parameters, size.trained
     block, changed, root = size.block, size.changed, size.parameters - size.blocks
     head = size.output if size.output_is_trained else 0
     chunk = chunk_tokens(learner) * size.vocabulary
-    kept, working = _saved(size.text, learner)
+    # of a token of a row, of which a rank has its slice
+    kept, working = (-(-saved // learner.context_parallel) for saved in _saved(size.text, learner))
     images, in_tower = _saved_by_tower(size, learner)
     on_gpu, once = 0 if learner.cpu_offload else 1, learner.gather == "batch"
     always = {
@@ -270,13 +302,14 @@ class ModelSizes:
     """Whether the head bends its logits."""
 
 
-def sizes_of(model: ModelConfig) -> ModelSizes:
-    """The sizes of `model`. Counts each model once, as its config.json is now."""
-    return _sizes_of(model.model_dump_json(), read_config(model).to_json_string())
+def sizes_of(model: ModelConfig, context_parallel: int = 1) -> ModelSizes:
+    """The sizes of `model`, whose rows so many ranks share. Counts each model once, as its config.json is now. Raises
+    ConfigError if they cannot."""
+    return _sizes_of(model.model_dump_json(), read_config(model).to_json_string(), context_parallel)
 
 
 @lru_cache(maxsize=16)
-def _sizes_of(written: str, config_json: str) -> ModelSizes:
+def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSizes:
     """`config_json` is a part of the cache's key only."""
     model = ModelConfig.model_validate_json(written)
     empty = build_on_meta(model, META_ATTENTION)
@@ -287,7 +320,7 @@ def _sizes_of(written: str, config_json: str) -> ModelSizes:
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in all_blocks(empty)]
     output = empty.get_output_embeddings().weight  # type: ignore[no-untyped-call]
     held, costs, active = sum(p.nbytes for p in empty.parameters()), Costs.of(empty), active_parameters(empty)
-    text = _text_trace(empty, model)
+    text = _text_trace(empty, model, context_parallel)
     tower, trained, ends = _tower_trace(empty, model)
     return ModelSizes(
         empty.num_parameters(),
@@ -309,7 +342,7 @@ def _sizes_of(written: str, config_json: str) -> ModelSizes:
     )
 
 
-def _text_trace(empty: PreTrainedModel, model: ModelConfig) -> Traced:
+def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: int) -> Traced:
     width = getattr(torch, model.dtype).itemsize
     # on meta torch multiplies by experts in bfloat16 only; wider models keep about as many numbers
     traced_in = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
@@ -317,7 +350,10 @@ def _text_trace(empty: PreTrainedModel, model: ModelConfig) -> Traced:
     tokens = torch.zeros(1, META_TOKENS, dtype=torch.int64, device="meta")
     decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
     embedded = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
-    traced = _trace(empty, lambda: decoder(**embedded, cu_seq_lens_q=_meta_places(), max_length_q=META_TOKENS))
+    given = embedded | {"cu_seq_lens_q": _meta_places(), "max_length_q": META_TOKENS}
+    if context_parallel > 1:
+        given["context_group"] = planned(context_parallel)
+    traced = _trace(empty, lambda: decoder(**given))
     everything, matmuls, inputs = (size * width // traced_in.itemsize for size in traced)
     hidden: int = empty.config.get_text_config().hidden_size
     return Traced(everything, matmuls, inputs, len(blocks(empty)), width * hidden)
@@ -343,9 +379,12 @@ def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | N
 
 
 def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str, int], int]:
-    """The same of the tower, in a row with PATCHES_PER_TOKEN patches for each of its tokens; empty for a text model."""
+    """The same of the tower, in a row with PATCHES_PER_TOKEN patches for each of its tokens; empty for a text model.
+    The inputs of its blocks stay on the GPU."""
     if size.tower is None:
         return {}, 0
+    if learner.activation_checkpointing == "offload":
+        learner = learner.model_copy(update={"activation_checkpointing": "block"})
     kept, working = _saved(size.tower, learner) if size.tower_is_trained else (0, 0)
     return {"tower": PATCHES_PER_TOKEN * (kept + size.ends_of_tower)}, PATCHES_PER_TOKEN * working
 
@@ -358,8 +397,9 @@ def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
     """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with."""
     everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)
-    if learner.activation_checkpointing in ("auto", "block"):
-        return (layers + 2) * width, working + everything // layers  # 2: what the last norm keeps
+    if learner.activation_checkpointing in ("auto", "block", "offload"):
+        inputs = min(layers, INPUTS_HELD) if learner.activation_checkpointing == "offload" else layers
+        return (inputs + 2) * width, working + everything // layers  # 2: what the last norm keeps
     if learner.compile is True:  # the compiler keeps inputs and outputs of matmuls
         return min(matmuls + traced.inputs, everything), working
     if learner.activation_checkpointing == "selective":
@@ -399,7 +439,7 @@ def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int
 
 
 class _MatmulRecorder(TorchDispatchMode):
-    """Collects inputs and outputs of matmuls, and outputs of attention.
+    """Collects inputs and outputs of matmuls, outputs of attention, and heads that several ranks of a group get.
 
     `added`: matrices whose output is added to another matmul's; the compiler keeps the sum alone, so it counts once.
     """
@@ -419,6 +459,9 @@ class _MatmulRecorder(TorchDispatchMode):
                 _add(self.outputs, output)
         elif func is torch.ops.headrace.attend.default:
             _add(self.outputs, *output)
+        elif func is torch.ops.headrace.to_heads.default:  # attention keeps what it sends; copies of heads are more
+            more = output.nbytes - args[0].nbytes
+            _add(self.outputs, torch.empty(more, dtype=torch.uint8, device="meta"))
         return output
 
 

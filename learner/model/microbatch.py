@@ -54,6 +54,27 @@ class CopiedPrompts(NamedTuple):
     """Keys of the piece that has most."""
 
 
+class RowSlice(NamedTuple):
+    """What a rank holds of a row that a context group shares (`context.py`).
+
+    Example: of a document of 6 tokens, the last 4 of them trainable, the second of two ranks has `start` 3, `stop` 6,
+    `scored` [4, 5], `predictor` [0, 1], `filled_from` 6; the first has `scored` [2, 3], `predictor` [1, 2].
+    """
+
+    group: str
+    """Name of the context group."""
+    start: int
+    """Index in the row of its first token."""
+    stop: int
+    """Index after its last token."""
+    scored: Tensor
+    """int64: entries of `Microbatch.scored` whose predictor it holds."""
+    predictor: Tensor
+    """int64: index in the slice of the token that predicts each."""
+    filled_from: int
+    """Index in the row of the first token that only fills it up to equal slices."""
+
+
 @dataclass(frozen=True)
 class Microbatch:
     """One packed row. Per-token tensors are [tokens]; entry i is about token i.
@@ -93,6 +114,18 @@ class Microbatch:
     """None: the row has no image."""
     routes: Tensor | None = None
     """uint8 or int32 [layers with experts, tokens, k]: ids of the experts that the server chose; None: not replayed."""
+    own: RowSlice | None = None
+    """None: this rank computes the whole row."""
+
+    @property
+    def held(self) -> slice:
+        """The tokens that this rank computes."""
+        return slice(None) if self.own is None else slice(self.own.start, self.own.stop)
+
+    @property
+    def predicted(self) -> Tensor:
+        """The entries of `scored` that this rank predicts."""
+        return self.scored if self.own is None else self.own.scored
 
     def copying(self, most: float) -> "Microbatch":
         """With the keys of its prompts copied for their answers, if that is at most `most` keys a token; on the CPU."""
@@ -104,7 +137,7 @@ class Microbatch:
         """The same microbatch on `device`."""
 
         def moved(value: Any) -> Any:
-            if isinstance(value, SharedPrompts | CopiedPrompts):
+            if isinstance(value, SharedPrompts | CopiedPrompts | RowSlice):
                 return type(value)(*map(moved, value))
             if isinstance(value, PackedImages):
                 return value.to(device)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -24,12 +25,13 @@ from transformers import PreTrainedModel
 
 from configs.schema import LearnerConfig, ModelConfig
 from learner.mesh import shards
-from learner.model import attention, loading, state, vision
+from learner.model import attention, context, loading, state, vision
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture
 from learner.model.file_form import FileForm
 from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
+from learner.model.host_copies import HostCopies
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.microbatch import Microbatch, one_document
 from learner.model.unshard import is_sharded, own_rows, unshard
@@ -77,6 +79,9 @@ class Policy(nn.Module):
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, model.dtype)
+        parallel, timeout = learner.context_parallel, timedelta(seconds=learner.timeout_s)
+        self.context_group = context.join(parallel, timeout) if parallel > 1 else None
+        """Name of the group of ranks that share each row with this one; None: each rank has rows of its own."""
         self.gathers_once = learner.gather == "batch" and not frozen  # only a backward pass would end it
         self._stays_gathered = False
         config = loading.read_config(model)
@@ -178,16 +183,18 @@ class Policy(nn.Module):
             self.set_reshard_after_backward(last)
 
     def place(self, microbatch: Microbatch) -> Microbatch:
-        """`microbatch`, made on the CPU, on this policy's device."""
+        """`microbatch`, made on the CPU, on this policy's device; where ranks share a row, with this rank's slice."""
         if self.sight is not None and microbatch.images is not None:
             microbatch = replace(microbatch, images=self.sight.lay_out(microbatch.images))
+        if self.context_group is not None:
+            microbatch = context.cut(microbatch, self.context_group)
         return microbatch.copying(self.most_copied).to(self.device)
 
     def logprobs_of(self, tokens: Microbatch | Sequence[int]) -> list[float]:
         """Log-probabilities, at temperature 1, of `tokens[1:]`, each given those before it; with images as a microbatch
         of that one document (`learner/train/pictures.py`)."""
         row = tokens if isinstance(tokens, Microbatch) else one_document(tokens)
-        return self.score(self.place(row), temperature=1.0)[1:].tolist()
+        return self.score(self.place(row), temperature=1.0)[1 : len(row.tokens)].tolist()
 
     def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """Each whole weight but those named `without`, as the model's files hold and name it, in `model.dtype` on this
@@ -242,6 +249,11 @@ class Policy(nn.Module):
         return frozenset(name for name, p, _ in self._published() if not p.requires_grad)
 
     @property
+    def counts(self) -> bool:
+        """Whether this rank counts what its row has: where ranks share a row, the first of them alone."""
+        return self.context_group is None or context.size_and_rank(self.context_group)[1] == 0
+
+    @property
     def patch_cost(self) -> float:
         """FLOPs of a patch in the tower over those of a token in the text model; 0 for a text model."""
         tower = self.tower_costs
@@ -256,9 +268,9 @@ class Policy(nn.Module):
 def hidden_states(
     model: PreTrainedModel, sight: vision.Sight | None, mixture: Mixture | None, microbatch: Microbatch
 ) -> Tensor:
-    """Compute the final hidden states of a packed row: [tokens, hidden_size]."""
+    """Compute the final hidden states of a packed row, of the tokens that this rank holds: [tokens, hidden_size]."""
     decoder = model.get_decoder()  # type: ignore[no-untyped-call]
-    tokens, positions = microbatch.tokens, microbatch.positions
+    tokens, positions = microbatch.tokens[microbatch.held], microbatch.positions[..., microbatch.held]
     given = {"input_ids": tokens[None]} if sight is None else sight.inputs(tokens, microbatch.images)
     given |= {} if mixture is None else mixture.keywords(microbatch)
     hidden: Tensor = decoder(
@@ -268,6 +280,7 @@ def hidden_states(
         cu_seq_lens_q=microbatch.cu_seqlens,
         max_length_q=microbatch.max_seqlen,
         shared_prompts=microbatch.shared,
+        **({} if microbatch.own is None else {"context_group": microbatch.own.group}),
     ).last_hidden_state[0]
     return hidden
 
@@ -276,7 +289,8 @@ def apply_head(
     model: PreTrainedModel, hidden: Tensor, microbatch: Microbatch, options: HeadOptions, loss: ChunkLoss | None = None
 ) -> tuple[Tensor, ...]:
     """Compute the result of `Policy.forward` from the row's hidden states."""
-    scored, predictor = microbatch.scored, microbatch.predictor
+    own, scored = microbatch.own, microbatch.predicted
+    predictor = microbatch.predictor if own is None else own.predictor
     shared = microbatch.shared is not None
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     bias = getattr(head, "bias", None)
@@ -290,7 +304,8 @@ def apply_head(
     else:
         outputs = chunked_loss(*inputs, loss, options, bias)
     zeros = outputs[0].new_zeros(len(microbatch.tokens))
-    return *(zeros.index_copy(0, scored, output) for output in outputs[:2]), *outputs[2:]
+    scores = [zeros.index_copy(0, scored, output) for output in outputs[:2]]
+    return *(scores if own is None else [context.whole(score, own.group) for score in scores]), *outputs[2:]
 
 
 class _Gather(torch.autograd.Function):
@@ -318,19 +333,23 @@ def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) -
 
 
 def _checkpoint_activations(model: PreTrainedModel, learner: LearnerConfig) -> None:
-    """Have each block keep less for its backward pass: its input (`block`), or the results of SAVED_OPS too
-    (`selective`).
+    """Have each block keep less for its backward pass: its input (`block`; `offload`: in host memory), or the results
+    of SAVED_OPS too (`selective`).
 
     A compiled block is selective by itself: the compiler keeps matmuls and recomputes what is cheap.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if learner.activation_checkpointing == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
-    if learner.activation_checkpointing in ("auto", "block") or (
+    if learner.activation_checkpointing in ("auto", "block", "offload") or (
         "context_fn" in options and learner.compile is not True
     ):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         model.disable_input_require_grads()  # or a frozen tower would be differentiated down to its patches
+    if learner.activation_checkpointing == "offload":
+        copies = HostCopies()
+        for block in loading.blocks(model):
+            block._gradient_checkpointing_func = copies.checkpoint  # type: ignore[assignment]
     for block in loading.all_blocks(model):
         if not any(parameter.requires_grad for parameter in block.parameters()):
             block.gradient_checkpointing = False  # type: ignore[assignment]  # frozen, it keeps nothing

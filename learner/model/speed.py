@@ -17,10 +17,12 @@ log = logging.getLogger(__name__)
 VERSIONS_WORTH_COMPILING = 20
 """Fewest versions for which compiling is worth its minute at the start."""
 ENOUGH_TOKENS = 8192
-"""Fewest tokens of a microbatch with which matrix products fill a GPU and hide the gathering of weights."""
+"""Fewest tokens of a microbatch with which matrix products fill each GPU that computes it and hide the gathering of
+weights."""
 HEAD_CHUNK_ON_GPU = 4096
-STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3}
-"""Time of a step by `activation_checkpointing`, relative to `none`: `block` computes each forward pass twice."""
+STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3, "offload": 4 / 3}
+"""Time of a step by `activation_checkpointing`, relative to `none`: `block` computes each forward pass twice. Copies
+to the host are hidden behind the arithmetic of long rows."""
 EAGER_TIME = 1.3
 """Time of a step that is not compiled, relative to a compiled one (benchmarks/LOG.md: 37 % MFU against 49 %)."""
 NOTABLE = 1.2
@@ -76,7 +78,8 @@ def choose(
 
 def wanted_tokens(learner: LearnerConfig, tokens: int) -> int:
     """Tokens of a microbatch that must fit: enough to fill a GPU, and at least `tokens`, which the run needs."""
-    return max(tokens, ENOUGH_TOKENS) if learner.tokens_per_microbatch == "auto" else tokens
+    enough = ENOUGH_TOKENS * learner.context_parallel
+    return max(tokens, enough) if learner.tokens_per_microbatch == "auto" else tokens
 
 
 def report(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions: int, tokens: int) -> None:

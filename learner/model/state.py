@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from configs.load import ConfigError
 from learner.model import bounds
 from learner.model.bounds import BOUNDS
 
@@ -71,8 +72,12 @@ def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...,
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the bounds
     def separated(*args: Any, **kwargs: Any) -> Any:
-        starts, _, _ = bounds.of_row(layer, {})
-        given = args, {name: x for name, x in kwargs.items() if name not in (*BOUNDS, "shared_prompts")}
+        starts, _, _, group = bounds.of_row(layer, {})
+        if group is not None:
+            problem = f"the model's {type(layer).__name__} keeps a state, which ranks do not exchange"
+            raise ConfigError([f"learner.context_parallel: {problem}; set it to 1"])
+        ours = *BOUNDS, "shared_prompts", "context_group"
+        given = args, {name: x for name, x in kwargs.items() if name not in ours}
         if starts.is_meta:  # to count what a row keeps, which is one document there
             return forward(*given[0], **given[1])
         tokens = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).shape[1]

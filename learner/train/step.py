@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from learner.algorithms.diagnostics import combine, is_max, per_sample_sums, sam
 from learner.algorithms.inputs import LossContext, LossInputs
 from learner.algorithms.losses import is_tokenwise, needs_first_pass
 from learner.algorithms.own import advantage_of, loss_of
+from learner.model.context import check_same
 from learner.model.experts.mixture import load_metrics
 from learner.model.lora.base import Base
 from learner.model.microbatch import Microbatch
@@ -82,6 +84,7 @@ class Algorithm:
         computed = {"row_tokens": batch.tokens, "squares": batch.squares} | _seen(policy, batch)
         sums |= {name: torch.tensor(number, device=policy.device) for name, number in computed.items()}
         sums |= {TOTAL: drawn.total} if drawn else {}
+        sums = sums if policy.counts else _uncounted(sums)
         totals = _all_reduce(sums)  # waits for the GPU
         times.append(time.perf_counter())
         demonstrated = drawn.metrics(totals.pop(TOTAL)) if drawn else {}
@@ -115,12 +118,14 @@ class Algorithm:
         """The microbatches of this rank's `part`. A collective."""
         costs = policy.attention_cost, policy.patch_cost
         shared, replayed = policy.share_prompts, policy.replayed
+        if policy.context_group is not None:
+            check_same(_digest(part), policy.context_group)
         return Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed)
 
     def backward(self, policy: Policy, batch: Batch, drawn: DrawnBeside | None = None) -> dict[str, Tensor]:
         """Leave the gradient of the batch's loss, and of what was drawn beside it, in the parameters; returns this
         rank's sums."""
-        shared = self.shared_context(batch, policy.device)
+        shared = self.shared_context(batch, policy.device, policy.counts)
         microbatches = [policy.place(microbatch) for microbatch in batch.microbatches]  # all now: copies block
         with policy.keep_gathered():
             if needs_first_pass(self.config):
@@ -150,7 +155,8 @@ class Algorithm:
         return sums if policy.mixture is None else sums | {TALLY: policy.mixture.tally.double()}
 
     def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext) -> Result:
-        """The loss of all tokens together, after the head; the head recomputes its logits in the backward pass."""
+        """The loss of all tokens together, after the head; the head recomputes its logits in the backward pass. Ranks
+        that share the row compute the same loss, and each differentiates it by the tokens that it predicts."""
         logprobs, entropy = policy(microbatch)
         loss, sums = self.loss(context.inputs(logprobs, entropy), self.config)
         return loss + 0.0 * logprobs.sum(), sums  # so that even a dummy's loss depends on every parameter
@@ -162,7 +168,7 @@ class Algorithm:
         A chunk's loss is some fifty kernels of microseconds beside milliseconds of matmuls; the sums would be three
         times as many again.
         """
-        loss, scored = self.loss, context.select(microbatch.scored)
+        loss, scored = self.loss, context.select(microbatch.predicted)
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return loss.of_tokens(scored.select(chunk).inputs(logprobs, entropy), self.config)
@@ -170,14 +176,14 @@ class Algorithm:
         logprobs, entropy, total = policy(microbatch, loss=chunk_loss)
         return total, loss(context.inputs(logprobs, entropy), self.config)[1]
 
-    def shared_context(self, batch: Batch, device: torch.device) -> dict[str, Any]:
+    def shared_context(self, batch: Batch, device: torch.device, counts: bool = True) -> dict[str, Any]:
         """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`, but
-        `advantages`, which are of this rank's turns."""
+        `advantages`, which are of this rank's turns. `counts`: as in `Policy`."""
         _, item, sampled, _ = _tensors(batch.rows)
         _, group = item.unique(return_inverse=True)
         group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)
         return {
-            "advantages": self._advantages(batch).to(device),
+            "advantages": self._advantages(batch, counts).to(device),
             "prompt_tokens": group_tokens[group].to(device),
             "sequence_tokens": sampled.to(device),
             "num_sequences": len(sampled),
@@ -188,7 +194,7 @@ class Algorithm:
             "scattered": batch.scattered,
         }
 
-    def _advantages(self, batch: Batch) -> Tensor:
+    def _advantages(self, batch: Batch, counts: bool = True) -> Tensor:
         """Advantage of each of this rank's turns, then a 0 for what was given: [turns + 1] float32.
 
         Every rank computes those of all samples of the batch: it is cheap and exact.
@@ -199,7 +205,7 @@ class Algorithm:
             rewards = soft_overlong(rewards, lengths, self.max_tokens, config.overlong_buffer, config.overlong_factor)
         later = torch.zeros(())
         if config.turn_discount is not None:
-            returns, rewards = discounted(batch, rewards, config.turn_discount)
+            returns, rewards = discounted(batch, rewards, config.turn_discount, counts)
             later = returns - rewards[turns]
         advantages = self.advantage(rewards, items, lengths)[turns] + later
         if config.overlong == "mask":
@@ -215,23 +221,37 @@ class Algorithm:
     def _m2_limit(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
         """M2PO's limit over the whole batch, from one more forward pass; see `needs_first_pass`."""
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
-        squares = collectives.all_gather_ragged(torch.cat([m2_squares(each.clean()) for each in inputs]))
-        return m2_limit(torch.cat(squares), self.config.m2_budget)
+        squares = torch.cat([m2_squares(each.clean()) for each in inputs])
+        every = collectives.all_gather_ragged(squares if policy.counts else squares[:0])
+        return m2_limit(torch.cat(every), self.config.m2_budget)
 
 
-def discounted(batch: Batch, rewards: Tensor, discount: float) -> tuple[Tensor, Tensor]:
+def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = True) -> tuple[Tensor, Tensor]:
     """The return of each of this rank's turns, and the first return of each sample of the batch: [turns] and [samples]
     float64.
 
     `rewards` [samples] are those of the rows, or less: a penalty is the last turn's. A collective: the rows know
-    nothing of turns, so each rank tells the returns of its own samples.
+    nothing of turns, so each rank that `counts` tells the returns of its own samples.
     """
     turns, turn_rewards = map(torch.from_numpy, batch.turns)
     last, first = turns.diff(append=turns.new_tensor([-1])) != 0, turns.diff(prepend=turns.new_tensor([-1])) != 0
     penalties = rewards - torch.tensor(batch.rows.reward.numpy())
     returns = turn_returns(turn_rewards + torch.where(last, penalties[turns], 0), turns, discount)
     mine = torch.zeros_like(rewards).index_put((turns[first],), returns[first])
-    return returns, collectives.all_reduce_sum(mine)
+    return returns, collectives.all_reduce_sum(mine if counts else torch.zeros_like(mine))
+
+
+def _uncounted(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The sums of a rank whose row another rank counts: zeros, but for the largest values."""
+    return {name: value if is_max(name) else torch.zeros_like(value) for name, value in sums.items()}
+
+
+def _digest(part: Part) -> int:
+    """A checksum of the samples that a rank trains."""
+    digest = crc32(part.positions.data)
+    for sample in part.samples:
+        digest = crc32(sample, digest)
+    return digest
 
 
 def _of_samples(batch: Batch) -> dict[str, Sequence[int]]:

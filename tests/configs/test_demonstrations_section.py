@@ -62,6 +62,8 @@ def test_what_nobody_has_proven_is_refused(tmp_path: Path) -> None:
     )
     given = "data.demonstrations.path=a.jsonl"
     assert any(line.startswith("data.demonstrations: ") for line in refused(given, "rollout.routing_replay=true"))
+    shared = refused(given, "learner.context_parallel=2", "learner.ranks=2")
+    assert any("each rank trains its own, and learner.context_parallel is 2; remove one" in line for line in shared)
     seeing = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}, "image_token_id": 5, "text_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(seeing))
     lines = refused(given, f"model.path={tmp_path}")

@@ -46,10 +46,11 @@ def tiny_config(kind: str, **overrides: Any) -> Any:
     return AutoConfig.for_model(kind, **TINY | overrides)
 
 
-def examined(config: Any, mesh: Any, pair: Any, folder: Path) -> dict[str, Check]:
-    """Every comparison of a small copy of a model, by name, whether it would be refused or not."""
+def examined(config: Any, mesh: Any, pair: Any, folder: Path, splits: bool = False) -> dict[str, Check]:
+    """Every comparison of a small copy of a model, by name, whether it would be refused or not. `splits`: rows that two
+    ranks share too."""
     model = write_copy(config, ModelConfig(path="tiny"), folder)
-    return {check.what: check for check in examine(model, True, mesh, pair, folder)}
+    return {check.what: check for check in examine(model, True, mesh, pair, folder, splits)}
 
 
 def copied(config: Any, mesh: Any, folder: Path) -> dict[str, Check]:

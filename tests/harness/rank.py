@@ -26,7 +26,7 @@ from learner import watchdog
 from learner.checkpoint import Checkpoints
 from learner.drain import Draining
 from learner.mesh import make_mesh, replica, shards
-from learner.model import loading, unshard
+from learner.model import context, loading, unshard
 from learner.model.experts.mixture import Experts
 from learner.model.lora.adapter import Factor
 from learner.model.lora.base import Base, digest
@@ -38,7 +38,7 @@ from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.routes import RouteMismatch
 from learner.watchdog import Watchdog
-from tests.harness import world
+from tests.harness import shared_rows, world
 from tests.harness.adapters import stir
 from tests.harness.episodic import make_episodes
 from tests.harness.expert_batches import SIZES, random_routes, routed
@@ -103,6 +103,17 @@ def beside(folder: Path, cuts: list[list[int]], gathers: list[str]) -> None:
             algorithm.optimizer.adamw.zero_grad()
     if rank == 0:
         torch.save(found, folder / "gradients.pt")
+def share_rows(
+    folder: Path, cases: list[dict[str, Any]], size: int, device: str = "cpu", shards: int | None = None
+) -> None:
+    """What `shared_rows.compute` finds, saved as `FOLDER/shared_rows-RANK.pt`; a rank that takes other samples than its
+    neighbour is refused."""
+    rank = dist.get_rank()
+    torch.save(shared_rows.compute(folder, cases, size, device, shards), folder / f"shared_rows-{rank}.pt")
+    try:
+        context.check_same(rank, context.join(size, timedelta(seconds=60)))
+    except RuntimeError as error:
+        (folder / f"refused-{rank}.txt").write_text(str(error))
 
 
 class NotedSteps:
@@ -431,6 +442,7 @@ CASES: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
         gradients,
+        share_rows,
         sound,
         adapted,
         pictured,

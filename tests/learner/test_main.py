@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
-from buffer.wire.protocol import Finished, Hello, Rewind, Trained
+from buffer.wire.protocol import Finished, Hello, Rewind, Take, Trained
 from configs.certificate import FILE, Certificate, judged
 from configs.certificate import read as read_certificate
 from configs.checkpoint_files import complete
@@ -140,6 +140,31 @@ def test_two_ranks_drain_and_resume(tmp_path: Path, fork) -> None:
         assert complete(tmp_path / "run" / "checkpoints") == [1, 2][: start + 1]
         assert next(m for m in buffer.requests if isinstance(m, Rewind)).version == start
     assert [record["version"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_that_share_rows_take_the_same_part(tmp_path: Path, fork) -> None:
+    """The certificate compares such rows too; the metrics are those of one rank."""
+    records = []
+    for shared in (2, 1):
+        folder = tmp_path / str(shared)
+        folder.mkdir()
+        with Canned(batches=1, finished=Finished(outcome="data", why="the data ended")) as buffer:
+            ranks = fork(command(folder, buffer.address, ranks=shared, context_parallel=shared), shared)
+            ended = [rank.ended() for rank in ranks]
+        assert [code for code, _ in ended] == [3] * shared, ended
+        asked = [m for m in buffer.requests if isinstance(m, Take)]
+        assert {(m.rank, m.world) for m in asked} == {(0, 1)} and len(asked) == 2 * shared
+        assert [m.version for m in buffer.requests if isinstance(m, Trained)] == [0] * shared
+        records += read(folder / "run" / "metrics.jsonl")
+    certificate = read_certificate(tmp_path / "2" / "run" / FILE)
+    assert certificate is not None and certificate.faults == []
+    split = [check for check in certificate.checks if check.what.startswith("two ranks, one row: ")]
+    assert len(split) == 10 and {check.verdict for check in split} == {"holds"}
+    ours, theirs = records
+    names = ("loss", "gradient/norm", "tokens", "tokens_computed", "samples", "flops", "reward/mean", "offpolicy/k3")
+    for name in names:
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
 
 
 @pytest.fixture

@@ -99,7 +99,9 @@ class Mixture:
             tally = self.tally = torch.zeros(shape, device=microbatch.tokens.device)
         elif microbatch.routes is None:
             return {}
-        return {"routing": Routing(_counted(microbatch), microbatch.routes, tally)}
+        held = microbatch.held
+        routes = None if microbatch.routes is None else microbatch.routes[:, held]
+        return {"routing": Routing(_counted(microbatch)[held], routes, tally)}
 
 
 def _hand_over(number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -109,8 +111,11 @@ def _hand_over(number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any])
 
 
 def _counted(microbatch: Microbatch) -> Tensor:
-    """The tokens that a server computes too, all but the last of each document: bool [tokens]; none of a dummy."""
+    """The tokens that a server computes too, all but the last of each document: bool [tokens]; none of a dummy, nor of
+    what fills a row up."""
     counted = torch.full_like(microbatch.sampled, len(microbatch.scored) > 0)
+    if microbatch.own is not None:
+        counted[microbatch.own.filled_from :] = False
     return counted.index_fill(0, (microbatch.cu_seqlens[1 + len(microbatch.groups) :] - 1).long(), False)
 
 

@@ -188,12 +188,43 @@ def test_two_ranks_are_compared(wrong: bool, mesh: Any, pair: Pair, tmp_path: Pa
     assert checks[RANKS].verdict == "holds" and 0 < checks[f"{RANKS}, gradient"].figure < 1
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma2"])
+def test_rows_that_two_ranks_share_are_compared(kind: str, mesh: Any, pair: Pair, tmp_path: Path) -> None:
+    """Windows, softcaps, one head of keys for both ranks, and prompts shared in both forms."""
+    config, prompts = tiny_config(kind, num_hidden_layers=2), 0 if kind in ("mistral", "gemma2") else 4
+    if kind == "mistral":
+        config.sliding_window = 16
+    checks = examined(config, mesh, pair, tmp_path, splits=True)
+    split = {what: check for what, check in checks.items() if what.startswith("two ranks, one row: ")}
+    assert faults(checks) == {} and len(split) == 2 * (1 + prompts)
+    assert {check.verdict for check in split.values()} == {"holds"}
+    (name,) = (what for what in split if what == f"two ranks, one row: {LONG}")
+    assert 0 < split[name].figure < 1e-4
+
+
+def test_a_rank_that_forgets_its_half_of_a_row_is_a_fault(mesh: Any, pair: Pair, tmp_path: Path) -> None:
+    class Lost(Halves):
+        def ask(self, model: Any, shares: Any, sharing: Any = None) -> list[Answer]:
+            first, second = self._pair.ask(model, shares, sharing)
+            if sharing:
+                for part in second.logprobs:
+                    part[len(part) // 2 :] = 0.0
+                first.gradients["model.embed_tokens.weight"] /= 2
+            return [first, second]
+
+    found = faults(examined(tiny_config("qwen2"), mesh, Lost(pair), tmp_path, splits=True))
+    assert found[f"two ranks, one row: {LONG}"] == "two ranks compute other log-probabilities than one"
+    line = found[f"two ranks, one row: {LONG}, gradient"]
+    assert line == "its Embedding (model.embed_tokens.weight) has another gradient"
+    assert len(found) == 10 and all(what.startswith("two ranks, one row: ") for what in found)
+
+
 def test_an_error_of_a_rank_is_a_fault_and_the_next_model_gets_others(mesh: Any, pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     broken = Pair.ask
 
     class Broken(Halves):
-        def ask(self, model: Any, shares: Any) -> list[Answer]:
+        def ask(self, model: Any, shares: Any, sharing: Any = None) -> list[Answer]:
             return broken(self._pair, model.model_copy(update={"path": "nowhere"}), shares)
 
     found = faults(examined(tiny_config("qwen2"), mesh, Broken(pair), tmp_path / "a"))

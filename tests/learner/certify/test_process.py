@@ -38,9 +38,9 @@ class Maker:
         self.asked, self.checks, self.refused = 0, checks, refused
         monkeypatch.setattr(process, "made", self)
 
-    def __call__(self, model: ModelConfig, share: bool) -> Certificate:
+    def __call__(self, model: ModelConfig, share: bool, splits: bool = False) -> Certificate:
         self.asked += 1
-        found = key_of(loading.read_config(model), share, model.trust_remote_code)
+        found = key_of(loading.read_config(model), share, model.trust_remote_code, splits)
         checks = {"checks": self.checks, "refused": self.refused, "remedy": "take another"}
         return Certificate(model=model.path, kind="qwen2", key=found, **checks)
 
@@ -62,7 +62,7 @@ def test_a_certificate_is_made_once_and_kept(tmp_path: Path, monkeypatch: Any, c
     assert sum("1 of 1 comparisons of qwen2 hold" in line for line in caplog.messages) == 2
 
 
-@pytest.mark.parametrize("change", ["model", "sharing", "software", "code", "damage"])
+@pytest.mark.parametrize("change", ["model", "sharing", "ranks", "software", "code", "damage"])
 def test_another_model_or_code_needs_another_certificate(change: str, tmp_path: Path, monkeypatch: Any) -> None:
     config, maker = run_of(tmp_path), Maker(monkeypatch, HOLDS)
     process.require(config)
@@ -71,6 +71,8 @@ def test_another_model_or_code_needs_another_certificate(change: str, tmp_path: 
         (tmp_path / "model" / "config.json").write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
     elif change == "sharing":
         config = run_of(tmp_path, share_prompts=False)
+    elif change == "ranks":
+        config = run_of(tmp_path, ranks=2, context_parallel=2)
     elif change == "software":
         monkeypatch.setattr(certifier, "software", lambda: {"transformers": "99"})
     elif change == "code":

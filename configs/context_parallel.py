@@ -1,0 +1,44 @@
+"""What `learner.context_parallel` must satisfy, as far as the run file and config.json say.
+
+Used by `checks.py`; `learner/model/context.py` asks `why_not` again for every layer of the built model, before its
+weights are loaded. Pure but for reading config.json.
+"""
+
+from collections.abc import Iterator
+
+from configs.model_facts import model_facts
+from configs.publishing import shards_of
+from configs.schema import Config, LearnerConfig
+
+REMEDY = "set it to a number that does, or to 1"
+
+
+def parts_of(learner: LearnerConfig) -> int:
+    """Parts that a batch is cut into: one for each group of ranks that share their rows."""
+    return max(1, learner.ranks // learner.context_parallel)
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """Yield why ranks cannot share rows as the run file says."""
+    size, shards, facts = config.learner.context_parallel, shards_of(config), model_facts(config.model.path)
+    if size == 1:
+        return
+    key = f"learner.context_parallel: {size}"
+    if config.sft.rows is not None:
+        yield f"{key}, but supervised fine-tuning trains each row on one rank; set it to 1"
+    if shards % size:
+        ranks = f"learner.shard {shards}" if config.learner.shard else f"the {shards} learner.ranks of a node"
+        yield f"{key} does not divide {ranks}; {REMEDY}"
+    if facts.tower:
+        yield f"{key}, but {config.model.path} reads images, whose tokens are not split over ranks; set it to 1"
+    if facts.heads and (problem := why_not(facts.heads, facts.kv_heads or facts.heads, size)):
+        yield f"learner.context_parallel: {problem} of {config.model.path}; {REMEDY}"
+
+
+def why_not(queries: int, keys: int, size: int) -> str:
+    """Why `size` ranks cannot share so many heads of queries and of keys; empty if they can."""
+    if queries % size:
+        return f"{size} does not divide the {queries} attention heads"
+    if keys % size and size % keys:
+        return f"{size} ranks and {keys} heads of keys and values do not divide each other"
+    return ""
