@@ -3,6 +3,8 @@
 Beside each comparison stands its control, one rank that packs the same batch into other rows.
 """
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,10 +34,13 @@ CASES: dict[str, Case] = {
     "latent": {"model": "latent", "budget": 97},
     "adapter": {"model": "qwen3", "budget": 97, "lora": True},
 }  # fmt: skip
+FAST = ("whole samples", "one key head", "joined prompts", "copied prompts", "episodes", "window", "sinks")
+"""The others are in the long lane, on four ranks."""
 OTHER_ROWS = 60
 """Tokens that a row of the control has more: half as many rows, or fewer."""
 OF_ROWS = ("microbatches", "tokens_microbatch_max", "tokens_computed", "flops")
 """Metrics that depend on how samples are packed."""
+Alone = Callable[[str], list[Found]]
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +51,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, list[Found]]:
-    """Each case by one rank: as it is, and with rows of another length."""
-    others = [case | {"budget": case["budget"] + OTHER_ROWS} for case in CASES.values()]
-    with world.alone():
-        found = shared_rows.compute(folder, [*CASES.values(), *others], 1)
-    return {name: [found[i], found[i + len(CASES)]] for i, name in enumerate(CASES)}
+def alone(folder: Path) -> Callable[[str], list[Found]]:
+    """A case by one rank: as it is, and with rows of another length."""
+
+    @cache
+    def computed(name: str) -> list[Found]:
+        case = CASES[name]
+        with world.alone():
+            return shared_rows.compute(folder, [case, case | {"budget": case["budget"] + OTHER_ROWS}], 1)
+
+    return computed
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Found]]:
-    """Each case by two ranks that share every row, as each of them finds it."""
-    world.together("share_rows", 2, folder, cases=list(CASES.values()), size=2)
-    return [dict(zip(CASES, torch.load(folder / f"shared_rows-{rank}.pt"), strict=True)) for rank in range(2)]
+    """Each of the cases FAST by two ranks that share every row, as each of them finds it."""
+    world.together("share_rows", 2, folder, cases=[CASES[name] for name in FAST], size=2)
+    return [dict(zip(FAST, torch.load(folder / f"shared_rows-{rank}.pt"), strict=True)) for rank in range(2)]
 
 
 def check(ours: Found, theirs: Found, control: Found) -> None:
@@ -74,9 +83,9 @@ def check(ours: Found, theirs: Found, control: Found) -> None:
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_that_share_rows_train_as_one(name: str, alone: dict, two: list) -> None:
-    theirs, control = alone[name]
+@pytest.mark.parametrize("name", FAST)
+def test_two_ranks_that_share_rows_train_as_one(name: str, alone: Alone, two: list) -> None:
+    theirs, control = alone(name)
     for found in two:
         check(found[name], theirs, control)
     assert two[0][name]["crossed"] > 0, "no document lies on both ranks"
@@ -90,7 +99,7 @@ def test_ranks_with_other_samples_are_refused(two: list, folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.xdist_group("ranks")
-def test_two_groups_of_two_ranks_and_one_of_four_train_as_one(folder: Path, alone: dict) -> None:
+def test_two_groups_of_two_ranks_and_one_of_four_train_as_one(folder: Path, alone: Alone) -> None:
     """Each pair gets half of the samples, or all four share every row, with up to four ranks to a head of keys. Of the
     pairs, each has a copy of the model too."""
     for size, shards in ((2, 4), (2, 2), (4, 4)):
@@ -98,7 +107,7 @@ def test_two_groups_of_two_ranks_and_one_of_four_train_as_one(folder: Path, alon
         for rank in range(4):
             found = torch.load(folder / f"shared_rows-{rank}.pt")
             for ours, name in zip(found, CASES, strict=True):
-                theirs, control = alone[name]
+                theirs, control = alone(name)
                 if size == 2:  # a pair has rows of its own half
                     metrics = {**ours["metrics"], **{key: theirs["metrics"][key] for key in OF_ROWS}}
                     ours = {**ours, "logprobs": theirs["logprobs"], "metrics": metrics}
@@ -107,7 +116,7 @@ def test_two_groups_of_two_ranks_and_one_of_four_train_as_one(folder: Path, alon
 
 @pytest.mark.long
 @pytest.mark.xdist_group("ranks")
-def test_compiled_blocks_are_one_graph(folder: Path, alone: dict) -> None:
+def test_compiled_blocks_are_one_graph(folder: Path, alone: Alone) -> None:
     """With the exchange in it, recomputed and not."""
     names = ("whole samples", "one key head", "joined prompts")
     saving = ("none", "block", "none")
@@ -118,5 +127,5 @@ def test_compiled_blocks_are_one_graph(folder: Path, alone: dict) -> None:
     world.together("share_rows", 2, folder, cases=cases, size=2)
     for rank in range(2):
         for name, found in zip(names, torch.load(folder / f"shared_rows-{rank}.pt"), strict=True):
-            check(found, *alone[name])
+            check(found, *alone(name))
             assert all("aten.nonzero" in why for why in found["graph breaks"]), "sdpa's selection of real tokens alone"
