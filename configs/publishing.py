@@ -26,20 +26,30 @@ def shards_of(config: Config) -> int:
 def publishes_rows(config: Config, shards: int) -> bool:
     """Whether each of `shards` ranks sends its own rows; else rank 0 gathers and sends everything.
 
-    `auto` takes rows if rank 0 then holds more bytes less than a server holds more, whose workers have a group for each
-    further rank. It takes `gather` if the size of the model is unknown.
+    `auto` takes rows if rank 0 then saves more bytes than a server's worker needs for a group of each further rank. It
+    takes `gather` if the size of the model is unknown, or if servers have several workers: rows have run over NCCL to
+    one worker, and to several over gloo only.
     """
     if not _may_publish_rows(config, shards):
         return False
-    if config.weights.publish == "rows":
-        return True
+    return config.weights.publish == "rows" or _saved(config, shards) > (shards - 1) * GROUP_BYTES
+
+
+def _workers(config: Config) -> int:
+    """Workers of all servers that the run takes by itself."""
+    return config.rollout.most_servers * config.rollout.tensor_parallel
+
+
+def _saved(config: Config, shards: int) -> int:
+    """Bytes that rank 0 saves if each of `shards` ranks holds its share of the copies; 0 if the size is unknown."""
     sent = model_facts(config.model.path).sent_bytes(config.model)
-    return sent - sent // shards > (shards - 1) * GROUP_BYTES
+    return sent - sent // shards
 
 
 def _may_publish_rows(config: Config, shards: int) -> bool:
-    """Whether the run file lets each of `shards` ranks send its own rows."""
-    return shards > 1 and config.weights.publish != "gather" and not _rank_0_alone(config, shards)
+    """Whether each of `shards` ranks would send its own rows of a model that is large enough."""
+    wanted = config.weights.publish == "rows" or (config.weights.publish == "auto" and _workers(config) == 1)
+    return shards > 1 and wanted and not _rank_0_alone(config, shards)
 
 
 def choice(config: Config, shards: int) -> str:
@@ -48,8 +58,10 @@ def choice(config: Config, shards: int) -> str:
         return ""
     if publishes_rows(config, shards):
         return f"weights.publish: auto takes rows: each of {shards} ranks holds its share of the copies for the servers"
-    alone = "one rank has the whole model" if shards == 1 else _rank_0_alone(config, shards)
-    return f"weights.publish: auto takes gather: {alone or 'the copies are small'}"
+    why = "one rank has the whole model" if shards == 1 else _rank_0_alone(config, shards)
+    if not why and _workers(config) > 1 and _saved(config, shards) > (shards - 1) * GROUP_BYTES:
+        why = f"rows have run over NCCL to one worker, and servers have {_workers(config)}"
+    return f"weights.publish: auto takes gather: {why or 'the copies are small'}"
 
 
 def _rank_0_alone(config: Config, shards: int) -> str:

@@ -103,6 +103,8 @@ def beside(folder: Path, cuts: list[list[int]], gathers: list[str]) -> None:
             algorithm.optimizer.adamw.zero_grad()
     if rank == 0:
         torch.save(found, folder / "gradients.pt")
+
+
 def share_rows(
     folder: Path, cases: list[dict[str, Any]], size: int, device: str = "cpu", shards: int | None = None
 ) -> None:
