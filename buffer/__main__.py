@@ -31,7 +31,8 @@ from buffer.store.opening import is_damage
 from buffer.store.past import accept_loss, losses, past, store_path
 from buffer.store.sqlite import Store
 from buffer.wire.clock import ListeningClock
-from buffer.wire.handlers import Handlers, Limits
+from buffer.wire.handlers import Handlers
+from buffer.wire.limits import Limits
 from buffer.wire.requests import PendingRequests
 from buffer.wire.server import BufferServer, ListenError
 from buffer.wire.values import Bounds

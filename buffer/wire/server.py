@@ -30,11 +30,12 @@ from buffer.keys import ServerKeys
 from buffer.resources import MemoryWatch
 from buffer.store.failures import remedy
 from buffer.store.lock import InUse, locked
+from buffer.wire.batches import LoopTurn
 from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.connection import DEAD_NETWORK
 from buffer.wire.connections import ConnectionLimits, UnsentAnswers
-from buffer.wire.handlers import LoopTurn, Peer
 from buffer.wire.message import Frame
+from buffer.wire.peers import Peer
 from buffer.wire.requests import PendingRequests
 from configs.entrypoint import unless
 from configs.flow.capacity import COMMIT_BYTES, IN_FLIGHT_BYTES, PARKED_BYTES
@@ -224,31 +225,41 @@ class BufferServer:
             task.result()
 
     async def _serve(self, requests: PendingRequests) -> None:
-        memory = MemoryWatch(self.clock.now())
+        memory, handlers = MemoryWatch(self.clock.now()), requests.handlers
         while True:
             self.clock.mark()
-            await self._wake(at_once=requests.postponed and self._unsent.total < IN_FLIGHT_BYTES)
+            await self._wake(at_once=self._has_parts(requests))
             self.clock.mark()
-            began = time.monotonic()
-            requests.begin_turn(LoopTurn(seconds=0.0))
+            began, handlers.groups.turn = time.monotonic(), LoopTurn(seconds=0.0)
             received, more = self._receive()
             if not received:  # a commit looks for itself
-                requests.handlers.store.require_same_files()
+                handlers.store.require_same_files()
             now, requests.unsent_bytes = self.clock.now(), self._unsent.total
             for role, frames in received:
                 requests.receive(frames, now, role)
-            for identity in self._ended(requests.handlers.peers, now):
-                requests.disconnected(identity, now)
+            for identity in self._ended(handlers.peers.known, now):
+                handlers.peers.on_disconnect(identity, now)
             if not more:  # a server is silent only if no message of it waits to be read
                 requests.expire(now)
             await self._answer(requests, now, more)
-            if requests.postponed and self._unsent.total < IN_FLIGHT_BYTES:
+            if self._has_parts(requests):
                 seconds = min(max(time.monotonic() - began, TURN_S[0]), TURN_S[1])
-                requests.begin_turn(LoopTurn(seconds, IN_FLIGHT_BYTES - self._unsent.total))
+                handlers.groups.turn = LoopTurn(seconds, IN_FLIGHT_BYTES - self._unsent.total)
                 await self._answer(requests, now, more)
-            requests.handlers.ledger.draw_ahead()
-            requests.handlers.let_go()
-            memory.look(requests.held | {"answers on their way": self._unsent.total}, now)
+            handlers.ledger.draw_ahead()
+            handlers.groups.cache.free()
+            memory.look(
+                {
+                    "groups until they are trained": handlers.groups.cache.bytes,
+                    "groups that wait for room": requests.parked_bytes,
+                    "answers on their way": self._unsent.total,
+                },
+                now,
+            )
+
+    def _has_parts(self, requests: PendingRequests) -> bool:
+        """Whether a part of a formed batch waits to be made, and may be sent."""
+        return requests.handlers.groups.turn.postponed and self._unsent.total < IN_FLIGHT_BYTES
 
     async def _answer(self, requests: PendingRequests, now: float, more: bool) -> None:
         """Try what is parked, write what changed, and send the answers. `more`: messages wait to be read."""
@@ -344,7 +355,7 @@ class BufferServer:
     async def _commit(self, requests: PendingRequests) -> None:
         """Write what changed, then answer."""
         wait_s, longest_s = RETRY_S
-        transaction = requests.changes()
+        transaction = requests.handlers.changes()
         while transaction:
             try:
                 requests.commit(transaction)
@@ -352,7 +363,8 @@ class BufferServer:
             except (sqlite3.OperationalError, OSError) as error:
                 if not (advice := remedy(error)):
                     raise
-                log.error("%s: %s; nothing is acknowledged until this ends: %s", requests.path, error, advice)
+                path = requests.handlers.store.path
+                log.error("%s: %s; nothing is acknowledged until this ends: %s", path, error, advice)
                 await asyncio.sleep(wait_s)  # there is no event for free space
                 wait_s = min(2 * wait_s, longest_s)
         self._unsent.budget = PARKED_BYTES - requests.parked_bytes

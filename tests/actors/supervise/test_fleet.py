@@ -253,6 +253,6 @@ async def test_display_and_fleet_look_at_the_answers_of_one_poll(tmp_path: Path)
         while not (display.state and display.state.kept == fleet.kept()):
             assert not any(task.done() for task in tasks)
             await asyncio.sleep(0.05)
-        assert [peer.hello.name for peer in it.requests.handlers.peers.values()] == [LAUNCHER]
+        assert [peer.hello.name for peer in it.requests.handlers.peers.known.values()] == [LAUNCHER]
         for task in tasks:
             task.cancel()

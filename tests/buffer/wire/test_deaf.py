@@ -209,11 +209,11 @@ def test_a_scale_waits_for_room_on_the_disk_like_everything_else(tmp_path: Path)
     clients, database = Clients(requests), requests.handlers.store._db
     clients.say("o", hello("o", "launcher"))
     clients.say("o", kept("rollout-0"))
-    requests.commit(requests.changes())
+    requests.commit(requests.handlers.changes())
     (pages,) = database.execute("PRAGMA page_count").fetchone()
     database.execute(f"PRAGMA max_page_count={pages}")
     clients.say("o", Scale(servers=2))
-    transaction = requests.changes()
+    transaction = requests.handlers.changes()
     with pytest.raises(sqlite3.OperationalError, match="full"):
         requests.commit(transaction)
     database.execute("PRAGMA max_page_count=1000000")

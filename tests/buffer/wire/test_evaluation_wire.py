@@ -167,7 +167,7 @@ def test_only_samples_of_the_first_and_the_newest_are_kept(tmp_path: Path):
         ledger.state.raise_ceiling(version)
         assert ledger.evaluations.claim("s#1", version, ledger.reach, 0.0) == version
         ledger.evaluations.finish("s#1", version, version, "{}", '{"few": []}', ledger.reach)
-        transaction = requests.changes()
+        transaction = requests.handlers.changes()
         assert transaction
         requests.commit(transaction)
     kept = [due for (due,) in store._db.execute("SELECT due FROM evaluations WHERE samples <> '' ORDER BY due")]

@@ -135,7 +135,7 @@ async def test_a_launcher_that_ended_is_told_until_the_next_one_comes() -> None:
             assert (await state(person)).launcher_gone_s is None
         while (await state(person)).launcher_gone_s is None:
             await asyncio.sleep(0.02)
-        for peer in it.requests.handlers.peers.values():
+        for peer in it.requests.handlers.peers.known.values():
             peer.heard -= 1000.0
         async with observer(it.address):  # for which those are forgotten that nobody has heard of
             assert (await state(person)).launcher_gone_s is not None

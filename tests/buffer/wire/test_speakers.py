@@ -122,12 +122,12 @@ class Peers:
 
     def broke(self, identity: bytes) -> bool:
         """Whether the buffer knows that its connection broke."""
-        return self.requests.handlers.peers[identity].broke is not None
+        return self.requests.handlers.peers.known[identity].broke is not None
 
     async def is_missed(self, identity: bytes) -> None:
         """Wait for that."""
         async with asyncio.timeout(60):
-            while identity not in self.requests.handlers.peers or not self.broke(identity):
+            while identity not in self.requests.handlers.peers.known or not self.broke(identity):
                 await asyncio.sleep(0.01)
 
     @asynccontextmanager
