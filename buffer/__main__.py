@@ -117,10 +117,10 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
                 log.info("changed since the last launch: %s", change)
             handlers = Handlers(restored(config, store, problems, clock), store, problems, limits)
             if any(change.key == "rollout.servers" for change in changed):
-                handlers.ledger.scale(None, by_person=True)  # what the run file says now is newer
+                handlers.ledger.wanted.scale(None, by_person=True)  # what the run file says now is newer
             problems.listen(server.wake)
             log.info("run %s: %s problems, %s, %s", limits.run, len(problems), path or "memory", server.address)
-            if handlers.ledger.finished():
+            if handlers.ledger.view.finished():
                 log.warning("the run is finished; to go on, raise run.versions or data.epochs and start again")
             collect_rarely()
             serving = asyncio.create_task(server.serve(PendingRequests(handlers, limits.max_message)))

@@ -23,6 +23,31 @@ class LedgerError(ValueError):
 
 
 @dataclass(frozen=True)
+class Terms:
+    """What the rules depend on of the run file."""
+
+    problems: int
+    """Rows of the data set."""
+    groups: int
+    """Groups of a batch."""
+    max_staleness: int
+    target_staleness: int
+    versions: int | None = None
+    epochs: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+    attempts: int = 3
+    lease_s: float = 10.0
+    skip_zero_variance: bool = False
+    max_failed_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        problems, groups, attempts, max_staleness = self.problems, self.groups, self.attempts, self.max_staleness
+        if problems < 1 or groups < 1 or max_staleness < 0 or attempts < 1:
+            raise LedgerError(f"{problems=}, {groups=}, {attempts=} must be at least 1 and {max_staleness=} at least 0")
+
+
+@dataclass(frozen=True)
 class SampleStats:
     """What is known of a sample without its tokens: how many in all, how many trainable, reward, whether truncated."""
 

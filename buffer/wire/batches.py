@@ -93,7 +93,7 @@ class UntrainedGroups:
     def add(self, item: int, samples: list[bytes], figures: Sequence[SampleStats]) -> None:
         """The ledger has accepted this group."""
         self._payloads[item] = samples
-        if self._ledger.state_of(item) == "stored":  # else a filter left it out
+        if self._ledger.view.state_of(item) == "stored":  # else a filter left it out
             self.cache.add(item, samples)
             self._figures[item] = figures
             self._bytes[item] = sum(map(len, samples))
@@ -123,7 +123,9 @@ class UntrainedGroups:
     def trained(self, items: Collection[int]) -> None:
         """These items have been trained."""
         self.forget(items)
-        if self._cut and self._cut[0][0] <= self._ledger.last_trained:  # a rank may have taken the next batch by now
+        if (
+            self._cut and self._cut[0][0] <= self._ledger.state.last_trained
+        ):  # a rank may have taken the next batch by now
             self._cut = None
 
     def part(self, take: Take, batch: FormedBatch, counts: Callable[[], Mapping[str, Any]]) -> Part | None:
@@ -147,7 +149,7 @@ class UntrainedGroups:
 
     def _cut_batch(self, take: Take, batch: FormedBatch, counts: Mapping[str, Any]) -> BatchCut:
         groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
-        if take.version <= self._ledger.last_trained:  # no Trained will follow that would forget them
+        if take.version <= self._ledger.state.last_trained:  # no Trained will follow that would forget them
             for item in batch.items:
                 self._figures.pop(item, None)
         return BatchCut(take.version, take.world, groups, counts, take.share_prompts)
@@ -169,14 +171,14 @@ class UntrainedGroups:
 
     def quarantine(self, item: int, reason: str) -> None:
         """Put a group into quarantine, and write so to the log."""
-        row = self._ledger.items[item].row if item in self._ledger.items else None
-        if self._ledger.quarantine(item, " ".join(reason.split())):
+        row = self._ledger.state.items[item].row if item in self._ledger.state.items else None
+        if self._ledger.batches.quarantine(item, " ".join(reason.split())):
             log.error("item %d (row %s) is in quarantine and is not trained: %s", item, row, reason)
 
     def _leave_out(self, damage: DamagedSample, version: int) -> None:
         """Put a damaged group into quarantine: its batch is served without it. Ranks that have a part of the batch with
         that group take it again before they train (`learner/sound.py`)."""
-        if self._ledger.quarantine(damage.item, damage.reason):
+        if self._ledger.batches.quarantine(damage.item, damage.reason):
             where = f"item {damage.item} is put into quarantine, batch {version} is served without it"
             log.error("%s: %s", where, damage)
         self._cut = None

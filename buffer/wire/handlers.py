@@ -33,7 +33,7 @@ class Handlers:
         self.ledger, self.store, self._limits = ledger, store, limits
         self.peers, self.rows = Peers(ledger, limits), ServedRows(problems)
         self.groups = UntrainedGroups(
-            ledger, store, limits, lambda item: self.rows.images_of_item(item, ledger.items[item].row)
+            ledger, store, limits, lambda item: self.rows.images_of_item(item, ledger.state.items[item].row)
         )
         self.ask = verbs.AskVerb(ledger, self.rows)
         self.take = verbs.TakeVerb(ledger, self.peers, self.groups, self.rows)
@@ -112,12 +112,12 @@ class Handlers:
         if number >= peer.beat:
             peer.beat, peer.stats = number, beat.stats
             revoked = self.ledger.heartbeat(peer.key, beat.version, beat.holding, now)
-            doing, reach = beat.evaluating, self.ledger.reach
+            doing, reach = beat.evaluating, self.ledger.view.reach
             standing = self.ledger.evaluations.beat(peer.key, beat.version, doing, reach, now)
         return protocol.News(revoked=revoked, learner_waits=self.groups.learner_waiting, evaluation=standing)
 
     def _evaluate(self, peer: Peer, claim: protocol.Evaluate, now: float) -> Message:
-        due = self.ledger.evaluations.claim(peer.key, claim.version, self.ledger.reach, now)
+        due = self.ledger.evaluations.claim(peer.key, claim.version, self.ledger.view.reach, now)
         return protocol.Due(due=due)
 
     def _evaluated(self, peer: Peer, made: protocol.Evaluated, now: float) -> Message:
@@ -126,21 +126,21 @@ class Handlers:
             samples = json.dumps({name: one.examples for name, one in made.sets.items()}, default=repr)
         except (TypeError, RecursionError) as error:  # they hold rows as a user's task may have left them
             raise ValueError(f"Evaluated of version {made.version}: its examples are no JSON: {error}") from None
-        reach = self.ledger.reach
+        reach = self.ledger.view.reach
         refusal = self.ledger.evaluations.finish(peer.key, made.due, made.version, results, samples, reach)
         return protocol.Stored(accepted=refusal is None, reason=refusal or "")
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
-        replay = self.ledger.rewind(rewind.version)
+        replay = self.ledger.batches.rewind(rewind.version)
         self.groups.rewind(rewind.version, replay)
         return protocol.Rewound(replay=replay)
 
     def _trained(self, peer: Peer, trained: protocol.Trained, now: float) -> Message:
         if trained.oldest_kept > trained.version + 1:
             raise ValueError(f"Trained({trained.version}): no checkpoint {trained.oldest_kept} can be yet")
-        self.groups.trained(self.ledger.trained(trained.version))
-        before = self.ledger.oldest
-        oldest = self.ledger.prune(trained.oldest_kept)
+        self.groups.trained(self.ledger.batches.trained(trained.version))
+        before = self.ledger.state.oldest
+        oldest = self.ledger.batches.prune(trained.oldest_kept)
         if self._limits.keep == "checkpoints" and oldest > before:
             self._void_before = oldest
         return protocol.Ack()
@@ -150,7 +150,7 @@ class Handlers:
         return protocol.Ack()
 
     def _trial(self, peer: Peer, trial: protocol.Trial, now: float) -> Message:
-        self.ledger.try_alone(trial.version, trial.item)
+        self.ledger.batches.try_alone(trial.version, trial.item)
         return protocol.Ack()
 
     def _goodbye(self, peer: Peer, goodbye: protocol.Goodbye, now: float) -> Message:
@@ -164,7 +164,7 @@ class Handlers:
         bounded = kept if scale.by == "person" and wanted is not None else None
         if bounded and wanted is not None and not bounded.least <= wanted <= bounded.most:
             raise ValueError(f"{wanted} servers: the run may have {bounded.least} to {bounded.most}; {bounded.bound}")
-        if self.ledger.scale(wanted, scale.by == "person"):
+        if self.ledger.wanted.scale(wanted, scale.by == "person"):
             to = f"{wanted or 'as the run file says'} ({scale.why or 'asked for by hand'})"
             self._noted.append(Change("rollout.servers", before, to))
         return protocol.Ack()
@@ -172,11 +172,10 @@ class Handlers:
     @property
     def wanted_servers(self) -> int | None:
         """How many rollout servers are wanted: a person's number, else the launcher's; None while nobody has one."""
-        held = self.ledger.state.wanted_servers if self.ledger.state.wanted_by_person else None
-        return held or (self.kept.wanted if self.kept else None)
+        return self.ledger.wanted.by_person or (self.kept.wanted if self.kept else None)
 
     def _note_kept(self, peer: Peer, kept: protocol.Kept, now: float) -> Message:
         self.kept, left = kept, {*kept.left}
-        self.peers.forget_drained({key for key in self.ledger.servers if server_name(key) in left}, now)
+        self.peers.forget_drained({key for key in self.ledger.state.servers if server_name(key) in left}, now)
         self.peers.forget_drained({one.key for one in self.peers.known.values() if one.hello.name in left}, now)
         return protocol.Ack()

@@ -148,7 +148,7 @@ class Peers:
         if peer := self.known.get(identity):
             peer.broke = now
             if peer.hello.role == "rollout":
-                self._broken[identity] = now + RECONNECT_GRACE * self._ledger.lease_s
+                self._broken[identity] = now + RECONNECT_GRACE * self._ledger.terms.lease_s
 
     def expire(self, now: float) -> float | None:
         """End the leases of servers that did not come back in time; returns when to call again."""

@@ -351,7 +351,7 @@ class PendingRequests:
 
     def _waiters(self, now: float) -> list[protocol.Waiter]:
         """Who waits for what. The launcher asks each second: one reason is put in words once for thousands."""
-        waiters, whys, is_finished = [], dict[Hashable, str](), self.handlers.ledger.finished()
+        waiters, whys, is_finished = [], dict[Hashable, str](), self.handlers.ledger.view.finished()
         for request in (*self._parked, *self._delayed):
             peer, message = self.handlers.peers.known.get(request.identity), request.message
             if peer is None or (isinstance(message, protocol.Results) and not is_finished):

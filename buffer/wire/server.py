@@ -246,7 +246,7 @@ class BufferServer:
                 seconds = min(max(time.monotonic() - began, TURN_S[0]), TURN_S[1])
                 handlers.groups.turn = LoopTurn(seconds, IN_FLIGHT_BYTES - self._unsent.total)
                 await self._answer(requests, now, more)
-            handlers.ledger.draw_ahead()
+            handlers.ledger.order.draw_ahead()
             handlers.groups.cache.free()
             memory.look(
                 {

@@ -80,9 +80,9 @@ class AskVerb:
         if rows.away:
             return None
         leases = ledger.ask(peer.key, ask.version, rows.room(ledger.upcoming, ask.room), now, ask.request)
-        if not leases and not ledger.answered(peer.key, ask.request):
+        if not leases and ask.request not in ledger.state.servers[peer.key].answered:
             # Servers end after the learner does: a learner that is restarted before its answer needs them.
-            held = ledger.state.given_up and not ledger.state.told
+            held = ledger.state.trend.given_up and not ledger.state.trend.is_announced
             return None if held else finished(ledger)
         items, away = list[WorkItem](), None
         for lease in leases:
@@ -102,13 +102,13 @@ class AskVerb:
     def admits(self, version: int) -> bool:
         """Whether an Ask of some server that runs `version` could be answered now; if not, then none of an older one
         either."""
-        if self._ledger.finished():
+        if self._ledger.view.finished():
             return True
-        return not self._rows.away and self._ledger.admits(version) and self._rows.has_next(self._ledger.upcoming)
+        return not self._rows.away and self._ledger.view.admits(version) and self._rows.has_next(self._ledger.upcoming)
 
     def waits_for(self, peer: Peer, ask: Ask) -> AwaitedNews:
         """Work for the version that its server runs by now."""
-        known = self._ledger.servers.get(peer.key)
+        known = self._ledger.state.servers.get(peer.key)
         return AwaitedNews("Ask", known.version if known else ask.version)
 
     def why(self, peer: Peer, ask: Ask) -> str:
@@ -135,7 +135,7 @@ class TakeVerb:
             self._peers.note_world(peer, take.world)
         if self._rows.away:
             return None
-        batch = self._ledger.take(take.version)
+        batch = self._ledger.batches.take(take.version)
         if batch is None:
             return finished(self._ledger)
         try:
@@ -147,22 +147,22 @@ class TakeVerb:
     def _counts(self, version: int) -> dict[str, Any]:
         """The fields of a part that describe the run, when batch `version` is cut."""
         ledger, state, totals = self._ledger, self._ledger.state, self._ledger.state.totals
-        serving = [peer for peer in self._peers.known.values() if peer.key in ledger.servers]
+        serving = [peer for peer in self._peers.known.values() if peer.key in ledger.state.servers]
         counts: dict[str, Any] = {
             **{name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated", "quarantined")},
             **{name: int(sum(peer.stats.get(name, 0) for peer in serving)) for name in ("running", "places")},
-            "restored": state.restored,
-            "reached": state.reached,
-            "suspect": ledger.suspect(version),
-            "problems": ledger.problems_by_state(),
+            "restored": state.rewound.restored,
+            "reached": state.rewound.reached,
+            "suspect": ledger.batches.is_suspect(version),
+            "problems": ledger.view.problems_by_state(),
         }
-        if version == ledger.version - 1:  # of earlier ones nobody knows it any more
-            counts |= {"flat_groups": state.flat_groups, "new_groups": state.new_groups}
+        if version == ledger.state.version - 1:  # of earlier ones nobody knows it any more
+            counts |= {"flat_groups": state.trend.flat_groups, "new_groups": state.trend.new_groups}
         return counts
 
     def is_formed(self, version: int) -> bool:
         """Whether the batch is formed, so that a Take of it only waits for its turn."""
-        return version < self._ledger.version and not self._rows.away
+        return version < self._ledger.state.version and not self._rows.away
 
     def waits_for(self, peer: Peer, take: Take) -> AwaitedNews:
         """The batch, cut for these ranks."""
@@ -191,7 +191,7 @@ class PutVerb:
             return self._refused(peer, put, error, now)
         if self._groups.full:
             return None
-        is_leased = self._ledger.state_of(put.item) == "leased"
+        is_leased = self._ledger.view.state_of(put.item) == "leased"
         refusal = self._ledger.put(peer.key, put.item, put.lease, figures, now)
         if is_leased and refusal is None:  # else it is a repetition
             self._groups.add(put.item, put.samples, figures)
@@ -203,7 +203,7 @@ class PutVerb:
             what = f"{len(put.samples)} samples, batch.samples is {self._limits.samples}"
             raise WrongValue(f"item {put.item}", what)
         figures = put.figures(self._limits.bounds)
-        shown, known = max(sample.row_images for sample in figures), self._ledger.items.get(put.item)
+        shown, known = max(sample.row_images for sample in figures), self._ledger.state.items.get(put.item)
         if shown and known and shown > (has := len(self._rows.images_of(known.row))):
             what = f"a sample shows {shown} images of row {known.row}, which has {has}"
             raise WrongValue("images", what).within(f"item {put.item}")
@@ -262,7 +262,7 @@ class ResultsVerb:
         """The earliest result that is not known; Ack: there will be no more."""
         ledger = self._ledger
         if (found := ledger.evaluations.unknown(wanted.known)) is None:
-            none_left = ledger.evaluations.over(ledger.reach) or ledger.outcome() == "failed"
+            none_left = ledger.evaluations.over(ledger.view.reach) or ledger.view.outcome() == "failed"
             return Ack() if none_left else None
         figures, who = json.loads(found.results or "{}"), server_name(found.server)
         return EvaluationResult(due=found.due, version=found.version, server=who, figures=figures, reason=found.reason)
@@ -278,5 +278,5 @@ class ResultsVerb:
 
 def finished(ledger: Ledger) -> Finished | None:
     """The answer to a request that waits for work or for a batch, once there will be none."""
-    outcome = ledger.outcome()
-    return Finished(outcome=outcome, why=reasons.ended(ledger), last=ledger.reach.last) if outcome else None
+    outcome = ledger.view.outcome()
+    return Finished(outcome=outcome, why=reasons.ended(ledger), last=ledger.view.reach.last) if outcome else None

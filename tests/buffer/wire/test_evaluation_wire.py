@@ -165,8 +165,8 @@ def test_only_samples_of_the_first_and_the_newest_are_kept(tmp_path: Path):
     ledger, store = requests.handlers.ledger, requests.handlers.store
     for version in range(30):
         ledger.state.raise_ceiling(version)
-        assert ledger.evaluations.claim("s#1", version, ledger.reach, 0.0) == version
-        ledger.evaluations.finish("s#1", version, version, "{}", '{"few": []}', ledger.reach)
+        assert ledger.evaluations.claim("s#1", version, ledger.view.reach, 0.0) == version
+        ledger.evaluations.finish("s#1", version, version, "{}", '{"few": []}', ledger.view.reach)
         transaction = requests.handlers.changes()
         assert transaction
         requests.commit(transaction)

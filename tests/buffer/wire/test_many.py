@@ -304,8 +304,8 @@ def test_groups_beyond_what_may_be_parked_stay_with_their_servers_and_are_asked_
                 clients.say("a", Put(item=item.item, lease=item.lease, samples=samples), number)
             if isinstance(message, Stored):
                 accepted[number] = message.accepted
-        clients.say("l0", Trained(version=clients.requests.handlers.ledger.version - 1, oldest_kept=0))
-        clients.say("l0", Take(version=clients.requests.handlers.ledger.version, rank=0, world=1))
+        clients.say("l0", Trained(version=clients.requests.handlers.ledger.state.version - 1, oldest_kept=0))
+        clients.say("l0", Take(version=clients.requests.handlers.ledger.state.version, rank=0, world=1))
     assert accepted == dict.fromkeys(numbers, True)
     assert again == set(numbers[2:])
     assert clients.requests.parked_bytes == 0

@@ -103,8 +103,8 @@ async def test_a_key_opens_the_requests_of_its_role_and_no_others(address: str, 
             assert refused is (verb not in VERBS[role]), (verb, rest)
         ledger = it.requests.handlers.ledger
         if role != "learner":
-            assert ledger.last_trained == -1 and it.requests.handlers.peers.weights is None
-        assert ledger.counts()["stored"] == 0
+            assert ledger.state.last_trained == -1 and it.requests.handlers.peers.weights is None
+        assert ledger.view.counts()["stored"] == 0
 
 
 @pytest.mark.parametrize("said", SPOKEN)

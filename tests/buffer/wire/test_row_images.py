@@ -160,7 +160,7 @@ async def test_a_batch_waits_for_an_image_that_went_after_it_was_dispatched(tmp_
             (tmp_path / "b.png").rename(away)
             part = await learner.expect(take, Part)
             assert len(part.samples) == 4 and part.images == [RowImages(item=0, images=[PNG])]
-        assert requests.handlers.ledger.version == 1
+        assert requests.handlers.ledger.state.version == 1
 
 
 @contextmanager
@@ -194,7 +194,7 @@ async def test_while_a_file_share_is_away_rows_are_given_back_and_cost_no_attemp
         while len(found) < 2:  # each is held from its own last try on
             found += [item.item for item in await server.ask(2) or []]
         assert sorted(found) == [0, 2]
-        assert not handlers.ledger.failed() and not handlers.ledger.dropped()
+        assert not handlers.ledger.view.failed() and not handlers.ledger.view.dropped()
 
 
 @in_loop

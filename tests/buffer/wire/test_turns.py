@@ -135,7 +135,7 @@ def test_what_is_to_be_freed_is_neither_found_nor_counted() -> None:
         cache.add(item, [bytes(10)])
     cache.release([0, 1, 2])
     assert cache.get(0) is None and cache.bytes == 10 and len(cache._forgotten) == 3
-    cache.add(0, [(bytes(20), None)])  # type: ignore[list-item]
+    cache.add(0, [bytes(20)])
     cache.free(8)
     assert cache.get(0) and cache.get(3) and cache.bytes == 30 and not cache._forgotten
 

@@ -54,7 +54,7 @@ def test_trained_of_every_rank_costs_the_same_however_much_is_stored() -> None:
         revisions.add(handlers.revision)
     assert len(cuts) == 1, "the next batch is cut once, also if ranks send Trained after the first rank has taken it"
     assert len(revisions) == 1, "a repeated Trained must not retry parked requests"
-    assert handlers.ledger.last_trained == 0 and len(groups._cut) == 2
+    assert handlers.ledger.state.last_trained == 0 and len(groups._cut) == 2
     assert groups.bytes_stored == sum(sizes[item] for item in range(2, 60))
     assert len(groups._figures) == len(groups._bytes) == len(groups.cache._groups) == 58
 
@@ -81,7 +81,7 @@ def test_bytes_of_groups_that_are_taken_back_count_no_longer() -> None:
     clients.say("l0", Rewind(version=7))  # no batch was formed, so the run begins there
     clients.turn()
     handlers = clients.requests.handlers
-    assert handlers.ledger.counts()["waiting"] == 2
+    assert handlers.ledger.view.counts()["waiting"] == 2
     assert handlers.groups.bytes_stored == 0 and not handlers.groups._figures and not handlers.groups.cache._groups
 
 
