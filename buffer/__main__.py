@@ -34,7 +34,8 @@ from buffer.wire.clock import ListeningClock
 from buffer.wire.handlers import Handlers
 from buffer.wire.limits import Limits
 from buffer.wire.requests import PendingRequests
-from buffer.wire.server import BufferServer, ListenError
+from buffer.wire.router import ListenError
+from buffer.wire.server import BufferServer
 from buffer.wire.values import Bounds
 from configs import load, resume
 from configs.checks import check, existing

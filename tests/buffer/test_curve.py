@@ -30,7 +30,8 @@ from buffer.keys import (
 )
 from buffer.wire.client import Connection
 from buffer.wire.protocol import State, Status
-from buffer.wire.server import BufferServer, ListenError
+from buffer.wire.router import ListenError
+from buffer.wire.server import BufferServer
 from learner.weights.protocol import router
 from tests.harness.buffer_process import Process, buffer, client, in_loop
 from tests.harness.fakes import until

@@ -67,7 +67,7 @@ async def test_a_message_in_an_older_protocol_is_not_read(greeting: str) -> None
 
 BROKEN_WHILE_DEAF = """
 import time, zmq
-from buffer.wire.server import OPTIONS
+from buffer.wire.router import OPTIONS
 
 SOON = {zmq.HEARTBEAT_IVL: 20}  # ms: each timer of the buffer's socket fires while no one reads
 with zmq.Context() as context, context.socket(zmq.ROUTER) as router:

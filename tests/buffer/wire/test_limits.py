@@ -20,7 +20,7 @@ from buffer.wire import connections, quotas
 from buffer.wire.connections import UNKNOWN_BYTES, UNSENT_BYTES, ConnectionLimits, UnsentAnswers
 from buffer.wire.message import pack
 from buffer.wire.protocol import State, Status, Stored, Take, Where
-from buffer.wire.server import OPTIONS
+from buffer.wire.router import OPTIONS
 from configs.flow.capacity import PARKED_BYTES
 from tests.buffer.wire.test_many import Clients, hello
 from tests.harness.buffer_process import buffer, client, group, in_loop, make_requests, rollout

@@ -366,19 +366,19 @@ async def test_what_a_connection_left_unread_makes_no_second_peer_of_its_process
 
     speakers: list[bytes] = []
     async with BufferServer("tcp://127.0.0.1:*", 2**20, server_keys()) as server:
-        with server._plain.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+        with server._router.plain.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
             connections: zmq.Socket[bytes] = zmq.Socket.shadow(monitor)
             connect(Status(), hello()).close()
-            assert server._plain.poll(60_000)
+            assert server._router.plain.poll(60_000)
             assert connections.poll(60_000) and connections.recv_multipart()
             assert connections.poll(60_000) and connections.recv_multipart()
             again = connect(hello())
             assert connections.poll(60_000)
-            server._plain.disable_monitor()
+            server._router.plain.disable_monitor()
         with again:
             while len(speakers) < 3:
-                assert server._plain.poll(60_000)
-                for role, frames in server._receive()[0]:
+                assert server._router.plain.poll(60_000)
+                for role, frames in server._router.receive()[0]:
                     speakers.append(bytes(frames[0]))
                     requests.receive(frames, 0.0, role)
     context.term()

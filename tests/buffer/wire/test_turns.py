@@ -45,6 +45,7 @@ class Scripted(BufferServer):
             return part
 
         requests.handlers.groups.part = noted  # type: ignore[method-assign]
+        self._router.receive, self._router.send = self._received, self._sent  # type: ignore[method-assign]
 
     async def turn(self, *said: tuple[str, object]) -> None:
         """One turn that finds all of this, and those in which parts are made for it."""
@@ -62,10 +63,10 @@ class Scripted(BufferServer):
         if not self.turns and not at_once:
             raise Over
 
-    def _receive(self) -> tuple[list[tuple[str, list[Frame]]], bool]:
+    def _received(self) -> tuple[list[tuple[str, list[Frame]]], bool]:
         return (self.turns.pop(0) if self.turns else []), False
 
-    def _send(self, answer) -> None:
+    def _sent(self, answer) -> None:
         message = unpack(answer[1], ANSWERS, [bytes(one) for one in answer[2:]])[1]
         self.did.append(type(message).__name__)
         self.answers.append(message)
@@ -100,10 +101,10 @@ async def test_no_part_is_made_while_too_much_is_on_its_way(monkeypatch: pytest.
         (work,) = [one for one in server.answers if isinstance(one, Work)]
         (it,) = work.items
         await server.turn(("a", Put(item=it.item, lease=it.lease, samples=[one.pack() for one in group(it.item)])))
-        server._unsent.total = wire.IN_FLIGHT_BYTES
+        server._router.unsent.total = wire.IN_FLIGHT_BYTES
         await server.turn(("l0", Take(version=0, rank=0, world=1)))
         assert "made" not in server.did and requests.handlers.groups.turn.postponed
-        server._unsent.total = 0
+        server._router.unsent.total = 0
         await server.turn()
         assert server.did[-2:] == ["made", "Part"]
     requests.handlers.store.close()
