@@ -3,7 +3,8 @@
 `python -m benchmarks.lab.buffer_trip [--list]` runs the real buffer (socket, ledger, SQLite file) and its real clients
 in this process, and lets one group through: Ask to Work, Put to Stored, Take to Part, Trained to its Ack. It prints
 for each leg how many of our functions ran and in how many files; `--list` prints their names. A comprehension or a
-lambda counts as a part of the function that it stands in. Waits for nothing but the four answers.
+lambda counts as a part of the function that it stands in. What an idle turn of the buffer's event loop runs is counted
+apart: it belongs to no request. Waits for nothing but the four answers.
 """
 
 import argparse
@@ -40,6 +41,8 @@ PROBLEMS = [{"problem": f"problem {row}", "answer": str(row)} for row in range(1
 FINGERPRINT = "f" * 16
 SETTLE_S = 0.2
 """Pause before each leg, so that it does not count what the one before has left to do."""
+IDLE, IDLE_S = "an idle turn", 1.2
+"""Time in which the event loop turns at least once."""
 
 
 class Profiler:
@@ -116,6 +119,8 @@ async def trip(profiler: Profiler, folder: Path) -> None:
             )
             await asyncio.to_thread(learner.rewind, 0)
             await asyncio.sleep(SETTLE_S)
+            with profiler.counted(IDLE):
+                await asyncio.sleep(IDLE_S)
             with profiler.counted("Ask to Work"):
                 (item,) = await samples.ask(1) or []
             await asyncio.sleep(SETTLE_S)
@@ -152,19 +157,23 @@ def made_buffer(path: Path) -> tuple[PendingRequests, ListeningClock]:
 
 def table(profiler: Profiler, is_listed: bool) -> None:
     """Print the counts, and the names where they are asked for."""
-    everything = set[tuple[str, str]]()
-    print(f"{'leg':<16}{'functions':>10}{'files':>7}")
-    for leg in profiler.seen:
-        found = profiler.functions(leg)
-        everything |= found
-        print(f"{leg:<16}{len(found):>10}{len({file for file, _ in found}):>7}")
-    print(f"{'all together':<16}{len(everything):>10}{len({file for file, _ in everything}):>7}")
+    idle = profiler.functions(IDLE)
+    legs = {leg: profiler.functions(leg) for leg in profiler.seen if leg != IDLE}
+    everything = set[tuple[str, str]]().union(*legs.values())
+    print(f"{'leg':<16}{'functions':>10}{'files':>7}{'without those of an idle turn':>32}{'files':>7}")
+    for leg, found in [*legs.items(), ("all together", everything), (IDLE, idle)]:
+        own = found - idle
+        print(f"{leg:<16}{len(found):>10}{num_files(found):>7}{len(own):>32}{num_files(own):>7}")
     for file in sorted({file for file, _ in everything}) if is_listed else ():
         names = sorted(name for where, name in everything if where == file)
         print(f"\n{file} ({len(names)})")
         for name in names:
-            legs = [leg.split()[0] for leg in profiler.seen if (file, name) in profiler.functions(leg)]
-            print(f"    {name:<48}{' '.join(legs)}")
+            ran = [leg.split()[0] for leg, found in legs.items() if (file, name) in found]
+            print(f"    {name:<48}{' '.join(ran)}{' idle' * ((file, name) in idle)}")
+
+
+def num_files(functions: set[tuple[str, str]]) -> int:
+    return len({file for file, _ in functions})
 
 
 def main() -> None:

@@ -33,9 +33,9 @@ class Suspicion:
         """The learner has the batch."""
         self.taken = version
 
-    def ends(self, version: int) -> int:
-        """How many starts ended with this batch."""
-        return self.suspect_ends if version == self.suspect else 0
+    def is_suspect(self, version: int) -> bool:
+        """Whether MOST_ENDS starts of the learner ended with this batch."""
+        return version == self.suspect and self.suspect_ends >= MOST_ENDS
 
     def try_alone(self, item: int | None) -> None:
         """The learner tries this item by itself from now on; None: it has tried all of the batch."""

@@ -115,10 +115,6 @@ class Batches:
             raise LedgerError(f"item {number} is not in batch {version}: take the batch again")
         self.suspicion.try_alone(number)
 
-    def is_suspect(self, version: int) -> bool:
-        """Whether MOST_ENDS starts of the learner ended with this batch."""
-        return self.suspicion.ends(version) >= MOST_ENDS
-
     def quarantine(self, number: int, reason: str) -> bool:
         """Put the group of this item into quarantine: it is kept and never trained. Returns whether that is news.
 

@@ -66,10 +66,6 @@ class SampleStats:
     newest: int | None = field(default=None, compare=False)
     """Policy version of its newest sampled token; not written down."""
 
-    def row_values(self) -> tuple[int | float, ...]:
-        """What the store writes, in the order of the fields."""
-        return self.tokens, self.sampled, self.reward, self.truncated
-
 
 @dataclass(frozen=True)
 class Lease:

@@ -65,23 +65,20 @@ class LedgerView:
         Near `run.versions`, places are kept for items that this server failed at: another server, or after a while any,
         takes those.
         """
-        return max(self._room_anywhere(dispatched, self._state.pool.num_elsewhere(server)), 0)
-
-    def admits(self, version: int) -> bool:
-        """Whether some server that runs `version` may get an item now. If not, none that runs an older one may."""
-        pool = self._state.pool
-        left = not self.all_dispatched() or pool.num_waiting > pool.num_held
-        return left and self._room_anywhere(min(version, self._state.ceiling)) > 0
-
-    def _room_anywhere(self, dispatched: int, kept: int = 0) -> int:
-        """`room` for a server to which `kept` of the waiting items do not go."""
         terms, state, pool = self._terms, self._state, self._state.pool
         if state.trend.given_up:
             return 0
         free = schedule.room(pool.open, state.version, terms.groups, terms.target_staleness, dispatched)
         if terms.versions is not None:
-            free = min(free, (terms.versions - state.version) * terms.groups - pool.num_open - pool.num_held - kept)
-        return free
+            kept = pool.num_held + (pool.num_elsewhere(server) if server else 0)
+            free = min(free, (terms.versions - state.version) * terms.groups - pool.num_open - kept)
+        return max(free, 0)
+
+    def admits(self, version: int) -> bool:
+        """Whether some server that runs `version` may get an item now. If not, none that runs an older one may."""
+        pool = self._state.pool
+        left = not self.all_dispatched() or pool.num_waiting > pool.num_held
+        return left and self.room(min(version, self._state.ceiling)) > 0
 
     def ready(self) -> bool:
         """Whether batch v' can be formed."""

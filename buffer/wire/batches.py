@@ -19,8 +19,9 @@ from buffer.store.faults import DamagedSample
 from buffer.store.segments import GroupCache
 from buffer.store.sqlite import Store
 from buffer.wire.limits import Limits
-from buffer.wire.protocol import Part, RowImages, Take
+from buffer.wire.protocol import Part, Take
 from buffer.wire.sample import stats_of
+from buffer.wire.served_rows import ServedRows
 from buffer.wire.split import BatchCut
 from buffer.wire.values import WrongValue
 from configs.flow.capacity import CACHE_BYTES
@@ -58,12 +59,10 @@ class LoopTurn:
 
 
 class UntrainedGroups:
-    """`images_of` returns the images of an item's row, if it has any."""
+    """All of them, whether they are in memory or on disk."""
 
-    def __init__(
-        self, ledger: Ledger, store: Store, limits: Limits, images_of: Callable[[int], RowImages | None]
-    ) -> None:
-        self._ledger, self._store, self._limits, self._images_of = ledger, store, limits, images_of
+    def __init__(self, ledger: Ledger, store: Store, limits: Limits, rows: ServedRows) -> None:
+        self._ledger, self._store, self._limits, self._rows = ledger, store, limits, rows
         self.turn = LoopTurn()
         self.learner_waiting = False
         """A Take is pending: Puts above `buffer.max_gib` are accepted until it is answered."""
@@ -140,7 +139,10 @@ class UntrainedGroups:
                     self._cut = key, self._cut_batch(take, batch, counts())
                 if self.turn.over() or self._cut is None:
                     return None
-                part = self._cut[1].part(take.rank, self._fetch, self._images_of)
+                items = self._ledger.state.items
+                part = self._cut[1].part(
+                    take.rank, self._fetch, lambda item: self._rows.images_of_item(item, items[item].row)
+                )
         except DamagedSample as damage:
             self._leave_out(damage, take.version)
             return None

@@ -32,9 +32,7 @@ class Handlers:
     def __init__(self, ledger: Ledger, store: Store, problems: Sequence[Mapping[str, Any]], limits: Limits) -> None:
         self.ledger, self.store, self._limits = ledger, store, limits
         self.peers, self.rows = Peers(ledger, limits), ServedRows(problems)
-        self.groups = UntrainedGroups(
-            ledger, store, limits, lambda item: self.rows.images_of_item(item, ledger.state.items[item].row)
-        )
+        self.groups = UntrainedGroups(ledger, store, limits, self.rows)
         self.ask = verbs.AskVerb(ledger, self.rows)
         self.take = verbs.TakeVerb(ledger, self.peers, self.groups, self.rows)
         self.verbs: dict[type[Message], verbs.ParkableVerb[Any]] = {

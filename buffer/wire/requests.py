@@ -43,16 +43,12 @@ class PendingRequest:
     message: Message
     since: float
     place: int = 0
-    """Its turn among the parked ones: those that came first are tried first."""
+    """Its turn among the parked ones: what came first is tried first."""
 
-    @property
-    def kind(self) -> str:
-        return type(self.message).__name__
-
-    @property
-    def key(self) -> Key:
-        """A server has one Ask at a time; everything else is told apart by its number."""
-        return self.identity, "Ask" if isinstance(self.message, protocol.Ask) else self.number
+    def __post_init__(self) -> None:
+        self.kind = type(self.message).__name__
+        self.key: Key = (self.identity, "Ask" if self.kind == "Ask" else self.number)
+        """A server has one Ask at a time; all other requests are known by their numbers."""
 
 
 class ParkedRequests:

@@ -153,7 +153,7 @@ class TakeVerb:
             **{name: int(sum(peer.stats.get(name, 0) for peer in serving)) for name in ("running", "places")},
             "restored": state.rewound.restored,
             "reached": state.rewound.reached,
-            "suspect": ledger.batches.is_suspect(version),
+            "suspect": ledger.batches.suspicion.is_suspect(version),
             "problems": ledger.view.problems_by_state(),
         }
         if version == ledger.state.version - 1:  # of earlier ones nobody knows it any more

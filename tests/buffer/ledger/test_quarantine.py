@@ -130,11 +130,11 @@ def test_a_batch_with_which_two_starts_ended_is_suspect_until_it_is_trained() ->
     ledger, store = formed(2)
     for ends in range(3):
         start(ledger, 0)
-        assert ledger.batches.is_suspect(0) is (ends == 2) and not ledger.batches.is_suspect(1)
+        assert ledger.batches.suspicion.is_suspect(0) is (ends == 2) and not ledger.batches.suspicion.is_suspect(1)
     again = reopened(ledger, store)
-    assert again.batches.is_suspect(0)
+    assert again.batches.suspicion.is_suspect(0)
     again.batches.trained(0)
-    assert not again.batches.is_suspect(0)
+    assert not again.batches.suspicion.is_suspect(0)
 
 
 def test_the_count_of_a_batch_goes_on_while_earlier_ones_are_trained_again() -> None:
@@ -144,7 +144,7 @@ def test_the_count_of_a_batch_goes_on_while_earlier_ones_are_trained_again() -> 
         ledger.batches.trained(0)
         ledger.batches.take(1)
     start(ledger, 0)
-    assert ledger.batches.is_suspect(1) and not ledger.batches.is_suspect(0)
+    assert ledger.batches.suspicion.is_suspect(1) and not ledger.batches.suspicion.is_suspect(0)
 
 
 def test_the_group_with_which_two_starts_ended_goes_into_quarantine() -> None:
@@ -161,7 +161,7 @@ def test_the_group_with_which_two_starts_ended_goes_into_quarantine() -> None:
     assert (
         ledger.batches.take(0).items == (0,)
         and ledger.view.counts()["quarantined"] == 1
-        and not ledger.batches.is_suspect(0)
+        and not ledger.batches.suspicion.is_suspect(0)
     )
     store.commit(Transaction(ledger.drain()))
     assert store.closed(1).reason == "the learner ended 2 times while it tried this group by itself"
