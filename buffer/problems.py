@@ -148,7 +148,7 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
 
 
 def _images(rows: JoinedRows, data: DataConfig, room: Path | None) -> ImageRows | JoinedImages | None:
-    """Those of all files; paths are relative to the folder of each."""
+    """The images of all files; a path is relative to the folder of its file."""
     every = max(1, rows.starts[-1] // LOOKED_AT)
     found = [
         (start, str(part.path), _images_of(part, data, every, room))

@@ -98,7 +98,7 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[SampleStats]) -> "Lengths":
-        """Of one group."""
+        """The lengths of one group."""
         tokens, sampled = sum(s.tokens for s in samples), sum(s.sampled for s in samples)
         return cls(1, len(samples), tokens, sampled, sum(s.truncated for s in samples))
 
@@ -116,7 +116,7 @@ class ItemState:
     epoch: int
     state: Literal["waiting", "leased", "stored", "batched", "dropped", "quarantined"] = "waiting"
     reason: str = ""
-    """Why it was dropped or put into quarantine, or why the last attempt failed."""
+    """The reason of a drop or quarantine, or of the last failed attempt."""
     version: int = -1
     """Dispatch version d; -1 before the first dispatch."""
     server: str = ""
@@ -150,7 +150,7 @@ class ItemState:
 
     @property
     def lengths(self) -> Lengths:
-        """Of its group; no samples while it has none."""
+        """The lengths of its group; no samples while it has none."""
         return Lengths(1, self.samples, self.tokens, self.sampled, self.truncated)
 
     @property

@@ -191,7 +191,7 @@ def test_a_failed_commit_without_samples_leaves_those_of_earlier_ones(tmp_path: 
 
 
 def files(path: Path, store: Store | None = None) -> list[str]:
-    """Those of the segments; with `store`, once it has removed what it was to remove."""
+    """The files of the segments; with `store`, once it has removed what it was to remove."""
     if store:
         store._segments._remover.submit(int).result(60)
     return sorted(file.name for file in path.with_name(f"{path.name}-samples").iterdir())

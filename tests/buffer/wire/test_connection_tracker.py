@@ -22,7 +22,7 @@ from tests.harness.keys import server_keys, unlock
 ON, OFF = zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED
 A, B, RENAMED = b"a", b"b", b"\0made"
 Look = tuple[dict[bytes, int], list[tuple[int, int]], list[bytes]]
-"""Who was heard over which descriptor, the events, and whose connections have ended."""
+"""Whose messages came over which descriptor, the events, and whose connections have ended."""
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_who_has_ended(looks: list[Look]) -> None:
 
 
 class Peers:
-    """Processes that speak to the buffer over bare sockets, which never connect again."""
+    """Processes that send to the buffer over bare sockets, which never connect again."""
 
     def __init__(self, server: BufferServer, requests: PendingRequests, context: zmq.asyncio.Context) -> None:
         self.server, self.requests, self.context = server, requests, context

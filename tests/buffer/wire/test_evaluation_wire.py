@@ -1,4 +1,4 @@
-"""Evaluations over the wire: claimed, taken over, handed in, and told to the learner, also by a buffer that died."""
+"""Evaluations over the wire: claimed, taken over, handed in, and sent to the learner, also by a buffer that died."""
 
 import asyncio
 from pathlib import Path

@@ -198,7 +198,7 @@ class TriesAll(PendingRequests):
 
 
 class Script:
-    """A run of three servers and two ranks, told by numbers."""
+    """A run of three servers and two ranks, chosen by numbers."""
 
     def __init__(self, kind: type[PendingRequests], sizes: dict[str, Any]) -> None:
         it = make_requests(**sizes)

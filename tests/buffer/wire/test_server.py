@@ -493,8 +493,8 @@ async def test_failures_reach_the_state_the_part_and_the_line_that_says_what_a_b
 
 
 @in_loop
-async def test_servers_are_told_that_the_run_was_given_up_after_the_learner():
-    """A learner that dies before it is told goes on when it starts again, with the servers of before."""
+async def test_servers_learn_that_the_run_was_given_up_after_the_learner():
+    """A learner that dies before it has the answer goes on when it starts again, with the same servers."""
     async with (
         buffer(make_requests(attempts=1)) as it,
         rollout(it.address) as samples,
