@@ -96,9 +96,9 @@ class Attempts:
         state, d = self._state, item.version
         newest = max((sample.newest for sample in samples if sample.newest is not None), default=0)
         oldest = min((sample.oldest for sample in samples if sample.oldest is not None), default=d)
-        if newest > (most := max(state.ceiling, state.rewound.reached)):
+        if newest > (most := max(state.ceiling, state.undone.reached)):
             return f"sampled under version {newest}, and no policy above version {most} exists"
-        if oldest < (least := state.rewound.least(d)):
+        if oldest < (least := state.undone.least(d)):
             return f"sampled under version {oldest}, and its server had version {least} or a later one"
         return ""
 

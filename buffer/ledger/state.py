@@ -52,7 +52,7 @@ class ServerRecord:
 
 
 @dataclass
-class Rewound:
+class UndonePolicies:
     """Versions above `restored`, up to `reached`, name two policies each: one that a rewind undid, and a later one.
     Tokens of both may be in the batches to come."""
 
@@ -83,7 +83,7 @@ class LedgerState:
         """Oldest batch not pruned."""
         self.ceiling = 0
         """No policy above this version can exist: since it restored, the learner got no batches for a later one."""
-        self.rewound = Rewound()
+        self.undone = UndonePolicies()
         self.next_item, self.next_lease = 0, 1
         self.revision = 0
         """Counts the changes that a parked request may wait for."""
@@ -277,7 +277,7 @@ class LedgerState:
 
     def rewind(self, version: int) -> None:
         """The learner is at `version` again: mark later batches as untrained and undo what followed from them."""
-        self.rewound.note(version, self.ceiling)
+        self.undone.note(version, self.ceiling)
         self.mark(version - 1)
         self.ceiling = version
 
@@ -321,7 +321,7 @@ def _batch(version: int, taken: Sequence[tuple[int, int]]) -> FormedBatch:
 COUNTERS: Mapping[str, Sequence[str]] = {
     "": ("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease"),
     "trend": ("failures_in_row", "given_up", "flat_in_row", "quarantined_in_row"),
-    "rewound": ("restored", "reached"),
+    "undone": ("restored", "reached"),
 }
 """The counters that the store keeps, by the part of the state that they are in."""
 

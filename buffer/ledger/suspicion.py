@@ -3,7 +3,7 @@
 A process that is killed, by the system for its memory or by a fault of its GPU, names no cause. So the ledger counts: a
 batch with which MOST_ENDS starts ended is *suspect*, and the learner tries each of its groups by itself before it
 trains the batch (`learner/sound.py`). A group during whose trial MOST_ENDS starts ended is the culprit. Starts
-are counted at their successor's Rewind. Pure; part of the ledger (`rules.py`), stored with its counters.
+are counted at their successor's Rewind. Pure; part of the ledger (`training.py`), stored with its counters.
 """
 
 from collections.abc import Mapping

@@ -56,8 +56,8 @@ class Router:
 
     def __init__(self, address: str, max_message: int, keys: ServerKeys, on_room: Callable[[], None]) -> None:
         self.address, self._keys, self._on_room = address, keys, on_room
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        context = zmq.asyncio.Context()
+        self._socket = context.socket(zmq.ROUTER)
         self.plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         """The same socket for calls that do not wait: a future for each message would cost more than the message."""
         self._auth: ThreadAuthenticator | None = None
@@ -71,7 +71,7 @@ class Router:
         self._heard: dict[bytes, int] = {}
         """Identities that sent something since the last look, and the file descriptors of their connections."""
         self._socket.monitor("inproc://connections", CONNECTIONS)
-        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor = context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait until there is room for an event
         self._monitor.connect("inproc://connections")
         self.events: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor)
@@ -87,7 +87,7 @@ class Router:
     def open(self) -> str:
         """Bind the socket. Raises ListenError."""
         try:
-            self._auth = judge_connections(self._context, self._socket, self._keys, self.address)
+            self._auth = judge_connections(self._socket.context, self._socket, self._keys, self.address)
             self._bind_local() if self.address == LOCAL else self._bind()
             self.limits.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except BaseException:
@@ -101,8 +101,9 @@ class Router:
             self._auth.stop()
         self._socket.disable_monitor()
         self._monitor.close(0)
+        context = self._socket.context
         self._socket.close()
-        self._context.term()
+        context.term()
         if self._lock is not None:
             os.close(self._lock)
 

@@ -151,8 +151,8 @@ class TakeVerb:
         counts: dict[str, Any] = {
             **{name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated", "quarantined")},
             **{name: int(sum(peer.stats.get(name, 0) for peer in serving)) for name in ("running", "places")},
-            "restored": state.rewound.restored,
-            "reached": state.rewound.reached,
+            "restored": state.undone.restored,
+            "reached": state.undone.reached,
             "suspect": ledger.batches.suspicion.is_suspect(version),
             "problems": ledger.view.problems_by_state(),
         }

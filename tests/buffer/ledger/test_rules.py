@@ -518,7 +518,7 @@ def test_versions_that_a_rewind_undid_are_known_also_after_a_restart_of_the_buff
                 for lease in ledger.ask("a", version, 1, 0.0):
                     put(ledger, "a", lease)
                 ledger.batches.take(version)
-            return ledger.state.rewound.restored, ledger.state.rewound.reached
+            return ledger.state.undone.restored, ledger.state.undone.reached
 
         ledger.batches.rewind(0)
         assert taken(9) == (0, 0), "nothing was undone"

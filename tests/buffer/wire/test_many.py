@@ -329,12 +329,12 @@ async def test_a_client_repeats_a_group_that_was_put_off_when_it_is_asked_to_and
         first, second = await samples.ask(2) or []
         await samples.put(first, group(first.item))
         putting = asyncio.create_task(samples.put(second, group(second.item)))
-        while not samples.client._put_off:
+        while not any(pending.is_put_off for pending in samples.client._pending.values()):
             await asyncio.sleep(0.01)
         await learner.expect(Take(version=0, rank=0, world=1), Part)
         await learner.expect(Trained(version=0, oldest_kept=0), Ack)
         assert (await putting).accepted
-        assert not samples.client._put_off
+        assert not any(pending.is_put_off for pending in samples.client._pending.values())
 
 
 # open files
