@@ -23,9 +23,9 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
 from buffer.data.columns import ColumnRules, ProblemsError, plain, require_servable
+from buffer.data.image_rows import IMAGES
 from buffer.data.line_index import LineIndex, bounds_of
 from buffer.data.servable import MOST_BYTES, MOST_ENTRIES, MOST_NESTED, is_deep
-from buffer.image_rows import IMAGES
 from configs.data.sources import GZIPPED, kind_of, the_list
 
 ROWS_AT_ONCE = 16

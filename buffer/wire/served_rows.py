@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from buffer.image_rows import IMAGES, ImageUnavailable
-from buffer.images import ImageError
+from buffer.data.image_rows import IMAGES, ImageUnavailable
+from buffer.data.images import ImageError
 from buffer.problems import READ_AHEAD, Problems
 from buffer.wire.protocol import RowImages
 

@@ -11,8 +11,8 @@ import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from buffer.image_rows import ImageUnavailable
-from buffer.images import ImageError
+from buffer.data.image_rows import ImageUnavailable
+from buffer.data.images import ImageError
 from buffer.ledger import reasons
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import SampleStats, server_name
