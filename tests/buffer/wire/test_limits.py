@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from buffer.keys import Role
 from buffer.resources import OpenFiles
-from buffer.wire import connections, quotas
+from buffer.wire import connections, quotas, status
 from buffer.wire.connections import UNKNOWN_BYTES, UNSENT_BYTES, ConnectionLimits, UnsentAnswers
 from buffer.wire.message import pack
 from buffer.wire.protocol import State, Status, Stored, Take, Where
@@ -284,7 +284,7 @@ async def test_a_client_that_reads_nothing_loses_its_connection_and_holds_little
             deaf_socket.setsockopt(option, value)
         unlock(deaf_socket, "observer").connect(it.address)
         await deaf_socket.send(pack(1, hello("deaf", "observer")))
-        size = len(pack(1, requests._state(0.0)))
+        size = len(pack(1, status.state(requests.handlers, [], 0, 0.0)))
         number = 3 * UNSENT_BYTES // size
         for each in range(number):
             await deaf_socket.send(pack(each + 2, Status()))

@@ -630,9 +630,9 @@ async def test_what_was_acknowledged_is_there_after_reopening_the_file(tmp_path)
 def test_a_batch_is_the_same_wherever_its_samples_are_read(monkeypatch, cached, commit):
     monkeypatch.setattr(batches, "CACHE_BYTES", cached)
     mine = (requests := make_requests()).handlers
-    mine.hello(b"s", hello(), 0.0)
-    mine.hello(b"l", hello("learner-0", "u", "learner"), 0.0)
-    server, learner = mine.peers[b"s"], mine.peers[b"l"]
+    mine.peers.hello(b"s", hello(), 0.0)
+    mine.peers.hello(b"l", hello("learner-0", "u", "learner"), 0.0)
+    server, learner = mine.peers.known[b"s"], mine.peers.known[b"l"]
     work = mine.answer(server, 1, Ask(request=1, version=0, room=2), 0.0)
     packed = {item.item: [sample.pack() for sample in group(item.item)] for item in work.items}
     for number, item in enumerate(work.items, 2):
@@ -655,7 +655,7 @@ def test_ten_thousand_open_groups_are_served_again_within_two_seconds(tmp_path):
     for leased in ledger.ask("rollout-0#t", 0, 10_000, 0.0, 1):
         if leased.item % 2:
             ledger.put("rollout-0#t", leased.item, leased.lease, [sample_stats(data) for data in packed], 0.0)
-            mine._payloads[leased.item] = packed
+            mine.groups._payloads[leased.item] = packed
     committed(requests)
     mine.store.close()
 
