@@ -48,7 +48,7 @@ OPTIONS = {
     zmq.RECONNECT_IVL_MAX: 250,  # a buffer that was started again serves all clients at once
     **DEAD_NETWORK,
 }
-LOST = {
+LOST: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "the connection broke",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake: does it have other keys (<run>/keys), or none?",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it uses no keys: another program, or an older Headrace, listens there",
