@@ -125,7 +125,7 @@ class DelayedPuts:
         self._requests[request.key] = request, _size(put)
         return protocol.Later()
 
-    def come(self, key: Key) -> None:
+    def note_arrival(self, key: Key) -> None:
         """The group is here again."""
         self._drop(key)
         self._asked_for.pop(key, None)
@@ -196,7 +196,7 @@ class PendingRequests:
             return self._refuse(identity, number, type(message).__name__, reason, now)
         self.handlers.peers.on_message(identity, now)
         if isinstance(message, protocol.Put):
-            self._delayed.come((identity, number))
+            self._delayed.note_arrival((identity, number))
         self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)
         if isinstance(message, protocol.Heartbeat) and peer and (ask := self._parked.get((identity, "Ask"))):
             self._park(ask)  # its server may run another version by now
