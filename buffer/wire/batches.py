@@ -39,7 +39,7 @@ class LoopTurn:
     room: float = math.inf
     """Bytes of parts that may still be handed over to be sent."""
     spent: float = 0.0
-    """Seconds that were."""
+    """Seconds that were spent on it."""
     postponed: bool = False
     """A part of a formed batch has to wait for the next turn."""
 
@@ -59,7 +59,7 @@ class LoopTurn:
 
 
 class UntrainedGroups:
-    """All of them, whether they are in memory or on disk."""
+    """All untrained groups, whether their samples are in memory or on disk."""
 
     def __init__(self, ledger: Ledger, store: Store, limits: Limits, rows: ServedRows) -> None:
         self._ledger, self._store, self._limits, self._rows = ledger, store, limits, rows

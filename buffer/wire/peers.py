@@ -55,7 +55,7 @@ class Peer:
 
 
 class Peers:
-    """All of them, by ZeroMQ identity in `known`."""
+    """All processes, by ZeroMQ identity in `known`."""
 
     def __init__(self, ledger: Ledger, limits: Limits) -> None:
         self._ledger, self._limits, self.files = ledger, limits, OpenFiles()

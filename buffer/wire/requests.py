@@ -162,7 +162,7 @@ class DelayedPuts:
 
 
 class PendingRequests:
-    """One per buffer."""
+    """All requests of one buffer that have no answer yet, and the answers that are to be sent."""
 
     def __init__(self, handlers: Handlers, max_message: int) -> None:
         self.handlers, self.max_message = handlers, max_message
@@ -223,14 +223,14 @@ class PendingRequests:
         self._postponed = self.handlers.groups.turn.postponed
 
     def _retry_alike(self, wait: AwaitedNews, now: float) -> None:
-        """Up to the first that gets no answer."""
+        """Try the requests that wait for the same, up to the first that gets no answer."""
         for _, request in self._parked.of([wait]):
             self._try(request, now)
             if self._parked.get(request.key) is request:
                 return
 
     def _retry_asks(self, now: float) -> None:
-        """Those whose servers run a version that admits work; none that is older than one that does not."""
+        """Try the Asks of servers whose version admits work; a version below one that admits none is not looked at."""
         waits, closed = self._parked.waits("Ask"), -1
         newest = max((wait.version for wait in waits), default=-1)
         if newest < 0 or not self.handlers.ask.admits(newest):
