@@ -90,16 +90,16 @@ class Simulation:
 
     def step(self) -> None:
         """Generate what is admitted, and train a batch."""
-        ledger, version = self.ledger, self.ledger.version
+        ledger, version = self.ledger, self.ledger.state.version
         for it in ledger.ask("server#1", version, 10**9, 0.0, version + 1):
             made = self.group(it.index, it.version)
             ledger.put("server#1", it.item, it.lease, made, 0.0)
             solved = mean(sample.reward for sample in made)
             self.lessons[it.item] = 4 * solved * (1 - solved)
-        batch = ledger.take(version)
+        batch = ledger.batches.take(version)
         assert batch, "all groups that were admitted are made"
-        ledger.trained(version)
-        ledger.prune(version)
+        ledger.batches.trained(version)
+        ledger.batches.prune(version)
         self.skills.append(self.skills[-1] + RATE * mean(self.lessons.pop(item) for item in batch.items))
 
     def tokens_to_goal(self, most_versions: int = 3000) -> int:

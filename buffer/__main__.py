@@ -31,9 +31,11 @@ from buffer.store.opening import is_damage
 from buffer.store.past import accept_loss, losses, past, store_path
 from buffer.store.sqlite import Store
 from buffer.wire.clock import ListeningClock
-from buffer.wire.handlers import Handlers, Limits
+from buffer.wire.handlers import Handlers
+from buffer.wire.limits import Limits
 from buffer.wire.requests import PendingRequests
-from buffer.wire.server import BufferServer, ListenError
+from buffer.wire.router import ListenError
+from buffer.wire.server import BufferServer
 from buffer.wire.values import Bounds
 from configs import load, resume
 from configs.checks import check, existing
@@ -116,10 +118,10 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
                 log.info("changed since the last launch: %s", change)
             handlers = Handlers(restored(config, store, problems, clock), store, problems, limits)
             if any(change.key == "rollout.servers" for change in changed):
-                handlers.ledger.scale(None, by_person=True)  # what the run file says now is newer
+                handlers.ledger.wanted.scale(None, by_person=True)  # what the run file says now is newer
             problems.listen(server.wake)
             log.info("run %s: %s problems, %s, %s", limits.run, len(problems), path or "memory", server.address)
-            if handlers.ledger.finished():
+            if handlers.ledger.view.finished():
                 log.warning("the run is finished; to go on, raise run.versions or data.epochs and start again")
             collect_rarely()
             serving = asyncio.create_task(server.serve(PendingRequests(handlers, limits.max_message)))

@@ -32,7 +32,7 @@ MOST_PATH = 100
 class RoleAuthenticator(ThreadAuthenticator):
     """Accepts the clients of `keys`, and names the role of each: with CURVE by its key, with PLAIN by its password."""
 
-    def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys) -> None:
+    def __init__(self, context: "zmq.Context[Any]", keys: ServerKeys) -> None:
         log = logging.getLogger("zmq.auth.roles")
         log.setLevel(logging.WARNING)  # pyzmq writes passwords into lines of level DEBUG
         super().__init__(zmq.Context.shadow(context), log=log)
@@ -44,7 +44,7 @@ class RoleAuthenticator(ThreadAuthenticator):
 
 
 def judge_connections(
-    context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: ServerKeys, address: str = ""
+    context: "zmq.Context[Any]", socket: zmq.asyncio.Socket, keys: ServerKeys, address: str = ""
 ) -> ThreadAuthenticator:
     """Start an authenticator that accepts or rejects each connection to `socket`, which is not bound to `address` yet.
 

@@ -31,12 +31,12 @@ class ListedProblem(NamedTuple):
     place: str
     """Its file and line."""
     band: str
-    """One of BANDS; "" for a row that is left out."""
+    """A name of BANDS; "" for a row that is left out."""
     is_retired: bool
 
     @property
     def state(self) -> str:
-        """One of STATES."""
+        """The row's state, a name of STATES."""
         return "retired" if self.is_retired else self.band or "left_out"
 
 

@@ -15,9 +15,9 @@ from typing import Any, overload
 import pyarrow as pa
 
 from buffer.data.columns import ProblemsError as ProblemsError  # whoever loads problems catches it
+from buffer.data.image_rows import IMAGES, ImageRows, JoinedImages
+from buffer.data.images import ImageError, ImageFormat
 from buffer.data.parts import JoinedRows, SourcePart, digest_of, open_source
-from buffer.image_rows import IMAGES, ImageRows, JoinedImages
-from buffer.images import ImageError, ImageFormat
 from configs.data.sources import Source, SourceError, parts_of, source_name
 from configs.schema import MOST_MESSAGE_MIB, Config, DataConfig
 
@@ -148,7 +148,7 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
 
 
 def _images(rows: JoinedRows, data: DataConfig, room: Path | None) -> ImageRows | JoinedImages | None:
-    """Those of all files; paths are relative to the folder of each."""
+    """The images of all files; a path is relative to the folder of its file."""
     every = max(1, rows.starts[-1] // LOOKED_AT)
     found = [
         (start, str(part.path), _images_of(part, data, every, room))

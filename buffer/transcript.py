@@ -25,7 +25,7 @@ END = re.compile(r"(?:<\|im_end\|>|<end_of_turn>|<\|eot_id\|>)?\s*$")
 CALL = re.compile(r"(<tool_call>.*?(?:</tool_call>|$)|<function=.*?(?:</function>|$)|\[TOOL_CALLS\].*)", re.DOTALL)
 CALLED = re.compile(r'"name"\s*:\s*"([^"]+)"|<function=([^>\s]+)>')
 SHOWN_CHARS = 2000
-"""Of a passage, unless it is shown in full."""
+"""Most characters of a passage, unless it is shown in full."""
 
 
 class Stretch(NamedTuple):
@@ -51,7 +51,7 @@ class Passage:
     logprob: float = 0.0
     """Mean of a sampled token."""
     reward: float | None = None
-    """Of the turn, where turns have rewards."""
+    """Reward of the turn, where turns have rewards."""
 
     @property
     def title(self) -> str:
@@ -110,7 +110,7 @@ def chapters(sample: Sample, tokenizer: "Tokenizer | None") -> list[Chapter]:
 
 
 def lines(read: Sequence[Chapter], full: bool = False) -> Iterator[Text]:
-    """Those of a sample for a terminal, styled; `full`: no passage is folded."""
+    """The lines of a sample for a terminal, styled; `full`: no passage is folded."""
     for chapter in read:
         if chapter.title:
             yield Text(f"  {chapter.title}", "bold underline")
@@ -124,7 +124,7 @@ def lines(read: Sequence[Chapter], full: bool = False) -> Iterator[Text]:
 
 
 def _passages(sample: Sample, start: int, stop: int, tokenizer: "Tokenizer | None", turns: int) -> Iterator[Passage]:
-    """Those of one segment; `turns` were before it."""
+    """The passages of one segment; `turns` were before it."""
     tokens, sampled, versions, logprobs = (
         array.numpy()[start:stop]
         for array in (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs)

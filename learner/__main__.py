@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoTokenizer
 
 from buffer.curve import client_keys_for, ready
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from buffer.keys import KeysError, load_server_keys
 from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.protocol import Finished

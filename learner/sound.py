@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 import torch.distributed as dist
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part, SampleRows
 from buffer.wire.sample import Sample, sample_stats

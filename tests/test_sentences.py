@@ -5,7 +5,7 @@ import pytest
 from tests.sentences import KINDS, counts, in_folders, judged, kind_of, main
 
 MENDED = (
-    *("buffer/wire", "buffer/store", "rollout/cage", "rollout/hosts", "rollout/chat", "rollout/rewards"),
+    *("buffer", "tests/buffer", "rollout/cage", "rollout/hosts", "rollout/chat", "rollout/rewards"),
     *("rollout/engine", "actors/supervise", "actors/doctor", "actors/scaling", "configs/flow", "configs/data"),
     *("configs/releases", "configs/entrypoint.py", "configs/parent_death.py", "configs/load.py"),
 )

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("actors", "buffer", "configs", "headrace", "learner", "rollout")
 
 WIRE = {
-    *("configs", "buffer.images", "buffer.image_rows", "buffer.data", "buffer.problems", "buffer.curve"),
+    *("configs", "buffer.data", "buffer.problems", "buffer.curve"),
     *("buffer.keys", "buffer.wire"),
 }
 """What the other processes may import of the buffer: the ledger and the store are its own."""
@@ -29,10 +29,10 @@ MAY: dict[str, set[str]] = {
     "configs.own_packages": {"configs.own_packages"},
     "headrace": {"headrace"},  # imported beside a user's own packages of our names
     "buffer": {"configs", "buffer"},
-    "buffer.images": {"configs", "buffer.images"},
-    "buffer.image_rows": {"configs", "buffer.images", "buffer.image_rows"},
-    "buffer.data": {"configs", "buffer.images", "buffer.image_rows", "buffer.data"},
-    "buffer.problems": {"configs", "buffer.images", "buffer.image_rows", "buffer.data", "buffer.problems"},
+    "buffer.data.images": {"configs", "buffer.data.images"},
+    "buffer.data.image_rows": {"configs", "buffer.data.images", "buffer.data.image_rows"},
+    "buffer.data": {"configs", "buffer.data"},
+    "buffer.problems": {"configs", "buffer.data", "buffer.problems"},
     "buffer.curve": {"configs", "buffer.keys", "buffer.curve"},
     "buffer.keys": {"buffer.keys"},
     "buffer.ledger": {"buffer.ledger"},

@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 from actors.doctor.run_file import gpus_needed
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from configs.checks import max_sample_tokens
 from configs.flow.cards import CARDS, Card
 from configs.flow.decoding import ServedModel, StepTime, step_time

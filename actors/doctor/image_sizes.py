@@ -6,7 +6,7 @@ Called by `run_file.py`. `ImageRows` has read the headers of the images; nothing
 from typing import TYPE_CHECKING
 
 from actors.doctor.trial import Judgement
-from buffer.images import ImageError, counted
+from buffer.data.images import ImageError, counted
 from configs.data.sources import source_name
 from configs.load import ConfigError
 from configs.schema import Config

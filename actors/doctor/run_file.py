@@ -20,8 +20,8 @@ from actors.doctor.host import find_gpus, judge_visible_gpus
 from actors.doctor.image_sizes import judge_images
 from actors.doctor.trial import ROWS_S, Judgement, Rows, try_out
 from buffer.curve import LOCAL, LOCK, is_loopback, split
-from buffer.image_rows import IMAGES, ImageFiles
-from buffer.images import ImageError
+from buffer.data.image_rows import IMAGES, ImageFiles
+from buffer.data.images import ImageError
 from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
 from configs import variables

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgpack
 
-from buffer.image_rows import IMAGES
+from buffer.data.image_rows import IMAGES
 from configs.architecture import is_proven
 from configs.data.sources import source_name
 from configs.load import ConfigError, dump, parse
@@ -192,7 +192,7 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
         sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and it is 5 s of imports
     import transformers
 
-    from buffer.images import ImageFormat
+    from buffer.data.images import ImageFormat
     from rollout.episodes.prompts import Prompts, load_tokenizer
     from rollout.errors import PromptError
 
@@ -257,7 +257,7 @@ def judge_template(found: Judgement, config: Config, made: "Prompts", first: str
 
 def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Let the learner compute a small copy of a model whose type the tests do not cover."""
-    from buffer.images import read_model_file
+    from buffer.data.images import read_model_file
 
     if is_proven(read_model_file(config.model.path, "config.json") or {}):
         return

@@ -26,7 +26,7 @@ from PIL import Image
 from benchmarks.runs.processes import PROMPT_TOKENS
 from benchmarks.weights.table import progress
 from benchmarks.weights.traffic import vocabulary_of
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from configs.load import load
 from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, on_cpu

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from buffer.image_rows import MARK
-from buffer.images import ImageFormat
+from buffer.data.image_rows import MARK
+from buffer.data.images import ImageFormat
 
 LONGER = 1.8
 """Most that one side of an image is longer than the other."""

@@ -31,7 +31,7 @@ from benchmarks.weights.seeing import SEEING
 from benchmarks.weights.shapes import LETTERS, folder_of
 from benchmarks.weights.sharing import as_host
 from benchmarks.weights.table import progress
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from buffer.wire.protocol import State
 from configs.entrypoint import PARENT, die_with_parent
 from configs.load import load

@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from benchmarks.weights.ends import GPU, Serving, commands_from_stdin, run_end, say, served, synchronize
 from benchmarks.weights.known import local
 from benchmarks.weights.traffic import RequestTraffic, vocabulary_of
-from buffer.images import ImageFormat, Picture, SeenImage
+from buffer.data.images import ImageFormat, Picture, SeenImage
 from configs.checks import max_sample_tokens
 from configs.schema import Config
 from learner.weights.probe import shown_tokens, tokens_of

@@ -23,7 +23,7 @@ import uvloop
 
 from benchmarks.weights.known import mark, show
 from benchmarks.weights.traffic import AWAY_S, WINDOW_S, Lag, RequestTraffic, vocabulary_of
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from buffer.keys import load_client_keys, load_server_keys, make_keys
 from configs.schema import Config
 

@@ -79,7 +79,7 @@ def about(name: str, config: str) -> dict[str, Any]:
 
 
 def sha256(text: str) -> str:
-    """Of a text, in hexadecimal."""
+    """The SHA-256 of a text, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

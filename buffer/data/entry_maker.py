@@ -61,7 +61,7 @@ class EntryMaker:
             assert self._process is not None and self._process.stdin is not None
             number = next(self._numbers)
             self._waiting[number] = answer
-            with suppress(BrokenPipeError):  # the reader tells why
+            with suppress(BrokenPipeError):  # the reader raises the reason
                 self._process.stdin.write(json.dumps([ahead, number, verb, arguments]) + "\n")
                 self._process.stdin.flush()
         return answer
@@ -132,7 +132,7 @@ class GeneratedRows:
         self.on_made: Callable[[], object] = lambda: None
         """Called by a thread whenever a row is made."""
         self.version = str(entry_maker().ask("about", made.name, self._config).result()["version"])
-        """Of the package: another one may make other entries."""
+        """Version of the package: another one may make other entries."""
 
     def expect(self, rows: Iterable[int]) -> None:
         """Have these rows made, in order: they will be asked for soon."""

@@ -23,9 +23,9 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
 from buffer.data.columns import ColumnRules, ProblemsError, plain, require_servable
+from buffer.data.image_rows import IMAGES
 from buffer.data.line_index import LineIndex, bounds_of
 from buffer.data.servable import MOST_BYTES, MOST_ENTRIES, MOST_NESTED, is_deep
-from buffer.image_rows import IMAGES
 from configs.data.sources import GZIPPED, kind_of, the_list
 
 ROWS_AT_ONCE = 16
@@ -183,8 +183,8 @@ def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
 
 
 def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None) -> FileRows:
-    """Rows that are lines. Those of an index were checked when it was written; rows with images have none, because
-    their images are looked at anyway."""
+    """Rows that are lines. If there is an index, its lines were checked when it was written; rows with images have no
+    index, because their images are looked at anyway."""
     index = LineIndex(folder, data, [rules.renamed, rules.truth]) if folder else None
     line_of = _line_numbers(data)
     if index and (bounds := index.read()) is not None:
@@ -194,7 +194,7 @@ def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None
     with_images = _checked(numbered, rules, where, "one object per line")
     bounds = bounds_of(lines)
     if index and not with_images:
-        with suppress(OSError):  # a full disk costs the next start its seconds, and is told when the ledger is opened
+        with suppress(OSError):  # a full disk costs the next start its seconds; opening the ledger reports it
             index.write(bounds)
     return _rows_of(_Lines(data, bounds), rules, where, with_images)._replace(line=line_of)
 

@@ -230,11 +230,11 @@ class DifficultyOrder:
         """Bring the index up to date: rows whose item or record changed, and rows whose rest is over."""
         if self._version < 0 or state.version < self._version:  # a lower version: rests that were over go on
             self._clear()
-            state.moved.update(state.rows.records)
+            state.rows.moved.update(state.rows.records)
         self._version = state.version
-        for row in sorted(state.moved):
+        for row in sorted(state.rows.moved):
             self._put(row, self._place_of(state, row))
-        state.moved.clear()
+        state.rows.moved.clear()
         while (first := self._first_resting()) and first[0] <= state.version:
             heapq.heappop(self._resting)
             self._put(first[-1], self._place_of(state, first[-1]))

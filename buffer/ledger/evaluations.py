@@ -16,8 +16,8 @@ from buffer.ledger.types import EvaluationRow, server_name
 ATTEMPTS = 5
 """Claims of one evaluation after which it is given up: each of its servers was lost."""
 Standing = Literal["none", "due", "over"]
-"""What a server is told with each heartbeat: nothing; one is due that it may claim; the one that it does is not its own
-any more."""
+"""What each answer to a heartbeat says of evaluations: nothing; one is due that the server may claim; the one that it
+makes is not its own any more."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class EvaluationState:
     server: str
     attempts: int = 0
     reason: str = ""
-    """Why it was given up."""
+    """Why the evaluation was given up."""
     results: str = ""
     """JSON: the figures of each set."""
     since: float = 0.0
@@ -52,7 +52,8 @@ class Reach(NamedTuple):
 
 @dataclass
 class Evaluations:
-    """`every` None: none while the run trains. A claim ends `lease_s` after its server was last heard to work on it."""
+    """`every` None: none while the run trains. A claim ends `lease_s` after its server last
+    reported to work on it."""
 
     every: int | None
     lease_s: float

@@ -54,7 +54,7 @@ class EpochOrder:
     def draw(self, state: LedgerState) -> int | None:
         """The next row that is not left out."""
         self.skip(state)
-        state.moved.clear()
+        state.rows.moved.clear()
         epoch, place = divmod(state.next_item, self._problems)
         return None if self._is_past(epoch) or state.rows.all_left_out else self.rows(epoch)[place]
 

@@ -27,7 +27,7 @@ class Pool:
         self._anywhere: list[int] = []
         """Items that wait for any server, as a heap."""
         self._elsewhere: dict[str, deque[tuple[float, int]]] = {}
-        """By the name of the server that failed at them: (until when they go elsewhere, item), in order of time. Those
+        """By the name of the server that failed at them: (until when they go elsewhere, item), in order of time. Items
         under NOBODY go to no server until then."""
         for item in sorted((item for item in items if item.state == "waiting"), key=lambda item: item.elsewhere_until):
             self.wait(item)

@@ -6,8 +6,9 @@ Read-only views of the ledger; shown by `python -m actors status`, the launcher'
 import heapq
 from collections import Counter
 
-from buffer.ledger.rules import ZERO_VARIANCE, Ledger
-from buffer.ledger.state import GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS
+from buffer.ledger.attempts import ZERO_VARIANCE
+from buffer.ledger.rules import Ledger
+from buffer.ledger.trend import GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS
 from buffer.ledger.types import ItemState, server_name
 
 SHOWN = 3
@@ -29,8 +30,8 @@ def for_batch(ledger: Ledger) -> str:
     """Why batch v' is not ready, who holds what it waits for, and what failed meanwhile."""
     if why := ended(ledger):
         return why.splitlines()[0]
-    if ledger.ready():
-        return f"batch {ledger.version} is ready for the learner"
+    if ledger.view.ready():
+        return f"batch {ledger.state.version} is ready for the learner"
     return _missing(ledger) + _failures(ledger) + _flat(ledger)
 
 
@@ -38,7 +39,7 @@ def for_work(ledger: Ledger, server: str) -> str:
     """Why nothing can be dispatched to `server`, and what failed meanwhile."""
     if why := ended(ledger):
         return why.splitlines()[0]
-    known = ledger.servers.get(server)
+    known = ledger.state.servers.get(server)
     return _closed(ledger, min(known.version if known else 0, ledger.state.ceiling), server) + _failures(ledger)
 
 
@@ -53,46 +54,50 @@ def evaluation(ledger: Ledger) -> str:
 
 def for_results(ledger: Ledger) -> str:
     """Why the learner, which has trained the last version, gets no result."""
-    return evaluation(ledger) or f"no rollout server has loaded version {ledger.version} yet, which is to be evaluated"
+    return (
+        evaluation(ledger)
+        or f"no rollout server has loaded version {ledger.state.version} yet, which is to be evaluated"
+    )
 
 
 def ended(ledger: Ledger) -> str:
     """Why no further batch will be formed, nothing while one may be. After the first line of a run that was given up:
     how many attempts of the run failed by kind and reason, example rows, and what to do."""
-    outcome = ledger.outcome()
+    outcome = ledger.view.outcome()
     if outcome is None:
         return ""
     if outcome == "versions":
-        return f"finished: all {ledger.versions} batches are formed (run.versions)"
-    after = f"after version {ledger.version}" + (f" of {ledger.versions}" if ledger.versions is not None else "")
-    if ledger.state.given_up == GIVEN_UP_FLAT:
-        row = f"{ledger.state.flat_in_row} groups in a row had no variance"
+        return f"finished: all {ledger.terms.versions} batches are formed (run.versions)"
+    trend, versions = ledger.state.trend, ledger.terms.versions
+    after = f"after version {ledger.state.version}" + (f" of {versions}" if versions is not None else "")
+    if trend.given_up == GIVEN_UP_FLAT:
+        row = f"{trend.flat_in_row} groups in a row had no variance"
         first = f"the run was given up {after}: {row} (batch.skip_zero_variance leaves such groups out)"
         return f"{first}\n  {FLAT_REMEDY}; those need another run.name"
-    if ledger.state.given_up == GIVEN_UP_QUARANTINED:
-        row = f"{ledger.state.quarantined_in_row} groups were put into quarantine and none was trained meanwhile"
-        last = f"the last one: {ledger.state.last_quarantined}; " if ledger.state.last_quarantined else ""
+    if trend.given_up == GIVEN_UP_QUARANTINED:
+        row = f"{trend.quarantined_in_row} groups were put into quarantine and none was trained meanwhile"
+        last = f"the last one: {trend.last_quarantined}; " if trend.last_quarantined else ""
         return f"the run was given up {after}: {row}\n  {last}{QUARANTINE_REMEDY}"
-    if ledger.state.given_up == GIVEN_UP_ROWS:
-        row = f"all {ledger.problems} rows of data.train are left out, because every attempt at them failed"
+    if trend.given_up == GIVEN_UP_ROWS:
+        row = f"all {ledger.terms.problems} rows of data.train are left out, because every attempt at them failed"
         first = f"the run was given up {after}: {row}"
-    elif ledger.state.given_up:
-        row = f"{ledger.state.failures_in_row} attempts failed and no group was made meanwhile"
-        first = f"the run was given up {after}: {row} (rollout.max_failed_share {ledger.max_failed_share:g})"
+    elif trend.given_up:
+        row = f"{trend.failures_in_row} attempts failed and no group was made meanwhile"
+        first = f"the run was given up {after}: {row} (rollout.max_failed_share {ledger.terms.max_failed_share:g})"
     else:
-        epochs = "1 epoch" if ledger.epochs == 1 else f"{ledger.epochs} epochs"
-        counts = f"{ledger.state.num_formed} trained, {sum(ledger.dropped().values())} dropped{_dropped(ledger)}"
-        counts += f", {ledger.num_quarantined} in quarantine" if ledger.num_quarantined else ""
-        counts += f", {left_out} rows left out" if (left_out := len(ledger.left_out())) else ""
-        first = f"the data ended {after}: {epochs} of {ledger.problems} problems, {counts}"
+        epochs = "1 epoch" if ledger.terms.epochs == 1 else f"{ledger.terms.epochs} epochs"
+        counts = f"{ledger.state.num_formed} trained, {sum(ledger.view.dropped().values())} dropped{_dropped(ledger)}"
+        counts += f", {ledger.view.num_quarantined} in quarantine" if ledger.view.num_quarantined else ""
+        counts += f", {left_out} rows left out" if (left_out := len(ledger.view.left_out())) else ""
+        first = f"the data ended {after}: {epochs} of {ledger.terms.problems} problems, {counts}"
     if outcome == "data":
         return first
-    failed = sorted(ledger.failed().items(), key=lambda pair: -pair[1])
+    failed = sorted(ledger.view.failed().items(), key=lambda pair: -pair[1])
     lines = [f"  {count} attempts failed: {reason}" for reason, count in failed[:MOST_COUNTS]]
     if more := failed[MOST_COUNTS:]:
         lines.append(f"  {sum(count for _, count in more)} attempts failed for {len(more)} other reasons")
-    lines += [f"  for example {ledger.place(row)}: {reason}" for row, reason in ledger.state.examples.items()]
-    again = "start the run again" if ledger.state.given_up else "choose another run.name, or remove the run's folder"
+    lines += [f"  for example {ledger.place(row)}: {reason}" for row, reason in trend.examples.items()]
+    again = "start the run again" if trend.given_up else "choose another run.name, or remove the run's folder"
     return "\n".join([first, *lines, f"  mend what failed, then {again}"])
 
 
@@ -101,7 +106,7 @@ def left_out(ledger: Ledger) -> list[str]:
 
     Example: `["data/train.jsonl line 14: reward: score.py:score raised KeyError: 'unit'"]`
     """
-    rows = sorted(ledger.left_out().items())
+    rows = sorted(ledger.view.left_out().items())
     return [f"{ledger.place(row)}: {reason}" for row, reason in rows[:MOST_LEFT_OUT]]
 
 
@@ -110,69 +115,68 @@ def newly_left_out(ledger: Ledger) -> str:
     news = ledger.state.rows.news
     if not news:
         return ""
-    first, number = news[0], len(ledger.left_out())
+    first, number = news[0], len(ledger.view.left_out())
     more = f", and {len(news) - 1} more" if len(news) > 1 else ""
-    reason = ledger.left_out().get(first, "")
+    reason = ledger.view.left_out().get(first, "")
     news.clear()
     every = f"every attempt at it failed: {reason}"
-    return (
-        f"left out from now on, {ledger.place(first)}: {every}{more}; {number} of {ledger.problems} rows are left out"
-    )
+    total = f"{number} of {ledger.terms.problems} rows are left out"
+    return f"left out from now on, {ledger.place(first)}: {every}{more}; {total}"
 
 
 def _dropped(ledger: Ledger) -> str:
     """` (KIND: REASON)` of most dropped items; a filter is a reason without kind."""
-    dropped = ledger.dropped()
+    dropped = ledger.view.dropped()
     if not dropped:
         return ""
     most = max(dropped, key=lambda reason: dropped[reason])
-    with_kind = (failure for failure in ledger.failed() if most.startswith(failure.partition(": ")[2]))
+    with_kind = (failure for failure in ledger.view.failed() if most.startswith(failure.partition(": ")[2]))
     return f" (most often {next(with_kind, most)})" if len(dropped) > 1 else f" ({next(with_kind, most)})"
 
 
 def _missing(ledger: Ledger) -> str:
-    pool, version = ledger.state.pool, ledger.version
-    if pool.num_stored >= ledger.groups:
+    pool, version, groups = ledger.state.pool, ledger.state.version, ledger.terms.groups
+    if pool.num_stored >= groups:
         late = ", ".join(
             f"item {item.number} (version {item.version}) at {server_name(item.server)}" for item in _stragglers(ledger)
         )
-        return f"batch {version} has its {ledger.groups} groups, but without waiting for {late} those would get too old"
-    have = f"batch {version} has {pool.num_stored} of {ledger.groups} groups"
+        return f"batch {version} has its {groups} groups, but without waiting for {late} those would get too old"
+    have = f"batch {version} has {pool.num_stored} of {groups} groups"
     if pool.num_open > pool.num_stored:
         return f"{have}; {pool.num_open - pool.num_stored} are open at {_holders(ledger)}"
-    if not ledger.servers:
+    if not ledger.state.servers:
         return f"{have}; no rollout server has asked for work yet"
-    newest = max(server.version for server in ledger.servers.values())
+    newest = max(server.version for server in ledger.state.servers.values())
     return f"{have}; nothing is open: {_closed(ledger, min(newest, ledger.state.ceiling))}"
 
 
 def _closed(ledger: Ledger, version: int, server: str = "") -> str:
     """Why a server at `version` gets no work."""
-    pool = ledger.state.pool
+    terms, state, pool = ledger.terms, ledger.state, ledger.state.pool
     if pool.num_held:
         some = "1 item waits because its" if pool.num_held == 1 else f"{pool.num_held} items wait because their"
         return f"{some} images cannot be read now; the log names one"
-    if ledger.room(version):
+    if ledger.view.room(version):
         if elsewhere := pool.num_elsewhere(server):
-            return f"{elsewhere} items failed here and go to another server, if one asks within {ledger.lease_s:g} s"
-        if ledger.state.next_item and ledger.used_up():
+            return f"{elsewhere} items failed here and go to another server, if one asks within {terms.lease_s:g} s"
+        if state.next_item and ledger.view.used_up():
             return "all problems are dispatched (data.epochs)"
-        return f"a server at version {version} may have {ledger.room(version)} groups"
-    if ledger.versions is not None and pool.num_open >= (ledger.versions - ledger.version) * ledger.groups:
-        return f"the {pool.num_open} open groups are enough for the last batches (run.versions {ledger.versions})"
-    bound = f"within {ledger.target_staleness} versions"
-    if version < ledger.version and ledger.room(ledger.version):
+        return f"a server at version {version} may have {ledger.view.room(version)} groups"
+    if terms.versions is not None and pool.num_open >= (terms.versions - state.version) * terms.groups:
+        return f"the {pool.num_open} open groups are enough for the last batches (run.versions {terms.versions})"
+    bound = f"within {terms.target_staleness} versions"
+    if version < state.version and ledger.view.room(state.version):
         running = ledger.evaluations.running()
         first = f"it evaluates version {running.version} first" if running and running.server == server else ""
         return f"a group of version {version} cannot be trained {bound}: " + (
             first or "the server must get a newer policy first"
         )
-    return f"{pool.num_open} groups are open, more cannot be trained {bound}: batch {ledger.version} must be taken"
+    return f"{pool.num_open} groups are open, more cannot be trained {bound}: batch {state.version} must be taken"
 
 
 def _failures(ledger: Ledger) -> str:
     """The living problem: what failed lately, not in the whole run."""
-    recent = ledger.state.recent_failures
+    recent = ledger.state.trend.recent_failures
     if not recent:
         return ""
     since = "since the last batch" if ledger.state.num_formed else "since the start"
@@ -182,20 +186,21 @@ def _failures(ledger: Ledger) -> str:
 
 def _flat(ledger: Ledger) -> str:
     """Describe the groups without variance since the last batch if they are the majority; else return ""."""
-    recent = ledger.state.recent_groups
+    recent = ledger.state.trend.recent_groups
     flat, made = recent[ZERO_VARIANCE], recent.total()
     if 2 * flat <= made:
         return ""
     since = "since the last batch" if ledger.state.num_formed else "since the start"
-    end = f"{ledger.state.flat_in_row} in a row; {ledger.most_flat} end the run"
+    end = f"{ledger.state.trend.flat_in_row} in a row; {ledger.view.most_flat} end the run"
     return f"; {flat} of {made} groups {since} had no variance and were left out ({end}): {FLAT_REMEDY}"
 
 
 def _stragglers(ledger: Ledger) -> list[ItemState]:
-    return heapq.nsmallest(SHOWN, ledger.leased(), key=lambda item: (item.version, item.number))
+    return heapq.nsmallest(SHOWN, ledger.view.leased(), key=lambda item: (item.version, item.number))
 
 
 def _holders(ledger: Ledger) -> str:
-    held = Counter({server_name(name): len(server.leases) for name, server in ledger.servers.items() if server.leases})
+    servers = ledger.state.servers.items()
+    held = Counter({server_name(name): len(server.leases) for name, server in servers if server.leases})
     shown = ", ".join(f"{name} ({number})" for name, number in held.most_common(SHOWN))
     return shown + (f" and {len(held) - SHOWN} more" if len(held) > SHOWN else "")

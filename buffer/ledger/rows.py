@@ -76,6 +76,8 @@ class Rows:
         """`KIND: REASON` by row that is not drawn any more."""
         self.news: list[int] = []
         """Rows that were left out since the list was last cleared; not written down."""
+        self.moved: set[int] = set()
+        """Rows of items that have changed since whoever draws has last looked; not written down."""
         self._bands: Counter[str] = Counter()
         self._changed: set[int] = set()
 
@@ -123,15 +125,15 @@ class Rows:
             self.left_out[row] = failure
         return row in self.left_out
 
-    def forgive(self) -> list[int]:
-        """Count the failures of rows that are left out no longer; returns these rows."""
+    def draw_again(self) -> None:
+        """Rows that are left out are drawn again: their failures count no longer."""
         back, self.left_out = list(self.left_out), {}
         for row in back:
             record = self.records[row]
             record.failed, record.hopeless = 0, 0
             self._changed.add(row)
             self._count(record, 1)
-        return back
+        self.moved.update(back)
 
     def drain(self) -> dict[int, RowValues]:
         """The records that changed since the last call."""

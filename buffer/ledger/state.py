@@ -4,34 +4,23 @@ Each step keeps the counts right and notes what it changed, until `drain` hands 
 here: `rules.py` owns the state, knows the rules and chooses the next step.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+from buffer.ledger.journal import Journal
 from buffer.ledger.pool import Pool
 from buffer.ledger.rows import Rows
 from buffer.ledger.totals import LONG_REASON, Totals
-from buffer.ledger.types import CLOSED, Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
-
-COUNTERS = (
-    *("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease", "failures_in_row", "given_up"),
-    *("wanted_servers", "wanted_by_person", "flat_in_row", "restored", "reached", "quarantined_in_row"),
-)
-GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS = 1, 2, 3, 4
-"""Why a run was given up: all attempts fail; all groups lack variance; none can be trained; all rows are left out."""
-EXAMPLES = 3
-"""Rows kept whose attempts failed last."""
-REMEMBERED = 1024
-"""Request and lease numbers kept of each server, so that repeated messages are recognised."""
-T = TypeVar("T")
+from buffer.ledger.trend import GIVEN_UP_FAILED, GIVEN_UP_ROWS, Trend, remember
+from buffer.ledger.types import Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
 
 
 @dataclass
 class ServerRecord:
-    """One start of a rollout server. Its leases go on while it is heard of."""
+    """One start of a rollout server. Its leases go on while it sends something."""
 
     heard: float
+    """When it last sent something."""
     version: int = 0
     leases: dict[int, int] = field(default_factory=dict)
     """Item by lease."""
@@ -47,19 +36,38 @@ class ServerRecord:
         if request and self.asked.get(request) == version:
             return
         if request:
-            _remember(self.asked, request, version)
+            remember(self.asked, request, version)
         self.version, self.heard = version, now
 
     def record_answer(self, request: int) -> None:
         """The Ask of this number got work."""
         if request:
             self.asked.pop(request, None)
-            _remember(self.answered, request, None)
+            remember(self.answered, request, None)
 
     def record_delivery(self, lease: int) -> None:
         """The lease ended with an accepted group."""
         self.leases.pop(lease, None)
-        _remember(self.done, lease, None)
+        remember(self.done, lease, None)
+
+
+@dataclass
+class UndonePolicies:
+    """Versions above `restored`, up to `reached`, name two policies each: one that a rewind undid, and a later one.
+    Tokens of both may be in the batches to come."""
+
+    restored: int = 0
+    reached: int = 0
+
+    def note(self, version: int, ceiling: int) -> None:
+        """The learner, which can have reached `ceiling`, restored `version`."""
+        if ceiling > version:
+            self.restored = min(self.restored, version) if version <= self.reached else version
+            self.reached = max(self.reached, ceiling)
+
+    def least(self, version: int) -> int:
+        """The oldest policy that a server can have had since it ran `version`: only a rewind leads back."""
+        return self.restored if self.restored < version <= self.reached else version
 
 
 class LedgerState:
@@ -67,60 +75,31 @@ class LedgerState:
 
     def __init__(self, rows: Rows | None = None) -> None:
         self.rows = rows or Rows()
-        self.moved: set[int] = set()
-        """Rows of items that have changed since whoever draws has last looked; not written down."""
         self.version = 0
         """Next batch to be formed, v'."""
         self.last_trained = -1
+        """Last batch reported trained; -1 before the first."""
         self.oldest = 0
         """Oldest batch not pruned."""
         self.ceiling = 0
         """No policy above this version can exist: since it restored, the learner got no batches for a later one."""
-        self.restored = self.reached = 0
-        """Versions above `restored`, up to `reached`, name two policies each: one that a rewind undid, and a later
-        one. Tokens of both may be in the batches to come."""
+        self.undone = UndonePolicies()
         self.next_item, self.next_lease = 0, 1
-        self.failures_in_row = 0
-        """Attempts that failed since a group was made or the learner was started; those of the infrastructure apart."""
-        self.flat_in_row = 0
-        """Groups without variance in a row, since a group had variance or the learner was started."""
-        self.given_up = 0
-        """0, or why the run was given up: GIVEN_UP_FAILED for `failures_in_row`, GIVEN_UP_FLAT for `flat_in_row`,
-        GIVEN_UP_QUARANTINED for `quarantined_in_row`, GIVEN_UP_ROWS."""
-        self.quarantined_in_row = 0
-        """Groups put into quarantine since a batch was trained or the learner was started."""
-        self.last_quarantined = ""
-        """Why the last one was; not written down."""
-        self.wanted_servers = self.wanted_by_person = 0
-        """Rollout servers that are wanted, 0 before anybody said so; 1 while the number is a person's."""
-        self.told = False
-        """Whether the learner was told so."""
         self.revision = 0
         """Counts the changes that a parked request may wait for."""
         self.items: dict[int, ItemState] = {}
         """Items by number: all but those not yet dispatched, those dropped and those pruned."""
         self.servers: dict[str, ServerRecord] = {}
+        """Rollout servers by name and token."""
         self.batches: dict[int, FormedBatch] = {}
-        self.pool = Pool()
-        self.totals = Totals()
-        self.recent_failures: Counter[str] = Counter()
-        """Attempts that failed since the last batch was formed, by `KIND: REASON`."""
-        self.recent_groups = Counter[str]()
-        """Groups made since the last batch was formed: `varied`, and those left out by their reason (`unwanted` of
-        `accept`)."""
-        self.flat_groups = self.new_groups = 0
-        """Groups made between the last two batches that were formed, and how many had equal rewards; not written
-        down."""
-        self._flat = self._made = 0
-        self.examples: dict[int, str] = {}
-        """By row of the data set: `KIND: REASON` of the rows that failed last."""
-        self._changes, self._touched = Changes(), set[int]()
-        self._written: dict[str, int] = {}  # counters as last drained
+        self.pool, self.totals, self.trend, self.journal = Pool(), Totals(), Trend(), Journal()
 
     @property
     def num_formed(self) -> int:
         """Groups that ever went into a batch."""
         return self.totals.groups("age")
+
+    # new, waiting and leased items
 
     def create(self, row: int, epoch: int) -> ItemState:
         """The next item."""
@@ -140,8 +119,8 @@ class LedgerState:
 
     def _touch(self, item: ItemState) -> None:
         """The item changed: it is written down, and whoever draws looks at its row again."""
-        self._touched.add(item.number)
-        self.moved.add(item.row)
+        self.journal.touch(item)
+        self.rows.moved.add(item.row)
 
     def redate(self, item: ItemState, version: int) -> None:
         """The leased item counts as dispatched under another version."""
@@ -153,31 +132,8 @@ class LedgerState:
     def count_failure(self, row: int, kind: FailureKind, reason: str, permanent: bool = False) -> bool:
         """An attempt at this row failed. Returns whether the row is left out from now on."""
         failure = f"{kind}: {reason.strip()}"
-        self.recent_failures[self.totals.add("failed", Lengths(groups=1), failure)] += 1
-        if kind != "infrastructure":
-            self.failures_in_row += 1
-            self.examples.pop(row, None)
-            _remember(self.examples, row, failure, EXAMPLES)
+        self.trend.note_failure(row, kind, failure, self.totals.add("failed", Lengths(groups=1), failure))
         return self.rows.note_failure(row, kind, failure.splitlines()[0][:LONG_REASON], permanent)
-
-    def give_up_run(self, why: int) -> None:
-        """Nothing is dispatched and no batch is formed any more, until the learner is started again."""
-        self.given_up = why
-        self.revision += 1
-
-    def tell(self) -> None:
-        """The learner is told that the run was given up."""
-        if not self.told:
-            self.told = True
-            self.revision += 1
-
-    def forgive(self) -> None:
-        """The learner was started: reset the counts of failures and of groups without variance. If the run was given
-        up because of failures, what failed was mended, and rows that are left out are drawn again."""
-        if self.given_up in (GIVEN_UP_FAILED, GIVEN_UP_ROWS):
-            self.moved.update(self.rows.forgive())
-        self.failures_in_row = self.flat_in_row = self.quarantined_in_row = self.given_up = 0
-        self.told = False
 
     def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0, held_back: bool = False) -> None:
         """Leased -> waiting, until `elsewhere_until` for other servers or, `held_back`, for none: the attempt failed,
@@ -198,21 +154,35 @@ class LedgerState:
         self._touch(item)
         self.revision += 1
 
+    def take_back(self, items: Sequence[ItemState], reason: str) -> None:
+        """Leased or stored -> waiting, through no fault of the dispatch: it does not count as an attempt."""
+        for item in items:
+            if item.state == "leased":
+                del self.servers[item.server].leases[item.lease]
+            else:
+                self.totals.add("discarded", item.lengths, reason)
+                self.journal.changes.sample_stats.pop(item.number, None)
+                self.journal.changes.discarded.add(item.number)
+                item.samples = item.tokens = item.sampled = item.truncated = 0
+            item.state, item.reason, item.attempts = "waiting", reason, item.attempts - 1
+            item.elsewhere_until, item.held_back = 0.0, False
+            self._touch(item)
+        self.pool = Pool(self.items.values())
+        self.revision += 1
+
+    # groups
+
     def accept(self, item: ItemState, samples: Sequence[SampleStats], unwanted: str | None) -> None:
         """Leased -> stored, or for an `unwanted` group -> dropped with that reason."""
-        lengths = Lengths.of(samples)
+        lengths, rewards = Lengths.of(samples), [sample.reward for sample in samples]
         _, item.samples, item.tokens, item.sampled, item.truncated = lengths
         self.totals.add("generated", lengths)
         if item.attempts > 1:
             self.totals.add("retried", lengths)
-        self.failures_in_row = 0
-        self.flat_in_row = 0 if unwanted is None else self.flat_in_row + 1
-        self.recent_groups["varied" if unwanted is None else unwanted] += 1
+        self.trend.note_group(unwanted, is_flat=len({*rewards}) == 1)
         self.servers[item.server].record_delivery(item.lease)
-        rewards = [sample.reward for sample in samples]
         self.rows.note_group(item.row, rewards)
-        self._made, self._flat = self._made + 1, self._flat + (len({*rewards}) == 1)
-        self._changes.sample_stats[item.number] = tuple(samples)
+        self.journal.changes.sample_stats[item.number] = tuple(samples)
         self._touch(item)
         self.revision += 1
         if unwanted is None:
@@ -230,22 +200,35 @@ class LedgerState:
 
     def _forget(self, item: ItemState) -> None:
         del self.items[item.number]
-        self.moved.add(item.row)
-        if item.number in self._touched:
-            self._touched.remove(item.number)
-            self._changes.items[item.number] = item.row_values()
+        self.rows.moved.add(item.row)
+        self.journal.close(item)
 
     def quarantine(self, item: ItemState, reason: str) -> None:
         """Stored -> quarantined. The item leaves memory; its row and its samples in the store stay."""
         item.state, item.reason = "quarantined", reason
         item.batch = self.version if item.batch < 0 else item.batch
         self.totals.add("quarantined", item.lengths)
-        self.quarantined_in_row += 1
-        self.last_quarantined = reason
-        self._changes.quarantined.add(item.number)
+        self.trend.note_quarantine(reason)
+        self.journal.changes.quarantined.add(item.number)
         self._touch(item)
         self._forget(item)
         self.pool = Pool(self.items.values())
+        self.revision += 1
+
+    # batches
+
+    def form(self, groups: int) -> None:
+        """Stored -> batched: batch v' takes up to `groups` groups, and v' is the next one."""
+        taken = self.pool.take(min(groups, self.pool.num_stored))
+        for version, number in taken:
+            item = self.items[number]
+            item.state, item.batch = "batched", self.version
+            self.totals.add("age", item.lengths, str(self.version - version))
+            self._touch(item)
+        self.batches[self.version] = _batch(self.version, taken)
+        self.journal.changes.batches[self.version] = False
+        self.trend.note_batch()
+        self.version += 1
         self.revision += 1
 
     def take_out(self, item: ItemState) -> None:
@@ -262,7 +245,7 @@ class LedgerState:
                 item.batch = -1
                 self._touch(item)
             del self.batches[later]
-            self._changes.batches.pop(later, None)
+            self.journal.changes.batches.pop(later, None)
         self.version, self.ceiling = version, min(self.ceiling, version)
         self.pool = Pool(self.items.values())
         self.revision += 1
@@ -273,44 +256,6 @@ class LedgerState:
 
     def _members(self, version: int) -> list[ItemState]:
         return [self.items[number] for number in self.batches[version].items]
-
-    def closed_since_drain(self, number: int) -> ItemState | None:
-        """An item that was dropped or put into quarantine and is not in the store yet."""
-        row = self._changes.items.get(number)
-        item = ItemState(*row) if row and number not in self.items else None  # type: ignore[arg-type]
-        return item if item and item.state in CLOSED else None
-
-    def take_back(self, items: Sequence[ItemState], reason: str) -> None:
-        """Leased or stored -> waiting, through no fault of the dispatch: it does not count as an attempt."""
-        for item in items:
-            if item.state == "leased":
-                del self.servers[item.server].leases[item.lease]
-            else:
-                self.totals.add("discarded", item.lengths, reason)
-                self._changes.sample_stats.pop(item.number, None)
-                self._changes.discarded.add(item.number)
-                item.samples = item.tokens = item.sampled = item.truncated = 0
-            item.state, item.reason, item.attempts = "waiting", reason, item.attempts - 1
-            item.elsewhere_until, item.held_back = 0.0, False
-            self._touch(item)
-        self.pool = Pool(self.items.values())
-        self.revision += 1
-
-    def form(self, groups: int) -> None:
-        """Stored -> batched: batch v' takes up to `groups` groups, and v' is the next one."""
-        taken = self.pool.take(min(groups, self.pool.num_stored))
-        for version, number in taken:
-            item = self.items[number]
-            item.state, item.batch = "batched", self.version
-            self.totals.add("age", item.lengths, str(self.version - version))
-            self._touch(item)
-        self.batches[self.version] = _batch(self.version, taken)
-        self._changes.batches[self.version] = False
-        self.recent_failures.clear()
-        self.recent_groups.clear()
-        self.flat_groups, self.new_groups, self._flat, self._made = self._flat, self._made, 0, 0
-        self.version += 1
-        self.revision += 1
 
     def raise_ceiling(self, version: int) -> None:
         """The learner has a batch from which it can make policy `version`."""
@@ -324,17 +269,15 @@ class LedgerState:
         for version in range(first, end):
             for number in self.batches[version].items:
                 self.totals.add("trained", self.items[number].lengths, times=1 if version <= last else -1)
-            self._changes.batches[version] = version <= last
+            self.journal.changes.batches[version] = version <= last
         if last > self.last_trained:
-            self.quarantined_in_row = 0
+            self.trend.quarantined_in_row = 0
         self.last_trained = last
         self.revision += 1
 
     def rewind(self, version: int) -> None:
         """The learner is at `version` again: mark later batches as untrained and undo what followed from them."""
-        if self.ceiling > version:
-            self.restored = min(self.restored, version) if version <= self.reached else version
-            self.reached = max(self.reached, self.ceiling)
+        self.undone.note(version, self.ceiling)
         self.mark(version - 1)
         self.ceiling = version
 
@@ -350,43 +293,69 @@ class LedgerState:
                 self._forget(self.items[number])
         self.oldest = oldest
 
-    def drain(self, fixed: Mapping[str, int]) -> Changes:
-        """What changed since the last call; `fixed` are counters of the caller."""
-        for number in self._touched:
-            self._changes.items[number] = self.items[number].row_values()
-        changes, self._changes, self._touched = self._changes, Changes(), set()
-        counters = {**fixed, **{name: getattr(self, name) for name in COUNTERS}}
-        changes.scalars = {name: value for name, value in counters.items() if self._written.get(name) != value}
-        changes.totals, self._written, changes.rows = self.totals.drain(), counters, self.rows.drain()
-        return changes
+    # the end of a run
 
-    def restore(self, saved: Saved, now: float) -> None:
-        """Continue from what was saved; this state must be new. Leases begin anew at `now`."""
-        for name in COUNTERS:
-            setattr(self, name, saved.scalars.get(name, 0))  # an older file lacks some
-        self.examples = dict(saved.failed_rows)
-        self._written = dict(saved.scalars)
-        self.totals.restore(saved.totals)
-        self.rows.restore(saved.rows)
-        self.items = {item.number: item for item in saved.items}
-        self.pool = Pool(saved.items)
-        members: dict[int, list[tuple[int, int]]] = {version: [] for version in range(self.oldest, self.version)}
-        for item in saved.items:
-            if item.state == "leased":
-                item.since = now
-                holder = self.servers.setdefault(item.server, ServerRecord(heard=now, version=item.version))
-                holder.leases[item.lease] = item.number
-                holder.record_answer(item.request)
-            elif item.state == "batched":
-                members[item.batch].append((item.version, item.number))
-        self.batches = {version: _batch(version, sorted(pairs)) for version, pairs in members.items()}
+    def give_up_run(self, why: int) -> None:
+        """Nothing is dispatched and no batch is formed any more, until the learner is started again."""
+        self.trend.given_up = why
+        self.revision += 1
+
+    def announce(self) -> None:
+        """The learner is answered that the run was given up."""
+        if not self.trend.is_announced:
+            self.trend.is_announced = True
+            self.revision += 1
+
+    def begin_anew(self) -> None:
+        """The learner was started: earlier failures do not count any more. If the run was given up because of failures,
+        what failed was mended, and rows that are left out are drawn again."""
+        if self.trend.given_up in (GIVEN_UP_FAILED, GIVEN_UP_ROWS):
+            self.rows.draw_again()
+        self.trend.begin_anew()
 
 
 def _batch(version: int, taken: Sequence[tuple[int, int]]) -> FormedBatch:
     return FormedBatch(version, tuple(number for _, number in taken), tuple(dispatched for dispatched, _ in taken))
 
 
-def _remember(memory: dict[int, T], number: int, what: T, most: int = REMEMBERED) -> None:
-    memory[number] = what
-    if len(memory) > most:
-        del memory[next(iter(memory))]
+COUNTERS: Mapping[str, Sequence[str]] = {
+    "": ("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease"),
+    "trend": ("failures_in_row", "given_up", "flat_in_row", "quarantined_in_row"),
+    "undone": ("restored", "reached"),
+}
+"""The counters that the store keeps, by the part of the state that they are in."""
+
+
+def drain(state: LedgerState, further: Mapping[str, int]) -> Changes:
+    """What changed since the last call; `further` are counters of the caller."""
+    counters = {name: getattr(_part(state, part), name) for part, names in COUNTERS.items() for name in names}
+    changes = state.journal.drain(state.items, {**further, **counters})
+    changes.totals, changes.rows = state.totals.drain(), state.rows.drain()
+    return changes
+
+
+def restore(state: LedgerState, saved: Saved, now: float) -> None:
+    """Continue from what was saved; `state` must be new. Leases begin anew at `now`."""
+    for part, names in COUNTERS.items():
+        for name in names:
+            setattr(_part(state, part), name, saved.scalars.get(name, 0))  # an older file lacks some
+    state.trend.examples = dict(saved.failed_rows)
+    state.journal.restore(saved.scalars)
+    state.totals.restore(saved.totals)
+    state.rows.restore(saved.rows)
+    state.items = {item.number: item for item in saved.items}
+    state.pool = Pool(saved.items)
+    members: dict[int, list[tuple[int, int]]] = {version: [] for version in range(state.oldest, state.version)}
+    for item in saved.items:
+        if item.state == "leased":
+            item.since = now
+            holder = state.servers.setdefault(item.server, ServerRecord(heard=now, version=item.version))
+            holder.leases[item.lease] = item.number
+            holder.record_answer(item.request)
+        elif item.state == "batched":
+            members[item.batch].append((item.version, item.number))
+    state.batches = {version: _batch(version, sorted(pairs)) for version, pairs in members.items()}
+
+
+def _part(state: LedgerState, name: str) -> object:
+    return getattr(state, name) if name else state

@@ -3,7 +3,7 @@
 A process that is killed, by the system for its memory or by a fault of its GPU, names no cause. So the ledger counts: a
 batch with which MOST_ENDS starts ended is *suspect*, and the learner tries each of its groups by itself before it
 trains the batch (`learner/sound.py`). A group during whose trial MOST_ENDS starts ended is the culprit. Starts
-are counted at their successor's Rewind. Pure; part of the ledger (`rules.py`), stored with its counters.
+are counted at their successor's Rewind. Pure; part of the ledger (`training.py`), stored with its counters.
 """
 
 from collections.abc import Mapping
@@ -33,9 +33,9 @@ class Suspicion:
         """The learner has the batch."""
         self.taken = version
 
-    def ends(self, version: int) -> int:
-        """How many starts ended with this batch."""
-        return self.suspect_ends if version == self.suspect else 0
+    def is_suspect(self, version: int) -> bool:
+        """Whether MOST_ENDS starts of the learner ended with this batch."""
+        return version == self.suspect and self.suspect_ends >= MOST_ENDS
 
     def try_alone(self, item: int | None) -> None:
         """The learner tries this item by itself from now on; None: it has tried all of the batch."""

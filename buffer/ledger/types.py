@@ -23,6 +23,31 @@ class LedgerError(ValueError):
 
 
 @dataclass(frozen=True)
+class Terms:
+    """What the rules depend on of the run file."""
+
+    problems: int
+    """Rows of the data set."""
+    groups: int
+    """Groups of a batch."""
+    max_staleness: int
+    target_staleness: int
+    versions: int | None = None
+    epochs: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+    attempts: int = 3
+    lease_s: float = 10.0
+    skip_zero_variance: bool = False
+    max_failed_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        problems, groups, attempts, max_staleness = self.problems, self.groups, self.attempts, self.max_staleness
+        if problems < 1 or groups < 1 or max_staleness < 0 or attempts < 1:
+            raise LedgerError(f"{problems=}, {groups=}, {attempts=} must be at least 1 and {max_staleness=} at least 0")
+
+
+@dataclass(frozen=True)
 class SampleStats:
     """What is known of a sample without its tokens: how many in all, how many trainable, reward, whether truncated."""
 
@@ -40,10 +65,6 @@ class SampleStats:
     """Images of its row that it shows; written down in the sample only."""
     newest: int | None = field(default=None, compare=False)
     """Policy version of its newest sampled token; not written down."""
-
-    def row_values(self) -> tuple[int | float, ...]:
-        """What the store writes, in the order of the fields."""
-        return self.tokens, self.sampled, self.reward, self.truncated
 
 
 @dataclass(frozen=True)
@@ -77,7 +98,7 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[SampleStats]) -> "Lengths":
-        """Of one group."""
+        """The lengths of one group."""
         tokens, sampled = sum(s.tokens for s in samples), sum(s.sampled for s in samples)
         return cls(1, len(samples), tokens, sampled, sum(s.truncated for s in samples))
 
@@ -95,7 +116,7 @@ class ItemState:
     epoch: int
     state: Literal["waiting", "leased", "stored", "batched", "dropped", "quarantined"] = "waiting"
     reason: str = ""
-    """Why it was dropped or put into quarantine, or why the last attempt failed."""
+    """The reason of a drop or quarantine, or of the last failed attempt."""
     version: int = -1
     """Dispatch version d; -1 before the first dispatch."""
     server: str = ""
@@ -129,7 +150,7 @@ class ItemState:
 
     @property
     def lengths(self) -> Lengths:
-        """Of its group; no samples while it has none."""
+        """The lengths of its group; no samples while it has none."""
         return Lengths(1, self.samples, self.tokens, self.sampled, self.truncated)
 
     @property

@@ -19,7 +19,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from buffer.ledger.types import SampleStats
 from buffer.store.faults import StoreGone
 from buffer.store.reserve import open_file
 from buffer.store.same_files import identity
@@ -266,8 +265,10 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-Group = list[tuple[bytes, SampleStats]]
-"""The packed samples of a group, in order, each with its figures."""
+Group = Sequence[bytes]
+"""The packed samples of a group, in order."""
+FREE_AT_ONCE = 8
+"""Groups whose memory is freed in a turn of the event loop: megabytes each, of a batch of hundreds."""
 
 
 class GroupCache:
@@ -298,14 +299,14 @@ class GroupCache:
                 self._forgotten.append(group)
                 self.forget(item)
 
-    def free(self, most: int) -> None:
+    def free(self, most: int = FREE_AT_ONCE) -> None:
         """Free the memory of this many released groups."""
         del self._forgotten[-most:]
 
     def forget(self, item: int) -> None:
         """An item that is not cached changes nothing."""
-        self.bytes -= _size(self._groups.pop(item, []))
+        self.bytes -= _size(self._groups.pop(item, ()))
 
 
 def _size(group: Group) -> int:
-    return sum(len(data) for data, _ in group)
+    return sum(map(len, group))

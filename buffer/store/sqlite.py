@@ -19,7 +19,7 @@ from typing import Any
 
 from google_crc32c import value as crc32c
 
-from buffer.ledger.state import EXAMPLES
+from buffer.ledger.trend import EXAMPLES
 from buffer.ledger.types import Changes, EvaluationRow, ItemState, Lengths, Saved, Transaction
 from buffer.store import segments, sql, witness
 from buffer.store.faults import DamagedSample, StoreError
@@ -151,18 +151,16 @@ class Store:
             self._write(changes, groups, places)
             if transaction.void_before is not None:
                 self._remove(item for (item,) in self._db.execute(sql.VOID, [transaction.void_before]).fetchall())
-            self._note(transaction.noted)
+            if transaction.noted:
+                self._db.execute(sql.CHANGES)
+                now = time.time()
+                rows = [(key, json.dumps(old), json.dumps(new), now) for key, old, new in transaction.noted]
+                self._db.executemany(sql.CHANGE, rows)
             empty = self._db.execute(sql.EMPTY, [self._segments.number]).fetchall()
             self._db.executemany("DELETE FROM segments WHERE segment = ?", empty)
         self._segments.remove([number for (number,) in empty])
         if self._problems:
             self._known_rows.update(int(row[1]) for row in changes.items.values())
-
-    def _note(self, noted: Sequence[tuple[str, object, object]]) -> None:
-        if noted:
-            self._db.execute(sql.CHANGES)
-        for key, old, new in noted:
-            self._db.execute(sql.CHANGE, (key, json.dumps(old), json.dumps(new), time.time()))
 
     def _write(self, changes: Changes, groups: Groups, places: Mapping[int, Place]) -> None:
         db, now = self._db, time.time()
@@ -174,7 +172,8 @@ class Store:
         for item, samples in groups.items():
             segment, position = places[item]
             for index, (stats, data) in enumerate(zip(changes.sample_stats[item], samples, strict=True)):
-                rows.append((item, index, *stats.row_values(), segment, position, len(data), crc32c(data)))
+                figures = stats.tokens, stats.sampled, stats.reward, stats.truncated
+                rows.append((item, index, *figures, segment, position, len(data), crc32c(data)))
                 position += len(data)
             size = position - places[item].position
             ends.append((segment, position, size))

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import zmq
@@ -47,7 +48,7 @@ OPTIONS = {
     zmq.RECONNECT_IVL_MAX: 250,  # a buffer that was started again serves all clients at once
     **DEAD_NETWORK,
 }
-LOST = {
+LOST: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "the connection broke",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake: does it have other keys (<run>/keys), or none?",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it uses no keys: another program, or an older Headrace, listens there",
@@ -99,6 +100,58 @@ class MessageTooLarge(RefusedError):
     """A message above `buffer.max_message_mib`, which was not sent."""
 
 
+@dataclass
+class PendingAnswer:
+    """A request that was sent, and its answer."""
+
+    frame: Frame
+    answer: "asyncio.Future[Message]"
+    is_put_off: bool = False
+    """It is not repeated before the buffer asks for it."""
+
+
+class Dealer:
+    """The socket: one process, one `identity`, through all connections. `connect` begins."""
+
+    def __init__(self, identity: str) -> None:
+        self._socket = zmq.asyncio.Context().socket(zmq.DEALER)
+        for option, value in OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._monitor = self._socket.get_monitor_socket(sum(LOST) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def connect(self, address: str, keys: ClientKeys) -> None:
+        """Connect, now and whenever the connection breaks."""
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
+        identify(self._socket, keys, address)
+        self._socket.connect(endpoint(address, keys.folder))
+
+    def send(self, frame: Frame) -> None:
+        """Send it, if there is a connection."""
+        sent = self._socket.send(frame, zmq.DONTWAIT)  # with DONTWAIT it is done at once
+        assert isinstance(sent, asyncio.Future)
+        error = sent.exception()
+        if error and not isinstance(error, zmq.Again):  # Again: not connected
+            raise error
+
+    async def receive(self) -> list[bytes]:
+        """The frames of the next message."""
+        return await self._socket.recv_multipart()
+
+    async def event(self) -> int:
+        """The next event of a connection: EVENT_HANDSHAKE_SUCCEEDED, or one of LOST."""
+        kind, _ = struct.unpack("=hi", (await self._monitor.recv_multipart())[0])
+        return int(kind)
+
+    def close(self) -> None:
+        """Close it; what is not sent is lost."""
+        context = self._socket.context
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        context.term()
+
+
 class Connection:
     """An async context manager, entered once the buffer has said Welcome.
 
@@ -120,31 +173,23 @@ class Connection:
         self.address, self.name, self.retry_s, self.keys = address, name, retry_s, keys
         self.late_s = late_s
         """Silence of the buffer before the first warning; each further one after twice the time."""
-        self.token = uuid.uuid4().hex
         self.welcome: Welcome | None = None
+        token = uuid.uuid4().hex
         self._hello = Hello(
-            name=name, token=self.token, role=role, protocol=PROTOCOL, fingerprint=fingerprint, serves=serves
+            name=name, token=token, role=role, protocol=PROTOCOL, fingerprint=fingerprint, serves=serves
         )
         self._hello_number, self._numbers = 0, itertools.count(1)
-        self._pending: dict[int, tuple[Frame, asyncio.Future[Message]]] = {}
-        self._put_off: set[int] = set()
-        """Numbers of requests that are not repeated before the buffer asks for them."""
+        self._pending: dict[int, PendingAnswer] = {}
+        """By number of the request."""
         self._welcomed, self._lost = asyncio.Event(), asyncio.Event()
         self.problem = "nobody answers"
         """What was last wrong with the connection."""
         self._fatal: BaseException | None = None
 
     async def __aenter__(self) -> "Connection":
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        for option, value in OPTIONS.items():
-            self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.IPV6, "[" in self.address)
-        self._socket.setsockopt(zmq.IDENTITY, self.token.encode())  # one process, one identity, through all connections
-        identify(self._socket, self.keys, self.address)
-        self._monitor = self._socket.get_monitor_socket(sum(LOST) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._dealer = Dealer(self._hello.token)
         self._lost.set()
-        self._socket.connect(endpoint(self.address, self.keys.folder))
+        self._dealer.connect(self.address, self.keys)
         self._tasks = [
             asyncio.create_task(task) for task in (self._read(), self._watch_connection(), self._repeat_hello())
         ]
@@ -160,17 +205,14 @@ class Connection:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for _, answer in self._pending.values():
-            answer.cancel()  # no answer will come; tasks that still wait for it are cancelled too
+        for pending in self._pending.values():
+            pending.answer.cancel()  # no answer will come; tasks that still wait for it are cancelled too
         for task in self._tasks:
             task.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._socket.close(0)
-            self._context.term()
+            self._dealer.close()
 
     async def request(self, message: Message) -> Message:
         """The buffer's answer, however long it takes. Raises RefusedError with the buffer's reason,
@@ -186,18 +228,17 @@ class Connection:
             )
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         wait_s = self.retry_s
-        self._pending[number] = frame, answer
+        pending = self._pending[number] = PendingAnswer(frame, answer)
         try:
             if self._welcomed.is_set():  # else it goes out after Welcome
-                self._send(frame)
+                self._dealer.send(frame)
             while not (await asyncio.wait({answer}, timeout=wait_s))[0]:
                 wait_s = min(2 * wait_s, MAX_RETRY * self.retry_s)
-                if self._welcomed.is_set() and number not in self._put_off:
-                    self._send(frame)
+                if self._welcomed.is_set() and not pending.is_put_off:
+                    self._dealer.send(frame)
             return answer.result()
         finally:
             del self._pending[number]
-            self._put_off.discard(number)
 
     async def expect(self, message: Message, kind: type[Answer]) -> Answer:
         """`request` for a message with one kind of answer. Raises ProtocolFault for another kind."""
@@ -206,23 +247,16 @@ class Connection:
             raise ProtocolFault.of(message, answer)
         return answer
 
-    def _send(self, frame: Frame) -> None:
-        sent = self._socket.send(frame, zmq.DONTWAIT)  # with DONTWAIT it is done at once
-        assert isinstance(sent, asyncio.Future)
-        error = sent.exception()
-        if error and not isinstance(error, zmq.Again):  # Again: not connected
-            raise error
-
     def _say_hello(self) -> None:
         """On a new connection, to a buffer that does not know us, or again since no answer came."""
         self._welcomed.clear()
         self._lost.set()
         self._hello_number = next(self._numbers)
-        self._send(pack(self._hello_number, self._hello))
+        self._dealer.send(pack(self._hello_number, self._hello))
 
     async def _read(self) -> None:
         while True:
-            first, *large = await self._socket.recv_multipart()
+            first, *large = await self._dealer.receive()
             try:
                 number, answer = unpack(first, ANSWERS, large)
             except ValueError as error:
@@ -232,17 +266,19 @@ class Connection:
             elif isinstance(answer, NotRegistered):
                 if self._welcomed.is_set():  # else a Hello is pending already
                     self._say_hello()
-            elif number in self._pending and not self._pending[number][1].done():
-                frame, waiting = self._pending[number]
-                if isinstance(answer, Later):
-                    self._put_off.add(number)
-                elif isinstance(answer, Again):
-                    self._put_off.discard(number)
-                    self._send(frame)
-                elif isinstance(answer, Refused):
-                    waiting.set_exception(RefusedError(answer.reason))
-                else:
-                    waiting.set_result(answer)
+            elif (pending := self._pending.get(number)) and not pending.answer.done():
+                self._on_answer(pending, answer)
+
+    def _on_answer(self, pending: PendingAnswer, answer: Message) -> None:
+        if isinstance(answer, Later):
+            pending.is_put_off = True
+        elif isinstance(answer, Again):
+            pending.is_put_off = False
+            self._dealer.send(pending.frame)
+        elif isinstance(answer, Refused):
+            pending.answer.set_exception(RefusedError(answer.reason))
+        else:
+            pending.answer.set_result(answer)
 
     def _on_hello_answer(self, answer: Message) -> None:
         if isinstance(answer, Refused):
@@ -252,13 +288,13 @@ class Connection:
         self.welcome = answer
         self._lost.clear()
         self._welcomed.set()
-        self._put_off.clear()
-        for frame, _ in self._pending.values():
-            self._send(frame)
+        for pending in self._pending.values():
+            pending.is_put_off = False
+            self._dealer.send(pending.frame)
 
     async def _watch_connection(self) -> None:
         while True:
-            (event, _) = struct.unpack("=hi", (await self._monitor.recv_multipart())[0])
+            event = await self._dealer.event()
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._say_hello()
             else:
@@ -277,7 +313,7 @@ class Connection:
                     async with asyncio.timeout(self.retry_s):
                         await self._welcomed.wait()
                 except TimeoutError:
-                    self._send(pack(self._hello_number, self._hello))  # the same: its answer may be on its way
+                    self._dealer.send(pack(self._hello_number, self._hello))  # the same: its answer may be on its way
                     if (silent_s := time.monotonic() - since) >= due_s:
                         log.warning("buffer %s out of reach for %.0f s: %s", self.address, silent_s, self.problem)
                         due_s = silent_s + min(silent_s, 600.0)
@@ -290,6 +326,6 @@ class Connection:
         for other in self._tasks:
             other.cancel()
         self._welcomed.set()  # wakes `__aenter__`, which raises it
-        for _, answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(error)
+        for pending in self._pending.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(error)

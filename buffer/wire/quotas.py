@@ -1,6 +1,6 @@
 """How much one process may ask of the buffer: identities, names and requests that wait.
 
-Pure bookkeeping, used by `handlers.py` and `requests.py`. Honest clients stay far below each of these numbers.
+Pure bookkeeping, used by `peers.py` and `requests.py`. Honest clients stay far below each of these numbers.
 """
 
 from collections.abc import Hashable, Iterable

@@ -1,8 +1,8 @@
 """The pending requests: each one is taken to its answer, or parked until something changed that it may wait for.
 
-No sockets; driven by `server.py`: `receive` applies one message, `retry` tries the parked requests again, `changes` is
-to be committed then, and only after that `answers` are to be sent. What a request means is in `handlers.py`; who waits
-here for what, and why, is `State.waiters`.
+No sockets; driven by `server.py`: `receive` applies one message, `retry` tries the parked requests again,
+`Handlers.changes` is to be committed then, and only after that `answers` are to be sent. What a request means is in
+`handlers.py` and `verbs.py`; who waits here for what, and why, is `State.waiters`.
 
 Thousands may be parked, and something changes with every message. So they are parked in groups that wait for the same:
 the first of a group that gets no answer speaks for all of it, and Asks are tried only if one of them can get work.
@@ -11,17 +11,17 @@ the first of a group that gets no answer speaks for all of it, and Asks are trie
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 from buffer.ledger.types import Transaction
-from buffer.wire import protocol
-from buffer.wire.handlers import AwaitedNews, Handlers, LoopTurn
+from buffer.wire import protocol, status
+from buffer.wire.handlers import Handlers
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
 from buffer.wire.quotas import MOST_PENDING, MOST_PUTS
 from buffer.wire.roles import refusal
+from buffer.wire.verbs import AwaitedNews
 from configs.entrypoint import made_progress
 from configs.flow.capacity import PARKED_BYTES
 
@@ -30,11 +30,8 @@ ASKED_FOR_S = 10.0
 """How long a group that was asked for is waited for before others are."""
 REPEAT_S = 10.0
 """Shortest time between two lines about refused messages of one kind."""
-
-
 Key = tuple[bytes, str | int]
-OTHERS = ("Take", "Put", "Where", "Results")
-"""Kinds that are parked, but for Asks."""
+"""Identity of the process, and the number of its request."""
 
 
 @dataclass
@@ -46,20 +43,16 @@ class PendingRequest:
     message: Message
     since: float
     place: int = 0
-    """Its turn among the parked ones: those that came first are tried first."""
+    """Its turn among the parked ones: what came first is tried first."""
 
-    @property
-    def kind(self) -> str:
-        return type(self.message).__name__
-
-    @property
-    def key(self) -> Key:
-        """A server has one Ask at a time; everything else is told apart by its number."""
-        return self.identity, "Ask" if isinstance(self.message, protocol.Ask) else self.number
+    def __post_init__(self) -> None:
+        self.kind = type(self.message).__name__
+        self.key: Key = (self.identity, "Ask" if self.kind == "Ask" else self.number)
+        """A server has one Ask at a time; all other requests are known by their numbers."""
 
 
 class ParkedRequests:
-    """By what they wait for (`Handlers.waits_for`), each group in the order in which its requests came."""
+    """By what they wait for (`ParkableVerb.waits_for`), each group in the order in which its requests came."""
 
     def __init__(self) -> None:
         self._groups: dict[AwaitedNews, dict[Key, PendingRequest]] = {}
@@ -98,9 +91,9 @@ class ParkedRequests:
             del self._of[own]
         return request
 
-    def waits(self, *kinds: str) -> list[AwaitedNews]:
-        """What requests of these kinds wait for."""
-        return [wait for wait in self._groups if wait.kind in kinds]
+    def waits(self, kind: str = "", but: str = "") -> list[AwaitedNews]:
+        """What requests of one kind wait for, or of all kinds but one."""
+        return [wait for wait in self._groups if (wait.kind == kind if kind else wait.kind != but)]
 
     def of(self, waits: Iterable[AwaitedNews]) -> list[tuple[AwaitedNews, PendingRequest]]:
         """The requests that wait for these, in order."""
@@ -111,8 +104,65 @@ class ParkedRequests:
         return (request for _, request in self.of(self._groups))
 
 
+class DelayedPuts:
+    """Puts for which there is no room even to wait: their groups are dropped, and their clients send them again when
+    they are asked to."""
+
+    def __init__(self) -> None:
+        self._requests: dict[Key, tuple[PendingRequest, int]] = {}
+        """Without their groups, each with the size of its group."""
+        self._number_of: Counter[bytes] = Counter()
+        """By process."""
+        self._asked_for: dict[Key, tuple[float, int]] = {}
+        """Groups that were asked for and have not come yet: when, and their size."""
+
+    def add(self, request: PendingRequest, put: protocol.Put) -> protocol.Later:
+        """Drop the group without parsing it. Raises ValueError beyond MOST_PUTS."""
+        if self._number_of[request.identity] >= MOST_PUTS and request.key not in self._requests:
+            raise ValueError(f"Put of item {put.item}: {MOST_PUTS:,} groups of this process wait for room already")
+        request.message = protocol.Put(item=put.item, lease=put.lease, samples=[])
+        self._number_of[request.identity] += request.key not in self._requests
+        self._requests[request.key] = request, _size(put)
+        return protocol.Later()
+
+    def note_arrival(self, key: Key) -> None:
+        """The group is here again."""
+        self._drop(key)
+        self._asked_for.pop(key, None)
+
+    def ask_for(self, now: float) -> Iterator[PendingRequest]:
+        """The Puts that are to be repeated now, few enough to be held if the room ends."""
+        for key, (request, size) in list(self._requests.items()):
+            if self._asked_for and sum(size for _, size in self._asked_for.values()) + size > PARKED_BYTES:
+                return
+            self._drop(key)
+            self._asked_for[key] = now, size
+            yield request
+
+    def expire(self, now: float) -> float | None:
+        """Wait no longer for groups that did not come; returns when to call again."""
+        if not self._asked_for:
+            return None
+        self._asked_for = {key: one for key, one in self._asked_for.items() if now < one[0] + ASKED_FOR_S}
+        return now + ASKED_FOR_S
+
+    def forget(self, identities: Collection[bytes]) -> None:
+        """These processes are gone."""
+        for key in [key for key in self._requests if key[0] in identities]:
+            self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        if self._requests.pop(key, None):
+            self._number_of[key[0]] -= 1
+            if not self._number_of[key[0]]:
+                del self._number_of[key[0]]
+
+    def __iter__(self) -> Iterator[PendingRequest]:
+        return (request for request, _ in self._requests.values())
+
+
 class PendingRequests:
-    """One per buffer."""
+    """All requests of one buffer that have no answer yet, and the answers that are to be sent."""
 
     def __init__(self, handlers: Handlers, max_message: int) -> None:
         self.handlers, self.max_message = handlers, max_message
@@ -124,12 +174,7 @@ class PendingRequests:
         """Bytes of the groups in parked Puts."""
         self.unsent_bytes = 0
         """Bytes of large answers on their way: they share PARKED_BYTES with the groups."""
-        self._put_off: dict[Key, tuple[PendingRequest, int]] = {}
-        """Puts beyond that, without their groups, and the sizes of those: their clients repeat them when asked to."""
-        self._num_put_off: Counter[bytes] = Counter()
-        """By process."""
-        self._asked_for: dict[Key, tuple[float, int]] = {}
-        """Those that were asked for and have not come yet: when, and their size."""
+        self._delayed = DelayedPuts()
         self._tried = -1
         """Revision at which the parked requests were tried last."""
         self._postponed = False
@@ -146,87 +191,57 @@ class PendingRequests:
         except ValueError as error:
             self._refuse(identity, number_of(data), "malformed", str(error), now)
             return
-        peer = self.handlers.peers.get(identity)
+        peer = self.handlers.peers.known.get(identity)
         if reason := refusal(role, peer.hello.role if peer else None, message):
             return self._refuse(identity, number, type(message).__name__, reason, now)
-        self.handlers.heard(identity, now)
+        self.handlers.peers.on_message(identity, now)
         if isinstance(message, protocol.Put):
-            self._drop_put_off((identity, number))
-            self._asked_for.pop((identity, number), None)
+            self._delayed.note_arrival((identity, number))
         self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)
         if isinstance(message, protocol.Heartbeat) and peer and (ask := self._parked.get((identity, "Ask"))):
             self._park(ask)  # its server may run another version by now
-        if self.handlers.left:
+        if self.handlers.peers.left:
             self._forget_left()
-
-    def disconnected(self, identity: bytes, now: float) -> None:
-        """The connection of this process broke: it has ended, or will connect again."""
-        self.handlers.disconnected(identity, now)
 
     def expire(self, now: float) -> float | None:
         """End what ends by the clock; returns when to call again."""
-        ends = [self.handlers.expire(now)]
-        if self._asked_for:
-            self._asked_for = {key: one for key, one in self._asked_for.items() if now < one[0] + ASKED_FOR_S}
-            ends.append(now + ASKED_FOR_S)
-        return min((end for end in ends if end is not None), default=None)
-
-    def begin_turn(self, turn: LoopTurn) -> None:
-        """What follows, up to the answers, is one turn of the event loop: Takes are served within its bounds."""
-        self.handlers.turn = turn
-
-    @property
-    def postponed(self) -> bool:
-        """A part waits for the next turn, although its batch is formed."""
-        return self.handlers.turn.postponed
+        ends = [end for end in (self.handlers.expire(now), self._delayed.expire(now)) if end is not None]
+        return min(ends, default=None)
 
     def retry(self, now: float) -> None:
         """Try the parked requests, oldest first, until none changes anything for the others."""
         again = self._postponed
         while again or self._tried != self.handlers.revision:
             again, self._tried = False, self.handlers.revision
-            for wait in self._parked.waits(*OTHERS):
+            for wait in self._parked.waits(but="Ask"):
                 self._retry_alike(wait, now)
             self._retry_asks(now)
-        self._ask_for_groups(now)
-        self._postponed = self.postponed
+        if not self.handlers.groups.full and not self._parked.waits("Put"):
+            for request in self._delayed.ask_for(now):
+                if request.identity in self.handlers.peers.known:
+                    self._answer(request, protocol.Again())
+        self._postponed = self.handlers.groups.turn.postponed
 
     def _retry_alike(self, wait: AwaitedNews, now: float) -> None:
-        """Up to the first that gets no answer."""
+        """Try the requests that wait for the same, up to the first that gets no answer."""
         for _, request in self._parked.of([wait]):
             self._try(request, now)
             if self._parked.get(request.key) is request:
                 return
 
     def _retry_asks(self, now: float) -> None:
-        """Those whose servers run a version that admits work; none that is older than one that does not."""
+        """Try the Asks of servers whose version admits work; a version below one that admits none is not looked at."""
         waits, closed = self._parked.waits("Ask"), -1
         newest = max((wait.version for wait in waits), default=-1)
-        if newest < 0 or not self.handlers.admits(newest):
+        if newest < 0 or not self.handlers.ask.admits(newest):
             return
         for wait, request in self._parked.of(waits):
             if wait.version <= closed:
                 continue
-            if self.handlers.admits(wait.version):
+            if self.handlers.ask.admits(wait.version):
                 self._try(request, now)
             elif (closed := wait.version) == newest:
                 return
-
-    def _ask_for_groups(self, now: float) -> None:
-        """While there is room, have Puts repeated that were put off, few enough to be held if the room ends."""
-        if self.handlers.full or self._parked.waits("Put"):
-            return
-        for key, (request, size) in list(self._put_off.items()):
-            if self._asked_for and sum(size for _, size in self._asked_for.values()) + size > PARKED_BYTES:
-                return
-            self._drop_put_off(key)
-            self._asked_for[key] = now, size
-            if request.identity in self.handlers.peers:
-                self._answer(request, protocol.Again())
-
-    def changes(self) -> Transaction | None:
-        """What changed since the last call; None: nothing. To be committed before `answers` are sent."""
-        return self.handlers.changes()
 
     def commit(self, transaction: Transaction) -> None:
         """Write it: all of it or, with sqlite3.Error or OSError raised, nothing."""
@@ -234,18 +249,8 @@ class PendingRequests:
         if transaction.payloads:
             made_progress()
 
-    @property
-    def held(self) -> dict[str, int]:
-        """Bytes of samples in memory, by why they are there."""
-        return {"groups until they are trained": self.handlers.cached, "groups that wait for room": self.parked_bytes}
-
-    @property
-    def path(self) -> Path | None:
-        """The file that `commit` writes; None: in memory."""
-        return self.handlers.store.path
-
     def answers(self) -> list[tuple[Frame, ...]]:
-        """(identity, frame), and further frames of a large part, to be sent once the `changes` taken with them are
+        """(identity, frame), and further frames of a large part, to be sent once the changes taken with them are
         written."""
         out, self._out = self._out, []
         return out
@@ -286,44 +291,29 @@ class PendingRequests:
             self._answer(request, answer)
 
     def _handle(self, request: PendingRequest, now: float) -> Message | None:
-        if isinstance(request.message, protocol.Hello):
-            return self.handlers.hello(request.identity, request.message, now)
-        peer = self.handlers.peers.get(request.identity)
+        message, handlers = request.message, self.handlers
+        if isinstance(message, protocol.Hello):
+            return handlers.peers.hello(request.identity, message, now)
+        peer = handlers.peers.known.get(request.identity)
         if peer is None:
             return protocol.NotRegistered()
-        if isinstance(request.message, protocol.Status):
-            return self._state(now)
-        if isinstance(request.message, protocol.Put) and self.handlers.full and not self._has_place(request):
-            return self._put_it_off(request, request.message)
-        return self.handlers.answer(peer, request.number, request.message, now)
+        if isinstance(message, protocol.Status):
+            return status.state(handlers, self._waiters(now), self.errors.total(), now)
+        if isinstance(message, protocol.Put) and handlers.groups.full and not self._has_place(request, message):
+            return self._delayed.add(request, message)
+        return handlers.answer(peer, request.number, message, now)
 
     def _park(self, request: PendingRequest) -> None:
-        peer = self.handlers.peers[request.identity]
+        peer = self.handlers.peers.known[request.identity]
         if isinstance(request.message, protocol.Put) and self._parked.get(request.key) is not request:
             self.parked_bytes += _size(request.message)
-        self._parked.add(request, self.handlers.waits_for(peer, request.message))
+        self._parked.add(request, self.handlers.verbs[type(request.message)].waits_for(peer, request.message))
         self._note_learner(request)
 
-    def _has_place(self, request: PendingRequest) -> bool:
+    def _has_place(self, request: PendingRequest, put: protocol.Put) -> bool:
         """Whether a Put may wait here: it is parked already, or it fits into PARKED_BYTES."""
-        assert isinstance(request.message, protocol.Put)
         parked = self._parked.get(request.key) is request
-        return parked or self.parked_bytes + self.unsent_bytes + _size(request.message) <= PARKED_BYTES
-
-    def _put_it_off(self, request: PendingRequest, put: protocol.Put) -> protocol.Later:
-        """Drop the group without parsing it; the client sends it again. Raises ValueError beyond MOST_PUTS."""
-        if self._num_put_off[request.identity] >= MOST_PUTS and request.key not in self._put_off:
-            raise ValueError(f"Put of item {put.item}: {MOST_PUTS:,} groups of this process wait for room already")
-        request.message = protocol.Put(item=put.item, lease=put.lease, samples=[])
-        self._num_put_off[request.identity] += request.key not in self._put_off
-        self._put_off[request.key] = request, _size(put)
-        return protocol.Later()
-
-    def _drop_put_off(self, key: Key) -> None:
-        if self._put_off.pop(key, None):
-            self._num_put_off[key[0]] -= 1
-            if not self._num_put_off[key[0]]:
-                del self._num_put_off[key[0]]
+        return parked or self.parked_bytes + self.unsent_bytes + _size(put) <= PARKED_BYTES
 
     def _unpark(self, request: PendingRequest) -> None:
         if known := self._parked.pop(request.key):
@@ -334,17 +324,16 @@ class PendingRequests:
     def _note_learner(self, request: PendingRequest) -> None:
         """A Take of a batch that is not formed yet lets Puts in; one of a formed batch only waits for its turn."""
         if isinstance(request.message, protocol.Take):
-            waiting = any(not self.handlers.serves(wait.version) for wait in self._parked.waits("Take"))
-            self.handlers.set_learner_waiting(waiting)
+            waiting = any(not self.handlers.take.is_formed(wait.version) for wait in self._parked.waits("Take"))
+            self.handlers.groups.set_learner_waiting(waiting)
 
     def _forget_left(self) -> None:
         """Nobody waits any more for what processes asked for that were replaced or drained."""
-        left, self.handlers.left = set(self.handlers.left), []
+        left, self.handlers.peers.left = set(self.handlers.peers.left), []
         for request in list(self._parked) if left else ():
             if request.identity in left:
                 self._unpark(request)
-        for key in [key for key in self._put_off if key[0] in left]:
-            self._drop_put_off(key)
+        self._delayed.forget(left)
 
     def _answer(self, request: PendingRequest, answer: Message) -> None:
         self._out.append((request.identity, *pack_frames(request.number, answer)))
@@ -356,18 +345,19 @@ class PendingRequests:
             log.warning("refused %s, %d since the start: %s", what, self.errors[what], reason)
         self._out.append((identity, pack(number, protocol.Refused(reason=reason))))
 
-    def _state(self, now: float) -> protocol.State:
-        """Asked for each second by the launcher: what thousands of requests wait for is put in words once."""
-        waiters, whys, finished = [], dict[Hashable, str](), self.handlers.ledger.finished()
-        for request in (*self._parked, *(one for one, _ in self._put_off.values())):
-            peer, message = self.handlers.peers.get(request.identity), request.message
-            if peer is None or (isinstance(message, protocol.Results) and not finished):
+    def _waiters(self, now: float) -> list[protocol.Waiter]:
+        """Who waits for what. The launcher asks each second: one reason is put in words once for thousands."""
+        waiters, whys, is_finished = [], dict[Hashable, str](), self.handlers.ledger.view.finished()
+        for request in (*self._parked, *self._delayed):
+            peer, message = self.handlers.peers.known.get(request.identity), request.message
+            if peer is None or (isinstance(message, protocol.Results) and not is_finished):
                 continue  # the learner asks for results in advance and waits for nothing
-            alike = self.handlers.waits_for(peer, message), self.handlers.apart(peer)
-            why = whys.get(alike) or whys.setdefault(alike, self.handlers.why_parked(peer, message))
+            verb = self.handlers.verbs[type(message)]
+            alike = verb.waits_for(peer, message), self.handlers.ask.differs_by(peer)
+            why = whys.get(alike) or whys.setdefault(alike, verb.why(peer, message))
             seconds = now - request.since
             waiters.append(protocol.Waiter(who=peer.hello.name, kind=request.kind, why=why, seconds=seconds))
-        return self.handlers.state(waiters, self.errors.total(), now)
+        return waiters
 
 
 def _size(put: protocol.Put) -> int:

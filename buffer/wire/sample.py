@@ -3,7 +3,7 @@
 `Sample` says what a sample is, and what is wrong with one. Validating each through it would take most of the buffer's
 time at full load; but everything that `Sample.pack` writes for a given number of tokens differs only in the numbers, so
 `sample_stats` compares a sample with that layout, and only what does not match is validated by `Sample`. Pure functions
-of bytes; used by `handlers.py`.
+of bytes; used by `protocol.py` and `batches.py`.
 """
 
 from collections.abc import Mapping, Sequence

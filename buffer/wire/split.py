@@ -1,4 +1,4 @@
-"""Split a batch into one part per learner rank, balanced by tokens. Pure; used by `handlers.py`.
+"""Split a batch into one part per learner rank, balanced by tokens. Pure; used by `batches.py`.
 
 A learner that computes each prompt once gets whole groups, since each rank that has samples of a group computes its
 prompt.

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from buffer.images import ImageFormat, decode
+from buffer.data.images import ImageFormat, decode
 from configs.schema import DataConfig
 from examples.kept import is_kept
 from examples.shapes.tiny_vlm import tiny_tokenizer, tiny_vlm

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from buffer.images import ImageFormat, SeenImage
+from buffer.data.images import ImageFormat, SeenImage
 from buffer.wire.protocol import Part, SampleRows
 from buffer.wire.sample import Sample
 from learner.model.experts.mixture import Experts

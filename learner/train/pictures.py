@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from buffer.images import ImageError, ImageFormat, Picture, SeenImage, decode
+from buffer.data.images import ImageError, ImageFormat, Picture, SeenImage, decode
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample
 from configs.checks import max_sample_tokens

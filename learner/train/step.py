@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from buffer.wire.protocol import Part, SampleRows
 from configs.schema import AlgorithmConfig
 from learner.algorithms.advantages import mask_overlong, soft_overlong, turn_returns

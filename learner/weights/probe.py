@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from buffer.images import ImageFormat, Picture, SeenImage
+from buffer.data.images import ImageFormat, Picture, SeenImage
 from configs.load import ConfigError
 from configs.schema import WeightsConfig
 from learner.weights.plan import Spec

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from buffer.images import ImageError, ImageFormat, decode
+from buffer.data.images import ImageError, ImageFormat, decode
 from configs.flow.sequences import max_sequences
 from configs.schema import Config, DataConfig, ModelConfig
 from rollout.cage import CagedError, CagedFunction

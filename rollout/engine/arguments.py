@@ -9,7 +9,7 @@ from math import ceil
 from operator import attrgetter
 from typing import Any
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from configs.checks import ENGINE_KEYS_ELSEWHERE, max_sample_tokens
 from configs.flow.kv_room import CPU_KV_BYTES
 from configs.flow.sequences import max_sequences, places

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import BatchFeature
 
-from buffer.images import Picture
+from buffer.data.images import Picture
 from rollout.engine.door.vllm_client import (
     MultiModalFieldConfig,
     MultiModalKwargsItem,

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from buffer.wire.awake import wait_awake
 from configs.entrypoint import blocked
 from configs.load import ConfigError

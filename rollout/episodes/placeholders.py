@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from buffer.images import ImageFormat, counted
+from buffer.data.images import ImageFormat, counted
 from rollout.tasks.trajectory import PlacedImage
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from buffer.image_rows import IMAGES, MARK
-from buffer.images import ImageError, ImageFormat, Picture, counted, decode
+from buffer.data.image_rows import IMAGES, MARK
+from buffer.data.images import ImageError, ImageFormat, Picture, counted, decode
 from configs.load import ConfigError
 from configs.schema import Config
 from rollout.episodes.row_messages import left_out, messages_of

@@ -7,7 +7,7 @@ code (`None`, `[{'type': ...`), is a PromptError that names the message.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from buffer.image_rows import IMAGES, MARK
+from buffer.data.image_rows import IMAGES, MARK
 from rollout.errors import PromptError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from buffer.wire.sample import num_turns, wrong_segments
 from rollout.episodes.placeholders import SampledSoFar, misplaced
 from rollout.episodes.prompts import Prompts

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from configs.checks import check, max_episode_tokens, max_sample_tokens
 from configs.schema import Config
 from rollout.cage.user_task import UserTask

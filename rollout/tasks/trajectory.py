@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from buffer.images import ImageFormat, Picture, decode
+from buffer.data.images import ImageFormat, Picture, decode
 from buffer.wire.message import Array
 from buffer.wire.sample import Sample, SampleImage, num_turns
 from rollout.errors import EpisodeError

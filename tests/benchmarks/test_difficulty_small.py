@@ -12,5 +12,5 @@ def test_the_fit_problems_of_a_mixture_are_learned_with_fewer_tokens(staleness: 
         it = Simulation(1, staleness, chosen, MIXTURES["40/20/40"], problems=600, groups=16)
         tokens[chosen] = it.tokens_to_goal()
         assert it.solved >= GOAL
-        assert max(it.ledger.ages()) <= staleness
+        assert max(it.ledger.view.ages()) <= staleness
     assert tokens[True] <= TARGET * tokens[False]

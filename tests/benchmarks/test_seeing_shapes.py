@@ -17,7 +17,7 @@ from benchmarks.vision.pushes import differences, rows_of
 from benchmarks.weights.known import silence
 from benchmarks.weights.seeing import SEEING, special_ids
 from benchmarks.weights.shapes import END, folder_of
-from buffer.images import ImageFormat, decode
+from buffer.data.images import ImageFormat, decode
 from configs.schema import DataConfig, ModelConfig
 from learner.model.loading import build_on_meta
 

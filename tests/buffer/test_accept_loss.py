@@ -18,7 +18,7 @@ def test_a_loss_is_refused_until_it_is_accepted_and_a_deleted_ledger_ends_the_bu
     path = it.run / "buffer.sqlite"
     requests = make_requests(path)
     for number in range(6):
-        requests.handlers.ledger.scale(number + 1, by_person=True)
+        requests.handlers.ledger.wanted.scale(number + 1, by_person=True)
         committed(requests)
     requests.handlers.store.close()
     name, number, *_ = file_of(path).read_text().split()

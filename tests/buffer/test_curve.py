@@ -30,7 +30,8 @@ from buffer.keys import (
 )
 from buffer.wire.client import Connection
 from buffer.wire.protocol import State, Status
-from buffer.wire.server import BufferServer, ListenError
+from buffer.wire.router import ListenError
+from buffer.wire.server import BufferServer
 from learner.weights.protocol import router
 from tests.harness.buffer_process import Process, buffer, client, in_loop
 from tests.harness.fakes import until
@@ -148,7 +149,7 @@ async def test_a_foreign_server_learns_no_secret_and_is_not_spoken_to():
         lost = Connection(it.address, "rollout-0", "rollout", retry_s=0.1, keys=another_runs_server())
         connecting = asyncio.create_task(lost.__aenter__())
         await until(lambda: "keys" in lost.problem)
-        assert it.requests.handlers.peers == {} and not it.requests.errors
+        assert it.requests.handlers.peers.known == {} and not it.requests.errors
         connecting.cancel()
         await asyncio.wait({connecting})
 
@@ -182,7 +183,7 @@ async def test_keys_that_were_removed_open_nothing_after_new_ones_are_made(tmp_p
         connecting = asyncio.create_task(lost.__aenter__())
         await until(lambda: "key" in lost.problem)
         async with client(it.address, "rollout-1", keys=load_client_keys(folder, "rollout")):
-            assert [peer.hello.name for peer in it.requests.handlers.peers.values()] == ["rollout-1"]
+            assert [peer.hello.name for peer in it.requests.handlers.peers.known.values()] == ["rollout-1"]
         connecting.cancel()
         await asyncio.wait({connecting})
 

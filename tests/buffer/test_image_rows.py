@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.image_rows import ImageUnavailable, num_slots
-from buffer.images import ImageError
+from buffer.data.image_rows import ImageUnavailable, num_slots
+from buffer.data.images import ImageError
 from buffer.problems import ProblemsError, load_problems
 from configs.schema import DataConfig
 from tests.buffer.test_images import RGB, file

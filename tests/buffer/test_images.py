@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from buffer.images import FILE_KINDS, MAX_ASPECT, ImageError, ImageFormat, Picture, decode, source_size
+from buffer.data.images import FILE_KINDS, MAX_ASPECT, ImageError, ImageFormat, Picture, decode, source_size
 from configs.load import ConfigError
 from configs.schema import DataConfig
 

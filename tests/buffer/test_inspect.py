@@ -122,8 +122,8 @@ def test_export_says_how_many_samples_were_removed_with_older_checkpoints(tmp_pa
             for it in ledger.ask("s#1", version, 2, 0.0, version + 1):
                 payloads[it.item] = [one.pack() for one in group(it.item, version)]
                 ledger.put("s#1", it.item, it.lease, (SampleStats(4, 2, 0.0), SampleStats(5, 3, 1.0)), 0.0)
-            ledger.take(version)
-            ledger.trained(version)
+            ledger.batches.take(version)
+            ledger.batches.trained(version)
             store.commit(Transaction(ledger.drain(), payloads, void_before=version))
     with closing(reading(tmp_path / "buffer.sqlite")) as db:
         (line,) = inspect.export(db, tmp_path / "out.parquet")

@@ -46,16 +46,16 @@ def play(config: Config, kinds: dict[int, str], versions: int) -> Ledger:
         with Store(file, False, problems, problems.digest, problems.place) as store:
             store.record_settings(settings_of(config), [])
             ledger = restored(config, store, problems, ListeningClock())
-            ledger.rewind(ledger.version)
-            while work := ledger.ask("s#1", ledger.version, 9, 0.0, ledger.state.next_lease + 1):
+            ledger.batches.rewind(ledger.state.version)
+            while work := ledger.ask("s#1", ledger.state.version, 9, 0.0, ledger.state.next_lease + 1):
                 for it in work:
                     if (kind := kinds.get(it.index, "some")) == "fails":
                         ledger.fail("s#1", it.item, it.lease, "score raised KeyError: 'unit'", 0.0, kind="reward")
                     else:
                         group = tuple(SampleStats(4, 2, reward) for reward in REWARDS[kind])
                         ledger.put("s#1", it.item, it.lease, group, 0.0)
-            if ledger.take(version) is not None:
-                ledger.trained(version)
+            if ledger.batches.take(version) is not None:
+                ledger.batches.trained(version)
             store.commit(Transaction(ledger.drain()))
     return ledger
 
@@ -97,8 +97,8 @@ def test_the_file_says_what_the_live_ledger_says(
     ledger.upcoming(1)
     with closing(reading(config.run.path / "buffer.sqlite")) as db:
         counts, left_out = problem_list.counts(db)
-    assert counts == ledger.problems_by_state() and left_out == reasons.left_out(ledger)
-    assert set(ledger.left_out()) == {row for row, kind in kinds.items() if kind == "fails"} & set(
+    assert counts == ledger.view.problems_by_state() and left_out == reasons.left_out(ledger)
+    assert set(ledger.view.left_out()) == {row for row, kind in kinds.items() if kind == "fails"} & set(
         ledger.state.rows.records
     )
 

@@ -107,7 +107,7 @@ def test_what_configs_says_is_what_the_ledger_draws(words: str, problems: int, v
             drawn[kinds[it.index]] += 1
             group = tuple(SampleStats(4, 2, reward) for reward in REWARDS[kinds[it.index]])
             ledger.put("s#1", it.item, it.lease, group, 0.0)
-        ledger.take(version)
-        ledger.trained(version)
+        ledger.batches.take(version)
+        ledger.batches.trained(version)
     for kind in KINDS:
         assert drawn[kind] / drawn.total() == pytest.approx(expected[kind], abs=0.06)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from configs.checks import ENGINE_KEYS_SET
 from configs.load import load
 from configs.schema import Config

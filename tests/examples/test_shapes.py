@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from buffer.images import ImageFormat, decode
+from buffer.data.images import ImageFormat, decode
 from configs.load import load
 from examples import quickstart
 from examples.shapes import make_model, make_problems, tiny_vlm

@@ -20,7 +20,8 @@ from buffer.keys import Role, ServerKeys
 from buffer.ledger.rules import Ledger
 from buffer.store.sqlite import Store
 from buffer.wire.client import Connection, RolloutClient
-from buffer.wire.handlers import Handlers, Limits
+from buffer.wire.handlers import Handlers
+from buffer.wire.limits import Limits
 from buffer.wire.message import Array
 from buffer.wire.requests import PendingRequests
 from buffer.wire.sample import Sample
@@ -83,7 +84,7 @@ def samples_of(store: Store, item: int) -> list[bytes]:
 
 def committed(requests: PendingRequests) -> None:
     """Write what changed."""
-    if transaction := requests.changes():
+    if transaction := requests.handlers.changes():
         requests.commit(transaction)
 
 

@@ -105,8 +105,8 @@ def begin(path: Path) -> None:
     work = ledger.ask("a", 0, 6, 0.0, request=1)
     for it in work:
         assert ledger.put("a", it.item, it.lease, GROUP, 0.0) is None
-    assert ledger.take(0) and ledger.take(1)
-    ledger.trained(0)
+    assert ledger.batches.take(0) and ledger.batches.take(1)
+    ledger.batches.trained(0)
     one, *_ = ledger.ask("a", 2, 4, 0.0, request=2)
     ledger.fail("a", one.item, one.lease, "engine died", 0.0)
     store.commit(Transaction(ledger.drain(), {it.item: payload(it.item) for it in work}))
@@ -115,7 +115,7 @@ def begin(path: Path) -> None:
 
 def putting(store: Store, ledger: Ledger) -> Callable[[], None]:
     """A group is accepted."""
-    it = next(ledger.leased())
+    it = next(ledger.view.leased())
     assert ledger.put("a", it.number, it.lease, GROUP, 0.0) is None
     transaction = Transaction(ledger.drain(), {it.number: payload(it.number)})
     return lambda: store.commit(transaction)
@@ -124,13 +124,13 @@ def putting(store: Store, ledger: Ledger) -> Callable[[], None]:
 def many(store: Store, ledger: Ledger) -> Callable[[], None]:
     """Many calls in one commit: dispatched, accepted, batched, trained, pruned, rewound."""
     ledger.ask("b", 2, 1, 0.0, request=1)
-    done = list(ledger.leased())
+    done = list(ledger.view.leased())
     for it in done:
         assert ledger.put(it.server, it.number, it.lease, GROUP, 0.0) is None
-    assert ledger.take(2)
-    ledger.trained(1)
-    ledger.prune(1)
-    ledger.rewind(1)
+    assert ledger.batches.take(2)
+    ledger.batches.trained(1)
+    ledger.batches.prune(1)
+    ledger.batches.rewind(1)
     transaction = Transaction(ledger.drain(), {it.number: payload(it.number) for it in done}, void_before=1)
     return lambda: store.commit(transaction)
 

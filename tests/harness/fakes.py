@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from buffer.images import Picture
+from buffer.data.images import Picture
 from buffer.wire.client import MessageTooLarge
 from buffer.wire.protocol import FailureKind, Stored, WorkItem
 from buffer.wire.sample import Sample

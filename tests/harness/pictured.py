@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText
 
-from buffer.images import ImageFormat, decode
+from buffer.data.images import ImageFormat, decode
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part, RowImages
 from buffer.wire.sample import Sample, SampleImage

@@ -62,7 +62,7 @@ def stored(it: Buffer, items: int, poison: Callable[[Sample], bytes] | None = No
         assert handlers.ledger.put("rollout-0", leased.item, leased.lease, stats, 0.0) is None
         bad = poison is not None and leased.item == POISON
         packed = [one.pack() for one in group]
-        handlers._payloads[leased.item] = [packed[0], poison(group[1])] if bad and poison else packed
+        handlers.groups._payloads[leased.item] = [packed[0], poison(group[1])] if bad and poison else packed
     transaction = handlers.changes()
     assert transaction
     handlers.store.commit(transaction)

@@ -91,8 +91,8 @@ async def test_a_group_too_large_for_a_message_fails_and_the_rest_goes_on():
         await Group(group(large[0].item, tokens=8000)).deliver(samples, large[0])
         await Group(group(small[0].item)).deliver(samples, small[0])
         ledger = it.requests.handlers.ledger
-        assert ledger.state_of(small[0].item) == "stored"
-        assert ledger.state_of(large[0].item) == "waiting"
+        assert ledger.view.state_of(small[0].item) == "stored"
+        assert ledger.view.state_of(large[0].item) == "waiting"
         assert any("buffer.max_message_mib" in reason for reason in ledger.state.totals.by("failed"))
 
 
@@ -111,8 +111,8 @@ async def test_a_group_that_the_buffer_cannot_take_is_logged_and_the_rest_goes_o
         )
         await Group(group(right.item)).deliver(samples, right)
         ledger = it.requests.handlers.ledger
-        assert ledger.state_of(right.item) == "stored" and ledger.counts()["dropped"] == 2
-        assert any(reason.startswith(f"reward: {line}") for reason in ledger.failed())
+        assert ledger.view.state_of(right.item) == "stored" and ledger.view.counts()["dropped"] == 2
+        assert any(reason.startswith(f"reward: {line}") for reason in ledger.view.failed())
 
 
 async def test_a_dead_engine_ends_the_loop_with_its_cause():

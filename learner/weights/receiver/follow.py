@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from buffer.keys import ClientKeys
 from buffer.wire.awake import AwakeClock
 from buffer.wire.message import Message

@@ -7,7 +7,7 @@ Made and kept up to date by `follow.Receiver`; nothing in it waits. `StagedPolic
 import asyncio
 from dataclasses import dataclass, field
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from learner.weights.protocol import Checksums, Failed, Go, Probe, Staged
 
 

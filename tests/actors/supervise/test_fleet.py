@@ -230,10 +230,10 @@ async def test_the_rules_wish_waits_for_a_buffer_that_has_forgotten_the_launcher
         fleet = Forgotten(load(words), NamesOnly(1), server, lambda: None, print, 1)  # type: ignore[arg-type]
         poll = StatePoll(fleet.config, LAUNCHER)
         asking, following = asyncio.create_task(poll.follow()), asyncio.create_task(fleet.follow(poll))
-        ledger = it.requests.handlers.ledger.state
-        while ledger.wanted_servers != 2 and not following.done():
+        wanted = it.requests.handlers.ledger.wanted
+        while wanted.wanted_servers != 2 and not following.done():
             await asyncio.sleep(0.05)
-        assert not following.done() and not ledger.wanted_by_person
+        assert not following.done() and not wanted.wanted_by_person
         following.cancel()
         asking.cancel()
 
@@ -253,6 +253,6 @@ async def test_display_and_fleet_look_at_the_answers_of_one_poll(tmp_path: Path)
         while not (display.state and display.state.kept == fleet.kept()):
             assert not any(task.done() for task in tasks)
             await asyncio.sleep(0.05)
-        assert [peer.hello.name for peer in it.requests.handlers.peers.values()] == [LAUNCHER]
+        assert [peer.hello.name for peer in it.requests.handlers.peers.known.values()] == [LAUNCHER]
         for task in tasks:
             task.cancel()

@@ -39,15 +39,15 @@ class Played:
         found = []
         for _ in range(versions):
             self.requests += 1
-            work = self.ledger.ask("s#1", self.ledger.version, 10**6, 0.0, self.requests)
+            work = self.ledger.ask("s#1", self.ledger.state.version, 10**6, 0.0, self.requests)
             for it in work:
                 made = group(REWARDS[self.rewards.get(it.index, "some")])
                 assert self.ledger.put("s#1", it.item, it.lease, made, 0.0) is None
             found.append([it.index for it in work])
             self.rows += found[-1]
-            batch = self.ledger.take(self.ledger.version)
+            batch = self.ledger.batches.take(self.ledger.state.version)
             if batch is not None:
-                self.ledger.trained(batch.version)
+                self.ledger.batches.trained(batch.version)
         return found
 
 
@@ -145,14 +145,14 @@ def test_few_problems_are_drawn_again_although_all_of_them_are_open() -> None:
 def test_epochs_bound_the_number_of_draws() -> None:
     played = Played(ledger_of(6, groups=2, staleness=0, epochs=3))
     played.play(20)
-    assert len(played.rows) == 18 and played.ledger.outcome() == "data"
+    assert len(played.rows) == 18 and played.ledger.view.outcome() == "data"
 
 
 def test_admission_and_the_bound_on_age_are_as_without_difficulty() -> None:
     by_difficulty = Played(ledger_of(50, groups=4, staleness=3, versions=30, max_failed_share=1.0))
     uniform = Played(Ledger(50, 4, 3, versions=30, max_failed_share=1.0))
     assert list(map(len, by_difficulty.play(40))) == list(map(len, uniform.play(40)))
-    assert by_difficulty.ledger.ages() == uniform.ledger.ages()
+    assert by_difficulty.ledger.view.ages() == uniform.ledger.view.ages()
 
 
 STEPS = st.one_of(
@@ -192,7 +192,7 @@ class Twin:
             upcoming = list(ledger.upcoming(more))
             again = list(ledger.upcoming(more))
             before = ledger.state.next_item
-            work = ledger.ask("s#1", ledger.version, number, 0.0, request)
+            work = ledger.ask("s#1", ledger.state.version, number, 0.0, request)
             new = [it.index for it in work if it.item >= before]
             assert upcoming == again and new[: len(upcoming)] == upcoming[: len(new)], "foreseen as it then is drawn"
         elif verb in ("put", "fail", "permanent") and leases:
@@ -203,17 +203,17 @@ class Twin:
                 ledger.fail("s#1", it.item, it.lease, "drained", 0.0, returned=True)
             else:
                 ledger.fail("s#1", it.item, it.lease, "no", 0.0, verb == "permanent", kind=more)
-        elif verb == "take" and ledger.ready():
-            ledger.take(ledger.version)
-            ledger.trained(ledger.version - 1)
+        elif verb == "take" and ledger.view.ready():
+            ledger.batches.take(ledger.state.version)
+            ledger.batches.trained(ledger.state.version - 1)
         elif verb == "rewind":
-            ledger.rewind(max(ledger.oldest, ledger.version - number))
+            ledger.batches.rewind(max(ledger.state.oldest, ledger.state.version - number))
         elif verb == "prune":
-            ledger.prune(max(0, ledger.version - 2))
+            ledger.batches.prune(max(0, ledger.state.version - 2))
         elif verb == "quarantine":
-            stored = [item for item in ledger.items.values() if item.state == "stored"]
+            stored = [item for item in ledger.state.items.values() if item.state == "stored"]
             if stored:
-                ledger.quarantine(stored[number % len(stored)].number, "damaged")
+                ledger.batches.quarantine(stored[number % len(stored)].number, "damaged")
         self.commit()
         return work
 
@@ -255,10 +255,10 @@ def test_killed_at_any_point_it_draws_the_same_problems(
         work = lives.act(step, leases, request)
         assert dies.act(step, leases, request) == work
         rows = dies.ledger.state.rows
-        assert all(it.item in dies.ledger.items or it.index in rows.left_out for it in work)
+        assert all(it.item in dies.ledger.state.items or it.index in rows.left_out for it in work)
         leases += work
-        assert lives.ledger.left_out() == rows.left_out
-        assert lives.ledger.problems_by_state() == dies.ledger.problems_by_state()
+        assert lives.ledger.view.left_out() == rows.left_out
+        assert lives.ledger.view.problems_by_state() == dies.ledger.view.problems_by_state()
 
 
 @pytest.mark.parametrize("problems", [5, 200])

@@ -34,7 +34,14 @@ def fail_until_given_up(ledger: Ledger, room: int = 4, most: int = 1000, **how: 
 
 def reopened(ledger: Ledger, store: Store, **changes: Any) -> Ledger:
     store.commit(Transaction(ledger.drain()))
-    again = Ledger(ledger.problems, ledger.groups, ledger.max_staleness, shuffle=False, recall=store.closed, **changes)
+    again = Ledger(
+        ledger.terms.problems,
+        ledger.terms.groups,
+        ledger.terms.max_staleness,
+        shuffle=False,
+        recall=store.closed,
+        **changes,
+    )
     again.restore(store.load(), 0.0)
     return again
 
@@ -47,7 +54,7 @@ def test_a_run_whose_attempts_all_fail_is_given_up(groups: int, kind: FailureKin
     """After 100 failures, or 3 batches; those dispatched together end together."""
     ledger = Ledger(1000, groups, max_staleness=2, shuffle=False)
     assert fail_until_given_up(ledger, kind=kind) == expected
-    assert ledger.outcome() == "failed" and ledger.take(0) is None and ledger.ask("a", 0, 9, 0.0) == []
+    assert ledger.view.outcome() == "failed" and ledger.batches.take(0) is None and ledger.ask("a", 0, 9, 0.0) == []
     first, *lines = reasons.ended(ledger).splitlines()
     assert first.startswith("the run was given up after version 0: ")
     assert lines[0] == f"  {expected} attempts failed: {kind}: ValueError: no"
@@ -58,7 +65,7 @@ def test_a_run_whose_attempts_all_fail_is_given_up(groups: int, kind: FailureKin
 def test_failures_of_the_infrastructure_do_not_count() -> None:
     ledger = Ledger(1000, 4, max_staleness=2, shuffle=False)
     assert fail_until_given_up(ledger, kind="infrastructure") >= 1000
-    assert ledger.outcome() is None
+    assert ledger.view.outcome() is None
 
 
 def test_a_share_of_1_never_gives_up() -> None:
@@ -73,7 +80,7 @@ def test_any_group_shows_that_the_run_can_go_on(group: Sequence[SampleStats]) ->
         assert fail_until_given_up(ledger, room=1, most=90) == 90
         (it,) = ledger.ask("a", 0, 1, 0.0)
         assert ledger.put("a", it.item, it.lease, group, 0.0) is None
-    assert ledger.outcome() is None and ledger.counts()["dropped"] > 0
+    assert ledger.view.outcome() is None and ledger.view.counts()["dropped"] > 0
 
 
 def test_fast_failures_do_not_end_a_run_whose_groups_take_long() -> None:
@@ -83,7 +90,7 @@ def test_fast_failures_do_not_end_a_run_whose_groups_take_long() -> None:
         work = ledger.ask("a", 0, 10, 0.0)
         fail(ledger, work[:1], LONG, "prompt")
         under_way += len(work) - 1
-    assert under_way == 1197 and sum(ledger.failed().values()) > 100 and ledger.outcome() is None
+    assert under_way == 1197 and sum(ledger.view.failed().values()) > 100 and ledger.view.outcome() is None
 
 
 def test_groups_under_way_that_hang_do_not_hold_up_the_end() -> None:
@@ -97,23 +104,23 @@ def test_a_restarted_buffer_counts_on_and_keeps_its_verdict() -> None:
     ledger = Ledger(1000, 4, max_staleness=2, shuffle=False)
     assert fail_until_given_up(ledger, room=1, most=99) == 99
     ledger = reopened(ledger, store)
-    assert ledger.outcome() is None and len(ledger.state.examples) == 3
+    assert ledger.view.outcome() is None and len(ledger.state.trend.examples) == 3
     assert fail_until_given_up(ledger, room=1) == 1
     ledger = reopened(ledger, store)
-    assert ledger.outcome() == "failed" and reasons.ended(ledger).count("for example row") == 3
+    assert ledger.view.outcome() == "failed" and reasons.ended(ledger).count("for example row") == 3
 
 
 def test_a_restarted_learner_gets_all_attempts_again() -> None:
     ledger = Ledger(1000, 4, max_staleness=2, shuffle=False)
     fail_until_given_up(ledger)
-    ledger.rewind(0)
-    assert ledger.outcome() is None and fail_until_given_up(ledger) == 100
+    ledger.batches.rewind(0)
+    assert ledger.view.outcome() is None and fail_until_given_up(ledger) == 100
 
 
 def test_data_that_end_with_nothing_trained_end_the_run_as_failed() -> None:
     ledger = Ledger(20, 4, max_staleness=2, versions=8, epochs=1)
     assert fail_until_given_up(ledger, most=10**6) == 60
-    assert ledger.outcome() == "failed"
+    assert ledger.view.outcome() == "failed"
     first, *lines = reasons.ended(ledger).splitlines()
     counts = "0 trained, 20 dropped (reward: ValueError: no), 20 rows left out"
     assert first == f"the data ended after version 0 of 8: 1 epoch of 20 problems, {counts}"
@@ -125,12 +132,12 @@ def test_data_that_end_after_some_versions_say_what_became_of_them() -> None:
     fail(ledger, ledger.ask("a", 0, 5, 0.0))
     fail(ledger, ledger.ask("a", 0, 1, 0.0), LONG, "prompt")
     for version in range(4):
-        while (batch := ledger.take(version)) is None:
+        while (batch := ledger.batches.take(version)) is None:
             for it in ledger.ask("a", version, 1, 0.0):
                 assert ledger.put("a", it.item, it.lease, GROUP, 0.0) is None
         assert len(batch.items) == (4 if version < 3 else 2)
-        ledger.trained(version)
-    assert ledger.outcome() == "data"
+        ledger.batches.trained(version)
+    assert ledger.view.outcome() == "data"
     counts = "14 trained, 6 dropped (most often reward: ValueError: no), 6 rows left out"
     assert reasons.ended(ledger) == f"the data ended after version 4 of 8: 1 epoch of 20 problems, {counts}"
 
@@ -139,7 +146,7 @@ def test_data_all_left_out_for_equal_rewards_have_not_failed() -> None:
     ledger = Ledger(4, 4, max_staleness=0, epochs=1, skip_zero_variance=True)
     for it in ledger.ask("a", 0, 4, 0.0):
         ledger.put("a", it.item, it.lease, FLAT, 0.0)
-    assert ledger.outcome() == "data" and "4 dropped (zero variance)" in reasons.ended(ledger)
+    assert ledger.view.outcome() == "data" and "4 dropped (zero variance)" in reasons.ended(ledger)
 
 
 @given(st.lists(st.sampled_from(["group", "reward", "prompt", "engine", "infrastructure", "restart"]), max_size=60))
@@ -159,14 +166,14 @@ def test_the_verdict_follows_from_what_ended_since_the_last_group(ends: list[str
             else:
                 fail(ledger, work, kind=end)  # type: ignore[arg-type]
                 failures += end != "infrastructure"
-        assert (ledger.outcome() == "failed") is (failures >= 100)
+        assert (ledger.view.outcome() == "failed") is (failures >= 100)
         assert failures <= 100
 
 
 def leave_out(ledger: Ledger, most: int, room: int = 4) -> int:
     """Deliver groups without variance until the run is given up; returns how many, or `most`."""
     made = 0
-    while made < most and (work := ledger.ask("a", ledger.version, min(room, most - made), 0.0)):
+    while made < most and (work := ledger.ask("a", ledger.state.version, min(room, most - made), 0.0)):
         for it in work:
             assert ledger.put("a", it.item, it.lease, FLAT, 0.0) is None
         made += len(work)
@@ -177,7 +184,7 @@ def leave_out(ledger: Ledger, most: int, room: int = 4) -> int:
 def test_a_run_whose_groups_all_lack_variance_is_given_up(groups: int, expected: int) -> None:
     ledger = Ledger(50, groups, max_staleness=2, versions=200, skip_zero_variance=True)
     assert leave_out(ledger, 10**4, room=1) == expected
-    assert ledger.outcome() == "failed" and ledger.take(0) is None and ledger.ask("a", 0, 9, 0.0) == []
+    assert ledger.view.outcome() == "failed" and ledger.batches.take(0) is None and ledger.ask("a", 0, 9, 0.0) == []
     first, remedy = reasons.ended(ledger).splitlines()
     assert first == (
         f"the run was given up after version 0 of 200: {expected} groups in a row had no variance "
@@ -192,11 +199,11 @@ def test_a_group_with_variance_or_a_start_of_the_learner_resets_the_count() -> N
     assert leave_out(ledger, 999) == 999
     (it,) = ledger.ask("a", 0, 1, 0.0)
     assert ledger.put("a", it.item, it.lease, GROUP, 0.0) is None
-    assert leave_out(ledger, 999) == 999 and ledger.outcome() is None
-    ledger.rewind(0)
-    assert leave_out(ledger, 10**4) == 1000 and ledger.outcome() == "failed"
-    ledger.rewind(0)
-    assert ledger.outcome() is None and leave_out(ledger, 10**4) == 1000
+    assert leave_out(ledger, 999) == 999 and ledger.view.outcome() is None
+    ledger.batches.rewind(0)
+    assert leave_out(ledger, 10**4) == 1000 and ledger.view.outcome() == "failed"
+    ledger.batches.rewind(0)
+    assert ledger.view.outcome() is None and leave_out(ledger, 10**4) == 1000
 
 
 def test_failures_in_between_do_not_reset_the_count() -> None:
@@ -211,7 +218,7 @@ def test_failures_in_between_do_not_reset_the_count() -> None:
 
 def test_without_the_filter_such_groups_are_trained() -> None:
     ledger = Ledger(5000, 4, max_staleness=10**4)
-    assert leave_out(ledger, 3000) == 3000 and ledger.outcome() is None and ledger.ready()
+    assert leave_out(ledger, 3000) == 3000 and ledger.view.outcome() is None and ledger.view.ready()
 
 
 def test_a_restarted_buffer_keeps_the_count() -> None:
@@ -219,9 +226,9 @@ def test_a_restarted_buffer_keeps_the_count() -> None:
     ledger = Ledger(1000, 4, max_staleness=2, shuffle=False, skip_zero_variance=True)
     leave_out(ledger, 700)
     ledger = reopened(ledger, store, skip_zero_variance=True)
-    assert leave_out(ledger, 10**4) == 300 and ledger.outcome() == "failed"
+    assert leave_out(ledger, 10**4) == 300 and ledger.view.outcome() == "failed"
     ledger = reopened(ledger, store, skip_zero_variance=True)
-    assert ledger.outcome() == "failed" and "1000 groups in a row had no variance" in reasons.ended(ledger)
+    assert ledger.view.outcome() == "failed" and "1000 groups in a row had no variance" in reasons.ended(ledger)
 
 
 def test_waits_say_how_many_groups_were_left_out_and_what_to_do() -> None:
@@ -237,5 +244,5 @@ def test_waits_say_how_many_groups_were_left_out_and_what_to_do() -> None:
     assert "raise batch.samples" in said
     (it,) = ledger.ask("a", 0, 1, 0.0)
     ledger.put("a", it.item, it.lease, GROUP, 0.0)
-    assert ledger.take(0) is not None
+    assert ledger.batches.take(0) is not None
     assert "variance" not in reasons.for_batch(ledger), "the next batch has no such groups yet"

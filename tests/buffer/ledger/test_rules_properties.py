@@ -172,13 +172,13 @@ class Run(RuleBasedStateMachine):
             return
         it = rollout.work.pop(sorted(rollout.work)[which % len(rollout.work)])
         reason = "prompt too long" if how == "for good" else "engine died"
-        known, before = self.ledger.items.get(it.item), sum(self.ledger.failed().values())
+        known, before = self.ledger.state.items.get(it.item), sum(self.ledger.view.failed().values())
         mine = known is not None and (known.server, known.lease, known.state) == (name, it.lease, "leased")
         permanent, returned, hold_s = how == "for good", how in ("returned", "held"), HOLD_S * (how == "held")
         self.ledger.fail(name, it.item, it.lease, reason, self.now, permanent, returned, "reward", hold_s)
         if mine and hold_s:
             self.held[it.item] = self.now
-        counted = sum(self.ledger.failed().values()) - before
+        counted = sum(self.ledger.view.failed().values()) - before
         assert counted == (mine and not returned)
         if counted and any(self.alive(other) for other in NAMES if other != name):
             self.failed[it.item] = name, self.now
@@ -191,12 +191,12 @@ class Run(RuleBasedStateMachine):
         if not rollout.old:
             return
         it = rollout.old[which % len(rollout.old)]
-        before = self.ledger.counts()
+        before = self.ledger.view.counts()
         if how == "put":
             self.ledger.put(name, it.item, it.lease, (SampleStats(1, 1, 0.5),), self.now)
         else:
             self.ledger.fail(name, it.item, it.lease, "engine died", self.now, True)
-        assert self.ledger.counts() == before and not self.ledger.drain()
+        assert self.ledger.view.counts() == before and not self.ledger.drain()
 
     @rule(name=names, forgets=st.booleans())
     def heartbeat(self, name: str, forgets: bool) -> None:
@@ -239,29 +239,29 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def train(self) -> None:
-        batch = self.ledger.take(self.learner)
+        batch = self.ledger.batches.take(self.learner)
         self.commit()
         self.took = self.ledger.revision if batch is None else None
         if batch is None:
             return
         assert self.batches.setdefault(self.learner, batch) == batch, "a batch once formed never changes"
-        self.ledger.trained(self.learner)
+        self.ledger.batches.trained(self.learner)
         self.commit()
         self.learner += 1
 
     @rule(back=st.integers(0, 3))
     def checkpoint(self, back: int) -> None:
         self.kept = max(self.kept, self.learner - back)
-        oldest = self.ledger.prune(self.kept)
+        oldest = self.ledger.batches.prune(self.kept)
         self.store.commit(Transaction(self.ledger.drain(), void_before=oldest))
         for version, batch in self.batches.items():
             if version < self.kept:
-                assert not set(batch.items) & set(self.ledger.items)
+                assert not set(batch.items) & set(self.ledger.state.items)
 
     @rule(data=st.data())
     def learner_dies(self, data: st.DataObject) -> None:
         to = data.draw(st.integers(self.kept, self.learner))
-        assert self.ledger.rewind(to) == self.ledger.version - to
+        assert self.ledger.batches.rewind(to) == self.ledger.state.version - to
         self.commit()
         self.learner, self.took = to, None
         for rollout in self.rollouts.values():
@@ -274,16 +274,18 @@ class Run(RuleBasedStateMachine):
         ledger = self.ledger
         may_be = [
             item
-            for item in ledger.items.values()
-            if item.state == "stored" or (item.state == "batched" and item.batch > ledger.last_trained)
+            for item in ledger.state.items.values()
+            if item.state == "stored" or (item.state == "batched" and item.batch > ledger.state.last_trained)
         ]
         if not may_be:
             return
         item = may_be[which % len(may_be)]
-        before, version = ledger.counts(), item.batch if item.state == "batched" else None
-        assert ledger.quarantine(item.number, "cannot be trained") and not ledger.quarantine(item.number, "again")
+        before, version = ledger.view.counts(), item.batch if item.state == "batched" else None
+        assert ledger.batches.quarantine(item.number, "cannot be trained") and not ledger.batches.quarantine(
+            item.number, "again"
+        )
         self.commit()
-        assert ledger.counts()["quarantined"] == before.get("quarantined", 0) + 1
+        assert ledger.view.counts()["quarantined"] == before.get("quarantined", 0) + 1
         if version in self.batches:
             pairs = zip(self.batches[version].items, self.batches[version].dispatched, strict=True)
             left = [(number, d) for number, d in pairs if number != item.number]
@@ -298,22 +300,22 @@ class Run(RuleBasedStateMachine):
         """What was not committed was not answered either."""
         if unacknowledged:
             self.ledger.ask(name, self.rollouts[name].version, 3, self.now)
-        before = self.ledger.counts() if not unacknowledged else None
+        before = self.ledger.view.counts() if not unacknowledged else None
         self.ledger.drain()
         self.ledger = self.new()
         self.ledger.restore(self.store.load(), self.now)
         self.failed, self.held, self.asked, self.took = {}, {}, {}, None  # no wait of an item outlives the buffer
-        self.heard = {name: self.now for name in self.ledger.servers}
-        assert before in (None, self.ledger.counts())
+        self.heard = {name: self.now for name in self.ledger.state.servers}
+        assert before in (None, self.ledger.view.counts())
 
     # promises
 
     @invariant()
     def open_items_can_be_trained_in_time(self) -> None:
         _, groups, staleness = self.sizes
-        items = self.ledger.items.values()
+        items = self.ledger.state.items.values()
         opened = sorted(item.version for item in items if item.state in ("leased", "stored"))
-        assert all(d + staleness >= self.ledger.version + i // groups for i, d in enumerate(opened))
+        assert all(d + staleness >= self.ledger.state.version + i // groups for i, d in enumerate(opened))
         assert Counter(opened) == self.ledger.state.pool.open
 
     @invariant()
@@ -324,40 +326,40 @@ class Run(RuleBasedStateMachine):
             assert len(batch.items) <= groups
         trained = [item for batch in self.batches.values() for item in batch.items]
         assert len(trained) == len(set(trained))
-        assert set(self.ledger.ages()) <= set(range(staleness + 1))
+        assert set(self.ledger.view.ages()) <= set(range(staleness + 1))
         for batch in self.batches.values():
             assert all(batch.version - self.oldest.get(item, batch.version) <= staleness for item in batch.items)
 
     @invariant()
     def every_item_is_somewhere(self) -> None:
-        self.left_out |= set(self.ledger.left_out())
+        self.left_out |= set(self.ledger.view.left_out())
         made = sum(record.drawn for record in self.ledger.state.rows.records.values())
-        assert sum(self.ledger.counts().values()) == made <= self.ledger.state.next_item
-        assert {reason for reason in self.ledger.dropped() if not reason.startswith(TOO_OLD)} <= REASONS
-        assert not any(reason.startswith("engine: sampled under") for reason in self.ledger.failed())
+        assert sum(self.ledger.view.counts().values()) == made <= self.ledger.state.next_item
+        assert {reason for reason in self.ledger.view.dropped() if not reason.startswith(TOO_OLD)} <= REASONS
+        assert not any(reason.startswith("engine: sampled under") for reason in self.ledger.view.failed())
         assert reasons.for_batch(self.ledger) and reasons.for_work(self.ledger, "a")
 
     @invariant()
     def what_a_parked_request_waits_for_moves_the_revision(self) -> None:
         if self.took == self.ledger.revision:
-            assert not self.ledger.ready()
+            assert not self.ledger.view.ready()
         for name, (request, version, revision) in self.asked.items():
             if revision == self.ledger.revision:
                 assert self.ledger.ask(name, version, 1, self.now, request) == []
 
     @invariant()
     def what_is_dropped_is_not_in_memory(self) -> None:
-        assert all(item.state != "dropped" for item in self.ledger.items.values())
-        assert sum(self.ledger.failed().values()) >= sum(
-            number for reason, number in self.ledger.dropped().items() if reason != "zero variance"
+        assert all(item.state != "dropped" for item in self.ledger.state.items.values())
+        assert sum(self.ledger.view.failed().values()) >= sum(
+            number for reason, number in self.ledger.view.dropped().items() if reason != "zero variance"
         )
 
     @precondition(lambda self: self.sizes[2] == 0)
     @invariant()
     def synchronous_when_the_bound_is_0(self) -> None:
-        items = self.ledger.items.values()
+        items = self.ledger.state.items.values()
         opened = [item for item in items if item.state in ("leased", "stored")]
-        assert {item.version for item in opened} <= {self.ledger.version}
+        assert {item.version for item in opened} <= {self.ledger.state.version}
         assert len(opened) <= self.sizes[1]
 
     def teardown(self) -> None:
@@ -365,7 +367,7 @@ class Run(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         steps = 0
-        while not (self.ledger.finished() and self.learner == self.ledger.version):
+        while not (self.ledger.view.finished() and self.learner == self.ledger.state.version):
             steps += 1
             assert steps < 300, reasons.for_batch(self.ledger)
             self.now += LEASE_S
@@ -375,8 +377,8 @@ class Run(RuleBasedStateMachine):
                 self.swap_to_latest(name)
             self.train()
         problems, _, _ = self.sizes
-        if self.ledger.outcome() == "failed" and self.ledger.state.given_up:
-            assert len(self.ledger.left_out()) == problems
+        if self.ledger.view.outcome() == "failed" and self.ledger.state.trend.given_up:
+            assert len(self.ledger.view.left_out()) == problems
         elif self.settings["versions"] is None:
             self.everything_is_accounted_for(problems * self.settings["epochs"])  # type: ignore[operator]
         self.store.close()

@@ -1,13 +1,10 @@
 """What is cached: the latest groups, within a bound, and never an earlier group of an item."""
 
-from buffer.ledger.types import SampleStats
 from buffer.store.segments import GroupCache
 
-STATS = SampleStats(4, 2, 1.0)
 
-
-def group(size: int) -> list[tuple[bytes, SampleStats]]:
-    return [(bytes(size), STATS), (bytes(size), STATS)]
+def group(size: int) -> list[bytes]:
+    return [bytes(size), bytes(size)]
 
 
 def test_the_oldest_make_room() -> None:

@@ -67,16 +67,20 @@ def test_everything_is_read_back_from_the_file(tmp_path: Path) -> None:
     with Store(path) as store:
         ledger = ledger_of(store)
         accept(store, ledger, 5)
-        ledger.take(0), ledger.trained(0), ledger.take(1)
+        ledger.batches.take(0), ledger.batches.trained(0), ledger.batches.take(1)
         ledger.ask("a", 1, 1, 0.0, request=4)
         store.commit(Transaction(ledger.drain()))
         saved = store.load()
     with Store(path) as store:
         assert store.load() == saved
         again = ledger_of(store)
-        assert again.counts() == ledger.counts() == dict(leased=1, stored=1, waiting=0, batched=2, trained=2, dropped=0)
+        assert (
+            again.view.counts()
+            == ledger.view.counts()
+            == dict(leased=1, stored=1, waiting=0, batched=2, trained=2, dropped=0)
+        )
         assert {e.number: e.row_values() for e in saved.items} == {
-            e.number: e.row_values() for e in ledger.items.values()
+            e.number: e.row_values() for e in ledger.state.items.values()
         }
     states = {item.number: item.state for item in saved.items}
     assert states == {0: "batched", 1: "batched", 2: "batched", 3: "batched", 4: "stored", 5: "leased"}
@@ -87,8 +91,8 @@ def test_void_samples_are_removed_and_the_record_of_the_item_stays(tmp_path: Pat
     with Store(tmp_path / "buffer.sqlite") as store:
         ledger = ledger_of(store)
         accept(store, ledger, 4)
-        ledger.take(0), ledger.trained(0)
-        ledger.prune(1)
+        ledger.batches.take(0), ledger.batches.trained(0)
+        ledger.batches.prune(1)
         store.commit(Transaction(ledger.drain(), {}, void_before=1))
         assert [samples_of(store, item) for item in range(4)] == [[], [], packed(2), packed(3)]
         assert store.untrained_bytes() == {2: 10, 3: 10}
@@ -106,10 +110,10 @@ def test_samples_of_dropped_groups_go_with_the_batches_before_them() -> None:
             assert ledger.put("a", it.item, it.lease, flat, 0.0) is None
             store.commit(Transaction(ledger.drain(), {it.item: packed(it.item)}))
             accept(store, ledger, 1, version=version)
-            assert ledger.take(version)
-            ledger.trained(version)
-        assert store.untrained_bytes() == {3: 10} and sorted(ledger.items) == [1, 3]
-        ledger.prune(1)
+            assert ledger.batches.take(version)
+            ledger.batches.trained(version)
+        assert store.untrained_bytes() == {3: 10} and sorted(ledger.state.items) == [1, 3]
+        ledger.batches.prune(1)
         store.commit(Transaction(ledger.drain(), void_before=1))
         assert [samples_of(store, item) for item in range(4)] == [[], [], packed(2), packed(3)]
         dropped = store.closed(2)
@@ -122,8 +126,8 @@ def test_a_group_put_and_pruned_in_one_commit_leaves_nothing(tmp_path: Path) -> 
         ledger = ledger_of(store)
         for it in ledger.ask("a", 0, 2, 0.0):
             ledger.put("a", it.item, it.lease, GROUP, 0.0)
-        ledger.take(0), ledger.trained(0)
-        ledger.prune(1)
+        ledger.batches.take(0), ledger.batches.trained(0)
+        ledger.batches.prune(1)
         store.commit(Transaction(ledger.drain(), {0: packed(0), 1: packed(1)}, void_before=1))
         assert store.untrained_bytes() == {} and samples_of(store, 0) == []
 
@@ -132,7 +136,7 @@ def test_samples_that_were_discarded_are_replaced() -> None:
     with Store(None) as store:
         ledger = ledger_of(store)
         accept(store, ledger, 2)
-        ledger.rewind(9)
+        ledger.batches.rewind(9)
         store.commit(Transaction(ledger.drain()))
         assert samples_of(store, 0) == [] and store.untrained_bytes() == {}
         accept(store, ledger, 1, size=7, version=9)
@@ -166,7 +170,7 @@ def test_a_failed_commit_changes_nothing_and_can_be_tried_again(tmp_path: Path) 
         store._db.execute("PRAGMA max_page_count = 100000")
         store.commit(Transaction(changes, payloads))
         assert [samples_of(store, item) for item in payloads] == list(payloads.values()) and len(payloads) > 3
-        assert ledger_of(store).counts() == ledger.counts()
+        assert ledger_of(store).view.counts() == ledger.view.counts()
     (file,) = (tmp_path / "buffer.sqlite-samples").iterdir()
     assert file.stat().st_size < 200_000 * len(payloads) + 10_000, "what failed is written over"
 
@@ -187,7 +191,7 @@ def test_a_failed_commit_without_samples_leaves_those_of_earlier_ones(tmp_path: 
 
 
 def files(path: Path, store: Store | None = None) -> list[str]:
-    """Those of the segments; with `store`, once it has removed what it was to remove."""
+    """The files of the segments; with `store`, once it has removed what it was to remove."""
     if store:
         store._segments._remover.submit(int).result(60)
     return sorted(file.name for file in path.with_name(f"{path.name}-samples").iterdir())
@@ -202,11 +206,11 @@ def test_segments_end_are_written_over_when_pruned_and_found_again(tmp_path: Pat
         assert files(path) == ["000001.samples", "000002.samples"], "three groups in the first"
         assert [samples_of(store, item) for item in range(6)] == [packed(i, size if i < 4 else 10) for i in range(6)]
         for version in range(3):
-            ledger.take(version), ledger.trained(version)
-        ledger.prune(1)
+            ledger.batches.take(version), ledger.batches.trained(version)
+        ledger.batches.prune(1)
         store.commit(Transaction(ledger.drain(), void_before=1))
         assert files(path) == ["000001.samples", "000002.samples"], "one of its groups is kept"
-        ledger.prune(2)
+        ledger.batches.prune(2)
         store.commit(Transaction(ledger.drain(), void_before=2))
         assert files(path, store) == ["000001.spare", "000002.samples"]
         rows = store._db.execute("SELECT segment, live FROM segments").fetchall()
@@ -226,11 +230,11 @@ def test_a_spare_segment_takes_the_place_of_a_new_one(tmp_path: Path) -> None:
         ledger, most = ledger_of(store), 0
         for version in range(12):
             accept(store, ledger, 2, size, version=version)
-            ledger.take(version), ledger.trained(version)
+            ledger.batches.take(version), ledger.batches.trained(version)
             assert [samples_of(store, 2 * version + i) for i in range(2)] == [
                 packed(2 * version + i, size) for i in range(2)
             ]
-            ledger.prune(version)
+            ledger.batches.prune(version)
             store.commit(Transaction(ledger.drain(), void_before=version))
             most = max(most, len(files(path, store)))
         spare = [name for name in files(path) if name.endswith(".spare")]
@@ -253,10 +257,10 @@ def test_nobody_waits_for_the_file_system_to_delete_segments(tmp_path: Path, mon
         ledger = ledger_of(store)
         accept(store, ledger, 2, size)
         for version in range(1, SPARES + 4):
-            ledger.take(version - 1), ledger.trained(version - 1)
+            ledger.batches.take(version - 1), ledger.batches.trained(version - 1)
             accept(store, ledger, 2, size, version=version)
         monkeypatch.setattr(Path, "unlink", slowly)
-        kept = ledger.prune(SPARES + 1)
+        kept = ledger.batches.prune(SPARES + 1)
         store.commit(Transaction(ledger.drain(), void_before=kept))
         assert begun.wait(60), "more are empty than are kept as spares"
         items = accept(store, ledger, 1, version=SPARES + 3)
@@ -312,7 +316,7 @@ def test_anybody_can_read_the_tables_while_the_buffer_runs(tmp_path: Path) -> No
     with Store(path, problems=PROBLEMS, digest=PROBLEMS.digest) as store:
         ledger = ledger_of(store)
         accept(store, ledger, 2)
-        ledger.take(0), ledger.trained(0)
+        ledger.batches.take(0), ledger.batches.trained(0)
         store.commit(Transaction(ledger.drain()))
         query = (
             "import sqlite3, sys; db = sqlite3.connect(f'file:{sys.argv[1]}?mode=ro', uri=True);"
@@ -340,9 +344,9 @@ def test_a_rewind_shows_in_the_tables() -> None:
         ledger = ledger_of(store)
         accept(store, ledger, 4)
         for version in range(2):
-            ledger.take(version), ledger.trained(version)
+            ledger.batches.take(version), ledger.batches.trained(version)
         store.commit(Transaction(ledger.drain()))
-        ledger.rewind(1)
+        ledger.batches.rewind(1)
         store.commit(Transaction(ledger.drain()))
         assert store._db.execute("SELECT state FROM items").fetchall() == [("trained",)] * 2 + [("batched",)] * 2
         assert store._db.execute("SELECT trained, trained_at > 0 FROM batches").fetchall() == [(1, 1), (0, None)]
@@ -354,9 +358,9 @@ def test_the_files_stay_small(tmp_path: Path) -> None:
         ledger = ledger_of(store)
         for version in range(120):
             accept(store, ledger, 2, size=1_000_000, version=version)
-            assert ledger.take(version)
-            ledger.trained(version)
-            ledger.prune(version + 1)
+            assert ledger.batches.take(version)
+            ledger.batches.trained(version)
+            ledger.batches.prune(version + 1)
             store.commit(Transaction(ledger.drain(), void_before=version + 1))
             assert len(files(path)) <= 2
             assert path.with_name("buffer.sqlite-wal").stat().st_size < 2 * 4096 * LOG_PAGES

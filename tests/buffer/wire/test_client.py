@@ -1,4 +1,4 @@
-"""The asking ends: they wait, go on after restarts of the buffer, warn, and tell refusals."""
+"""The clients: they wait, go on after restarts of the buffer, warn, and raise refusals."""
 
 import asyncio
 import logging

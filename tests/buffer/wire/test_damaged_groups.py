@@ -28,7 +28,7 @@ def stored(path: Path, number: int, groups: int) -> None:
         clients.put("a", item)
         clients.turn()  # in a commit of its own: at a block of its own
     for version in range(number // groups):
-        requests.handlers.ledger.take(version)
+        requests.handlers.ledger.batches.take(version)
     committed(requests)
     requests.handlers.store.close()
 
@@ -78,12 +78,12 @@ def test_a_batch_is_served_without_its_damaged_group(tmp_path: Path, caplog: pyt
     (line,) = [record.getMessage() for record in caplog.records]
     assert "item 2 is put into quarantine, batch 0 is served without it: sample 1 of item 2" in line
     handlers = clients.requests.handlers
-    assert handlers.ledger.counts()["quarantined"] == 1
+    assert handlers.ledger.view.counts()["quarantined"] == 1
     handlers.store.close()
     clients = reopened(path, 4)
     assert items_of(take(clients, 0)[0]) == {0, 1, 3}, "it is remembered"
     assert items_of(take(clients, 1)[0]) == {4, 6, 7}
-    assert clients.requests.handlers.ledger.counts()["quarantined"] == 2
+    assert clients.requests.handlers.ledger.view.counts()["quarantined"] == 2
     reason = clients.requests.handlers.store.closed(5).reason
     assert reason == "a sample is damaged in 000001.samples"
     clients.requests.handlers.store.close()

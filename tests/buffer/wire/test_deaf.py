@@ -144,7 +144,7 @@ async def test_an_item_dispatched_before_a_long_silence_of_the_buffer_keeps_its_
         leases = [item.lease for item in work.items]
         (first,) = await server.said(("a", Heartbeat(version=0, holding=[])), **({} if "commit_s" in deaf else deaf))
         (second,) = await server.said(("a", Heartbeat(version=0, holding=leases)))
-        assert first.revoked == second.revoked == [] and not server.requests.handlers.ledger.failed()
+        assert first.revoked == second.revoked == [] and not server.requests.handlers.ledger.view.failed()
         server.time += 0.4  # as between any two turns
         puts = [Put(item=it.item, lease=it.lease, samples=[s.pack() for s in group(it.item)]) for it in work.items]
         assert all(stored.accepted for stored in await server.said(*(("a", put) for put in puts)))
@@ -187,10 +187,10 @@ async def test_silence_of_a_server_ends_its_leases_while_the_buffer_receives() -
     async with Deaf() as server:
         await server.said(("a", hello("a")), ("a", Ask(request=1, version=0, room=2)))
         for _ in range(25):
-            assert not server.requests.handlers.ledger.failed()
+            assert not server.requests.handlers.ledger.view.failed()
             server.time += 0.4
             await server.said()
-        assert sum(server.requests.handlers.ledger.failed().values()) == 2
+        assert sum(server.requests.handlers.ledger.view.failed().values()) == 2
 
 
 def test_the_clock_stands_still_while_the_process_cannot_receive() -> None:
@@ -209,11 +209,11 @@ def test_a_scale_waits_for_room_on_the_disk_like_everything_else(tmp_path: Path)
     clients, database = Clients(requests), requests.handlers.store._db
     clients.say("o", hello("o", "launcher"))
     clients.say("o", kept("rollout-0"))
-    requests.commit(requests.changes())
+    requests.commit(requests.handlers.changes())
     (pages,) = database.execute("PRAGMA page_count").fetchone()
     database.execute(f"PRAGMA max_page_count={pages}")
     clients.say("o", Scale(servers=2))
-    transaction = requests.changes()
+    transaction = requests.handlers.changes()
     with pytest.raises(sqlite3.OperationalError, match="full"):
         requests.commit(transaction)
     database.execute("PRAGMA max_page_count=1000000")
@@ -244,4 +244,4 @@ def test_the_time_in_which_the_data_are_read_is_no_part_of_the_first_lease(tmp_p
     passed_s += 60
     clock.mark()
     due = ledger.expire(clock.now())
-    assert due is not None and due - clock.now() == pytest.approx(ledger.lease_s)
+    assert due is not None and due - clock.now() == pytest.approx(ledger.terms.lease_s)

@@ -1,4 +1,4 @@
-"""Evaluations over the wire: claimed, taken over, handed in, and told to the learner, also by a buffer that died."""
+"""Evaluations over the wire: claimed, taken over, handed in, and sent to the learner, also by a buffer that died."""
 
 import asyncio
 from pathlib import Path
@@ -165,9 +165,9 @@ def test_only_samples_of_the_first_and_the_newest_are_kept(tmp_path: Path):
     ledger, store = requests.handlers.ledger, requests.handlers.store
     for version in range(30):
         ledger.state.raise_ceiling(version)
-        assert ledger.evaluations.claim("s#1", version, ledger.reach, 0.0) == version
-        ledger.evaluations.finish("s#1", version, version, "{}", '{"few": []}', ledger.reach)
-        transaction = requests.changes()
+        assert ledger.evaluations.claim("s#1", version, ledger.view.reach, 0.0) == version
+        ledger.evaluations.finish("s#1", version, version, "{}", '{"few": []}', ledger.view.reach)
+        transaction = requests.handlers.changes()
         assert transaction
         requests.commit(transaction)
     kept = [due for (due,) in store._db.execute("SELECT due FROM evaluations WHERE samples <> '' ORDER BY due")]

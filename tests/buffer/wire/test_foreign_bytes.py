@@ -67,7 +67,7 @@ async def test_a_message_in_an_older_protocol_is_not_read(greeting: str) -> None
 
 BROKEN_WHILE_DEAF = """
 import time, zmq
-from buffer.wire.server import OPTIONS
+from buffer.wire.router import OPTIONS
 
 SOON = {zmq.HEARTBEAT_IVL: 20}  # ms: each timer of the buffer's socket fires while no one reads
 with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
@@ -137,13 +137,14 @@ def test_a_message_that_can_be_read_and_not_be_served_is_refused(what: str, tmp_
 
 BROKEN_WHILE_STOPPED = """
 import os, signal, time, zmq
-from buffer.wire import connection, server
+from buffer.wire import connection
+from buffer.wire.router import OPTIONS
 
 SOON = {zmq.HEARTBEAT_IVL: 10, zmq.HEARTBEAT_TIMEOUT: 50}  # ms: what a client's socket does by a timer, many times
 ours, theirs = os.pipe()
 if (buffer := os.fork()) == 0:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        for option, value in server.OPTIONS.items():
+        for option, value in OPTIONS.items():
             router.setsockopt(option, value)
         os.write(theirs, b"%d" % router.bind_to_random_port("tcp://127.0.0.1"))
         while router.poll(1000):

@@ -39,7 +39,7 @@ def test_ranks_that_a_smaller_start_has_no_more_wait_for_nothing() -> None:
         clients.take("old", rank, 4)
     assert clients.waiting() == [f"learner-{rank}" for rank in range(4)]
     for rank in range(4):
-        clients.requests.disconnected(f"old{rank}".encode(), 0.0)
+        clients.requests.handlers.peers.on_disconnect(f"old{rank}".encode(), 0.0)
     assert clients.state().learner_gone_s is not None
     clients.start("new", 2)
     assert clients.waiting() == [] and clients.state().learner_gone_s is None
@@ -81,7 +81,7 @@ def test_a_rank_that_was_forgotten_and_comes_back_is_still_the_older_one() -> No
     clients = Learners()
     clients.start("old", 4)
     clients.take("old", 3, 4)
-    clients.requests.disconnected(b"old3", 0.0)
+    clients.requests.handlers.peers.on_disconnect(b"old3", 0.0)
     clients.start("new", 2)
     for rank in range(2):
         clients.take("new", rank, 2)
@@ -95,7 +95,7 @@ def test_a_rank_that_connects_again_keeps_its_place_beside_the_others() -> None:
     clients = Learners()
     clients.start("one", 2)
     numbers = [clients.take("one", rank, 2) for rank in range(2)]
-    clients.requests.disconnected(b"one0", 0.0)
+    clients.requests.handlers.peers.on_disconnect(b"one0", 0.0)
     clients.say("one0", hello("learner-0", "learner").model_copy(update={"token": "one0"}))
     clients.take("one", 1, 2, numbers[1])
     assert sorted(clients.waiting()) == ["learner-0", "learner-1"]

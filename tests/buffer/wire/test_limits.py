@@ -16,11 +16,11 @@ import zmq.asyncio
 
 from buffer.keys import Role
 from buffer.resources import OpenFiles
-from buffer.wire import connections, quotas
+from buffer.wire import connections, quotas, status
 from buffer.wire.connections import UNKNOWN_BYTES, UNSENT_BYTES, ConnectionLimits, UnsentAnswers
 from buffer.wire.message import pack
 from buffer.wire.protocol import State, Status, Stored, Take, Where
-from buffer.wire.server import OPTIONS
+from buffer.wire.router import OPTIONS
 from configs.flow.capacity import PARKED_BYTES
 from tests.buffer.wire.test_many import Clients, hello
 from tests.harness.buffer_process import buffer, client, group, in_loop, make_requests, rollout
@@ -129,7 +129,7 @@ async def test_an_observer_may_not_send_groups() -> None:
         said = bytes(pack(1, hello("greedy", "observer")))
         sent, cut_off = await half_a_message(it.address, 2**20 * 40, "observer", said)
         assert cut_off and sent > connections.SMALL_BYTES
-        assert [peer.hello.name for peer in requests.handlers.peers.values()] == ["greedy"]
+        assert [peer.hello.name for peer in requests.handlers.peers.known.values()] == ["greedy"]
 
 
 @pytest.mark.parametrize("mechanism", [b"CURVE", b"PLAIN", b"NULL", b""])
@@ -141,7 +141,7 @@ async def test_half_a_handshake_without_a_key_is_cut_off_early(mechanism: bytes)
         assert all(closed for _, closed in found), found
         assert sum(sent for sent, _ in found) < 60 * 2**20, "of 120 MiB"
         state = await observer.expect(Status(), State)
-        assert state.errors == 0 and len(it.requests.handlers.peers) == 1
+        assert state.errors == 0 and len(it.requests.handlers.peers.known) == 1
 
 
 @in_loop
@@ -284,7 +284,7 @@ async def test_a_client_that_reads_nothing_loses_its_connection_and_holds_little
             deaf_socket.setsockopt(option, value)
         unlock(deaf_socket, "observer").connect(it.address)
         await deaf_socket.send(pack(1, hello("deaf", "observer")))
-        size = len(pack(1, requests._state(0.0)))
+        size = len(pack(1, status.state(requests.handlers, [], 0, 0.0)))
         number = 3 * UNSENT_BYTES // size
         for each in range(number):
             await deaf_socket.send(pack(each + 2, Status()))
@@ -304,13 +304,13 @@ def test_observers_make_room_for_each_other_and_never_more_than_a_number_are_kno
         requests.receive(
             [f"o{number}".encode(), pack(1, hello(f"o{number}", "observer"))], float(number) / 1000, "observer"
         )
-    known = [one for one in requests.handlers.peers.values() if one.hello.role == "observer"]
+    known = [one for one in requests.handlers.peers.known.values() if one.hello.role == "observer"]
     assert len(known) == quotas.MOST_OBSERVERS
     assert {one.hello.name for one in known} == {
         f"o{number}" for number in range(2 * quotas.MOST_OBSERVERS, 3 * quotas.MOST_OBSERVERS)
     }
-    assert b"a" in requests.handlers.peers, "servers stay"
-    assert clients.requests.handlers._roles == {"rollout": 3, "learner": 1, "observer": quotas.MOST_OBSERVERS}
+    assert b"a" in requests.handlers.peers.known, "servers stay"
+    assert clients.requests.handlers.peers._roles == {"rollout": 3, "learner": 1, "observer": quotas.MOST_OBSERVERS}
 
 
 def test_further_names_of_servers_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

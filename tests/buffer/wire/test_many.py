@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from buffer.resources import OpenFiles
 from buffer.wire import requests as pending
+from buffer.wire.batches import LoopTurn
 from buffer.wire.client import RefusedError
-from buffer.wire.handlers import LoopTurn
 from buffer.wire.message import FRAME_BYTES, pack, pack_frames, unpack
 from buffer.wire.protocol import (
     ANSWERS,
@@ -71,7 +71,7 @@ class Clients:
             (bytes(who).decode(), *unpack(first, ANSWERS, [bytes(one) for one in large]))
             for who, first, *large in self.requests.answers()
         ]
-        self.requests.begin_turn(turn or LoopTurn())
+        self.requests.handlers.groups.turn = turn or LoopTurn()
         return answers
 
     def put(self, who: str, item: WorkItem, tokens: int = 4) -> int:
@@ -140,10 +140,10 @@ def test_a_turn_makes_as_many_parts_as_it_has_room_for_and_the_next_ones_go_on()
     clients.turn(LoopTurn(room=1))
     for rank in range(4):
         clients.say(f"l{rank}", Take(version=0, rank=rank, world=4))
-    assert clients.requests.postponed
+    assert clients.requests.handlers.groups.turn.postponed
     served = []
     for _ in range(4):
-        assert not clients.requests.handlers.learner_waiting, "a batch that is formed waits for no groups"
+        assert not clients.requests.handlers.groups.learner_waiting, "a batch that is formed waits for no groups"
         clients.say("a", Heartbeat(version=0, holding=[]))
         heard = clients.turn(LoopTurn(room=1))
         assert [who for who, _, message in heard if not isinstance(message, Part)] == ["a"], (
@@ -198,7 +198,7 @@ class TriesAll(PendingRequests):
 
 
 class Script:
-    """A run of three servers and two ranks, told by numbers."""
+    """A run of three servers and two ranks, chosen by numbers."""
 
     def __init__(self, kind: type[PendingRequests], sizes: dict[str, Any]) -> None:
         it = make_requests(**sizes)
@@ -304,8 +304,8 @@ def test_groups_beyond_what_may_be_parked_stay_with_their_servers_and_are_asked_
                 clients.say("a", Put(item=item.item, lease=item.lease, samples=samples), number)
             if isinstance(message, Stored):
                 accepted[number] = message.accepted
-        clients.say("l0", Trained(version=clients.requests.handlers.ledger.version - 1, oldest_kept=0))
-        clients.say("l0", Take(version=clients.requests.handlers.ledger.version, rank=0, world=1))
+        clients.say("l0", Trained(version=clients.requests.handlers.ledger.state.version - 1, oldest_kept=0))
+        clients.say("l0", Take(version=clients.requests.handlers.ledger.state.version, rank=0, world=1))
     assert accepted == dict.fromkeys(numbers, True)
     assert again == set(numbers[2:])
     assert clients.requests.parked_bytes == 0
@@ -329,12 +329,12 @@ async def test_a_client_repeats_a_group_that_was_put_off_when_it_is_asked_to_and
         first, second = await samples.ask(2) or []
         await samples.put(first, group(first.item))
         putting = asyncio.create_task(samples.put(second, group(second.item)))
-        while not samples.client._put_off:
+        while not any(pending.is_put_off for pending in samples.client._pending.values()):
             await asyncio.sleep(0.01)
         await learner.expect(Take(version=0, rank=0, world=1), Part)
         await learner.expect(Trained(version=0, oldest_kept=0), Ack)
         assert (await putting).accepted
-        assert not samples.client._put_off
+        assert not any(pending.is_put_off for pending in samples.client._pending.values())
 
 
 # open files
@@ -343,7 +343,7 @@ async def test_a_client_repeats_a_group_that_was_put_off_when_it_is_asked_to_and
 def test_a_process_that_there_is_no_file_for_is_refused_in_words_and_those_that_are_in_stay():
     clients = Clients(make_requests())
     clients.turn()
-    clients.requests.handlers.files = OpenFiles(limit=10)
+    clients.requests.handlers.peers.files = OpenFiles(limit=10)
     clients.say("d", hello("d"))
     clients.say("a", hello("a"))
     (_, _, refused), (_, _, welcome) = clients.turn()
@@ -354,7 +354,7 @@ def test_a_process_that_there_is_no_file_for_is_refused_in_words_and_those_that_
 @in_loop
 async def test_the_refusal_reaches_the_client():
     requests = make_requests()
-    requests.handlers.files = OpenFiles(limit=3)
+    requests.handlers.peers.files = OpenFiles(limit=3)
     async with buffer(requests) as it:
         with pytest.raises(RefusedError, match="files open"):
             await client(it.address).__aenter__()

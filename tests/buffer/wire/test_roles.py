@@ -103,8 +103,8 @@ async def test_a_key_opens_the_requests_of_its_role_and_no_others(address: str, 
             assert refused is (verb not in VERBS[role]), (verb, rest)
         ledger = it.requests.handlers.ledger
         if role != "learner":
-            assert ledger.last_trained == -1 and it.requests.handlers.weights is None
-        assert ledger.counts()["stored"] == 0
+            assert ledger.state.last_trained == -1 and it.requests.handlers.peers.weights is None
+        assert ledger.view.counts()["stored"] == 0
 
 
 @pytest.mark.parametrize("said", SPOKEN)
@@ -135,7 +135,7 @@ async def test_only_the_learner_says_where_weights_come_from(role: Any) -> None:
             assert await server.where(None) == "tcp://127.0.0.1:7777"
     async with buffer() as it, speaker(it.address, client_keys("learner")) as one:
         answer, *_ = await one.answers(hello("observer", serves=rogue))
-        assert isinstance(answer, Refused) and it.requests.handlers.weights is None
+        assert isinstance(answer, Refused) and it.requests.handlers.peers.weights is None
 
 
 @in_loop
@@ -172,7 +172,7 @@ async def test_strangers_fail_in_the_handshake_and_are_never_read(address: str, 
         assert await stranger.event(FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED) & FAILED
         async with client(it.address, "o", "observer") as observer:
             assert (await observer.expect(Status(), State)).errors == 0
-        assert [peer.hello.name for peer in it.requests.handlers.peers.values()] == ["o"]
+        assert [peer.hello.name for peer in it.requests.handlers.peers.known.values()] == ["o"]
 
 
 def test_a_connection_without_a_known_role_may_say_hello_to_nobody() -> None:

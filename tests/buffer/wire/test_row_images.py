@@ -15,12 +15,14 @@ import pytest
 from buffer import inspect
 from buffer.problems import Problems, load_problems
 from buffer.store.sqlite import Store
+from buffer.wire import status
 from buffer.wire.client import RefusedError
-from buffer.wire.handlers import AWAY_S, HOLD_S
 from buffer.wire.message import pack
 from buffer.wire.protocol import Part, Put, RowImages, State, Status, Stored, Take
 from buffer.wire.sample import Sample, SampleImage, sample_stats
+from buffer.wire.served_rows import AWAY_S
 from buffer.wire.split import parts
+from buffer.wire.verbs import HOLD_S
 from configs.schema import DataConfig
 from tests.buffer.test_image_rows import JPEG, PNG, write
 from tests.harness.buffer_process import (
@@ -139,7 +141,7 @@ async def test_an_item_whose_image_is_gone_fails_by_name_and_others_go_out(tmp_p
         async with client(it.address, "learner-0", "learner") as learner:
             assert len((await learner.expect(Take(version=0, rank=0, world=1), Part)).samples) == 2
         assert await asking is None, "row 2 failed too, and that is all"
-        state = requests.handlers.state([], 0, 0.0)
+        state = status.state(requests.handlers, [], 0, 0.0)
     (reason,) = {name.partition(": ")[2] for name in state.failed if "row 0" in name}
     assert reason.startswith(f"row 0: {tmp_path}/a.png: No such file or directory")
     assert sum(state.dropped.values()) == 2
@@ -158,7 +160,7 @@ async def test_a_batch_waits_for_an_image_that_went_after_it_was_dispatched(tmp_
             (tmp_path / "b.png").rename(away)
             part = await learner.expect(take, Part)
             assert len(part.samples) == 4 and part.images == [RowImages(item=0, images=[PNG])]
-        assert requests.handlers.ledger.version == 1
+        assert requests.handlers.ledger.state.version == 1
 
 
 @contextmanager
@@ -192,7 +194,7 @@ async def test_while_a_file_share_is_away_rows_are_given_back_and_cost_no_attemp
         while len(found) < 2:  # each is held from its own last try on
             found += [item.item for item in await server.ask(2) or []]
         assert sorted(found) == [0, 2]
-        assert not handlers.ledger.failed() and not handlers.ledger.dropped()
+        assert not handlers.ledger.view.failed() and not handlers.ledger.view.dropped()
 
 
 @in_loop
@@ -217,7 +219,7 @@ async def test_a_batch_waits_while_a_file_share_is_away(tmp_path: Path) -> None:
             with share_away(tmp_path):
                 taking = asyncio.create_task(learner.expect(Take(version=0, rank=0, world=1), Part))
                 await asyncio.sleep(1.5 * AWAY_S)
-                assert not taking.done() and requests.handlers.learner_waiting
+                assert not taking.done() and requests.handlers.groups.learner_waiting
             part = await taking
             assert len(part.samples) == 4 and part.images == [RowImages(item=0, images=[PNG])]
 

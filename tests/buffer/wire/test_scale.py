@@ -56,7 +56,7 @@ async def test_the_rule_may_not_change_what_a_person_said_until_auto() -> None:
         await person.expect(Scale(servers=4, by="rule", why="the learner waited"), Ack)
         now = await state(person)
         assert (now.wanted_servers, now.wanted_by_person) == (1, False), "the launcher says what it works towards"
-        assert it.requests.handlers.ledger.state.wanted_servers == 4
+        assert it.requests.handlers.ledger.wanted.wanted_servers == 4
 
 
 def test_the_number_outlives_the_buffer_and_the_file_says_why(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ async def test_what_a_drained_server_had_goes_to_others_at_once_and_counts_no_at
         assert now.failed == {}
         again = await stays.ask(2)
         assert again and {work.item for work in again} == {work.item for work in its}
-        assert [it.requests.handlers.ledger.items[work.item].attempts for work in again] == [1, 1]
+        assert [it.requests.handlers.ledger.state.items[work.item].attempts for work in again] == [1, 1]
 
 
 @in_loop
@@ -135,7 +135,7 @@ async def test_a_launcher_that_ended_is_told_until_the_next_one_comes() -> None:
             assert (await state(person)).launcher_gone_s is None
         while (await state(person)).launcher_gone_s is None:
             await asyncio.sleep(0.02)
-        for peer in it.requests.handlers.peers.values():
+        for peer in it.requests.handlers.peers.known.values():
             peer.heard -= 1000.0
         async with observer(it.address):  # for which those are forgotten that nobody has heard of
             assert (await state(person)).launcher_gone_s is not None

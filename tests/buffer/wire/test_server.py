@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from buffer.keys import Role
 from buffer.store.sqlite import Store
-from buffer.wire import handlers
+from buffer.wire import batches, status
 from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
 from buffer.wire.message import Message, pack, unpack
 from buffer.wire.protocol import (
@@ -298,25 +298,25 @@ async def test_the_leases_of_a_server_that_ended_end_long_before_the_heartbeats_
 def test_a_server_that_connects_again_keeps_its_leases():
     handlers = make_requests(lease_s=10.0).handlers
     ended, back, learner = b"ended", b"back", b"learner"
-    handlers.hello(ended, hello("rollout-0", "a"), 0.0)
-    handlers.hello(back, hello("rollout-1", "b"), 0.0)
-    handlers.hello(learner, hello("learner-0", "c", "learner"), 0.0)
+    handlers.peers.hello(ended, hello("rollout-0", "a"), 0.0)
+    handlers.peers.hello(back, hello("rollout-1", "b"), 0.0)
+    handlers.peers.hello(learner, hello("learner-0", "c", "learner"), 0.0)
     for identity in (ended, back):
-        assert handlers.answer(handlers.peers[identity], 1, Ask(request=1, version=0, room=2), 9.0).items
+        assert handlers.answer(handlers.peers.known[identity], 1, Ask(request=1, version=0, room=2), 9.0).items
     for identity in (ended, back, learner, b"nobody"):
-        handlers.disconnected(identity, 10.0)
-    assert handlers.state([], 0, 11.0).servers["rollout-0"]["gone_s"] == 1.0
-    handlers.heard(back, 11.0)
+        handlers.peers.on_disconnect(identity, 10.0)
+    assert status.state(handlers, [], 0, 11.0).servers["rollout-0"]["gone_s"] == 1.0
+    handlers.peers.on_message(back, 11.0)
     assert handlers.expire(11.5) == 12.5
     handlers.expire(12.5)
-    servers = handlers.state([], 0, 13.0).servers
+    servers = status.state(handlers, [], 0, 13.0).servers
     assert (servers["rollout-0"]["leases"], servers["rollout-1"]["leases"]) == (0, 2)
     assert "gone_s" in servers["rollout-0"] and "gone_s" not in servers["rollout-1"]
-    assert handlers.state([], 0, 13.0).learner_gone_s == 3.0
-    handlers.hello(b"next learner", hello("learner-0", "e", "learner"), 13.5)
-    assert handlers.state([], 0, 13.0).learner_gone_s is None
-    handlers.hello(b"next", hello("rollout-0", "d"), 14.0)
-    assert "gone_s" not in handlers.state([], 0, 15.0).servers["rollout-0"]
+    assert status.state(handlers, [], 0, 13.0).learner_gone_s == 3.0
+    handlers.peers.hello(b"next learner", hello("learner-0", "e", "learner"), 13.5)
+    assert status.state(handlers, [], 0, 13.0).learner_gone_s is None
+    handlers.peers.hello(b"next", hello("rollout-0", "d"), 14.0)
+    assert "gone_s" not in status.state(handlers, [], 0, 15.0).servers["rollout-0"]
 
 
 @pytest.mark.parametrize("role", ["rollout", "learner", "observer"])
@@ -324,10 +324,10 @@ def test_a_late_hello_of_a_connection_that_was_replaced_makes_no_second_peer(rol
     """ZeroMQ names the older connection anew, with a zero byte first, when its process makes another one."""
     handlers = make_requests(lease_s=10.0).handlers
     for identity in (b"\0late", b"a", b"\0late"):  # the late one is read before the other's Hello, and after it
-        assert isinstance(handlers.hello(identity, hello("0", "a", role), 0.0), Welcome)
-    assert [*handlers.peers] == [b"a"]
-    handlers.hello(b"b", hello("1", "b", role), 0.0)
-    assert {*handlers.peers} == {b"a", b"b"}
+        assert isinstance(handlers.peers.hello(identity, hello("0", "a", role), 0.0), Welcome)
+    assert [*handlers.peers.known] == [b"a"]
+    handlers.peers.hello(b"b", hello("1", "b", role), 0.0)
+    assert {*handlers.peers.known} == {b"a", b"b"}
 
 
 @pytest.mark.parametrize("late_first", [True, False])
@@ -335,19 +335,19 @@ def test_the_end_of_a_connection_that_was_replaced_ends_no_lease(late_first):
     handlers = make_requests(lease_s=10.0).handlers
     identities = [b"\0late", b"a"] if late_first else [b"a", b"\0late"]
     for identity in identities:
-        handlers.hello(identity, hello("rollout-0", "a"), 0.0)
-    assert handlers.answer(handlers.peers[b"a"], 1, Ask(request=1, version=0, room=2), 0.0).items
-    handlers.heard(b"\0late", 0.0)
-    handlers.disconnected(b"\0late", 0.0)
+        handlers.peers.hello(identity, hello("rollout-0", "a"), 0.0)
+    assert handlers.answer(handlers.peers.known[b"a"], 1, Ask(request=1, version=0, room=2), 0.0).items
+    handlers.peers.on_message(b"\0late", 0.0)
+    handlers.peers.on_disconnect(b"\0late", 0.0)
     handlers.expire(5.0)
-    assert handlers.state([], 0, 5.0).servers["rollout-0"]["leases"] == 2
+    assert status.state(handlers, [], 0, 5.0).servers["rollout-0"]["leases"] == 2
 
 
 def test_a_client_without_an_identity_of_its_own_is_known_by_its_latest_connection():
     handlers = make_requests(lease_s=10.0).handlers
     for identity in (b"\0first", b"\0second"):
-        handlers.hello(identity, hello("rollout-0", "a"), 0.0)
-    assert [*handlers.peers] == [b"\0second"] and handlers.left == [b"\0first"]
+        handlers.peers.hello(identity, hello("rollout-0", "a"), 0.0)
+    assert [*handlers.peers.known] == [b"\0second"] and handlers.peers.left == [b"\0first"]
 
 
 @in_loop
@@ -366,24 +366,24 @@ async def test_what_a_connection_left_unread_makes_no_second_peer_of_its_process
 
     speakers: list[bytes] = []
     async with BufferServer("tcp://127.0.0.1:*", 2**20, server_keys()) as server:
-        with server._plain.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+        with server._router.plain.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
             connections: zmq.Socket[bytes] = zmq.Socket.shadow(monitor)
             connect(Status(), hello()).close()
-            assert server._plain.poll(60_000)
+            assert server._router.plain.poll(60_000)
             assert connections.poll(60_000) and connections.recv_multipart()
             assert connections.poll(60_000) and connections.recv_multipart()
             again = connect(hello())
             assert connections.poll(60_000)
-            server._plain.disable_monitor()
+            server._router.plain.disable_monitor()
         with again:
             while len(speakers) < 3:
-                assert server._plain.poll(60_000)
-                for role, frames in server._receive()[0]:
+                assert server._router.plain.poll(60_000)
+                for role, frames in server._router.receive()[0]:
                     speakers.append(bytes(frames[0]))
                     requests.receive(frames, 0.0, role)
     context.term()
     assert len({*speakers}) == 2
-    assert [*requests.handlers.peers] == [b"t"]
+    assert [*requests.handlers.peers.known] == [b"t"]
 
 
 @in_loop
@@ -493,8 +493,8 @@ async def test_failures_reach_the_state_the_part_and_the_line_that_says_what_a_b
 
 
 @in_loop
-async def test_servers_are_told_that_the_run_was_given_up_after_the_learner():
-    """A learner that dies before it is told goes on when it starts again, with the servers of before."""
+async def test_servers_learn_that_the_run_was_given_up_after_the_learner():
+    """A learner that dies before it has the answer goes on when it starts again, with the same servers."""
     async with (
         buffer(make_requests(attempts=1)) as it,
         rollout(it.address) as samples,
@@ -628,11 +628,11 @@ async def test_what_was_acknowledged_is_there_after_reopening_the_file(tmp_path)
 @pytest.mark.parametrize("cached", [2**20, 0], ids=["cached", "too many to cache"])
 @pytest.mark.parametrize("commit", [False, True], ids=["before the commit", "after it"])
 def test_a_batch_is_the_same_wherever_its_samples_are_read(monkeypatch, cached, commit):
-    monkeypatch.setattr(handlers, "CACHE_BYTES", cached)
+    monkeypatch.setattr(batches, "CACHE_BYTES", cached)
     mine = (requests := make_requests()).handlers
-    mine.hello(b"s", hello(), 0.0)
-    mine.hello(b"l", hello("learner-0", "u", "learner"), 0.0)
-    server, learner = mine.peers[b"s"], mine.peers[b"l"]
+    mine.peers.hello(b"s", hello(), 0.0)
+    mine.peers.hello(b"l", hello("learner-0", "u", "learner"), 0.0)
+    server, learner = mine.peers.known[b"s"], mine.peers.known[b"l"]
     work = mine.answer(server, 1, Ask(request=1, version=0, room=2), 0.0)
     packed = {item.item: [sample.pack() for sample in group(item.item)] for item in work.items}
     for number, item in enumerate(work.items, 2):
@@ -655,7 +655,7 @@ def test_ten_thousand_open_groups_are_served_again_within_two_seconds(tmp_path):
     for leased in ledger.ask("rollout-0#t", 0, 10_000, 0.0, 1):
         if leased.item % 2:
             ledger.put("rollout-0#t", leased.item, leased.lease, [sample_stats(data) for data in packed], 0.0)
-            mine._payloads[leased.item] = packed
+            mine.groups._payloads[leased.item] = packed
     committed(requests)
     mine.store.close()
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from buffer.store.segments import GroupCache
+from buffer.store.segments import FREE_AT_ONCE, GroupCache
 from buffer.wire import server as wire
-from buffer.wire.handlers import FREE_AT_ONCE
 from buffer.wire.message import Frame, pack, unpack
 from buffer.wire.protocol import ANSWERS, Ask, Heartbeat, Hello, Put, Take, Trained, Work
 from buffer.wire.requests import PendingRequests
@@ -38,14 +37,15 @@ class Scripted(BufferServer):
         self.roles = dict[str, str]()
         self.did: list[str] = []
         self.answers: list[object] = []
-        make = requests.handlers._part
+        make = requests.handlers.groups.part
 
         def noted(*given):
             part = make(*given)
             self.did += ["made"] if part else []
             return part
 
-        requests.handlers._part = noted  # type: ignore[method-assign]
+        requests.handlers.groups.part = noted  # type: ignore[method-assign]
+        self._router.receive, self._router.send = self._received, self._sent  # type: ignore[method-assign]
 
     async def turn(self, *said: tuple[str, object]) -> None:
         """One turn that finds all of this, and those in which parts are made for it."""
@@ -63,10 +63,10 @@ class Scripted(BufferServer):
         if not self.turns and not at_once:
             raise Over
 
-    def _receive(self) -> tuple[list[tuple[str, list[Frame]]], bool]:
+    def _received(self) -> tuple[list[tuple[str, list[Frame]]], bool]:
         return (self.turns.pop(0) if self.turns else []), False
 
-    def _send(self, answer) -> None:
+    def _sent(self, answer) -> None:
         message = unpack(answer[1], ANSWERS, [bytes(one) for one in answer[2:]])[1]
         self.did.append(type(message).__name__)
         self.answers.append(message)
@@ -101,10 +101,10 @@ async def test_no_part_is_made_while_too_much_is_on_its_way(monkeypatch: pytest.
         (work,) = [one for one in server.answers if isinstance(one, Work)]
         (it,) = work.items
         await server.turn(("a", Put(item=it.item, lease=it.lease, samples=[one.pack() for one in group(it.item)])))
-        server._unsent.total = wire.IN_FLIGHT_BYTES
+        server._router.unsent.total = wire.IN_FLIGHT_BYTES
         await server.turn(("l0", Take(version=0, rank=0, world=1)))
-        assert "made" not in server.did and requests.postponed
-        server._unsent.total = 0
+        assert "made" not in server.did and requests.handlers.groups.turn.postponed
+        server._router.unsent.total = 0
         await server.turn()
         assert server.did[-2:] == ["made", "Part"]
     requests.handlers.store.close()
@@ -120,23 +120,23 @@ async def test_the_memory_of_a_trained_batch_is_freed_over_several_turns() -> No
         (work,) = [one for one in server.answers if isinstance(one, Work)]
         puts = [Put(item=it.item, lease=it.lease, samples=[s.pack() for s in group(it.item)]) for it in work.items]
         await server.turn(*(("a", put) for put in puts), ("l0", Take(version=0, rank=0, world=1)))
-        cache = requests.handlers._cache
+        cache = requests.handlers.groups.cache
         left = []
         await server.turn(("l0", Trained(version=0, oldest_kept=0)))
         for _ in range(3):
             left.append(len(cache._forgotten))
             await server.turn()
-    assert left == [FREE_AT_ONCE + 1, 1, 0] and requests.handlers.cached == 0
+    assert left == [FREE_AT_ONCE + 1, 1, 0] and requests.handlers.groups.cache.bytes == 0
     requests.handlers.store.close()
 
 
 def test_what_is_to_be_freed_is_neither_found_nor_counted() -> None:
     cache = GroupCache(100)
     for item in range(4):
-        cache.add(item, [(bytes(10), None)])  # type: ignore[list-item]
+        cache.add(item, [bytes(10)])
     cache.release([0, 1, 2])
     assert cache.get(0) is None and cache.bytes == 10 and len(cache._forgotten) == 3
-    cache.add(0, [(bytes(20), None)])  # type: ignore[list-item]
+    cache.add(0, [bytes(20)])
     cache.free(8)
     assert cache.get(0) and cache.get(3) and cache.bytes == 30 and not cache._forgotten
 

@@ -146,9 +146,9 @@ async def test_a_group_that_cannot_be_trained_is_a_failed_attempt_and_its_server
             assert not answer.accepted and answer.unfit and answer.reason.startswith(f"item 0, sample 1: {words}")
             again = await server.client.expect(put, Stored)
             assert (again.accepted, again.unfit) == (False, True), "a repetition changes nothing"
-            failed = requests.handlers.ledger.failed()
+            failed = requests.handlers.ledger.view.failed()
             assert len(failed) == attempt + 1 and list(failed)[-1].startswith(f"{kind}: item 0, sample 1: {words}")
-        assert requests.handlers.ledger.counts()["dropped"] == 1, "after its attempts, as for any failure"
+        assert requests.handlers.ledger.view.counts()["dropped"] == 1, "after its attempts, as for any failure"
         (item,) = await server.ask(1) or []
         assert (await server.put(item, group(item.item))).accepted
         async with client(it.address, "status", "observer", fingerprint="") as observer:
@@ -163,4 +163,4 @@ async def test_versions_of_the_future_are_a_failed_attempt() -> None:
         (item,) = await server.ask(1) or []
         answer = await server.put(item, group(0, version=7))
         assert not answer.accepted and "sampled under version 7, and no policy above version 0 exists" in answer.reason
-        assert requests.handlers.ledger.counts()["waiting"] == 1
+        assert requests.handlers.ledger.view.counts()["waiting"] == 1

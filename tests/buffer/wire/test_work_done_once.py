@@ -41,21 +41,22 @@ def test_trained_of_every_rank_costs_the_same_however_much_is_stored() -> None:
         clients.say(f"l{rank}", Take(version=0, rank=rank, world=RANKS))
     clients.turn()
     handlers.ledger.state.items = NotScanned(handlers.ledger.state.items)
-    handlers._bytes, handlers._figures = NotScanned(handlers._bytes), NotScanned(handlers._figures)
-    handlers._cache._groups = NotScanned(handlers._cache._groups)
+    groups = handlers.groups
+    groups._bytes, groups._figures = NotScanned(groups._bytes), NotScanned(groups._figures)
+    groups.cache._groups = NotScanned(groups.cache._groups)
     numbers, cuts, revisions = [], set(), set()
     for rank in range(RANKS):
         numbers.append(clients.say(f"l{rank}", Trained(version=0, oldest_kept=0)))
         clients.say(f"l{rank}", Take(version=1, rank=rank, world=RANKS))
         parts = {number: message for _, number, message in clients.turn()}
         assert parts[numbers[-1]] == Ack()
-        cuts.add(id(handlers._cut))
+        cuts.add(id(groups._cut))
         revisions.add(handlers.revision)
     assert len(cuts) == 1, "the next batch is cut once, also if ranks send Trained after the first rank has taken it"
     assert len(revisions) == 1, "a repeated Trained must not retry parked requests"
-    assert handlers.ledger.last_trained == 0 and len(handlers._cut) == 2
-    assert handlers.bytes_stored == sum(sizes[item] for item in range(2, 60))
-    assert len(handlers._figures) == len(handlers._bytes) == len(handlers._cache._groups) == 58
+    assert handlers.ledger.state.last_trained == 0 and len(groups._cut) == 2
+    assert groups.bytes_stored == sum(sizes[item] for item in range(2, 60))
+    assert len(groups._figures) == len(groups._bytes) == len(groups.cache._groups) == 58
 
 
 def test_bytes_of_batches_that_a_rewind_brings_back_count_again() -> None:
@@ -65,13 +66,13 @@ def test_bytes_of_batches_that_a_rewind_brings_back_count_again() -> None:
         clients.say("l0", Take(version=version, rank=0, world=1))
         clients.say("l0", Trained(version=version, oldest_kept=0))
         clients.turn()
-    assert handlers.bytes_stored == sum(sizes[item] for item in (6, 7))
+    assert handlers.groups.bytes_stored == sum(sizes[item] for item in (6, 7))
     clients.say("l0", Rewind(version=1))
     clients.turn()
     clients.say("l0", Take(version=2, rank=0, world=1))
     (part,) = [message for *_, message in clients.turn() if isinstance(message, Part)]
     assert (part.restored, part.reached) == (1, 3)
-    assert handlers.bytes_stored == sum(sizes[item] for item in range(2, 8))
+    assert handlers.groups.bytes_stored == sum(sizes[item] for item in range(2, 8))
 
 
 def test_bytes_of_groups_that_are_taken_back_count_no_longer() -> None:
@@ -80,8 +81,8 @@ def test_bytes_of_groups_that_are_taken_back_count_no_longer() -> None:
     clients.say("l0", Rewind(version=7))  # no batch was formed, so the run begins there
     clients.turn()
     handlers = clients.requests.handlers
-    assert handlers.ledger.counts()["waiting"] == 2
-    assert handlers.bytes_stored == 0 and not handlers._figures and not handlers._cache._groups
+    assert handlers.ledger.view.counts()["waiting"] == 2
+    assert handlers.groups.bytes_stored == 0 and not handlers.groups._figures and not handlers.groups.cache._groups
 
 
 class CountedParses:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from buffer.images import Picture, SeenImage
+from buffer.data.images import Picture, SeenImage
 from configs.load import ConfigError
 from configs.schema import Config, ModelConfig
 from learner.model import memory

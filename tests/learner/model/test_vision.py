@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-from buffer.images import ImageFormat, SeenImage, decode
+from buffer.data.images import ImageFormat, SeenImage, decode
 from buffer.wire.sample import Sample
 from configs.schema import ModelConfig
 from learner.model import attention, loading, vision

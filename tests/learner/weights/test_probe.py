@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from configs.load import ConfigError
 from configs.schema import WeightsConfig
 from examples.countdown.make_model import make_tokenizer

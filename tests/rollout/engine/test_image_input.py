@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from buffer.images import ImageFormat, decode
+from buffer.data.images import ImageFormat, decode
 from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.episodes.sampler import Sampler
 from rollout.tasks import Trajectory

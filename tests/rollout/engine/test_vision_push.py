@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from learner.__main__ import open_weights_wire
 from learner.model.policy import Policy
 from learner.saved import export

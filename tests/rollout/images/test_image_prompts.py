@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from configs.load import ConfigError
 from configs.schema import Config
 from rollout.episodes.prompts import Prompts, load_tokenizer

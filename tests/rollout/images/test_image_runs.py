@@ -8,7 +8,7 @@ import pytest
 
 from actors.doctor.run_file import rows_to_try
 from actors.doctor.trial import try_out
-from buffer.images import ImageFormat
+from buffer.data.images import ImageFormat
 from buffer.problems import load_problems
 from configs.load import ConfigError
 from configs.schema import Config, EvalSet

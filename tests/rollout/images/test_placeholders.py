@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.images import ImageFormat, Picture
+from buffer.data.images import ImageFormat, Picture
 from configs.load import load
 from rollout.cage.user_task import UserTask
 from rollout.episodes.episode import Episodes, Failure, Group

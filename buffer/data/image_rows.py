@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, overload
 
-from buffer.images import ImageError, counted, source_size
+from buffer.data.images import ImageError, counted, source_size
 
 IMAGES, MARK = "images", "<image>"
 """The column of images, and what stands in a row's text where one of them goes."""

@@ -9,11 +9,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from buffer.wire import server as wire
+from buffer.wire import router
+from buffer.wire.connections import ConnectionTracker
 from buffer.wire.message import Message, pack
 from buffer.wire.protocol import Status
 from buffer.wire.requests import PendingRequests
-from buffer.wire.server import BufferServer, Speakers
+from buffer.wire.server import BufferServer
 from tests.buffer.wire.test_many import hello
 from tests.harness.buffer_process import in_loop, make_requests
 from tests.harness.keys import server_keys, unlock
@@ -21,7 +22,7 @@ from tests.harness.keys import server_keys, unlock
 ON, OFF = zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED
 A, B, RENAMED = b"a", b"b", b"\0made"
 Look = tuple[dict[bytes, int], list[tuple[int, int]], list[bytes]]
-"""Who was heard over which descriptor, the events, and whose connections have ended."""
+"""Whose messages came over which descriptor, the events, and whose connections have ended."""
 
 
 @pytest.mark.parametrize(
@@ -93,13 +94,13 @@ Look = tuple[dict[bytes, int], list[tuple[int, int]], list[bytes]]
     ],
 )
 def test_who_has_ended(looks: list[Look]) -> None:
-    speakers = Speakers()
+    tracker = ConnectionTracker()
     for heard, events, ended in looks:
-        assert sorted(speakers.ended(heard, events)) == sorted(ended)
+        assert sorted(tracker.ended(heard, events)) == sorted(ended)
 
 
 class Peers:
-    """Processes that speak to the buffer over bare sockets, which never connect again."""
+    """Processes that send to the buffer over bare sockets, which never connect again."""
 
     def __init__(self, server: BufferServer, requests: PendingRequests, context: zmq.asyncio.Context) -> None:
         self.server, self.requests, self.context = server, requests, context
@@ -122,12 +123,12 @@ class Peers:
 
     def broke(self, identity: bytes) -> bool:
         """Whether the buffer knows that its connection broke."""
-        return self.requests.handlers.peers[identity].broke is not None
+        return self.requests.handlers.peers.known[identity].broke is not None
 
     async def is_missed(self, identity: bytes) -> None:
         """Wait for that."""
         async with asyncio.timeout(60):
-            while identity not in self.requests.handlers.peers or not self.broke(identity):
+            while identity not in self.requests.handlers.peers.known or not self.broke(identity):
                 await asyncio.sleep(0.01)
 
     @asynccontextmanager
@@ -168,16 +169,16 @@ async def test_what_is_read_after_the_end_of_its_process_hides_neither_that_nor_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The loop reads nothing before the first process has ended, as while a commit takes long, and little at a time."""
-    monkeypatch.setattr(wire, "MAX_MESSAGES", 1)
+    monkeypatch.setattr(router, "MAX_MESSAGES", 1)
     async with peers() as them:
         (await them.connect(A, Status())).close()
-        told: list[tuple[int, int]] = []
-        while OFF not in dict(told):
-            assert them.server._events.poll(60_000)
-            them.server._read_new_events(0.0)
-            told += them.server._read_events
-            them.server._read_events.clear()
-        assert them.server._speakers.ended({}, told) == []
+        seen: list[tuple[int, int]] = []
+        while OFF not in dict(seen):
+            assert them.server._router.events.poll(60_000)
+            them.server._router.read_events(0.0)
+            seen += them.server._router.events_read
+            them.server._router.events_read.clear()
+        assert them.server._router._tracker.ended({}, seen) == []
         async with them.served():
             await them.is_missed(A)
             (await them.welcomed(B)).close(0)

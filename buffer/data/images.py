@@ -29,7 +29,7 @@ FILE_KINDS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 MAX_ASPECT = 200
 """Largest ratio of an image's sides, as in transformers' `smart_resize`."""
 MAX_SOURCE_PIXELS = 89_478_485
-"""Of an image before it is resized: PIL's own bound against files that decompress to gigabytes."""
+"""Most pixels of an image before it is resized: PIL's own bound against files that decompress to gigabytes."""
 BROKEN = (
     *(OSError, EOFError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError),
     *(NotImplementedError, struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
@@ -56,7 +56,7 @@ class ImageFormat:
     temporal: int
     """Frames of a patch; an image is repeated so often."""
     mean: tuple[float, float, float]
-    """Of red, green and blue, from 0 to 1, taken off; what is left is divided by `std`."""
+    """Mean of red, green and blue, from 0 to 1: it is subtracted, and the difference is divided by `std`."""
     std: tuple[float, float, float]
     min_pixels: int
     max_pixels: int

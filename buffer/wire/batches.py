@@ -1,0 +1,192 @@
+"""The groups that are stored and not yet trained: their bytes and figures, and the parts of the batch that is taken.
+
+Used by the verbs of `verbs.py`. A group's samples are opened once, when it is put; a batch is cut once for all ranks,
+and a rank's part of it is made when the rank asks for it. Blocks only for reading samples from disk that are not in
+memory any more.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from buffer.ledger.rules import Ledger
+from buffer.ledger.types import Changes, FormedBatch, SampleStats
+from buffer.store.faults import DamagedSample
+from buffer.store.segments import GroupCache
+from buffer.store.sqlite import Store
+from buffer.wire.limits import Limits
+from buffer.wire.protocol import Part, Take
+from buffer.wire.sample import stats_of
+from buffer.wire.served_rows import ServedRows
+from buffer.wire.split import BatchCut
+from buffer.wire.values import WrongValue
+from configs.flow.capacity import CACHE_BYTES
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class LoopTurn:
+    """What may be done for Takes before other messages are looked at again: a batch of gigabytes for hundreds of ranks
+    must not hold up a heartbeat. Without bounds unless `server.py` sets them."""
+
+    seconds: float = math.inf
+    """For cutting batches and making parts."""
+    room: float = math.inf
+    """Bytes of parts that may still be handed over to be sent."""
+    spent: float = 0.0
+    """Seconds that were spent on it."""
+    postponed: bool = False
+    """A part of a formed batch has to wait for the next turn."""
+
+    def over(self) -> bool:
+        """Whether what is left has to wait; notes it."""
+        self.postponed = self.postponed or self.room <= 0 or self.spent >= self.seconds
+        return self.postponed
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """The block's time counts."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent += time.monotonic() - began
+
+
+class UntrainedGroups:
+    """All untrained groups, whether their samples are in memory or on disk."""
+
+    def __init__(self, ledger: Ledger, store: Store, limits: Limits, rows: ServedRows) -> None:
+        self._ledger, self._store, self._limits, self._rows = ledger, store, limits, rows
+        self.turn = LoopTurn()
+        self.learner_waiting = False
+        """A Take is pending: Puts above `buffer.max_gib` are accepted until it is answered."""
+        self.revision = 0
+        """Moves whenever Puts are let in."""
+        self.cache = GroupCache(CACHE_BYTES)
+        self._payloads: dict[int, list[bytes]] = {}
+        """Samples by item, of groups accepted since the last transaction."""
+        self._figures: dict[int, Sequence[SampleStats]] = {}
+        """By item: figures of the groups whose samples were opened since the start."""
+        self._bytes: dict[int, int] = store.untrained_bytes()
+        self.bytes_stored = sum(self._bytes.values())
+        """Bytes of all samples that are accepted and not yet trained."""
+        self._cut: tuple[tuple[int, int, bool, tuple[int, ...]], BatchCut] | None = None
+        """The batch that was cut last, by version, ranks, whether in whole groups, and items (it may lose a group)."""
+
+    @property
+    def full(self) -> bool:
+        """Whether a Put has to wait."""
+        return self.bytes_stored >= self._limits.max_bytes and not self.learner_waiting
+
+    def set_learner_waiting(self, waiting: bool) -> None:
+        """Whether a Take is parked."""
+        self.revision += waiting and not self.learner_waiting  # it lets Puts in
+        self.learner_waiting = waiting
+
+    def add(self, item: int, samples: list[bytes], figures: Sequence[SampleStats]) -> None:
+        """The ledger has accepted this group."""
+        self._payloads[item] = samples
+        if self._ledger.view.state_of(item) == "stored":  # else a filter left it out
+            self.cache.add(item, samples)
+            self._figures[item] = figures
+            self._bytes[item] = sum(map(len, samples))
+            self.bytes_stored += self._bytes[item]
+
+    def written(self, changes: Changes) -> Mapping[int, Sequence[bytes]]:
+        """The samples that are to be written with these changes. Groups that are discarded or in quarantine count no
+        longer."""
+        self.forget(changes.discarded | changes.quarantined)
+        payloads, self._payloads = self._payloads, {}
+        return {item: payloads[item] for item in changes.sample_stats}
+
+    def forget(self, items: Collection[int]) -> None:
+        """Stop counting the bytes of these items: their samples are trained or void."""
+        self.cache.release(items)
+        for item in items:
+            self._figures.pop(item, None)
+            self.bytes_stored -= self._bytes.pop(item, 0)
+
+    def rewind(self, version: int, replay: int) -> None:
+        """The learner is at `version` again, and takes `replay` batches a second time: they are untrained again."""
+        self._cut = None  # its batch was undone
+        if replay:
+            self._bytes |= self._store.bytes_batched_since(version)
+            self.bytes_stored = sum(self._bytes.values())
+
+    def trained(self, items: Collection[int]) -> None:
+        """These items have been trained."""
+        self.forget(items)
+        if (
+            self._cut and self._cut[0][0] <= self._ledger.state.last_trained
+        ):  # a rank may have taken the next batch by now
+            self._cut = None
+
+    def part(self, take: Take, batch: FormedBatch, counts: Callable[[], Mapping[str, Any]]) -> Part | None:
+        """The part of a rank. A batch is cut once for all, with the `counts` of that moment. None: not in this turn, or
+        a group went into quarantine, so that the batch is another one. Raises ImageUnavailable and ImageError."""
+        key = take.version, take.world, take.share_prompts, batch.items
+        try:
+            if (self._cut is None or self._cut[0] != key) and not self._opened(batch):
+                return None
+            with self.turn.counted():
+                if not self.turn.over() and (self._cut is None or self._cut[0] != key):
+                    self._cut = key, self._cut_batch(take, batch, counts())
+                if self.turn.over() or self._cut is None:
+                    return None
+                items = self._ledger.state.items
+                part = self._cut[1].part(
+                    take.rank, self._fetch, lambda item: self._rows.images_of_item(item, items[item].row)
+                )
+        except DamagedSample as damage:
+            self._leave_out(damage, take.version)
+            return None
+        self.turn.room -= part.size_hint()
+        return part
+
+    def _cut_batch(self, take: Take, batch: FormedBatch, counts: Mapping[str, Any]) -> BatchCut:
+        groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
+        if take.version <= self._ledger.state.last_trained:  # no Trained will follow that would forget them
+            for item in batch.items:
+                self._figures.pop(item, None)
+        return BatchCut(take.version, take.world, groups, counts, take.share_prompts)
+
+    def _opened(self, batch: FormedBatch) -> bool:
+        """Have the figures of all its groups: after a restart they are read from the samples, as many as the turn
+        allows. False: not all yet, or one went into quarantine. Raises DamagedSample."""
+        for item in batch.items:
+            if item not in self._figures:
+                if self.turn.over():
+                    return False
+                with self.turn.counted():
+                    try:
+                        self._figures[item] = stats_of(item, self._store.group(item), self._limits.bounds)
+                    except WrongValue as error:
+                        self.quarantine(item, str(error))
+                        return False
+        return True
+
+    def quarantine(self, item: int, reason: str) -> None:
+        """Put a group into quarantine, and write so to the log."""
+        row = self._ledger.state.items[item].row if item in self._ledger.state.items else None
+        if self._ledger.batches.quarantine(item, " ".join(reason.split())):
+            log.error("item %d (row %s) is in quarantine and is not trained: %s", item, row, reason)
+
+    def _leave_out(self, damage: DamagedSample, version: int) -> None:
+        """Put a damaged group into quarantine: its batch is served without it. Ranks that have a part of the batch with
+        that group take it again before they train (`learner/sound.py`)."""
+        if self._ledger.batches.quarantine(damage.item, damage.reason):
+            where = f"item {damage.item} is put into quarantine, batch {version} is served without it"
+            log.error("%s: %s", where, damage)
+        self._cut = None
+        self.forget([damage.item])
+
+    def _fetch(self, item: int, indexes: Sequence[int]) -> list[bytes]:
+        """Samples of a group, by their places in it. Raises DamagedSample."""
+        held = self._payloads.get(item) or self.cache.get(item)
+        return self._store.samples(item, indexes) if held is None else [held[index] for index in indexes]

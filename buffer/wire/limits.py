@@ -1,0 +1,20 @@
+"""What the buffer's answers depend on of the run file."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from buffer.wire.values import ANY, Bounds
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`run` is the run's name, `samples` the size of a group, `max_bytes` the budget of untrained samples."""
+
+    run: str
+    fingerprint: str
+    samples: int
+    max_bytes: int
+    max_message: int
+    keep: Literal["checkpoints", "all"]
+    bounds: Bounds = ANY
+    """Bounds of the values of samples."""

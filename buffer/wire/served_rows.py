@@ -1,0 +1,94 @@
+"""The rows of the data set as they are dispatched and trained: which are ready, and their images.
+
+Some rows have to be made first (sets of reasoning-gym), and image files may be away for a while, as a file share is.
+Then requests wait here for them, and the buffer waits for nothing. Used by the verbs of `verbs.py`.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from buffer.data.image_rows import IMAGES, ImageUnavailable
+from buffer.data.images import ImageError
+from buffer.problems import READ_AHEAD, Problems
+from buffer.wire.protocol import RowImages
+
+log = logging.getLogger(__name__)
+AWAY_S = 1.0
+"""While image files cannot be read, nothing is read for so long."""
+WARN_S = 10.0
+"""Shortest time between two lines of the log about it."""
+Upcoming = Callable[[int], Sequence[int]]
+"""The rows of the next so many new items."""
+
+
+class ServedRows:
+    """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
+
+    def __init__(self, problems: Sequence[Mapping[str, Any]]) -> None:
+        self._rows, self._problems = problems, problems if isinstance(problems, Problems) else None
+        self.away = ""
+        """What is wrong with an image file that cannot be read now; "" while no request waits for one."""
+        self._away_until = self._warned_at = -math.inf
+        self._returns = 0
+
+    @property
+    def revision(self) -> int:
+        """Moves whenever a row was made, or image files are tried again."""
+        return self._returns + (self._problems.num_made if self._problems else 0)
+
+    @property
+    def why_away(self) -> str:
+        """Why requests wait for images, in one line; "" while none does."""
+        return f"images cannot be read: {self.away}" if self.away else ""
+
+    def expire(self, now: float) -> float | None:
+        """Try image files again when it is time; returns when to call again."""
+        if self.away and now >= self._away_until:
+            self.away = ""
+            self._returns += 1
+        return self._away_until if self.away else None
+
+    def note_away(self, error: ImageUnavailable, now: float, pause: bool = True) -> None:
+        """An image file cannot be read now. `pause`: no other is read for AWAY_S."""
+        if now >= self._warned_at + WARN_S:
+            self._warned_at = now
+            log.warning("images cannot be read now, and are tried again: %s", error)
+        if pause:
+            self.away, self._away_until = str(error), now + AWAY_S
+
+    def room(self, upcoming: Upcoming, wanted: int) -> int:
+        """How many of `wanted` rows can be dispatched at once. The next ones are made meanwhile."""
+        if not self._problems:
+            return wanted
+        self._problems.expect(lambda: upcoming(READ_AHEAD))
+        ready = self._problems.num_ready(lambda: upcoming(wanted))
+        return wanted if ready is None else min(wanted, ready)
+
+    def has_next(self, upcoming: Upcoming) -> bool:
+        """Whether the next row is ready. If it is not, no Ask gets a row."""
+        return not self._problems or self._problems.num_ready(lambda: upcoming(1)) != 0
+
+    def problem(self, row: int) -> dict[str, Any]:
+        """A row with its images read. Raises ImageError, or ImageUnavailable for an image that may come back."""
+        problem = dict(self._rows[row])
+        return problem | {IMAGES: list(problem[IMAGES])} if problem.get(IMAGES) else problem
+
+    def images_of(self, row: int) -> Sequence[bytes]:
+        """The images of a row, unread. Does not make the row."""
+        if self._problems:
+            return (self._problems.images and self._problems.images.of(row)) or ()
+        files: Sequence[bytes] = self._rows[row].get(IMAGES, ())
+        return files
+
+    def images_of_item(self, item: int, row: int) -> RowImages | None:
+        """The images of an item that is trained. Raises ImageUnavailable, and ImageError for a file that is gone or
+        another one since the item was dispatched: its batch waits for it."""
+        try:
+            files = list(self.images_of(row))
+        except ImageUnavailable:
+            raise
+        except ImageError as error:
+            raise ImageError(f"item {item}, row {row}: {error}, and start the learner again") from None
+        return RowImages(item=item, images=files) if files else None
