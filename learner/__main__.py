@@ -55,7 +55,7 @@ from learner.algorithms.losses import needs_entropy_gradient, needs_reference
 from learner.algorithms.own_trial import check_own
 from learner.certify import process
 from learner.checkpoint import Checkpoints, NoDiskSpace
-from learner.drain import Draining
+from learner.drain import Stopping
 from learner.mesh import default_store, process_group, replica, shards
 from learner.model import flops
 from learner.model.exactness import check_exact
@@ -162,18 +162,18 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.share_prompts}
         batches = LearnerClient(config.buffer.address, name, print_, rank, world, serves, **options)
         parts.callback(batches.close)
-        draining = Draining(batches)
+        stopping = Stopping(batches)
         if rank == 0:
             gpus = world if device.type == "cuda" else 0
             parts.enter_context(Observer(config, buffer_keys, gpus, metrics.log_servers))
-        with StopSignals(draining.begin):
-            sound = SoundSteps(algorithm, draining, bounds_of(policy, form))
-            loop.run(policy, sound, draining, weights, checkpoints, metrics, versions)
+        with StopSignals(stopping.begin):
+            sound = SoundSteps(algorithm, batches, bounds_of(policy, form))
+            loop.run(policy, sound, batches, stopping, weights, checkpoints, metrics, versions)
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()
-        if not draining.interrupted:
+        if not stopping.begun:
             algorithm.skipped.check_end()
-    return draining.finished
+    return None if stopping.begun else batches.finished
 
 
 def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None) -> tuple[Policy, Algorithm]:

@@ -35,11 +35,11 @@ from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
 PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 """Entries of `Algorithm.shared_context` that are [samples], in the order of `Batch.rows`."""
 PHASES = ("pack", "backward", "update")
-"""Of a step: packing the batch, forward and backward passes, optimizer."""
+"""The phases of a step: packing the batch, forward and backward passes, optimizer."""
 TALLY = "moe"
 """Among a rank's sums, of a mixture of experts, what its routers did: [layers, ...]."""
 Result = tuple[Tensor, dict[str, Tensor]]
-"""Of a forward pass: the loss of the microbatch, ready for `backward`, and its sums."""
+"""Result of a forward pass: the loss of the microbatch, ready for `backward`, and its sums."""
 
 
 class Algorithm:
@@ -71,7 +71,7 @@ class Algorithm:
         StepsSkipped if too many steps before this one changed nothing."""
         self.skipped.check()
         times = [time.perf_counter()]
-        batch = self._packed(policy, part)
+        batch = self.pack(policy, part)
         times.append(time.perf_counter())
         sums = self.backward(policy, batch) | per_sample_sums(_of_samples(batch), policy.device)
         tally = sums.pop(TALLY, None)
@@ -84,23 +84,18 @@ class Algorithm:
         rewards = batch.rows.reward.numpy()
         self.skipped.note(batch.version + 1, (float(rewards.min()), float(rewards.max())), metrics, totals)
         metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
-        metrics |= {
-            f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried", "quarantined")
-        }
-        metrics |= {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
-        metrics["buffer/failed_share"] = part.failed / max(part.failed + part.generated, 1)
-        metrics |= problem_metrics(part)
+        metrics |= buffer_metrics(part) | problem_metrics(part)
         flops = policy.costs.total(totals["row_tokens"], metrics["tokens_sampled"], totals["squares"])
         metrics |= {name: totals[name] for name in ("images", "patches") if name in totals}
         return metrics | {"flops": flops + totals.get("tower", 0.0), "tokens_computed": totals["row_tokens"]}
 
     def rehearse(self, policy: Policy, part: Part) -> bool:
-        """Whether the gradient of `part` is finite. Nothing is trained. A collective, with the same result on all
-        ranks."""
-        self.backward(policy, self._packed(policy, part))
+        """Whether the gradient of `part` is finite; trains nothing. A collective, with the same result on all ranks."""
+        self.backward(policy, self.pack(policy, part))
         return self.optimizer.discard()
 
-    def _packed(self, policy: Policy, part: Part) -> Batch:
+    def pack(self, policy: Policy, part: Part) -> Batch:
+        """The microbatches of this rank's `part`. A collective."""
         costs = policy.attention_cost, policy.patch_cost
         shared, replayed = policy.share_prompts, policy.replayed
         return Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed)
@@ -189,7 +184,7 @@ class Algorithm:
         return torch.cat([advantages.float(), torch.zeros(1)])
 
     def _log_ratios(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
-        """Of each sample the sum of its log-ratios, from one more forward pass: [samples] float, 0 for other ranks'."""
+        """The sum of each sample's log-ratios, from one more forward pass: [samples] float, 0 for other ranks'."""
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
         sums = [each.per_sequence(each.log_ratio)[: each.num_sequences] for each in map(LossInputs.clean, inputs)]
         return torch.stack(sums).sum(0)
@@ -206,7 +201,7 @@ def discounted(batch: Batch, rewards: Tensor, discount: float) -> tuple[Tensor, 
     float64.
 
     `rewards` [samples] are those of the rows, or less: a penalty is the last turn's. A collective: the rows know
-    nothing of turns, so each rank tells the returns of its own samples.
+    nothing of turns, so each rank contributes the returns of its own samples.
     """
     turns, turn_rewards = map(torch.from_numpy, batch.turns)
     last, first = turns.diff(append=turns.new_tensor([-1])) != 0, turns.diff(prepend=turns.new_tensor([-1])) != 0
@@ -261,6 +256,13 @@ def _all_reduce(sums: dict[str, Tensor]) -> dict[str, float]:
 def _tensors(rows: SampleRows) -> list[Tensor]:
     """Reward, item, sampled tokens, and whether truncated: [samples] each."""
     return [torch.tensor(column.numpy()) for column in (rows.reward, rows.item, rows.sampled, rows.truncated)]
+
+
+def buffer_metrics(part: Part) -> dict[str, float]:
+    """What the buffer has counted: attempts and groups so far, running samples and places of all servers."""
+    counts = {f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried", "quarantined")}
+    servers = {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
+    return counts | servers | {"buffer/failed_share": part.failed / max(part.failed + part.generated, 1)}
 
 
 def problem_metrics(part: Part) -> dict[str, float]:
