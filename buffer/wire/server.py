@@ -12,11 +12,10 @@ import asyncio
 import logging
 import os
 import sqlite3
-import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -34,6 +33,7 @@ from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.connection import DEAD_NETWORK
 from buffer.wire.connections import ConnectionLimits, UnsentAnswers
 from buffer.wire.handlers import LoopTurn, Peer
+from buffer.wire.liveness import ConnectionEvents, ConnectionTracker
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
 from configs.entrypoint import unless
@@ -65,64 +65,10 @@ OPTIONS = {
     zmq.BACKLOG: 65535,  # all clients connect again at once; the kernel takes less where net.core.somaxconn is less
     **DEAD_NETWORK,
 }
-CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-"""Events that `Speakers` gets."""
 
 
 class ListenError(ValueError):
     """The address cannot be listened on; the text names it and the remedy."""
-
-
-class Speakers:
-    """Who speaks over which connection of a ROUTER, and whose connection has ended.
-
-    ZeroMQ names connections by their file descriptors, in messages (`frame.get(zmq.SRCFD)`) and in a monitor's events.
-    Such a name is not unique: the kernel gives it to the next connection at once; what came over a connection may be
-    read long after its end, under a name that ZeroMQ makes if its process has another one by then; and a connection
-    whose process makes another one is closed without an event. So `ended` is given the messages read and, after them,
-    all events up to then: a connection is accepted before it says anything, so its own event is among them. If
-    two identities sent over one descriptor, the later one has it. A wrong guess is corrected by the next message.
-
-    Example: `Speakers().ended({b"a": 20}, [(zmq.EVENT_ACCEPTED, 20), (zmq.EVENT_DISCONNECTED, 20)]) == [b"a"]`
-    """
-
-    def __init__(self) -> None:
-        self._over: dict[bytes, int] = {}
-        """By identity: the descriptor over which its last message came."""
-        self._last: dict[int, bytes] = {}
-        """By descriptor: the identity of the last message that came over it."""
-        self._closed: set[int] = set()
-        """Descriptors without a connection."""
-
-    def ended(self, heard: Mapping[bytes, int], events: Iterable[tuple[int, int]]) -> list[bytes]:
-        """Identities whose connections have ended since the last call. `heard`: descriptors of the messages read since,
-        by identity, in the order of the last ones; `events`: (kind, descriptor) of the events since, in order."""
-        changed, taken = set(), set()
-        for kind, descriptor in events:
-            changed.add(descriptor)
-            (self._closed.add if kind == zmq.EVENT_DISCONNECTED else self._closed.discard)(descriptor)
-        for who, descriptor in heard.items():
-            if self._last.get(descriptor, who) != who:
-                taken.add(descriptor)
-            self._last[descriptor] = who
-        self._over.update(heard)
-        if not (changed or taken) and self._closed.isdisjoint(heard.values()):
-            return []
-        ended = [
-            who
-            for who, descriptor in self._over.items()
-            if descriptor in self._closed
-            or (descriptor in changed and who not in heard)
-            or (descriptor in taken and self._last[descriptor] != who)
-        ]
-        for who in ended:
-            del self._over[who]
-        return ended
-
-    def close(self, identity: bytes, limits: ConnectionLimits) -> None:
-        """End the connection of a process that does not read."""
-        if (descriptor := self._over.get(identity)) is not None and self._last.get(descriptor) == identity:
-            limits.close(descriptor, "read none of its answers")
 
 
 class BufferServer:
@@ -146,17 +92,13 @@ class BufferServer:
         self._unsent = UnsentAnswers()
         self._limits, self._strangers = ConnectionLimits(), asyncio.Event()
         self._read_events: deque[tuple[int, int]] = deque()
-        """Events of connections that were read and not yet passed to `Speakers`."""
-        self._speakers = Speakers()
+        """Events of connections that were read and not yet passed to the tracker."""
+        self._tracker = ConnectionTracker()
         self._heard: dict[bytes, int] = {}
         """Identities that sent something since the last look, and the file descriptors of their connections."""
-        self._socket.monitor("inproc://connections", CONNECTIONS)
-        self._monitor = self._context.socket(zmq.PAIR)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait until there is room for an event
-        self._monitor.connect("inproc://connections")
-        self._events: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor)
+        self._events = ConnectionEvents(self._context, self._socket)
         self._poller = zmq.asyncio.Poller()
-        for socket in self._socket, self._monitor:
+        for socket in self._socket, self._events.monitor:
             self._poller.register(socket, zmq.POLLIN)
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
@@ -177,8 +119,7 @@ class BufferServer:
     async def __aexit__(self, *error: object) -> None:
         if self._auth:
             self._auth.stop()
-        self._socket.disable_monitor()
-        self._monitor.close(0)
+        self._events.close()
         self._socket.close()
         self._context.term()
         if self._lock is not None:
@@ -292,11 +233,10 @@ class BufferServer:
             if peer := peers.get(identity):
                 self._limits.admit(descriptor, large=peer.hello.role == "rollout")
         self._limits.close_silent(now)
-        return self._speakers.ended(heard, events)
+        return self._tracker.ended(heard, events)
 
     def _read_new_events(self, now: float) -> None:
-        while self._events.poll(0):
-            kind, descriptor = struct.unpack("=hi", self._events.recv_multipart()[0])
+        for kind, descriptor in self._events.new():
             self._read_events.append((kind, descriptor))
             self._limits.on_event(kind, descriptor, now)
         if self._limits.unknown:
@@ -369,9 +309,9 @@ class BufferServer:
             elif not self._unsent.too_many(identity):
                 return self._send_large(identity, answer, size)
             else:
-                self._speakers.close(identity, self._limits)
+                self._tracker.close(identity, self._limits)
         except zmq.Again:
-            self._speakers.close(identity, self._limits)
+            self._tracker.close(identity, self._limits)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:  # the process has ended
                 raise

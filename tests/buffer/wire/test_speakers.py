@@ -10,10 +10,11 @@ import zmq
 import zmq.asyncio
 
 from buffer.wire import server as wire
+from buffer.wire.liveness import ConnectionTracker
 from buffer.wire.message import Message, pack
 from buffer.wire.protocol import Status
 from buffer.wire.requests import PendingRequests
-from buffer.wire.server import BufferServer, Speakers
+from buffer.wire.server import BufferServer
 from tests.buffer.wire.test_many import hello
 from tests.harness.buffer_process import in_loop, make_requests
 from tests.harness.keys import server_keys, unlock
@@ -93,9 +94,9 @@ Look = tuple[dict[bytes, int], list[tuple[int, int]], list[bytes]]
     ],
 )
 def test_who_has_ended(looks: list[Look]) -> None:
-    speakers = Speakers()
+    tracker = ConnectionTracker()
     for heard, events, ended in looks:
-        assert sorted(speakers.ended(heard, events)) == sorted(ended)
+        assert sorted(tracker.ended(heard, events)) == sorted(ended)
 
 
 class Peers:
@@ -177,7 +178,7 @@ async def test_what_is_read_after_the_end_of_its_process_hides_neither_that_nor_
             them.server._read_new_events(0.0)
             told += them.server._read_events
             them.server._read_events.clear()
-        assert them.server._speakers.ended({}, told) == []
+        assert them.server._tracker.ended({}, told) == []
         async with them.served():
             await them.is_missed(A)
             (await them.welcomed(B)).close(0)
