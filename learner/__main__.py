@@ -147,7 +147,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         policy, algorithm = build(config, mesh, budget, form)
         saved = path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions, shards(mesh)
         checkpoints = Checkpoints(*saved)
-        checkpoints.check_folder()
+        checkpoints.ranks.check_folder()
         weights = open_weights_wire(config, policy, mesh, form)
         trackers = [
             Tracker(name, path, config.run.name, disclosed(config)) for name in config.log.trackers if rank == 0

@@ -123,7 +123,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
         saved = path / "checkpoints", config.model, config.learner, optimizer, versions, shards(mesh)
         digest = data.digest
         checkpoints = Checkpoints(*saved, lambda version: DataPosition(data=digest, rows=version * rows))
-        checkpoints.check_folder()
+        checkpoints.ranks.check_folder()
         trackers = [
             Tracker(name, path, config.run.name, disclosed(config)) for name in config.log.trackers if rank == 0
         ]

@@ -337,7 +337,7 @@ def run(
     learner = world.LEARNER.model_copy(update={"checkpoint_every": 2} | (options or {}))
     where, shared_by = (seen or folder) / "checkpoints", shards(mesh)
     checkpoints = Checkpoints(where, model, learner, algorithm.optimizer, versions=100, shards=shared_by)
-    checkpoints.check_folder()
+    checkpoints.ranks.check_folder()
     assert checkpoints.restore(policy) == start
     records = []
     for version in range(start, stop):
