@@ -5,8 +5,8 @@ buffer, which puts the group into quarantine and serves the batch without it; th
 takes the batch again. All ranks agree on it. Built by `learner/__main__.py`.
 
 A group is at fault if one of its values cannot be, if its images are not what the policy saw, or if its gradient alone
-is not finite. A batch with which the learner ended before, without a word, is tried group by group first: should it end
-again, the buffer knows with which group.
+is not finite. A batch with which the learner ended before, and nobody knows why, is tried group by group first: should
+it end again, the buffer knows with which group.
 """
 
 import logging

@@ -60,7 +60,7 @@ class Parts:
         self.calls.append(f"log {version} {sorted(stats)}")
 
     def evaluations(self, version: int | None = None) -> list[str]:
-        """Of the metrics: those recorded up to `version`; of the batches: those that have come."""
+        """With `version`, the evaluations that the metrics have up to it; without, those that the buffer has sent."""
         return ["recorded"] if version is not None else []
 
     def follow_evaluations(self, known: list[str]) -> None:

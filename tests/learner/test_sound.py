@@ -169,7 +169,7 @@ def test_where_no_gradient_is_finite_no_group_is_at_fault(mesh) -> None:
 
 
 class Deadly(Fake):
-    """Whoever computes the group is killed, without a word."""
+    """The process that computes the group is killed before it can say why."""
 
     def __init__(self, alone: bool = True) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from tests.harness.keys import server_keys, unlock
 ON, OFF = zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED
 A, B, RENAMED = b"a", b"b", b"\0made"
 Look = tuple[dict[bytes, int], list[tuple[int, int]], list[bytes]]
-"""Who was heard over which descriptor, the events, and whose connections have ended."""
+"""Whose messages came over which descriptor, the events, and whose connections have ended."""
 
 
 @pytest.mark.parametrize(
