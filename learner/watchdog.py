@@ -1,8 +1,8 @@
 """No collective outlives its timeout: a watchdog on each rank says which rank was missing, where, and for how long.
 
-A thread of each rank reads torch's flight recorder (which knows every collective, NCCL's and gloo's) and writes
-into a store, for the other ranks, how many collectives its rank has begun. When `learner.timeout_s` expires it prints
-one line, writes the recorder's dump and ends the process; the other ranks' watchdogs see that and end too. Where the store
+A thread of each rank reads torch's flight recorder (which knows every collective, NCCL's and gloo's) and writes into a
+store, for the other ranks, how many collectives its rank has begun. When `learner.timeout_s` expires it prints one
+line, writes the recorder's dump and ends the process; the other ranks' watchdogs see that and end too. Where the store
 does not answer, its machine cut off or gone, each rank ends by itself. torch's own timeout comes a little later.
 Started by `__main__.py`; waits for nothing but its clock.
 """
