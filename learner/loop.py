@@ -10,7 +10,6 @@ from learner.drain import Stopping
 from learner.model.policy import Policy
 from learner.record.metrics import Metrics
 from learner.sound import SoundSteps
-from learner.train import collectives
 from learner.weights.sender.publish import Bystander, Follower, Sender
 from learner.weights.sender.row_rank import RowRank
 
@@ -28,7 +27,7 @@ def run(
     """Train from the last checkpoint to `versions`. Version v is the policy after v optimizer steps."""
     version = checkpoints.restore(policy)
     batches.rewind(version)
-    collectives.meet()  # or a rank's Take might come before another rank's Rewind, which undoes the batch
+    stopping.agreed()  # else a rank's Take might come before another rank's Rewind, which undoes the batch
     batches.follow_evaluations(metrics.evaluations(version))
     weights.publish(policy, version)
     while version < versions:

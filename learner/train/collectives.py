@@ -1,8 +1,8 @@
 """What learner ranks exchange besides gradients: agreements on a number, tensors whose length differs by rank, a state.
 
 Each call is a collective: every rank must make it, and waits for the last one, up to `learner.timeout_s`. Numbers
-travel as CPU tensors over gloo, whatever the model's device. Used by `step.py`, `batch.py`, `learner/loop.py`,
-`checkpoint.py`, `drain.py`.
+travel as CPU tensors over gloo, whatever the model's device. Used by `step.py`, `batch.py`, `learner/checkpoint.py`,
+`drain.py`, `sound.py`.
 """
 
 from typing import Any
