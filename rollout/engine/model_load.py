@@ -110,13 +110,13 @@ class ModelLoad:
         for is_frozen, kind in groupby(weights, lambda weight: weight[0] in frozen):
             if is_frozen:
                 held = self._held = self.model.load_weights(kind)
+                if not isinstance(held, set):
+                    name = type(self.model).__name__
+                    raise ValueError(f"model.freeze: vLLM's {name} does not say which weights it loads; freeze nothing")
             elif recorded:
                 loaded = self._copies.load(kind, held)
             else:
                 loaded = self.model.load_weights(kind)
-            if not isinstance(held, set):
-                name = type(self.model).__name__
-                raise ValueError(f"model.freeze: vLLM's {name} does not say which weights it loads; freeze nothing")
         layers = {name.rpartition(".")[0] for name in loaded} if isinstance(loaded, set) else set()
         if split := [name for name in held if name.rpartition(".")[0] in layers]:
             raise ValueError(

@@ -237,10 +237,7 @@ class Receiver:
         if self._rounds.state is not State.RECEIVING:
             return
         reception = self._rounds.give_up(self._clock.now())
-        free = await self._workers.abort()
-        if self._rounds.state is State.CLEARING and (free or reception.complete):
-            self._rounds.clear()
-        if self._rounds.state is State.CLEARING:
+        if not self._rounds.aborted(await self._workers.abort()):
             log.warning(
                 "weights: version %d was given up (%s), but its broadcast still runs; the next one is received "
                 "after the broadcast has ended, within %g s",

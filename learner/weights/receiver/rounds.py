@@ -136,6 +136,13 @@ class Rounds:
         self.reception.given_up_at = now
         return self.reception
 
+    def aborted(self, free: bool) -> bool:
+        """The workers were made to give up the round; `free`: none writes any more. Returns whether the buckets are
+        free, be it by reports that came meanwhile."""
+        if self.state is State.CLEARING and self.reception and (free or self.reception.complete):
+            self.clear()
+        return self.state is not State.CLEARING
+
     def clear(self) -> None:
         """No worker writes to the buckets of the round that was given up."""
         self._free("cleared")
