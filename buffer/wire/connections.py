@@ -11,7 +11,7 @@ import logging
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import inf
 
@@ -138,6 +138,58 @@ class UnsentAnswers:
         """Whether a process has to read answers before it gets another large one. The first one is always sent."""
         held = self._of.get(identity, 0)
         return held >= UNSENT_BYTES or (held > 0 and self.total >= self.budget)
+
+
+class ConnectionTracker:
+    """Which process sends over which connection of a ROUTER, and whose connection has ended.
+
+    ZeroMQ names connections by their file descriptors, in messages (`frame.get(zmq.SRCFD)`) and in a monitor's events.
+    Such a name is not unique: the kernel gives it to the next connection at once; what came over a connection may be
+    read long after its end, under a name that ZeroMQ makes if its process has another one by then; and a connection
+    whose process makes another one is closed without an event. So `ended` is given the messages read and, after them,
+    all events up to then: a connection is accepted before it says anything, so its own event is among them. If
+    two identities sent over one descriptor, the later one has it. A wrong guess is corrected by the next message.
+
+    Example: `ConnectionTracker().ended({b"a": 20}, [(zmq.EVENT_ACCEPTED, 20), (zmq.EVENT_DISCONNECTED, 20)]) == [b"a"]`
+    """
+
+    def __init__(self) -> None:
+        self._over: dict[bytes, int] = {}
+        """By identity: the descriptor over which its last message came."""
+        self._last: dict[int, bytes] = {}
+        """By descriptor: the identity of the last message that came over it."""
+        self._closed: set[int] = set()
+        """Descriptors without a connection."""
+
+    def ended(self, heard: Mapping[bytes, int], events: Iterable[tuple[int, int]]) -> list[bytes]:
+        """Identities whose connections have ended since the last call. `heard`: descriptors of the messages read since,
+        by identity, in the order of the last ones; `events`: (kind, descriptor) of the events since, in order."""
+        changed, taken = set(), set()
+        for kind, descriptor in events:
+            changed.add(descriptor)
+            (self._closed.add if kind == zmq.EVENT_DISCONNECTED else self._closed.discard)(descriptor)
+        for who, descriptor in heard.items():
+            if self._last.get(descriptor, who) != who:
+                taken.add(descriptor)
+            self._last[descriptor] = who
+        self._over.update(heard)
+        if not (changed or taken) and self._closed.isdisjoint(heard.values()):
+            return []
+        ended = [
+            who
+            for who, descriptor in self._over.items()
+            if descriptor in self._closed
+            or (descriptor in changed and who not in heard)
+            or (descriptor in taken and self._last[descriptor] != who)
+        ]
+        for who in ended:
+            del self._over[who]
+        return ended
+
+    def close(self, identity: bytes, limits: ConnectionLimits) -> None:
+        """End the connection of a process that does not read."""
+        if (descriptor := self._over.get(identity)) is not None and self._last.get(descriptor) == identity:
+            limits.close(descriptor, "read none of its answers")
 
 
 def bytes_received(descriptor: int) -> int:

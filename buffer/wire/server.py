@@ -31,9 +31,9 @@ from buffer.store.failures import remedy
 from buffer.store.lock import InUse, locked
 from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.connection import DEAD_NETWORK
-from buffer.wire.connections import ConnectionLimits, UnsentAnswers
+from buffer.wire.connection_events import ConnectionEvents
+from buffer.wire.connections import ConnectionLimits, ConnectionTracker, UnsentAnswers
 from buffer.wire.handlers import LoopTurn, Peer
-from buffer.wire.liveness import ConnectionEvents, ConnectionTracker
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
 from configs.entrypoint import unless

@@ -17,8 +17,8 @@ import zmq.asyncio
 
 from buffer.keys import ServerKeys
 from buffer.wire.awake import AwakeClock
-from buffer.wire.connections import ConnectionLimits
-from buffer.wire.liveness import ConnectionEvents, ConnectionTracker
+from buffer.wire.connection_events import ConnectionEvents
+from buffer.wire.connections import ConnectionLimits, ConnectionTracker
 from buffer.wire.message import Message
 from learner.weights import protocol
 

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from buffer.wire import server as wire
-from buffer.wire.liveness import ConnectionTracker
+from buffer.wire.connections import ConnectionTracker
 from buffer.wire.message import Message, pack
 from buffer.wire.protocol import Status
 from buffer.wire.requests import PendingRequests
