@@ -55,7 +55,7 @@ from learner.algorithms.losses import needs_entropy_gradient, needs_reference
 from learner.algorithms.own_trial import check_own
 from learner.certify import process
 from learner.checkpoint import Checkpoints, NoDiskSpace
-from learner.drain import Draining
+from learner.drain import Stopping
 from learner.mesh import default_store, process_group, replica, shards
 from learner.model import flops
 from learner.model.exactness import check_exact
@@ -149,7 +149,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         policy, algorithm = build(config, mesh, budget, form, beside)
         saved = path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions, shards(mesh)
         checkpoints = Checkpoints(*saved, beside.position if beside else None)
-        checkpoints.check_folder()
+        checkpoints.ranks.check_folder()
         weights = open_weights_wire(config, policy, mesh, form)
         trackers = [
             Tracker(name, path, config.run.name, disclosed(config)) for name in config.log.trackers if rank == 0
@@ -166,18 +166,18 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         part = rank // sharing, world // sharing
         batches = LearnerClient(config.buffer.address, name, print_, *part, serves, **options)
         parts.callback(batches.close)
-        draining = Draining(batches)
+        stopping = Stopping(batches)
         if rank == 0:
             gpus = world if device.type == "cuda" else 0
             parts.enter_context(Observer(config, buffer_keys, gpus, metrics.log_servers))
-        with StopSignals(draining.begin):
-            sound = SoundSteps(algorithm, draining, bounds_of(policy, form))
-            loop.run(policy, sound, draining, weights, checkpoints, metrics, versions)
+        with StopSignals(stopping.begin):
+            sound = SoundSteps(algorithm, batches, bounds_of(policy, form))
+            loop.run(policy, sound, batches, stopping, weights, checkpoints, metrics, versions)
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()
-        if not draining.interrupted:
+        if not stopping.begun:
             algorithm.skipped.check_end()
-    return draining.finished
+    return None if stopping.begun else batches.finished
 
 
 def build(

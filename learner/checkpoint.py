@@ -12,7 +12,6 @@ which hold a whole copy and hand it to the other replicas when it is restored.
 
 import logging
 import shutil
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
-from configs.checkpoint_files import complete, damage, folder_of, listed, newest
+from configs.checkpoint_files import complete, folder_of, newest
 from configs.help import show
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES, checkpoint_bytes
@@ -45,20 +44,14 @@ from learner.saved.manifest import (
     recover,
     reward_of,
     seal,
-    set_aside,
     versions_to_keep,
 )
+from learner.saved.saving_ranks import SavingRanks
 from learner.saved.shards import Planner, Reader, Writer, refusal, refused_value
-from learner.train.collectives import all_reduce_max, broadcast_from_rank0, broadcast_state
+from learner.train.collectives import broadcast_from_rank0, broadcast_state
 from learner.train.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
-
-
-MARKER = ".shared-"
-"""Begins the name of the file by which the ranks find out whether they see one folder."""
-SEEN_S = 5.0
-"""Time in which a file must be seen on all nodes that share a folder: network file systems cache what is not there."""
 
 
 class NoDiskSpace(RuntimeError):
@@ -82,12 +75,7 @@ class Checkpoints:
         fine-tuning."""
         self._position = position
         self.folder, self.model, self.config, self.optimizer, self.versions = folder, model, config, optimizer, versions
-        rank, world = dist.get_rank(), dist.get_world_size()
-        self.shards = shards or world
-        self._by_first = config.checkpoint_on == "first_node" and self.shards < world
-        self._writes = rank < self.shards or not self._by_first
-        self._group = dist.new_group(backend="gloo")  # the writing threads must not use training's collectives
-        self._writers = dist.new_group(list(range(self.shards)), backend="gloo") if self._by_first else self._group
+        self.ranks = SavingRanks(folder, shards or dist.get_world_size(), config.checkpoint_on == "first_node")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._last = -1
@@ -95,39 +83,21 @@ class Checkpoints:
         self._export = "adapter" if model.lora else "huggingface"
         self._base: str | None = None
 
-    def check_folder(self) -> None:
-        """Raise ConfigError unless all ranks see what rank 0 writes into the folder, or need not."""
-        if self._by_first or dist.get_world_size() == 1:
-            return
-        rank, marker = dist.get_rank(), self.folder / f"{MARKER}{broadcast_from_rank0(time.time_ns())}"
-        if rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(f"{MARKER}*"):
-                leftover.unlink()
-            marker.touch()
-        dist.barrier(self._group)
-        (blind,) = map(int, all_reduce_max(-1 if _seen(marker) else rank))
-        if rank == 0:
-            marker.unlink()
-        if blind >= 0:
-            problem = f"shared, but rank {blind} does not see what rank 0 writes into {self.folder}"
-            remedy = "name a run.folder that all nodes share, or set it to first_node"
-            raise ConfigError([f"learner.checkpoint_on: {problem}; {remedy}"])
-
     def restore(self, policy: Policy) -> int:
         """Load the newest complete checkpoint into `policy` and optimizer; returns its version, 0 if there is none."""
-        version = self._last = self._sound()
+        version = self._last = self.ranks.newest_sound()
         if version == 0:
             log.info("no checkpoint in %s: version 0, the initial model", self.folder)
             return 0
         folder = folder_of(self.folder, version)
-        self._check_adapter(folder, self._adapter(policy))
-        self._require(_misplaced(folder, self._position and self._position(version)) if dist.get_rank() == 0 else None)
-        self._require(refusal(folder / "state") if dist.get_rank() == 0 else None)
+        wanted, position = self._adapter(policy), self._position and self._position(version)
+        self.ranks.require(
+            lambda: _refusal(folder, self.model, wanted) or _misplaced(folder, position) or refusal(folder / "state")
+        )
         state = self._state(policy, version)
-        if self._writes:
+        if self.ranks.writes:
             self._load(state, folder / "state")
-        if self._by_first:
+        if self.ranks.by_first:
             broadcast_state(state, policy.mesh["replicate"].get_group())
         options = StateDictOptions(strict=self.model.lora is None)
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
@@ -136,7 +106,7 @@ class Checkpoints:
             group.update({name: self.optimizer.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
         torch.set_rng_state(state["rng"])
         assert int(state["version"]) == version, "a folder renamed by hand"
-        self._reward = reward_of(folder) if self._writes else None
+        self._reward = reward_of(folder) if self.ranks.writes else None
         log.info("restored version %d from %s", version, folder)
         return version
 
@@ -147,67 +117,14 @@ class Checkpoints:
         self._base = self._base or digest(policy.model, policy.mesh)
         return AdapterOf(model=self.model, base=self._base)
 
-    def _check_adapter(self, folder: Path, wanted: AdapterOf | None) -> None:
-        """Raise ConfigError, on every rank, if the checkpoint that rank 0 sees is not of this adapter."""
-        self._require(_refusal(folder, self.model, wanted) if dist.get_rank() == 0 else None)
-
-    def _require(self, problem: str | None) -> None:
-        """Raise ConfigError, on every rank, if rank 0 has found a `problem`."""
-        judged = [problem]
-        dist.broadcast_object_list(judged, src=0, group=self._group)
-        if judged[0]:
-            raise ConfigError([judged[0]])
-
     def _load(self, state: dict[str, Any], folder: Path) -> None:
         """Load the shards in `folder` into `state`. Raises ConfigError if they hold more than plain values."""
         try:
-            load(state, storage_reader=Reader(folder), planner=Planner(), process_group=self._writers)
+            load(state, storage_reader=Reader(folder), planner=Planner(), process_group=self.ranks.writers)
         except CheckpointException as error:
             if refused := refused_value(folder, error):
                 raise ConfigError([refused]) from None
             raise
-
-    def _sound(self) -> int:
-        """Version of the newest complete checkpoint whose shards are as they were written, 0 if there is none.
-
-        A damaged one is set aside, so that it counts no longer.
-        """
-        if dist.get_rank() == 0 and self.folder.is_dir():
-            recover(self.folder)
-        while version := self._newest():
-            folder = folder_of(self.folder, version)
-            found: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(found, self._damage(folder) if self._writes else None, group=self._group)
-            problem = next((one for one in found if one), None)
-            if problem is None:
-                break
-            if dist.get_rank() == 0:
-                aside = set_aside(folder).name
-                log.error("checkpoint %s is damaged, skipped and now called %s: %s", folder.name, aside, problem)
-        return version
-
-    def _damage(self, folder: Path) -> str | None:
-        """Describe damage in this rank's share of the shards; every rank that writes checks a share."""
-        rank, world = dist.get_rank(self._writers), dist.get_world_size(self._writers)
-        try:
-            names = sorted(name for name in listed(folder).sums if name.startswith("state/"))
-            return damage(folder, names[rank::world])
-        except (OSError, ValueError) as error:  # rank 0 could read its manifest
-            return f"rank {dist.get_rank()} cannot read its manifest: {error}"
-
-    def _newest(self) -> int:
-        """Version of the newest complete checkpoint. Raises ConfigError if another node has a newer one than the first,
-        which alone will write from now on."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        looks = rank % self.shards == 0 if self._by_first else rank == 0
-        mine = newest(self.folder) if looks else 0
-        version = broadcast_from_rank0(mine)
-        most, owner = divmod(int(all_reduce_max(mine * world + rank)[0]), world)
-        if most > version:
-            problem = f"the node of rank {owner} has checkpoint {most} on its disk, that of rank 0 has {version}"
-            remedy = "start that machine as the first node, or copy its checkpoints there"
-            raise ConfigError([f"learner.checkpoint_on: first_node, but {problem}; {remedy}"])
-        return version
 
     def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
         """Begin to write `version` if it is due; returns the oldest version a restart may restore, 0 if there is none,
@@ -220,7 +137,7 @@ class Checkpoints:
         exported = version == self.versions or (export_every is not None and version % export_every == 0)
         if exported or version % self.config.checkpoint_every == 0 or (keep_every and version % keep_every == 0):
             self._begin(policy, version, exported)
-        kept = complete(self.folder)[-self.config.keep_checkpoints :] if self._writes else []
+        kept = complete(self.folder)[-self.config.keep_checkpoints :] if self.ranks.writes else []
         return min(kept, default=0)
 
     def finish(self, policy: Policy, version: int) -> None:
@@ -245,7 +162,7 @@ class Checkpoints:
         """Wait for the writing thread; call it before the process group ends."""
         self._wait()
         self._thread.shutdown()
-        dist.barrier(self._group)
+        dist.barrier(self.ranks.group)
 
     def _begin(self, policy: Policy, version: int, exported: bool) -> bool:
         """Begin to write `version`; False if the disk has no space for it."""
@@ -256,9 +173,9 @@ class Checkpoints:
         weights = export.collect(policy) if exported or self.model.lora else None
         adapter = self._adapter(policy)
         state = self._state(policy, version)
-        if self._writes:
+        if self.ranks.writes:
             private_folder(partial / "state")
-            response = async_save(state, storage_writer=Writer(partial / "state"), process_group=self._writers)
+            response = async_save(state, storage_writer=Writer(partial / "state"), process_group=self.ranks.writers)
             shards = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
             position = self._position and self._position(version)
             self._writing = self._thread.submit(
@@ -349,11 +266,3 @@ def _misplaced(folder: Path, wanted: DataPosition | None) -> str | None:
     what = f"the demonstrations in tokens are not those with which {folder} was trained"
     key = "data.demonstrations" if wanted.beside else "data.train"
     return f"{key}: {what}; give back data, tokenizer and chat template as they were, or begin another run"
-
-
-def _seen(marker: Path) -> bool:
-    """Whether `marker` is there, now or within SEEN_S; no event tells of a file on another machine."""
-    end = time.monotonic() + SEEN_S
-    while not (seen := marker.exists()) and time.monotonic() < end:
-        time.sleep(0.5)
-    return seen

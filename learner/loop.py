@@ -4,8 +4,9 @@ Waits for: `batches.take`, until the buffer has formed batch `version`; at the e
 version. Everything else is its own work.
 """
 
+from buffer.wire.client import LearnerClient
 from learner.checkpoint import Checkpoints
-from learner.drain import Draining
+from learner.drain import Stopping
 from learner.model.policy import Policy
 from learner.record.metrics import Metrics
 from learner.sound import SoundSteps
@@ -16,7 +17,8 @@ from learner.weights.sender.row_rank import RowRank
 def run(
     policy: Policy,
     algorithm: SoundSteps,
-    batches: Draining,
+    batches: LearnerClient,
+    stopping: Stopping,
     weights: Sender | RowRank | Follower | Bystander,
     checkpoints: Checkpoints,
     metrics: Metrics,
@@ -25,15 +27,16 @@ def run(
     """Train from the last checkpoint to `versions`. Version v is the policy after v optimizer steps."""
     version = checkpoints.restore(policy)
     batches.rewind(version)
+    stopping.agreed()  # else a rank's Take might come before another rank's Rewind, which undoes the batch
     batches.follow_evaluations(metrics.evaluations(version))
     weights.publish(policy, version)
     while version < versions:
         with metrics.span("wait"):
-            batch = batches.take(version)
-        if batch is None:
+            part = batches.take(version)
+        if stopping.agreed() or part is None:
             break
         with metrics.span("train"):
-            stats = algorithm.step(policy, batch)
+            stats = algorithm.step(policy, part)
         if stats is None:  # groups that cannot be trained are out of the batch, which is taken again
             continue
         version += 1

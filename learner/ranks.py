@@ -2,9 +2,9 @@
 
 torch elastic supervises the processes and restarts none: a restart is the decision of the keeper (or yours) and begins
 from the last checkpoint. Run by `__main__.py` if there are several ranks and nothing else has started them; waits for
-the ranks. Of several nodes each has such a process, started with NODE_RANK, MASTER_ADDR and MASTER_PORT. They meet in
-the store of the first one, where each tells the others of a signal and of a failure: the ranks of all nodes are one
-generation, which ends together.
+the ranks. Each of several nodes has such a process, started with NODE_RANK, MASTER_ADDR and MASTER_PORT. They meet in
+the store of the first node, through which each sends the others its signals and failures: the ranks of all nodes are
+one generation, which ends together.
 """
 
 import logging
@@ -207,8 +207,8 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
 
 
 class Node:
-    """One node of a generation. Events in the store tell the others of a signal or a failure here, and this one of
-    theirs; a node alone has a store for its ranks only."""
+    """One node of a generation. Through events in the store it learns of signals and failures on other nodes, and they
+    of its own; a node alone has a store for its ranks only."""
 
     def __init__(self, learner: LearnerConfig, environment: Mapping[str, str]) -> None:
         """Open the store, or wait for that of the first node. Raises ConfigError if that fails."""
@@ -218,7 +218,7 @@ class Node:
         self._hosts = self.nodes == 1 or (self.number == 0 and environment.get(THERE_IS_A_STORE) != "True")
         store = open_store(host, port) if self._hosts else find_store(host, port)
         self.variables = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), THERE_IS_A_STORE: "True"}
-        """Of each rank's environment: all meet in this store, so nobody can take the port before they bind."""
+        """For each rank's environment: all meet in this store, so nobody can take the port before they bind."""
         self._store = PrefixStore(f"nodes/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self._level, self._failed, self.patience_s = 0, DONE, LAST_S
         self.forced_by: int = FORCING
@@ -242,7 +242,7 @@ class Node:
                 pass_on(FORCING if count else number)
 
     def tell(self, *words: object) -> None:
-        """Tell the other nodes, in a thread: it may be a signal's handler that calls, and the store may be gone."""
+        """Send an event to the other nodes, in a thread: a signal handler may call this, and the store may be gone."""
         if self.nodes > 1:
             event = " ".join(map(str, (self.number, *words)))
             self._telling.append(threading.Thread(target=self._tell, args=(event,), daemon=True))
@@ -254,7 +254,7 @@ class Node:
             store.set(f"event/{store.add('events', 1)}", event)
 
     def follow(self, pass_on: Callable[[int], object]) -> None:
-        """From now on do as the other nodes tell, in a thread; `pass_on` sends a signal to this node's ranks."""
+        """Act on the other nodes' events from now on, in a thread; `pass_on` sends a signal to this node's ranks."""
         if self.nodes > 1:
             threading.Thread(target=self._follow, args=(pass_on,), daemon=True).start()
 
@@ -278,7 +278,7 @@ class Node:
         log.warning("%s: the ranks of this one end within %g s", self.why, self.patience_s)
         threading.Event().wait(self.patience_s)  # those who notice by themselves say more
         self.killed = True
-        pass_on(signal.SIGKILL)  # in a collective they would hear of nothing else
+        pass_on(signal.SIGKILL)  # a rank in a collective notices nothing else
 
     def leave(self, code: int) -> int:
         """Call it once this node's ranks have ended, with their exit code; returns that of the generation."""

@@ -5,8 +5,8 @@ buffer, which puts the group into quarantine and serves the batch without it; th
 takes the batch again. All ranks agree on it. Built by `learner/__main__.py`.
 
 A group is at fault if one of its values cannot be, if its images are not what the policy saw, or if its gradient alone
-is not finite. A batch with which the learner ended before, without a word, is tried group by group first: should it end
-again, the buffer knows with which group.
+is not finite. A batch with which the learner ended before, and nobody knows why, is tried group by group first: should
+it end again, the buffer knows with which group.
 """
 
 import logging
@@ -17,11 +17,11 @@ import numpy as np
 import torch.distributed as dist
 
 from buffer.data.images import ImageFormat
+from buffer.wire.client import LearnerClient
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part, SampleRows
 from buffer.wire.sample import Sample, sample_stats
 from buffer.wire.values import Bounds, WrongValue
-from learner.drain import Draining
 from learner.model.policy import Policy
 from learner.train import collectives
 from learner.train.pictures import PictureMismatch, open_images
@@ -36,7 +36,7 @@ Found = Mapping[int, str]
 class SoundSteps:
     """The steps of `algorithm`, of batches whose groups can be trained; `bounds`: what the policy allows."""
 
-    def __init__(self, algorithm: Algorithm, batches: Draining, bounds: Bounds) -> None:
+    def __init__(self, algorithm: Algorithm, batches: LearnerClient, bounds: Bounds) -> None:
         self.algorithm, self.batches, self.bounds = algorithm, batches, bounds
 
     def step(self, policy: Policy, part: Part) -> dict[str, float] | None:
@@ -69,7 +69,7 @@ class SoundSteps:
         for item, reason in found.items():
             log.error("batch %d: item %d cannot be trained, and goes into quarantine: %s", part.version, item, reason)
             self.batches.quarantine(item, reason)
-        collectives.all_reduce_max(0)  # no rank takes the batch before all have reported
+        collectives.meet()  # no rank takes the batch before all have reported
         return True
 
     def _tried(self, policy: Policy, part: Part) -> Found:
@@ -89,7 +89,7 @@ class SoundSteps:
     def _announce(self, version: int, item: int | None) -> None:
         if dist.get_rank() == 0:
             self.batches.try_alone(version, item)
-        collectives.all_reduce_max(0)
+        collectives.meet()
 
 
 def bounds_of(policy: Policy, form: ImageFormat | None) -> Bounds:

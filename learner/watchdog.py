@@ -1,7 +1,7 @@
 """No collective outlives its timeout: a watchdog on each rank says which rank was missing, where, and for how long.
 
-A thread of each rank reads torch's flight recorder (which knows every collective, NCCL's and gloo's) and tells the
-other ranks through a store how many collectives its rank has begun. When `learner.timeout_s` expires it prints one
+A thread of each rank reads torch's flight recorder (which knows every collective, NCCL's and gloo's) and writes into a
+store, for the other ranks, how many collectives its rank has begun. When `learner.timeout_s` expires it prints one
 line, writes the recorder's dump and ends the process; the other ranks' watchdogs see that and end too. Where the store
 does not answer, its machine cut off or gone, each rank ends by itself. torch's own timeout comes a little later.
 Started by `__main__.py`; waits for nothing but its clock.
@@ -38,7 +38,7 @@ TORCH_LATER_S = 15.0
 ANSWER_S = 10.0
 """Time in which the ranks' store answers, or is out of reach: then each rank ends by itself."""
 Note = dict[str, Any]
-"""What a rank tells the others: collectives `begun` by group, the line `where` it is, the time `at` which it did."""
+"""A rank's note for the others: collectives `begun` by group, the line `where` it is, the time `at` which it began."""
 
 
 def enable_flight_recorder() -> None:

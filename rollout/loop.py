@@ -7,7 +7,7 @@ cause.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,6 @@ from rollout.episodes.episode import Episodes
 
 if TYPE_CHECKING:
     from learner.weights.receiver.follow import Receiver
-    from learner.weights.receiver.staged import StagedPolicy
-    from learner.weights.receiver.streamed import StreamedPolicy
     from rollout.engine.vllm_engine import Engine
     from rollout.evaluation.evaluator import Evaluator
 
@@ -53,15 +51,16 @@ async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes, 
 async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluator") -> None:
     """Load each new policy as it is published; unfinished sequences go on under it. One that this server is to evaluate
     is held until it has."""
-    async for policy in weights.policies():
-        async with evaluator.steady:
-            await policy.load()
-            engine.version = policy.version
-            due = await evaluator.claim()
-            await policy.loaded()
-            weights.note(policy.version)
-            if due is not None:
-                await evaluator.evaluate(due)
+    async with aclosing(weights.receiver.policies()) as policies:
+        async for policy in policies:
+            async with evaluator.steady:
+                await policy.load()
+                engine.version = policy.version
+                due = await evaluator.claim()
+                await policy.loaded()
+                weights.note(policy.version)
+                if due is not None:
+                    await evaluator.evaluate(due)
 
 
 async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s: float) -> None:
@@ -78,17 +77,11 @@ async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s
 
 
 class PolicyUpdates:
-    """The learner's policies as they arrive. `first` is set once one is in use, `last` once version `versions` is."""
+    """The policies that `receiver` brings: `first` is set once one is in use, `last` once version `versions` is."""
 
     def __init__(self, receiver: "Receiver", versions: int) -> None:
         self.receiver, self.versions = receiver, versions
         self.newest, self.first, self.last = -1, asyncio.Event(), asyncio.Event()
-
-    async def policies(self) -> AsyncGenerator["StagedPolicy | StreamedPolicy", None]:
-        """Each new policy; the caller asks for the next one after it has loaded this one."""
-        async with aclosing(self.receiver.policies()) as policies:
-            async for policy in policies:
-                yield policy
 
     def note(self, version: int) -> None:
         """The policy of `version` is in use."""

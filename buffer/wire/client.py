@@ -188,7 +188,7 @@ class LearnerClient:
         self._fetching: Future[None] | None = None
         self._new = 0
         """First batch that was not formed when the learner started: to train one again is no progress."""
-        self._interrupted = asyncio.Event()
+        self._stopped = asyncio.Event()
 
         async def connect() -> Connection:
             return await Connection(address, name, "learner", fingerprint, serves, keys=keys).__aenter__()
@@ -207,7 +207,9 @@ class LearnerClient:
         return replay
 
     def take(self, version: int) -> Part | None:
-        """This rank's part of batch `version`; None: there will be none, and `finished` says why, or `interrupt`."""
+        """This rank's part of batch `version`; None: there will be none, as `finished` or `stop` says."""
+        if self._stopped.is_set():
+            return None
         self._raise_refusal()
         take = protocol.Take(version=version, rank=self.rank, world=self.world, share_prompts=self.share_prompts)
         answer = self._wait(self.client.request(take), "Take")
@@ -228,10 +230,10 @@ class LearnerClient:
         """This learner tries the group of `item` of batch `version` by itself from now on; None: it has tried all."""
         self._wait(self.client.expect(protocol.Trial(version=version, item=item), protocol.Ack), "Trial")
 
-    def interrupt(self) -> None:
+    def stop(self) -> None:
         """From now on, and where they wait now, `rewind` returns 0, `take` None and `last_evaluations` what has come. A
         signal's handler may call it: nothing is raised into what it interrupts."""
-        self._loop.call_soon_threadsafe(self._interrupted.set)
+        self._loop.call_soon_threadsafe(self._stopped.set)
 
     def trained(self, version: int, oldest_kept: int) -> None:
         """Batch `version` has been trained; batches before `oldest_kept` will not be asked for again.
@@ -313,8 +315,8 @@ class LearnerClient:
         self.close()
 
     def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T | None:
-        """The result of `work`, None once interrupted."""
-        future = asyncio.run_coroutine_threadsafe(unless(self._interrupted, work), self._loop)
+        """The result of `work`, None once stopped."""
+        future = asyncio.run_coroutine_threadsafe(unless(self._stopped, work), self._loop)
         try:
             return future.result(self.timeout_s)
         except TimeoutError:

@@ -80,8 +80,8 @@ def m2_squares(inputs: LossInputs) -> Tensor:
 def m2_limit(squares: Tensor, budget: float) -> Tensor:
     """Smallest squared log-ratio that is dropped, inf if none: [] float (M2PO, arXiv:2510.01161 Algorithm 1).
 
-    The algorithm drops the largest while the mean of the rest exceeds the budget. Of equal values it would drop some;
-    here all are dropped, so that the result does not depend on their order.
+    The algorithm drops the largest while the mean of the rest exceeds the budget. It would drop some of several equal
+    values; here all are dropped, so that the result does not depend on their order.
     """
     ordered = squares.detach().sort().values
     means = ordered.double().cumsum(0) / torch.arange(1, ordered.numel() + 1, device=squares.device)

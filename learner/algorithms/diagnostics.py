@@ -91,7 +91,7 @@ def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, 
 
 
 def per_sample_sums(numbers: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """Of each of the `numbers`, which has one for each of a rank's samples, the sum and the largest; and how many."""
+    """The sum and the largest of each of the `numbers`, which are of a rank's samples, and the number of samples."""
     columns = {name: torch.tensor(of, dtype=torch.float64, device=device) for name, of in numbers.items()}
     sums = {name: column.sum() for name, column in columns.items()}
     sums |= {f"{name}_max": _largest(column) for name, column in columns.items()}
@@ -99,7 +99,7 @@ def per_sample_sums(numbers: Mapping[str, Sequence[int]], device: torch.device) 
 
 
 def sample_metrics(rewards: Tensor, groups: Tensor, lengths: Tensor, truncated: Tensor) -> dict[str, float]:
-    """Of all samples of the batch, [samples] each: reward, group, sampled tokens, whether truncated.
+    """Metrics of the batch from reward, group, sampled tokens and truncation of all its samples: [samples] each.
 
     A group is solved by a sample that reaches the reward 1.
     """

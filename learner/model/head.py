@@ -21,7 +21,7 @@ ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 
 
 ChunkGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Of a chunk: log-normalisers, entropies, gradient with respect to log-probabilities and, if wanted, to entropies."""
+"""A chunk's log-normalisers, entropies, gradient with respect to log-probabilities and, if wanted, to entropies."""
 
 GradientsOfChunk = Callable[[Tensor, slice], ChunkGradients]
 """(the logits of a chunk, the chunk) -> its gradients."""

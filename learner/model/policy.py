@@ -74,7 +74,6 @@ class Policy(nn.Module):
     ) -> None:
         """`seed` of the adapter at version 0."""
         super().__init__()
-        self.lora = model.lora
         self.mesh = mesh
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -99,13 +98,11 @@ class Policy(nn.Module):
         seeing = loading.sees(self.model.config)
         self.sight = vision.Sight(self.model, attention.of_tower(self.attention)) if seeing else None
         self.costs, self.tower_costs = Costs.of(self.model), TowerCosts.of(self.model)
-        keep_state = state.kinds(self.model)
-        self.unshared = attention.why_unshared(self.model.config, self.attention, self.device, keep_state)
-        """Why a prompt cannot be computed once for several samples; None if it can."""
-        self.share_prompts = learner.share_prompts and self.unshared is None
+        unshared = self.unshared
+        self.share_prompts = learner.share_prompts and unshared is None
         self.most_copied = attention.most_copied(self.model.config)
-        if learner.share_prompts and self.unshared and not frozen:
-            log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", self.unshared)
+        if learner.share_prompts and unshared and not frozen:
+            log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", unshared)
         offload = learner.cpu_offload and on_gpu
         if not frozen:
             _checkpoint_activations(self.model, learner)
@@ -252,6 +249,16 @@ class Policy(nn.Module):
     def counts(self) -> bool:
         """Whether this rank counts what its row has: where ranks share a row, the first of them alone."""
         return self.context_group is None or context.size_and_rank(self.context_group)[1] == 0
+
+    def lora(self) -> bool:
+        """Whether an adapter is trained, beside a frozen model."""
+        return any(True for _ in factors(self.model))
+
+    @property
+    def unshared(self) -> str | None:
+        """Why a prompt cannot be computed once for several samples; None if it can."""
+        kept = state.kinds(self.model)
+        return attention.why_unshared(self.model.config, self.attention, self.device, kept)
 
     @property
     def patch_cost(self) -> float:

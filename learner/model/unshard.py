@@ -1,7 +1,7 @@
 """Whole weights from the shards of the ranks that share a copy of the model, many with one all-gather.
 
-One by one, with `DTensor.full_tensor`, every weight has a price of its own whatever its size, and the learner waits for
-all of them with each version that it publishes (benchmarks/LOG.md). Used by `policy.py`.
+`DTensor.full_tensor` gathers weights singly, at a price for each whatever its size, and the learner waits for all of
+them with each version that it publishes (benchmarks/LOG.md). Used by `policy.py`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,7 @@ def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype)
 
 
 def _gather(weights: list[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """`unshard` with one all-gather. Of n ranks each holds ceil(rows / n) rows of a weight, the last ones fewer or
+    """`unshard` with one all-gather. Each of n ranks holds ceil(rows / n) rows of a weight, the last ranks fewer or
     none: their share is padded to that length, and the padding is cut off behind the last row."""
     shards_of = [_sharded(weight.parameter) for weight in weights]
     mesh, placements = shards_of[0].device_mesh, shards_of[0].placements

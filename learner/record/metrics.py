@@ -95,7 +95,7 @@ class Metrics:
             self._track({"version": self._version} | {key: value for key, value in record.items() if key != "kind"})
 
     def evaluations(self, version: int) -> list[int]:
-        """Those in the records up to `version`, which was restored, by the versions at which they were due."""
+        """Evaluations recorded up to `version`, which was restored: the versions at which they were due."""
         self._version = version
         if self.path is None or not self.path.exists():
             return []
@@ -170,7 +170,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_all(path: Path) -> list[dict[str, Any]]:
-    """Those of servers and buffer too."""
+    """All records, also of servers and buffer."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 

@@ -78,7 +78,7 @@ class Observer:
 def servers_record(state: State, now: float, config: Config, learner_gpus: int = 0) -> dict[str, float | str]:
     """One record of what the buffer said at `now` (Unix time).
 
-    Example: `{"kind": "servers", "time": 1.7e9, "buffer/version": 7, "servers/heard": 2, "servers/running": 384.0,
+    Example: `{"kind": "servers", "time": 1.7e9, "buffer/version": 7, "servers/running": 384.0,
     "server/rollout-0/tokens_per_s": 5120.0, "gpus": 3}`
     """
     silence_s = MISSED_HEARTBEATS * config.rollout.heartbeat_s
@@ -109,7 +109,7 @@ def servers_record(state: State, now: float, config: Config, learner_gpus: int =
 
 
 def _sums(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Over servers that are heard: sums of their figures, or the largest; the oldest version that one runs."""
+    """Sums of the figures of servers that are not silent, or the largest; the oldest version that one runs."""
     found: dict[str, float] = {}
     for server in servers.values():
         for key, value in server.get("stats", {}).items():

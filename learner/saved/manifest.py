@@ -60,7 +60,7 @@ class DataPosition(BaseModel):
 
 
 def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig) -> set[int]:
-    """Of the checkpoints, version: mean reward if known: the newest, each `keep_every`-th, and the best rewarded."""
+    """The newest checkpoints, each `keep_every`-th, and the best rewarded. `rewards`: by version, None if unknown."""
     newest = sorted(rewards)[-config.keep_checkpoints :]
     every = [version for version in rewards if config.keep_every and version % config.keep_every == 0]
     known = [(reward, version) for version, reward in rewards.items() if reward is not None]

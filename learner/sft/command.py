@@ -32,6 +32,7 @@ from configs.sft import LOCK, longest
 from configs.variables import run_folder
 from learner import ranks, watchdog
 from learner.checkpoint import Checkpoints, NoDiskSpace
+from learner.drain import Stopping
 from learner.mesh import process_group, shards
 from learner.model import flops, loading
 from learner.model.exactness import check_exact
@@ -122,7 +123,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
         saved = path / "checkpoints", config.model, config.learner, optimizer, versions, shards(mesh)
         digest = data.digest
         checkpoints = Checkpoints(*saved, lambda version: DataPosition(data=digest, rows=version * rows))
-        checkpoints.check_folder()
+        checkpoints.ranks.check_folder()
         trackers = [
             Tracker(name, path, config.run.name, disclosed(config)) for name in config.log.trackers if rank == 0
         ]
@@ -130,7 +131,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
             parts.callback(tracker.close)
         peak = flops.peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         metrics = Metrics(path / "metrics.jsonl" if rank == 0 else None, trackers, peak=peak and peak * mesh.size())
-        steps, stopping = AnswerSteps(data, optimizer, budget, rows), tuning.Stopping()
+        steps, stopping = AnswerSteps(data, optimizer, budget, rows), Stopping()
         measured = HeldOut(held_out, config.eval.every, versions, budget)
         with StopSignals(stopping.begin):
             tuning.run(policy, steps, measured, stopping, checkpoints, metrics, versions)

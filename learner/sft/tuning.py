@@ -3,35 +3,15 @@
 Built and run by `command.py`. Waits for nothing but its own work and the other ranks.
 """
 
-import os
-import signal
 from collections.abc import Sequence
 
 from buffer.wire.protocol import EvaluationResult
 from learner.checkpoint import Checkpoints
+from learner.drain import Stopping
 from learner.model.policy import Policy
 from learner.record.metrics import Metrics
 from learner.sft.answer_loss import AnswerSteps, HeldOut
 from learner.train import collectives
-
-
-class Stopping:
-    """Whether a signal ends the run, once all ranks know of it."""
-
-    def __init__(self) -> None:
-        self._begun = False
-
-    def begin(self, number: int) -> None:
-        """End the run after the current version. `number`: the signal."""
-        self._begun = True
-        name = signal.Signals(number).name
-        line = f"learner: {name}: finishing this version and its checkpoint; once more ends at once\n"
-        os.write(2, line.encode())  # the signal may interrupt a print, and buffered streams are not reentrant
-
-    def agreed(self) -> bool:
-        """Whether any rank has got a signal. A collective."""
-        (begun,) = collectives.all_reduce_max(self._begun)
-        return bool(begun)
 
 
 def run(

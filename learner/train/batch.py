@@ -1,9 +1,9 @@
-"""A rank's part of a batch becomes microbatches: samples are packed into rows of at most a token budget.
+"""A rank's part of a batch becomes microbatches, in three steps: open, agree, pack.
 
-Each segment of a sample is a document of its own, wherever the others are; documents that share a prompt are packed as
-one unit, with the prompt once. Consumes the buffer's `Part`, which has a row
-for each sample of the whole batch. `Batch.from_part` is a collective: the ranks agree on the number of microbatches, so
-that FSDP's collectives match. Used by `step.py`.
+`open_part` makes units of the samples of the buffer's `Part`: each segment of a sample is a document of its own, and
+documents that share a prompt are one unit, with the prompt once. `agree` is a collective: all ranks have parts of one
+batch, no rank has found a problem, and each takes the same number of microbatches, so that FSDP's collectives match.
+`pack_all` lays the units out in so many rows of at most a token budget. Used by `step.py`.
 """
 
 from collections import defaultdict
@@ -79,6 +79,11 @@ class Unit:
         return self.prompt + sum(self.answers)
 
     @property
+    def images(self) -> list[SeenImage]:
+        """The images of all documents."""
+        return [image for document in self.documents for image in document.images]
+
+    @property
     def squares(self) -> int:
         """What attention costs, as the square of a document's length costs that document."""
         return self.prompt**2 + sum(n * (n + 2 * self.prompt) for n in self.answers)
@@ -102,14 +107,14 @@ class Batch:
     num_segments: list[int]
     """Likewise."""
     turns: Turns
-    """Of this rank's samples."""
+    """The turns of this rank's samples."""
     scattered: bool
     """Samples may be spread over several microbatches, of this rank or another."""
     microbatches: list[Microbatch]
     tokens: int
-    """Of this rank's rows: each shared prompt counts once, dummies do not."""
+    """Tokens of this rank's rows: each shared prompt counts once, dummies do not."""
     squares: int
-    """Of this rank's rows: what attention costs (`Unit.squares`)."""
+    """What attention costs in this rank's rows (`Unit.squares`)."""
     undone: tuple[int, int] = (0, 0)
     """The fields `restored` and `reached` of `Part`."""
 
@@ -132,34 +137,85 @@ class Batch:
         takes the samples' routes. Raises RuntimeError when the ranks' parts are not of one batch, and on all ranks
         PictureMismatch if one has an image that is not what the policy saw, RouteMismatch if one has no such routes.
         """
-        samples = [Sample.unpack(data) for data in part.samples]
-        seen, problem = open_images(part, samples, form)
-        routes, misrouted = open_routes(part, samples, replayed)
-        documents, turns = documents_of(samples, part.positions.numpy().tolist(), seen, routes)
-        units = shared_units(documents, part.rows.item.numpy(), budget) if share_prompts else alone(documents)
-        images = [[image for document in unit.documents for image in document.images] for unit in units]
-        lengths, squares = [unit.tokens for unit in units], [unit.squares for unit in units]
-        patches, sizes = list(map(num_patches, images)), list(map(_room, lengths, images))
-        least = max(len(first_fit(sizes, budget)), 1)
-        version, digest = part.version, crc32(part.rows.item.data + part.rows.reward.data)
-        segments = [len(sample.starts) for sample in samples]
-        mine = (least, version, -version, digest, -digest, max(segments, default=0))
-        agreed = collectives.all_reduce_max(*mine, bool(misrouted), bool(problem))
-        number, newest, oldest, largest, smallest, most, unrouted, unseen = map(int, agreed)
-        if (newest, largest) != (-oldest, -smallest):
-            raise RuntimeError(
-                f"not one batch: parts of versions {-oldest} to {newest}, of other samples if these agree"
-            )
-        if unseen:
-            raise PictureMismatch(problem or "another rank has an image that is not what the policy saw")
-        if unrouted:
-            raise RouteMismatch(misrouted or "another rank has a sample without routes that can be replayed")
-        figures = zip(lengths, squares, patches, strict=True)
-        costs = [n + quadratic * q + patch_cost * p for n, q, p in figures]
-        microbatches = [pack([units[i] for i in chosen]) for chosen in balance(sizes, costs, budget, number)]
-        versions = [_num_versions(sample) for sample in samples]
-        known = (part.version, part.rows, versions, segments, turns, most > 1 and number > 1)
-        return cls(*known, microbatches, sum(lengths), sum(squares), (part.restored, part.reached))
+        opened = open_part(part, budget, share_prompts, form, replayed)
+        agreed = agree(opened, budget)
+        return pack_all(opened, agreed, budget, quadratic, patch_cost)
+
+
+class Opened(NamedTuple):
+    """A rank's part, decoded: `units` of its samples, with what they take of a microbatch's budget."""
+
+    part: Part
+    units: Sequence[Unit]
+    sizes: Sequence[int]
+    """For each unit."""
+    num_versions: list[int]
+    """For each sample: how many policy versions sampled its tokens."""
+    num_segments: list[int]
+    """For each sample."""
+    turns: Turns
+    misrouted: str
+    """Why a sample's routes cannot be replayed; empty if all can."""
+    unseen: str
+    """Why an image is not what the policy saw; empty if all are."""
+
+
+class Agreed(NamedTuple):
+    """What all ranks know of a batch."""
+
+    microbatches: int
+    """Number that each rank takes."""
+    scattered: bool
+    """Samples may be spread over several microbatches."""
+
+
+def open_part(
+    part: Part, budget: int, share_prompts: bool, form: ImageFormat | None, replayed: Experts | None
+) -> Opened:
+    """Decode the samples of `part` and group them into units; arguments as of `Batch.from_part`."""
+    samples = [Sample.unpack(data) for data in part.samples]
+    seen, unseen = open_images(part, samples, form)
+    routes, misrouted = open_routes(part, samples, replayed)
+    documents, turns = documents_of(samples, part.positions.numpy().tolist(), seen, routes)
+    units = shared_units(documents, part.rows.item.numpy(), budget) if share_prompts else alone(documents)
+    sizes = [_room(unit.tokens, unit.images) for unit in units]
+    versions, segments = list(map(_num_versions, samples)), [len(sample.starts) for sample in samples]
+    return Opened(part, units, sizes, versions, segments, turns, misrouted, unseen)
+
+
+def agree(opened: Opened, budget: int) -> Agreed:
+    """A collective. Raises, on all ranks, as `Batch.from_part` does."""
+    version, rows = opened.part.version, opened.part.rows
+    least, digest = max(len(first_fit(opened.sizes, budget)), 1), crc32(rows.item.data + rows.reward.data)
+    mine = (least, version, -version, digest, -digest, max(opened.num_segments, default=0))
+    agreed = collectives.all_reduce_max(*mine, bool(opened.misrouted), bool(opened.unseen))
+    number, newest, oldest, largest, smallest, most, misrouted, unseen = map(int, agreed)
+    if (newest, largest) != (-oldest, -smallest):
+        raise RuntimeError(f"not one batch: parts of versions {-oldest} to {newest}, of other samples if these agree")
+    if unseen:
+        raise PictureMismatch(opened.unseen or "another rank has an image that is not what the policy saw")
+    if misrouted:
+        raise RouteMismatch(opened.misrouted or "another rank has a sample without routes that can be replayed")
+    return Agreed(number, most > 1 and number > 1)
+
+
+def pack_all(opened: Opened, agreed: Agreed, budget: int, quadratic: float, patch_cost: float) -> Batch:
+    """Pack the units into the microbatches that were agreed on, of similar cost; arguments as of `Batch.from_part`."""
+    part, units = opened.part, opened.units
+    costs = [each.tokens + quadratic * each.squares + patch_cost * num_patches(each.images) for each in units]
+    bins = balance(opened.sizes, costs, budget, agreed.microbatches)
+    return Batch(
+        version=part.version,
+        rows=part.rows,
+        num_versions=opened.num_versions,
+        num_segments=opened.num_segments,
+        turns=opened.turns,
+        scattered=agreed.scattered,
+        microbatches=[pack([units[i] for i in chosen]) for chosen in bins],
+        tokens=sum(unit.tokens for unit in units),
+        squares=sum(unit.squares for unit in units),
+        undone=(part.restored, part.reached),
+    )
 
 
 def documents_of(
@@ -194,11 +250,11 @@ def alone(documents: Sequence[Document]) -> list[Unit]:
 
 
 def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) -> list[Unit]:
-    """The documents in units of at most `budget` tokens, and as many patches as it allows: those of one item with the
-    same prompt together.
+    """The documents in units of at most `budget` tokens, and as many patches as it allows: the documents of one item
+    with the same prompt together.
 
-    `items`: of each row of the batch. A group larger than the budget becomes several units; a document without others
-    of its prompt is one by itself, and so is each of a unit that would save less than `LEAST_SAVED`.
+    `items`: of each row of the batch. A group larger than the budget becomes several units. Documents that share no
+    prompt, or would save less than `LEAST_SAVED`, stay separate units.
     """
     groups: dict[tuple[int, bytes, tuple[str, ...]], list[Document]] = defaultdict(list)
     for document in documents:

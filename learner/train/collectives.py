@@ -2,7 +2,7 @@
 
 Each call is a collective: every rank must make it, and waits for the last one, up to `learner.timeout_s`. Numbers
 travel as CPU tensors over gloo, whatever the model's device. Used by `step.py`, `batch.py`, `learner/checkpoint.py`,
-`drain.py`.
+`drain.py`, `sound.py`.
 """
 
 from typing import Any
@@ -30,6 +30,11 @@ def all_reduce_max(*numbers: float) -> list[float]:
     tensor = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()  # type: ignore[no-any-return]
+
+
+def meet() -> None:
+    """Return once every rank has called this."""
+    all_reduce_max(0)
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:

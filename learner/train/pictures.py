@@ -70,7 +70,7 @@ def open_images(part: Part, samples: Sequence[Sample], form: ImageFormat | None)
 
 
 def _files(part: Part, row: int, sample: Sample) -> Iterator[tuple[str, bytes]]:
-    """Of each image of a sample what to call it, and its file."""
+    """For each image of a sample: what to call it, and its file."""
     item = int(part.rows.item.numpy()[row])
     of_row = next((images.images for images in part.images if images.item == item), [])
     for turn, (image, number) in enumerate(zip(sample.images, sample.row_images, strict=True)):

@@ -38,11 +38,11 @@ from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
 PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 """Entries of `Algorithm.shared_context` that are [samples], in the order of `Batch.rows`."""
 PHASES = ("pack", "backward", "update")
-"""Of a step: packing the batch, forward and backward passes, optimizer."""
+"""The phases of a step: packing the batch, forward and backward passes, optimizer."""
 TALLY = "moe"
 """Among a rank's sums, of a mixture of experts, what its routers did: [layers, ...]."""
 Result = tuple[Tensor, dict[str, Tensor]]
-"""Of a forward pass: the loss of the microbatch, ready for `backward`, and its sums."""
+"""Result of a forward pass: the loss of the microbatch, ready for `backward`, and its sums."""
 
 
 class Algorithm:
@@ -95,12 +95,7 @@ class Algorithm:
         rewards = batch.rows.reward.numpy()
         self.skipped.note(batch.version + 1, (float(rewards.min()), float(rewards.max())), metrics, totals)
         metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
-        metrics |= {
-            f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried", "quarantined")
-        }
-        metrics |= {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
-        metrics["buffer/failed_share"] = part.failed / max(part.failed + part.generated, 1)
-        metrics |= problem_metrics(part)
+        metrics |= buffer_metrics(part) | problem_metrics(part)
         flops = policy.costs.total(totals["row_tokens"], metrics["tokens_sampled"], totals["squares"])
         computed_tokens = totals["row_tokens"]
         if drawn:
@@ -109,8 +104,7 @@ class Algorithm:
         return metrics | {"flops": flops + totals.get("tower", 0.0), "tokens_computed": computed_tokens}
 
     def rehearse(self, policy: Policy, part: Part) -> bool:
-        """Whether the gradient of `part` is finite. Nothing is trained. A collective, with the same result on all
-        ranks."""
+        """Whether the gradient of `part` is finite; trains nothing. A collective, with the same result on all ranks."""
         self.backward(policy, self.pack(policy, part))
         return self.optimizer.discard()
 
@@ -213,7 +207,7 @@ class Algorithm:
         return torch.cat([advantages.float(), torch.zeros(1)])
 
     def _log_ratios(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
-        """Of each sample the sum of its log-ratios, from one more forward pass: [samples] float, 0 for other ranks'."""
+        """The sum of each sample's log-ratios, from one more forward pass: [samples] float, 0 for other ranks'."""
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
         sums = [each.per_sequence(each.log_ratio)[: each.num_sequences] for each in map(LossInputs.clean, inputs)]
         return torch.stack(sums).sum(0)
@@ -231,7 +225,7 @@ def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = Tr
     float64.
 
     `rewards` [samples] are those of the rows, or less: a penalty is the last turn's. A collective: the rows know
-    nothing of turns, so each rank that `counts` tells the returns of its own samples.
+    nothing of turns, so each rank that `counts` contributes the returns of its own samples.
     """
     turns, turn_rewards = map(torch.from_numpy, batch.turns)
     last, first = turns.diff(append=turns.new_tensor([-1])) != 0, turns.diff(prepend=turns.new_tensor([-1])) != 0
@@ -299,6 +293,13 @@ def _all_reduce(sums: dict[str, Tensor]) -> dict[str, float]:
 def _tensors(rows: SampleRows) -> list[Tensor]:
     """Reward, item, sampled tokens, and whether truncated: [samples] each."""
     return [torch.tensor(column.numpy()) for column in (rows.reward, rows.item, rows.sampled, rows.truncated)]
+
+
+def buffer_metrics(part: Part) -> dict[str, float]:
+    """What the buffer has counted: attempts and groups so far, running samples and places of all servers."""
+    counts = {f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried", "quarantined")}
+    servers = {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
+    return counts | servers | {"buffer/failed_share": part.failed / max(part.failed + part.generated, 1)}
 
 
 def problem_metrics(part: Part) -> dict[str, float]:

@@ -230,7 +230,7 @@ class PublishedPolicy:
     probe: "Future[Probe] | None" = None
     """The probe, if one is due: its forward pass follows the copying."""
     checksums: "dict[str, asyncio.Future[list[int]]]" = field(default_factory=dict)
-    """Those of each plan, by its digest: computed in the background in its first round, for all its rounds."""
+    """The checksums of each plan, by its digest: computed in the background in its first round, for all its rounds."""
     holders: int = 0
 
 

@@ -1,8 +1,8 @@
 """The probe: a fixed text whose log-probabilities learner and server must agree on. Used by `sender/publish.py` and
 `receiver/staged.py`; waits for the policy's forward pass only.
 
-For a model that sees, a picture comes first, and the text tells what is in it: of a text alone a wrong tower, or an
-image that the server keeps from before, changes nothing. Each end draws the picture by itself.
+For a model that sees, a picture comes first, and the text describes it: a text alone would show neither a wrong tower
+nor an image that the server has kept since an earlier version. Each end draws the picture by itself.
 """
 
 import random

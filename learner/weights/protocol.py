@@ -141,9 +141,9 @@ class ServerWelcome(Message):
     replicated: Many[LongName] = Field(default_factory=list)
     """Names of tensors that each of them holds whole."""
     digest: Name
-    """Of the plan of all tensors."""
+    """Digest of the plan of all tensors."""
     trained: Name
-    """Of the plan of those that are not frozen; the same digest where none is."""
+    """Digest of the plan of the tensors that are not frozen; the same where no tensor is frozen."""
     heartbeat_s: Seconds
 
 
@@ -205,7 +205,7 @@ class Go(Message):
 
     round: Count
     session: Name
-    """Of the learner: changes with each start of it."""
+    """Name of this start of the learner: each start has another one."""
     version: Count
     plan: Name
     """Digest of the plan that is sent: that of all tensors, or of the trained ones."""

@@ -79,7 +79,6 @@ class Warden:
 
     def __init__(self, function: CagedFunction, worker: int, status: socket.socket, capture: int, state: CallState):
         self.function, self.worker, self.status, self.capture, self.state = function, worker, status, capture, state
-        self.memory = (function.memory_gib or 0) * 2**30
         self._tail, self._orphaned, self._server = b"", False, os.getppid()
         self._poll = select.poll()
         self._ended = os.pidfd_open(worker)
@@ -94,6 +93,11 @@ class Warden:
         """What is watched: all processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
         """The guards below which no process came or went between the last two looks."""
+
+    @property
+    def memory(self) -> float:
+        """Bytes that the worker's processes may hold; 0 for any number."""
+        return (self.function.memory_gib or 0) * 2**30
 
     def _on_term(self, *_: object) -> None:
         self._orphaned = os.getppid() != self._server  # else SIGTERM went to all of a job: the server drains

@@ -8,7 +8,7 @@ they made as they are, which vLLM's reload does for whole layers: a layer of whi
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
@@ -38,7 +38,6 @@ PLAIN_TOWERS = ("qwen2_5_vl",)
 """Models that see, by `model_type`, which a GPU was seen to keep as they are in the file
 (`benchmarks/vision/loading.py`)."""
 ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
-Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 
 
 class ModelLoad:
@@ -58,7 +57,7 @@ class ModelLoad:
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load all `weights`, views of the staging copy. Raises ValueError if some of the model's are not among
         them, nor held."""
-        self._load(weights, self.frozen, lambda trained: self._copies.load(trained, self._held))
+        self._load(weights, self.frozen, recorded=self.plainly)
 
     def forget_staged(self) -> None:
         """Let go of the staging copy, which is about to be allocated anew."""
@@ -66,7 +65,7 @@ class ModelLoad:
 
     def load_folder(self, folder: Path) -> None:
         """Load the weights of a Hugging Face folder. Raises ValueError as `load_staged` does."""
-        self._load(tensors_in(files_in(folder)), (), self.model.load_weights)
+        self._load(tensors_in(files_in(folder)), ())
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load `weights` as they arrive in buckets that later ones overwrite. The engine is paused.
@@ -74,48 +73,50 @@ class ModelLoad:
         Runs in the staging's thread. Raises ChannelError if they end early and another round can repair that.
         """
         if self.plainly:
-            self._load(weights, self.frozen, self.model.load_weights)
+            self._load(weights, self.frozen)
             return
         try:
             # cloned, because vLLM keeps them until a layer is complete
-            self._load(((name, tensor.clone()) for name, tensor in weights), self.frozen, self.model.load_weights)
+            self._load(((name, tensor.clone()) for name, tensor in weights), self.frozen)
         except ChannelError as error:
             raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
 
     @torch.no_grad()
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], plainly: Load) -> None:
-        """`plainly` loads what is trained where it may be loaded in place."""
+    def _load(
+        self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool = False
+    ) -> None:
+        """Load `weights` in place or by vLLM's reload. `recorded`: by the copies that were recorded."""
         model, model_config, partial = self.model, self.vllm_config.model_config, set[str]()
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self.vllm_config))
             stack.enter_context(torch.device(self.device))
             stack.enter_context(packed_anew(model, self.device))
-            if self.plainly:
-                expected = names(model)
-                loaded, held = self._load_kinds(weights, frozen, plainly)
-            else:
+            if not self.plainly:
                 initialize_layerwise_reload(model)  # the parameters are those of the file now, not the quantised ones
-                expected = names(model)
-                loaded, held = self._load_kinds(weights, frozen, model.load_weights)
+            expected = names(model)
+            loaded, held = self._load_kinds(weights, frozen, recorded)
+            if not self.plainly:
                 partial = partly_loaded(model)
                 finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
                 repack_head(model)
         check_complete(expected - held, loaded, partial, model_config)
 
     def _load_kinds(
-        self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], load: Load
+        self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool
     ) -> tuple[object, set[str]]:
-        """Load those named `frozen`, if they come, and then the others, by `load`. Returns what that returned, and the
-        parameters that hold what is frozen. Raises ValueError where one layer of vLLM's model is made of both."""
+        """Load those named `frozen`, if they come, and then the others. Returns what the load of these returned, and
+        the parameters that hold what is frozen. Raises ValueError where one layer of vLLM's model is made of both."""
         loaded, held = None, self._held if frozen else set[str]()
         for is_frozen, kind in groupby(weights, lambda weight: weight[0] in frozen):
-            if not is_frozen:
-                loaded = load(kind)
-                continue
-            held = self._held = self.model.load_weights(kind)
-            if not isinstance(held, set):
-                name = type(self.model).__name__
-                raise ValueError(f"model.freeze: vLLM's {name} does not say which weights it loads; freeze nothing")
+            if is_frozen:
+                held = self._held = self.model.load_weights(kind)
+                if not isinstance(held, set):
+                    name = type(self.model).__name__
+                    raise ValueError(f"model.freeze: vLLM's {name} does not say which weights it loads; freeze nothing")
+            elif recorded:
+                loaded = self._copies.load(kind, held)
+            else:
+                loaded = self.model.load_weights(kind)
         layers = {name.rpartition(".")[0] for name in loaded} if isinstance(loaded, set) else set()
         if split := [name for name in held if name.rpartition(".")[0] in layers]:
             raise ValueError(

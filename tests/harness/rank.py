@@ -24,7 +24,6 @@ from configs.load import ConfigError
 from configs.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig
 from learner import watchdog
 from learner.checkpoint import Checkpoints
-from learner.drain import Draining
 from learner.mesh import make_mesh, replica, shards
 from learner.model import context, loading, unshard
 from learner.model.experts.mixture import Experts
@@ -135,9 +134,9 @@ def sound(folder: Path, address: str) -> None:
     rank, steps, version = dist.get_rank(), NotedSteps(), 0
     with LearnerClient(
         address, f"learner-{rank}", "f" * 16, rank, dist.get_world_size(), timeout_s=60, keys=client_keys("learner")
-    ) as client:
-        batches = Draining(client)
+    ) as batches:
         batches.rewind(0)
+        collectives.meet()
         judge = SoundSteps(steps, batches, Bounds(vocabulary=64))  # type: ignore[arg-type]
         part = batches.take(0)
         assert part is not None
@@ -371,7 +370,7 @@ def run(
     learner = world.LEARNER.model_copy(update={"checkpoint_every": 2} | (options or {}))
     where, shared_by = (seen or folder) / "checkpoints", shards(mesh)
     checkpoints = Checkpoints(where, model, learner, algorithm.optimizer, versions=100, shards=shared_by)
-    checkpoints.check_folder()
+    checkpoints.ranks.check_folder()
     assert checkpoints.restore(policy) == start
     records = []
     for version in range(start, stop):

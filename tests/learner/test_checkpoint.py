@@ -317,7 +317,7 @@ def test_export_loads(tmp_path: Path, mesh, tied: bool, monkeypatch) -> None:
 
 
 def test_export_of_experts_has_the_names_of_files(tmp_path: Path, mesh) -> None:
-    """Those of the initial model's, expert by expert, which every engine reads; transformers loads the same weights."""
+    """The names are those of the initial model, expert by expert, which every engine reads; transformers loads them."""
     model = expert_model(tmp_path / "model", num_experts=7)
     policy = policy_of(model, mesh)
     with torch.no_grad():

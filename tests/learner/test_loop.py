@@ -10,7 +10,7 @@ import pytest
 
 from configs.entrypoint import StopSignals
 from learner import loop
-from learner.drain import Draining
+from learner.drain import Stopping
 from learner.train import collectives
 from tests.harness.world import FORKS, ROOT
 
@@ -31,6 +31,8 @@ class Parts:
         self.calls.append(f"rewind {version}")
 
     def take(self, version: int):
+        if "stop" in self.calls:
+            return None
         self.calls.append(f"take {version}")
         return f"part {version}" if version < self.batches else None
 
@@ -58,30 +60,33 @@ class Parts:
         self.calls.append(f"log {version} {sorted(stats)}")
 
     def evaluations(self, version: int | None = None) -> list[str]:
-        """Of the metrics: those recorded up to `version`; of the batches: those that have come."""
+        """With `version`, the evaluations that the metrics have up to it; without, those that the buffer has sent."""
         return ["recorded"] if version is not None else []
 
     def follow_evaluations(self, known: list[str]) -> None:
         self.calls.append(f"follow evaluations but {known}")
 
     def last_evaluations(self) -> list[str]:
-        return ["last"]
+        return self.evaluations() if "stop" in self.calls else ["last"]
 
     def log_evaluations(self, version: int, results: list[str]) -> None:
         self.calls += [f"log {version}: {results}"] if results else []
 
-    def interrupt(self) -> None:
-        self.calls.append("interrupt")
+    def stop(self) -> None:
+        if "stop" not in self.calls:
+            self.calls.append("stop")
 
     def finish(self, policy, version: int) -> None:
         self.calls.append(f"finish {version}")
 
     def run(self, versions: int) -> list[str]:
-        loop.run(POLICY, self, self, self, self, self, versions)
+        stopping = Stopping(self)
+        with StopSignals(stopping.begin):
+            loop.run(POLICY, self, self, stopping, self, self, self, versions)
         return self.calls
 
 
-def test_a_version() -> None:
+def test_a_version(mesh) -> None:
     assert Parts(restored=4).run(5) == [
         "rewind 4",
         "follow evaluations but ['recorded']",
@@ -97,16 +102,16 @@ def test_a_version() -> None:
     ]
 
 
-def test_versions_end() -> None:
+def test_versions_end(mesh) -> None:
     calls = Parts().run(3)
     assert [call for call in calls if call.startswith("step")] == ["step part 0", "step part 1", "step part 2"]
 
 
-def test_problems_end() -> None:
+def test_problems_end(mesh) -> None:
     assert Parts(batches=1).run(3)[-3:] == ["take 1", "finish 1", "log 1: ['last']"]
 
 
-def test_a_finished_run_only_publishes() -> None:
+def test_a_finished_run_only_publishes(mesh) -> None:
     assert Parts(restored=3).run(3) == [
         "rewind 3",
         "follow evaluations but ['recorded']",
@@ -124,37 +129,49 @@ def test_a_signal_in_a_step_lets_it_finish(mesh) -> None:
             return super().step(policy, part)
 
     parts = Signalled()
-    draining = Draining(parts)
-    with StopSignals(draining.begin):
-        loop.run(POLICY, parts, draining, parts, parts, parts, 9)
+    parts.run(9)
     assert parts.calls[-3:] == ["trained 1, kept 1", "log 2 ['loss', 'reward/mean', 'weights/servers']", "finish 2"]
 
 
 class Waiting(Parts):
-    """Its waits end when they are interrupted, 0.1 s after they began."""
+    """Its waits end once it is stopped, by a signal that comes 0.1 s after they began."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.interrupted = threading.Event()
+    def __init__(self, restored: int = 0) -> None:
+        super().__init__(restored)
+        self.stopped = threading.Event()
 
-    def interrupt(self) -> None:
-        self.interrupted.set()
+    def stop(self) -> None:
+        super().stop()
+        self.stopped.set()
+
+    def wait(self) -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert self.stopped.wait(120), "nothing woke it"
 
     def take(self, version: int):
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        assert self.interrupted.wait(120), "nothing woke it"
+        self.wait()
 
     def last_evaluations(self) -> list[str]:
-        self.take(0)
+        if not self.stopped.is_set():
+            self.wait()
         return []
 
 
 def test_a_signal_ends_the_wait_for_a_batch(mesh) -> None:
-    draining, before = Draining(Waiting()), signal.getsignal(signal.SIGINT)
-    with StopSignals(draining.begin):
-        assert draining.take(3) is None
-        assert draining.take(3) is None
+    before = signal.getsignal(signal.SIGINT)
+    assert Waiting().run(9)[-2:] == ["stop", "finish 0"]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_ends_the_wait_for_the_last_evaluation(mesh) -> None:
+    assert Waiting(restored=3).run(3)[-2:] == ["finish 3", "stop"]
+
+
+def test_a_signal_of_another_rank_stops_this_one(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken its part, which the other rank has not, and does not wait for evaluations that the other leaves."""
+    parts = Parts()
+    monkeypatch.setattr(collectives, "all_reduce_max", lambda *numbers: [float("take 0" in parts.calls)])
+    assert parts.run(9)[-3:] == ["take 0", "stop", "finish 0"]
 
 
 def test_a_signal_while_the_ranks_agree_is_not_forgotten(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,12 +184,10 @@ def test_a_signal_while_the_ranks_agree_is_not_forgotten(mesh, monkeypatch: pyte
 
     parts = Parts()
     monkeypatch.setattr(collectives, "all_reduce_max", agree)
-    draining = Draining(parts)
-    with StopSignals(draining.begin):
-        loop.run(POLICY, parts, draining, parts, parts, parts, 3)
-    assert [call for call in parts.calls if call[:4] in ("take", "step", "inte", "fini")] == [
+    parts.run(3)
+    assert [call for call in parts.calls if call[:4] in ("take", "step", "stop", "fini")] == [
         "take 0",
-        "interrupt",
+        "stop",
         "step part 0",
         "finish 1",
     ]
@@ -182,7 +197,7 @@ def get_two_signals(log: Path) -> None:
     """A process that gets two signals. Its stderr goes to the file `log`."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)
-    with StopSignals(Draining(Parts()).begin):
+    with StopSignals(Stopping(Parts()).begin):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(120)
@@ -204,13 +219,6 @@ def test_the_loop_is_one_screen() -> None:
     assert len(lines) - start <= 40 and not any("if config" in line for line in lines)
 
 
-def test_a_signal_ends_the_wait_for_the_last_evaluation() -> None:
-    draining = Draining(Waiting())
-    with StopSignals(draining.begin):
-        assert draining.last_evaluations() == []
-        assert draining.last_evaluations() == [], "it does not wait again"
-
-
 def test_an_evaluation_that_has_come_is_logged_though_a_signal_ends_the_run(mesh) -> None:
     """It came while the last checkpoint was written: no later run would ask for it."""
 
@@ -223,31 +231,19 @@ def test_an_evaluation_that_has_come_is_logged_though_a_signal_ends_the_run(mesh
             return ["came"] if "finish 1" in self.calls else []
 
     parts = Late()
-    draining = Draining(parts)
-    with StopSignals(draining.begin):
-        loop.run(POLICY, parts, draining, parts, parts, parts, 1)
-    assert parts.calls[-3:] == ["finish 1", "interrupt", "log 1: ['came']"]
+    parts.run(1)
+    assert parts.calls[-3:] == ["finish 1", "stop", "log 1: ['came']"]
 
 
 def test_no_rank_takes_a_batch_before_all_have_rewound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of another replica than the first publishes nothing, so nothing else would hold it back: its Take would
     come before another rank's Rewind, which then counts the next version as undone."""
-    said = list[str]()
-
-    class Said:
-        def rewind(self, version: int) -> int:
-            said.append("Rewind")
-            return 0
-
-        def take(self, version: int) -> None:
-            said.append("Take")
+    parts = Parts(batches=0)
 
     def agree(*numbers: float) -> list[float]:
-        said.append("all")
+        parts.calls.append("all")
         return list(numbers)
 
-    monkeypatch.setattr("learner.train.collectives.all_reduce_max", agree)
-    draining = Draining(Said())  # type: ignore[arg-type]
-    draining.rewind(0)
-    assert draining.take(0) is None
-    assert said == ["Rewind", "all", "Take", "all"]
+    monkeypatch.setattr(collectives, "all_reduce_max", agree)
+    calls = [call for call in parts.run(1) if call in ("rewind 0", "all", "take 0")]
+    assert calls == ["rewind 0", "all", "take 0", "all"]

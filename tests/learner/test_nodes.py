@@ -236,7 +236,7 @@ def test_addresses_of_other_machines_are_refused_where_this_one_listens() -> Non
 
 
 def test_a_signal_from_two_sides_at_once_counts_once() -> None:
-    """All nodes get it, and each tells the others at the same moment; a rank must not take it for a second one."""
+    """All nodes get it, and each sends it to the others at the same moment; a rank must not count it as a second."""
     node, got, both = ranks.Node(LearnerConfig(ranks=2), {}), [], threading.Barrier(2)
 
     def from_one_side() -> None:

@@ -18,7 +18,7 @@ from buffer.wire.message import Array
 from buffer.wire.sample import Sample, sample_stats
 from buffer.wire.values import Bounds
 from learner import loop
-from learner.drain import Draining
+from learner.drain import Stopping
 from learner.sound import SoundSteps, bounds_of, judged, mismatched, only
 from learner.weights.sender.publish import Bystander
 from tests.buffer.wire.test_client import threaded
@@ -102,11 +102,10 @@ class Fake:
 def learn(it: Buffer, parts: Any, versions: int = 3) -> None:
     """One start of a learner, until `versions` or until it is killed."""
     with LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60, keys=client_keys("learner")) as client:
-        draining = Draining(client)
-        draining.follow_evaluations = lambda known: None  # type: ignore[method-assign]
-        draining.last_evaluations = list  # type: ignore[method-assign]
-        sound = SoundSteps(parts, draining, BOUNDS)
-        loop.run(None, sound, draining, Bystander(), parts, parts, versions)  # type: ignore[arg-type]
+        client.follow_evaluations = lambda known: None  # type: ignore[method-assign]
+        client.last_evaluations = list  # type: ignore[method-assign]
+        sound = SoundSteps(parts, client, BOUNDS)
+        loop.run(None, sound, client, Stopping(client), Bystander(), parts, parts, versions)  # type: ignore[arg-type]
 
 
 def quarantined(it: Buffer) -> list[tuple[int, str]]:
@@ -170,7 +169,7 @@ def test_where_no_gradient_is_finite_no_group_is_at_fault(mesh) -> None:
 
 
 class Deadly(Fake):
-    """Whoever computes the group is killed, without a word."""
+    """The process that computes the group is killed before it can say why."""
 
     def __init__(self, alone: bool = True) -> None:
         super().__init__()

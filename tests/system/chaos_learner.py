@@ -182,12 +182,20 @@ class Metrics:
         assert not results
 
 
+class Unstoppable:
+    """Stands for `learner.drain.Stopping`: no signal ends the run but one that ends the process."""
+
+    def agreed(self) -> bool:
+        return False
+
+
 def main(run: Run) -> None:
     """Train until the problems or the versions are used up."""
     config, weights = run.config(), Weights()
     checkpoints = Checkpoints(run.checkpoints, config.learner.checkpoint_every)
     with connected(config, 0, 1, weights.address) as batches:
-        real_loop()(Policy(), Journal(run.journal), batches, weights, checkpoints, Metrics(), config.run.versions)
+        parts = Policy(), Journal(run.journal), batches, Unstoppable(), weights, checkpoints, Metrics()
+        real_loop()(*parts, config.run.versions)
 
 
 def connected(config: Config, rank: int, world: int, serves: str | None) -> LearnerClient:

@@ -23,6 +23,7 @@ from tests.system.chaos_learner import (
     Journal,
     Metrics,
     Policy,
+    Unstoppable,
     Weights,
     connected,
     placed,
@@ -77,7 +78,8 @@ def train(run: Run, rank: int) -> None:
     checkpoints = (Checkpoints if first else Reader)(run.checkpoints, config.learner.checkpoint_every)
     journal = SharedJournal(Journal(run.journal), store, rank, world)
     with connected(config, rank, world, weights.address) as batches:
-        real_loop()(Policy(), journal, batches, weights, checkpoints, Metrics(), config.run.versions)
+        parts = Policy(), journal, batches, Unstoppable(), weights, checkpoints, Metrics()
+        real_loop()(*parts, config.run.versions)
 
 
 def forked(work: Callable[[], None]) -> int:

@@ -34,7 +34,7 @@ class Experts(NamedTuple):
     number: int
     """Experts of each."""
     top_k: int
-    """Of which a token takes so many."""
+    """Number of experts that a token takes."""
 
 
 def has_experts(config: Any) -> bool:
@@ -73,7 +73,7 @@ class Mixture:
     def __init__(self, sizes: Experts) -> None:
         self.sizes = sizes
         self.tally = torch.zeros(0)
-        """Of the last forward pass with gradient: [layers, experts + FIGURES] float32."""
+        """Tally of the last forward pass with gradient: [layers, experts + FIGURES] float32."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Mixture | None":

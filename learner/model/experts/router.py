@@ -29,7 +29,7 @@ class Routing:
         self.counted, self.routes, self.tally = counted, routes, tally
 
     def layer(self, number: int) -> "Routing":
-        """That of one router."""
+        """The routing of one router."""
         routes, tally = (None if x is None else x[number] for x in (self.routes, self.tally))
         return Routing(self.counted, routes, tally)
 
@@ -47,7 +47,7 @@ class Router(nn.Module):
         self.top_k: int = theirs.top_k
         self.normalised: bool = theirs.norm_topk_prob
         self.routing: Routing | None = None
-        """Of the present forward pass."""
+        """The routing of the present forward pass."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [tokens, experts] float32, weights and ids of the experts taken: [tokens, k] float32 and int64.
@@ -79,7 +79,7 @@ def tallied(logits: Tensor, ids: Tensor, own: Tensor, counted: Tensor) -> Tensor
 
 
 class RoutedLayer(Qwen3MoeDecoderLayer):
-    """transformers' block, which tells its router what it is given."""
+    """transformers' block, which passes its routing on to its router."""
 
     def forward(self, *args: Any, routing: Routing | None = None, **kwargs: Any) -> Tensor:
         """As in `Qwen3MoeDecoderLayer`; `routing` is this block's own."""

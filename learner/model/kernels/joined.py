@@ -1,8 +1,8 @@
 """Attention over a row: one call of a kernel, or two whose softmaxes are joined where answers share a long prompt.
 
 A row is [prompts of shared groups | their answers, group by group | whole documents]. One causal call covers every
-piece by itself. Where prompts are short, it lets each answer see a copy of its prompt's keys before its own. Where they
-are long, a second call lets the answers of a group, as one query sequence, see all of its prompt. With outputs O,
+piece by itself. Where prompts are short, it lets each answer see a copy of its prompt's keys before its own. A second
+call lets the answers to a long prompt, as one query sequence, see all of the prompt. With outputs O,
 log-sum-exps L and s = sigmoid(L_prompt - L_own), an answer's token gets
 
     O = (1 - s) O_own + s O_prompt,    L = log(exp(L_own) + exp(L_prompt)).

@@ -2,7 +2,7 @@
 
 Their signature is the same for every kernel of `implementations.py`, which `kernel` names, so a compiled block is one
 graph with any of them. Neither has a gradient of its own: `joined.py` differentiates, because an operator that also
-answers a log-sum-exp would drop that one's gradient without a word. Results are contiguous, as the fakes say.
+answers a log-sum-exp would drop that one's gradient silently. Results are contiguous, as the fakes say.
 
 With `copied`, int64 indices, sequence i sees k[copied[k_starts[i] : k_starts[i + 1]]] and likewise of v. The copies are
 made in here, in both operators: the compiler would keep them from the forward to the backward pass of every layer.

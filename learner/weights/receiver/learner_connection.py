@@ -66,5 +66,5 @@ class LearnerConnection:
         for one in ending:
             one.cancel()
         await asyncio.wait(ending)
-        await self._breaks.aclose()  # before its socket: it may have told of a break, and have nobody to go on for
+        await self._breaks.aclose()  # before its socket: a break may have ended it already
         self._socket.close()

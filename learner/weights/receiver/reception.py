@@ -1,7 +1,7 @@
-"""One round at a server, from Go to Loaded: what its workers report, and what the learner tells to verify the version.
+"""One round at a server, from Go until its buckets are free: what its workers report, and with what it is verified.
 
-Made and kept up to date by `follow.Receiver`; nothing in it waits. `StagedPolicy` and `StreamedPolicy` wait for its
-`probe`.
+Kept up to date by `follow.Receiver` and `rounds.Rounds`; nothing in it waits. `StagedPolicy` and `StreamedPolicy` wait
+for its `probe`.
 """
 
 import asyncio
@@ -24,8 +24,13 @@ class Reception:
     """The learner's, once they have arrived."""
     probe: "asyncio.Future[Probe | None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The learner's probe, or None once it is known not to come. Only if `go` says that one follows."""
-    verified: bool = False
-    """All buckets are there, their checksums agree, and the version is the rollout loop's."""
+    given_up_at: float = 0.0
+    """When the round was given up, if it was, by the receiver's clock."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all workers have reported."""
+        return len(self.reports) >= self.workers
 
     def failure(self) -> Failed | None:
         """Why the version cannot be loaded, as far as is known once all workers have reported."""

@@ -62,7 +62,7 @@ class StagedPolicy:
         self._load_s = time.perf_counter() - started
 
     async def loaded(self) -> None:
-        """Verify the version while the engine generates with it, and tell the learner. Raises WeightsError."""
+        """Verify the version while the engine generates with it, and say Loaded. Raises WeightsError."""
         await confirm(self._reception, self._engine, self._say, self._load_s, pause_s=0.0)
         self._release()
 

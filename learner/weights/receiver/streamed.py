@@ -59,6 +59,6 @@ class StreamedPolicy:
         self._pause_s = time.perf_counter() - pausing
 
     async def loaded(self) -> None:
-        """Verify the version while the engine generates with it, and tell the learner. Raises WeightsError."""
+        """Verify the version while the engine generates with it, and say Loaded. Raises WeightsError."""
         await confirm(self._reception, self._engine, self._say, self._load_s, self._pause_s)
         self._release()

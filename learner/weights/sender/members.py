@@ -8,7 +8,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ import zmq.asyncio
 
 from buffer.keys import ServerKeys
 from buffer.wire.awake import AwakeClock
-from buffer.wire.connection import events_of
-from buffer.wire.connections import ConnectionLimits
+from buffer.wire.connection_events import ConnectionEvents
+from buffer.wire.connections import ConnectionLimits, ConnectionTracker
 from buffer.wire.message import Message
 from learner.weights import protocol
 
@@ -83,7 +82,7 @@ class Member:
 
     @property
     def fatal(self) -> str:
-        """Why it can never load this version, if its answer says so."""
+        """Why the server can never load this version; empty if it can."""
         return self.answer.reason if isinstance(self.answer, protocol.Failed) and self.answer.fatal else ""
 
 
@@ -101,10 +100,9 @@ class Members:
         """`backend`: the one that servers must receive with; empty if any will do."""
         self._welcome, self._backend, self._host, self._keys, self._on_drop = welcome, backend, host, keys, on_drop
         self._by_route: dict[bytes, Member] = {}
-        self._routes: dict[int, bytes] = {}
-        """By the file descriptor of a connection: the route of the messages that come over it."""
-        self._passed: Counter[int] = Counter()
-        """Descriptors whose next break is that of a connection before, which is known already."""
+        self._tracker = ConnectionTracker()
+        self._heard: dict[bytes, int] = {}
+        """Routes of the messages read since the last events, and the file descriptors of their connections."""
         self.changed = asyncio.Event()
         """Set whenever a member joined, answered or left, and by whoever else changes what `until` waits for."""
         self.clock = AwakeClock()
@@ -119,8 +117,8 @@ class Members:
     @asynccontextmanager
     async def listen(self) -> AsyncIterator[str]:
         """Admit servers within the block; yields the address they join at. Says Bye to all at the end."""
-        with zmq.asyncio.Context() as context:
-            self._socket, authenticator, address = protocol.router(context, self._host, self._keys)
+        with zmq.asyncio.Context() as self._context:
+            self._socket, authenticator, address = protocol.router(self._context, self._host, self._keys)
             self._limits.endpoint = address
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -176,10 +174,8 @@ class Members:
         while True:
             first, *_, last = await self._socket.recv_multipart(copy=False)
             descriptor, route = int(first.get(zmq.SRCFD)), first.bytes
-            if (before := self._routes.get(descriptor, route)) != route:  # its break is still to come
-                self._passed[descriptor] += 1
-                self._drop_route(before)
-            self._routes[descriptor] = route
+            self._heard.pop(route, None)  # a dict keeps the order of first insertions
+            self._heard[route] = descriptor
             try:
                 message = protocol.unpack(last.bytes, protocol.TO_LEARNER)
                 self._limits.admit(descriptor, large=True)
@@ -198,20 +194,23 @@ class Members:
 
     async def _watch(self) -> None:
         """Drop members whose connection breaks: nobody waits for the answer of a server that was killed."""
-        async for kind, descriptor in events_of(self._socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED):
-            self._limits.on_event(kind, descriptor, self.clock.now())
-            if kind == zmq.EVENT_ACCEPTED:
-                continue
-            while await self._socket.poll(0):  # what it has said before
-                await asyncio.sleep(0)
-            if self._passed[descriptor]:
-                self._passed[descriptor] -= 1
-            else:
-                self._drop_route(self._routes.pop(descriptor, b""))
+        events = ConnectionEvents(self._context, self._socket)
+        try:
+            while True:
+                await events.wait()
+                while await self._socket.poll(0):  # messages that came before the break count
+                    await asyncio.sleep(0)
+                self._on_events(events.new())
+        finally:
+            events.close()
 
-    def _drop_route(self, route: bytes) -> None:
-        if member := self._by_route.get(route):
-            self.drop(member, "its connection broke")
+    def _on_events(self, events: list[tuple[int, int]]) -> None:
+        for kind, descriptor in events:
+            self._limits.on_event(kind, descriptor, self.clock.now())
+        heard, self._heard = self._heard, {}
+        for route in self._tracker.ended(heard, events):
+            if member := self._by_route.get(route):
+                self.drop(member, "its connection broke")
 
     def _on_message(self, route: bytes, message: Message) -> None:
         member = self._by_route.get(route)

@@ -214,13 +214,13 @@ def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
         assert batches.rewind(0) == 1
 
 
-def test_interrupted_batches_wait_for_nothing_any_more():
-    """Also where a signal's handler interrupts the thread that waits."""
+def test_stopped_batches_wait_for_nothing_any_more():
+    """Also where a signal's handler stops the thread that waits."""
     with threaded() as it:
         with LearnerClient(
             it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60, keys=client_keys("learner")
         ) as batches:
-            before = signal.signal(signal.SIGUSR1, lambda *_: batches.interrupt())
+            before = signal.signal(signal.SIGUSR1, lambda *_: batches.stop())
             batches.follow_evaluations([])
             batches.rewind(0)
             try:
@@ -243,7 +243,7 @@ def test_interrupted_batches_wait_for_nothing_any_more():
 def test_a_signal_ends_the_wait_for_a_buffer_that_died():
     with threaded() as it:
         batches = LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60, keys=client_keys("learner"))
-    threading.Timer(0.1, batches.interrupt).start()
+    threading.Timer(0.1, batches.stop).start()
     assert batches.rewind(0) == 0 and batches.take(0) is None
     batches.close()
 

@@ -81,14 +81,14 @@ async def test_an_evaluation_from_claim_to_learner():
 
 
 @in_loop
-async def test_an_interrupted_learner_waits_for_no_result():
+async def test_a_stopped_learner_waits_for_no_result():
     async with buffer(make_requests(eval_every=2)) as it, rollout(it.address) as one:
         by = await learner(it.address, [])
         assert await one.claim(0) == 0
         waiting = asyncio.create_task(asyncio.to_thread(by.last_evaluations))
         await asyncio.sleep(0.1)
         assert not waiting.done()
-        by.interrupt()
+        by.stop()
         assert await asyncio.wait_for(waiting, 120) == []
         await one.evaluated(0, 0, SETS)
         assert [result.due for result in await results(by, 1)] == [0], "what comes later is still fetched"

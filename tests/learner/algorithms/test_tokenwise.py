@@ -60,7 +60,7 @@ def head(tokens: int, seed: int) -> Head:
 def step_inputs(seed: int, config: AlgorithmConfig) -> tuple[LossInputs, Tensor, Head]:
     """A random batch as the step knows it, the head it goes through, and which tokens do.
 
-    Of each sample the tokens are counted, and the limit of m2po is there; behaviour is as far from the learner as in
+    Each sample's tokens are counted, and the limit of m2po is there; behaviour is as far from the learner as in
     `batch`.
     """
     inputs = batch(seed)
@@ -89,7 +89,7 @@ def taken(inputs: LossInputs, place: Tensor | slice, **changes: Tensor) -> LossI
 
 
 def differences(config: AlgorithmConfig, seed: int) -> tuple[float, float]:
-    """Of loss, and of gradients of states and weight: whole against chunks of 3 tokens, relative to their size."""
+    """Relative differences of loss, and of gradients of states and weight: whole against chunks of 3 tokens."""
     inputs, scored, parts = step_inputs(seed, config)
     options = HeadOptions(TEMPERATURE, CHUNK, config.entropy_bonus > 0)
     some, blank = taken(inputs, scored), torch.zeros_like(inputs.policy_logprobs)

@@ -21,7 +21,7 @@ from tests.learner.model.test_attention import packed
 
 
 def test_flops(tmp_path: Path, mesh) -> None:
-    """All tokens scored. Of the first block torch leaves out the gradients of its input, which nobody needs."""
+    """All tokens scored. torch leaves out the gradients of the first block's input, which nobody needs."""
     model, n = adapted_model(tmp_path), 48
     policy = policy_of(model, mesh)
     theirs = peft_model(model, dict(policy.adapter()))

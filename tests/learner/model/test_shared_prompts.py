@@ -172,7 +172,7 @@ def test_torch_takes_our_arguments(causal: bool, window: int | None) -> None:
 
 
 def scored(row: Microbatch) -> list[tuple[int, int, int, int]]:
-    """Of each trainable token: itself and its position, token and position of what predicts it. Sorted."""
+    """For each trainable token: itself and its position, token and position of what predicts it. Sorted."""
     keys = zip(row.tokens[row.scored].tolist(), row.positions[row.scored].tolist(), strict=True)
     before = zip(row.tokens[row.predictor].tolist(), row.positions[row.predictor].tolist(), strict=True)
     return sorted((*key, *other) for key, other in zip(keys, before, strict=True))

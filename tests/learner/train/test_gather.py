@@ -96,12 +96,12 @@ def sharded(policy) -> bool:
 
 
 def blocks_gathered(policy) -> list[bool]:
-    """Of each block of the text model."""
+    """Whether each block of the text model is gathered."""
     return [not isinstance(next(block.parameters()), DTensor) for block in policy.model.get_decoder().layers]
 
 
 def gradients(case: GatherCase, model: ModelConfig, mesh, gather: str) -> dict[str, torch.Tensor]:
-    """Of two batches in several microbatches each, with a step between them; each leaves shards alone."""
+    """Gradients of two batches in several microbatches each, with a step between them; each leaves shards alone."""
     learner = LEARNER.model_copy(update={"gather": gather} | case.learner)
     policy = policy_of(model, mesh, learner)
     if model.lora:

@@ -91,8 +91,8 @@ def test_own_routes_change_nothing(tmp_path: Path, mesh, saving: str) -> None:
 
 
 def test_loads_are_counted_once(tmp_path: Path, mesh) -> None:
-    """Of every token but each sample's last, against transformers' routers; blocks that are recomputed, selectively or
-    not at all; and as metrics of a step."""
+    """The loads of all tokens but each sample's last, against transformers' routers; with blocks that are recomputed,
+    selectively or not at all; and as metrics of a step."""
     model, entries = expert_model(tmp_path), make_samples()
     own, want = plain(model), torch.zeros(2, 8, dtype=torch.float64)
     for entry in entries:
@@ -115,7 +115,7 @@ def test_a_step_that_replays_tells_how_many_routes_agree(tmp_path: Path, mesh) -
     own = plain(model)
 
     def half(tokens: np.ndarray) -> np.ndarray:
-        """Of the second layer other experts: the first layer's choices agree, and change nothing before them."""
+        """The second layer has other experts: the first layer's choices agree, and change nothing before them."""
         routes = own_routes(own, tokens)
         others = [next(e for e in range(8) if e not in chosen) for chosen in routes[:, 1]]
         routes[:, 1, 0] = others

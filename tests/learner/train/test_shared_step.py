@@ -49,7 +49,7 @@ class Found(NamedTuple):
     gradients: dict[str, Tensor]
     sums: dict[str, Tensor]
     logprobs: Tensor
-    """Of all trainable tokens, by sample and position."""
+    """Values of all trainable tokens, by sample and position."""
     batch: Batch
 
 

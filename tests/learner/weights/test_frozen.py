@@ -38,7 +38,7 @@ TRAINED = [spec.name for spec in SPECS if spec.name not in FROZEN]
 
 
 class Learner:
-    """A sender of a policy with frozen weights; `sent` is whom it told to receive what."""
+    """A sender of a policy with frozen weights; `sent`: the servers that were sent a Go, and for which plan."""
 
     def __init__(self, specs=SPECS, frozen=FROZEN, folder=None, **keys):
         self.sender = Sender(

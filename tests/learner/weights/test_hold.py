@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from learner.weights.receiver.rounds import State
 from learner.weights.sender.publish import Sender
 from tests.harness.keys import server_keys
 from tests.harness.weights_server import (
@@ -94,7 +95,7 @@ def test_between_rounds_it_may_hold_at_any_time_but_not_with_a_version_on_its_wa
                 assert one.seen == [0] and sender.stats()["weights/failed"] == 0
                 one.receiver.release()
                 await one.has(1)
-                one.receiver._pledged = True  # Ready was said, Go has not come
+                one.receiver._rounds.state = State.PLEDGED  # Ready was said, Go has not come
                 assert not one.receiver.hold()
 
     asyncio.run(test())

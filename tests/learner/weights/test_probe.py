@@ -118,7 +118,7 @@ class Asked:
 
 
 def test_only_what_follows_the_picture_is_compared() -> None:
-    """The policy predicts no placeholder, so log-probabilities of these would tell nothing but noise."""
+    """The policy predicts no placeholder, so log-probabilities of these would be nothing but noise."""
     tokens, image = shown_tokens(tiny_tokenizer(), 40, FORM)
     prober, policy = Prober([], WeightsConfig(), 0, ShownProbe(tokens, image, "row")), Asked()
     probe = prober.ask(policy)

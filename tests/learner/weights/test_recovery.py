@@ -12,6 +12,7 @@ from learner.weights.channel import ChannelError, Rendezvous
 from learner.weights.plan import Plan, dtype_name
 from learner.weights.protocol import Go, RankAssignment, ServerWelcome, TensorSpec, pack
 from learner.weights.receiver.follow import Receiver
+from learner.weights.receiver.rounds import State
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.receiver.staging import Staging
 from tests.harness.keys import client_keys
@@ -175,7 +176,7 @@ def test_a_server_that_is_slow_to_be_ready_holds_no_version_from_the_others(capl
                 await prompt.has(0)
                 await slow.has(0)
                 await until_stat(sender, "weights/servers", 2.0)
-                slow.receiver._busy = True
+                slow.receiver._rounds.state = State.LOADING
                 sender.publish(VersionedPolicy(1), 1)
                 await within(20, prompt.has(1))
                 await until_stat(sender, "weights/version", 1.0)
@@ -185,7 +186,7 @@ def test_a_server_that_is_slow_to_be_ready_holds_no_version_from_the_others(capl
                     await within(20, prompt.has(version))
                     await until_stat(sender, "weights/version", float(version))
                 assert time.monotonic() - started < 20, "no round waits for a late server"
-                slow.receiver._release_staging()
+                slow.receiver._rounds.loaded()
                 await within(20, slow.has(3))
                 assert slow.seen == [0, 3] and sender.stats()["weights/failed"] == 0
         late = [line for line in lines_of(caplog) if "does not wait for slow" in line]
@@ -224,14 +225,14 @@ def test_a_server_that_is_never_ready_is_left_out_after_its_own_timeout(caplog):
         with a_sender(timeout_s=2.0, probe_every=0) as sender:
             async with servers(Addresses(sender.address), "prompt", "slow") as (prompt, slow):
                 await until_stat(sender, "weights/members", 2.0)
-                slow.receiver._busy, started = True, time.monotonic()
+                slow.receiver._rounds.state, started = State.LOADING, time.monotonic()
                 for version in range(100):
                     await asyncio.to_thread(sender.publish, VersionedPolicy(version), version)
                     await prompt.has(version)
                     if sender.stats()["weights/failed"]:
                         break
                 assert 1 < version < 99 and time.monotonic() - started < 20
-                slow.receiver._release_staging()
+                slow.receiver._rounds.loaded()
                 await slow.has(version)  # it has joined again
         assert any("slow is left out: no Ready in round" in line for line in lines_of(caplog))
 

@@ -58,7 +58,7 @@ class EvaluationLog:
 
 def learn(config: Config) -> int:
     """Train to `run.versions` or to the end of the run; the exit code is that of `python -m learner`."""
-    from tests.system.chaos_learner import Checkpoints, Journal, Policy, Weights, real_loop
+    from tests.system.chaos_learner import Checkpoints, Journal, Policy, Unstoppable, Weights, real_loop
 
     run = Run(config.run.folder)
     run.checkpoints.mkdir(exist_ok=True)
@@ -67,7 +67,8 @@ def learn(config: Config) -> int:
     keys = client_keys_for(config.buffer.address, config.run.path, "learner")
     with LearnerClient(*told, serves=weights.address, keys=keys) as batches:
         metrics = EvaluationLog(run.folder / "evaluations.jsonl")
-        real_loop()(Policy(), Journal(run.journal), batches, weights, checkpoints, metrics, config.run.versions)
+        parts = Policy(), Journal(run.journal), batches, Unstoppable(), weights, checkpoints, metrics
+        real_loop()(*parts, config.run.versions)
     if batches.finished is None:
         return DONE
     print(f"python -m learner: {batches.finished.why}", file=sys.stderr)

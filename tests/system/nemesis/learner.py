@@ -21,7 +21,7 @@ from configs.load import ConfigError
 from configs.resume import fingerprint
 from learner.saved.manifest import discard, recover, seal, set_aside
 from learner.weights.sender.publish import Sender
-from tests.system.chaos_learner import Metrics, placed, real_loop
+from tests.system.chaos_learner import Metrics, Unstoppable, placed, real_loop
 from tests.system.nemesis.history import INITIAL, History, Restored, Trained, digest, following
 from tests.system.nemesis.keys import buffer_keys, learner_keys
 from tests.system.nemesis.run import NemesisRun
@@ -120,7 +120,8 @@ def main(run: NemesisRun) -> None:
     checkpoints = Checkpoints(run.checkpoints, config.learner.checkpoint_every, history)
     with LearnerClient(address, "learner-0", fingerprint(config), 0, 1, sender.address, keys=keys) as batches:
         policy, algorithm = NamedPolicy(INITIAL), Algorithm(history)
-        real_loop()(policy, algorithm, batches, sender, checkpoints, Metrics(), config.run.versions)
+        parts = policy, algorithm, batches, Unstoppable(), sender, checkpoints, Metrics()
+        real_loop()(*parts, config.run.versions)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""Reads from ZeroMQ's monitor which connections of a socket were made and which have ended.
+
+A peer that is killed is missed at once, long before its silence is noticed: `connections.ConnectionTracker` finds out
+from these events whose connection has ended. Used by the sockets of the buffer (`server.py`) and the learner
+(`learner/weights/sender/members.py`). Only `wait` and `poll` wait.
+"""
+
+import struct
+
+import zmq
+import zmq.asyncio
+
+
+class ConnectionEvents:
+    """What happens to connections of `socket`, which has no other monitor: (kind, file descriptor) of each that is
+    accepted (`zmq.EVENT_ACCEPTED`) or ends (`zmq.EVENT_DISCONNECTED`)."""
+
+    def __init__(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
+        self._socket, address = socket, f"inproc://connections-{id(self)}"
+        socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.monitor = context.socket(zmq.PAIR)
+        """Readable while there are events that were not read."""
+        self.monitor.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait until there is room for an event
+        self.monitor.connect(address)
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self.monitor)
+
+    async def wait(self) -> None:
+        """Return once there are events that were not read."""
+        await self.monitor.poll()
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Block until there are events that were not read, or for `timeout_ms`. Returns whether there are."""
+        return bool(self._plain.poll(timeout_ms))
+
+    def new(self) -> list[tuple[int, int]]:
+        """The events since the last call, in order."""
+        events = list[tuple[int, int]]()
+        while self._plain.poll(0):
+            kind, descriptor = struct.unpack("=hi", self._plain.recv_multipart()[0])
+            events.append((kind, descriptor))
+        return events
+
+    def close(self) -> None:
+        """Call it before the socket is closed."""
+        self._socket.disable_monitor()
+        self.monitor.close(0)

@@ -1,0 +1,115 @@
+"""Which ranks write checkpoints, whether they see one folder, and what all ranks agree on of the files in it.
+
+All ranks write their shards into one folder, or, with `learner.checkpoint_on: first_node`, the ranks of the first
+replica alone, which hold a whole copy. Used by `learner/checkpoint.py`. Each method is a collective: all ranks must
+call it, and it waits for the last one.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from configs.checkpoint_files import damage, folder_of, listed, newest
+from configs.load import ConfigError
+from learner.saved.manifest import recover, set_aside
+from learner.train.collectives import all_reduce_max, broadcast_from_rank0
+
+log = logging.getLogger(__name__)
+MARKER = ".shared-"
+"""Begins the name of the file by which the ranks find out whether they see one folder."""
+SEEN_S = 5.0
+"""Time in which a file must be seen on all nodes that share a folder: network file systems cache what is not there."""
+
+
+class SavingRanks:
+    """The ranks of checkpoints in `folder`. `shards`: ranks that share one copy of the model. `first_node`: only the
+    first node has the folder."""
+
+    def __init__(self, folder: Path, shards: int, first_node: bool) -> None:
+        self.folder, self.shards = folder, shards
+        self.by_first = first_node and shards < dist.get_world_size()
+        """Only the ranks of the first replica write."""
+        self.writes = dist.get_rank() < shards or not self.by_first
+        """Whether this rank writes."""
+        self.group = dist.new_group(backend="gloo")  # the writing threads must not use training's collectives
+        self.writers = dist.new_group(list(range(shards)), backend="gloo") if self.by_first else self.group
+        """The ranks that write."""
+
+    def check_folder(self) -> None:
+        """Raise ConfigError unless all ranks see what rank 0 writes into the folder, or need not."""
+        if self.by_first or dist.get_world_size() == 1:
+            return
+        rank, marker = dist.get_rank(), self.folder / f"{MARKER}{broadcast_from_rank0(time.time_ns())}"
+        if rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.glob(f"{MARKER}*"):
+                leftover.unlink()
+            marker.touch()
+        dist.barrier(self.group)
+        (blind,) = map(int, all_reduce_max(-1 if _seen(marker) else rank))
+        if rank == 0:
+            marker.unlink()
+        if blind >= 0:
+            problem = f"shared, but rank {blind} does not see what rank 0 writes into {self.folder}"
+            remedy = "name a run.folder that all nodes share, or set it to first_node"
+            raise ConfigError([f"learner.checkpoint_on: {problem}; {remedy}"])
+
+    def require(self, problem: Callable[[], str | None]) -> None:
+        """Raise ConfigError, on every rank, if rank 0, which alone calls `problem`, finds one."""
+        judged = [problem() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(judged, src=0, group=self.group)
+        if judged[0]:
+            raise ConfigError([judged[0]])
+
+    def newest_sound(self) -> int:
+        """Version of the newest complete checkpoint whose shards are as they were written, 0 if there is none.
+
+        A damaged one is set aside, so that it counts no longer.
+        """
+        if dist.get_rank() == 0 and self.folder.is_dir():
+            recover(self.folder)
+        while version := self._newest():
+            folder = folder_of(self.folder, version)
+            found: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(found, self._damage(folder) if self.writes else None, group=self.group)
+            problem = next((one for one in found if one), None)
+            if problem is None:
+                break
+            if dist.get_rank() == 0:
+                aside = set_aside(folder).name
+                log.error("checkpoint %s is damaged, skipped and now called %s: %s", folder.name, aside, problem)
+        return version
+
+    def _damage(self, folder: Path) -> str | None:
+        """Describe damage in this rank's share of the shards; every rank that writes checks a share."""
+        rank, world = dist.get_rank(self.writers), dist.get_world_size(self.writers)
+        try:
+            names = sorted(name for name in listed(folder).sums if name.startswith("state/"))
+            return damage(folder, names[rank::world])
+        except (OSError, ValueError) as error:  # rank 0 could read its manifest
+            return f"rank {dist.get_rank()} cannot read its manifest: {error}"
+
+    def _newest(self) -> int:
+        """Version of the newest complete checkpoint. Raises ConfigError if another node has a newer one than the first,
+        which alone will write from now on."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        looks = rank % self.shards == 0 if self.by_first else rank == 0
+        mine = newest(self.folder) if looks else 0
+        version = broadcast_from_rank0(mine)
+        most, owner = divmod(int(all_reduce_max(mine * world + rank)[0]), world)
+        if most > version:
+            problem = f"the node of rank {owner} has checkpoint {most} on its disk, that of rank 0 has {version}"
+            remedy = "start that machine as the first node, or copy its checkpoints there"
+            raise ConfigError([f"learner.checkpoint_on: first_node, but {problem}; {remedy}"])
+        return version
+
+
+def _seen(marker: Path) -> bool:
+    """Whether `marker` is there, now or within SEEN_S: no event announces a file on another machine."""
+    end = time.monotonic() + SEEN_S
+    while not (seen := marker.exists()) and time.monotonic() < end:
+        time.sleep(0.5)
+    return seen

@@ -1,0 +1,171 @@
+"""The rounds at a server, one at a time: the state of the present one, and what may follow it.
+
+    IDLE       no round                                                  Ready was said -> PLEDGED
+    PLEDGED    Ready was said, Go has not come                           Go -> RECEIVING    left the learner -> IDLE
+    RECEIVING  the workers receive, or have and are not verified yet     verified -> LOADING    failed -> IDLE
+                                                                         given up -> CLEARING
+    LOADING    verified: the rollout loop loads it                       loaded -> IDLE
+    CLEARING   given up, but workers may still write to their buckets    cleared -> IDLE
+
+Offers that come while the buckets are not free (LOADING, CLEARING) wait, the newest one, until they are. A server that
+is held answers offers with Hold. `follow.Receiver` feeds this with the learner's messages and the workers' reports.
+Nothing in it waits.
+"""
+
+from collections.abc import Callable
+from enum import Enum, auto
+
+from buffer.wire.message import Message
+from learner.weights.protocol import Failed, Go, Hold, Offer, Ready, Release, Staged
+from learner.weights.receiver.reception import Reception
+
+
+class State(Enum):
+    """The state of a server's present round, as the table above explains."""
+
+    IDLE = auto()
+    PLEDGED = auto()
+    RECEIVING = auto()
+    LOADING = auto()
+    CLEARING = auto()
+
+
+TRANSITIONS = {
+    (State.IDLE, "ready"): State.PLEDGED,
+    (State.PLEDGED, "ready"): State.PLEDGED,
+    (State.PLEDGED, "left"): State.IDLE,
+    (State.PLEDGED, "go"): State.RECEIVING,
+    (State.RECEIVING, "verified"): State.LOADING,
+    (State.RECEIVING, "failed"): State.IDLE,
+    (State.RECEIVING, "given up"): State.CLEARING,
+    (State.LOADING, "loaded"): State.IDLE,
+    (State.CLEARING, "cleared"): State.IDLE,
+}
+"""The state that follows a state and an event. No other event may happen in a state."""
+
+
+class IllegalTransition(RuntimeError):
+    """An event that may not happen in the state: a fault of this program."""
+
+
+class Rounds:
+    """`say` sends to the learner, if there is one."""
+
+    def __init__(self, say: Callable[[Message], None]) -> None:
+        self._say = say
+        self.state = State.IDLE
+        self.reception: Reception | None = None
+        """The round from its Go until its buckets are free."""
+        self._offer: Offer | None = None
+        """PLEDGED: the offer that was answered with Ready. LOADING and CLEARING: the offer that waits, if any."""
+        self.held = False
+        """No offer is accepted at present."""
+
+    def hold(self, loading: bool) -> bool:
+        """Accept no offer until `release`. Returns False where a version is on its way. `loading`: the version in
+        LOADING is in place, and the caller has yet to say so."""
+        if self.state in (State.PLEDGED, State.RECEIVING) or (self.state is State.LOADING and not loading):
+            return False
+        self.held = True
+        if self.state is not State.LOADING:  # else Hold is said once it is loaded
+            self._say(Hold(round=0))
+        return True
+
+    def release(self) -> None:
+        """Accept offers again."""
+        self.held = False
+        self._say(Release())
+
+    def offer(self, offer: Offer) -> None:
+        """Answer `offer` with Ready or Hold, now or once the buckets are free. A round that is received must have been
+        given up before."""
+        if self.state is State.RECEIVING:
+            raise IllegalTransition("an offer in RECEIVING")
+        self._offer = offer
+        if self.state is not State.LOADING:
+            self._answer()
+
+    def joined(self) -> None:
+        """The learner admitted this server anew: it knows nothing of this server's round, nor of its hold."""
+        if self.reception:
+            self.reception.take_probe(None)
+        if self.held and self.state is not State.LOADING:
+            self._say(Hold(round=0))
+
+    def leave(self) -> None:
+        """This server is not a member of the learner any more: no Go follows."""
+        self._offer = None
+        if self.state is State.PLEDGED:
+            self._enter("left")
+
+    def go(self, reception: Reception) -> bool:
+        """Begin this round. Returns False for a stale Go: its round is not the one that Ready was said to."""
+        if self.state is not State.PLEDGED or self._offer is None or self._offer.round != reception.go.round:
+            return False
+        self._enter("go")
+        self._offer, self.reception = None, reception
+        return True
+
+    def is_present(self, round: int) -> bool:
+        """Whether messages about `round` are about the present one."""
+        return self.reception is not None and self.reception.go.round == round
+
+    def report(self, staged: Staged) -> None:
+        """Note that a worker no longer writes to its buckets. Reports about other rounds are stale."""
+        if self.reception and self.is_present(staged.round):
+            self.reception.reports.append(staged)
+            if self.state is State.CLEARING and self.reception.complete:
+                self.clear()
+
+    def verify(self) -> Go:
+        """All buckets are there and their checksums agree: the version is the rollout loop's. Returns its Go."""
+        self._enter("verified")
+        assert self.reception
+        return self.reception.go
+
+    def fail(self, failed: Failed) -> None:
+        """The round is over without a version, and all workers have reported."""
+        self._say(failed)
+        self._enter("failed")
+        self.reception = None
+
+    def give_up(self, now: float) -> Reception:
+        """The round is off at the time `now`. Returns what of it may still be written."""
+        self._enter("given up")
+        assert self.reception
+        self.reception.given_up_at = now
+        return self.reception
+
+    def aborted(self, free: bool) -> bool:
+        """The workers were made to give up the round; `free`: none writes any more. Returns whether the buckets are
+        free, be it by reports that came meanwhile."""
+        if self.state is State.CLEARING and self.reception and (free or self.reception.complete):
+            self.clear()
+        return self.state is not State.CLEARING
+
+    def clear(self) -> None:
+        """No worker writes to the buckets of the round that was given up."""
+        self._free("cleared")
+
+    def loaded(self) -> None:
+        """The version is in place: the buckets may be overwritten."""
+        self._free("loaded")
+
+    def _free(self, event: str) -> None:
+        """The buckets are free: answer the offer that waits."""
+        self._enter(event)
+        self.reception = None
+        self._answer()
+
+    def _answer(self) -> None:
+        if self.held:
+            self._say(Hold(round=self._offer.round if self._offer else 0))
+            self._offer = None
+        elif self._offer and self.state is not State.CLEARING:
+            self._enter("ready")
+            self._say(Ready(round=self._offer.round))
+
+    def _enter(self, event: str) -> None:
+        if (self.state, event) not in TRANSITIONS:
+            raise IllegalTransition(f"{event!r} in {self.state.name}")
+        self.state = TRANSITIONS[self.state, event]

@@ -1,0 +1,77 @@
+"""A server's vLLM workers, as its front process calls them to receive weights, and their reports.
+
+Part of `follow.Receiver`. Each method is one call to all workers (`rollout/engine/worker.py`) and waits for their
+answers; `receive` returns once they have begun. The threads that receive report over a socket of their own.
+"""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import zmq
+import zmq.asyncio
+
+from configs.variables import WEIGHTS_BYTES, socket_folder
+from learner.weights.protocol import TO_FRONT, Go, ServerWelcome, Staged, pack, unpack
+from learner.weights.receiver.staged import ReceivingEngine, WeightsError
+
+log = logging.getLogger(__name__)
+
+
+class Workers:
+    """The workers of `engine`, which answer within `timeout_s`. `staging`: `weights.staging`."""
+
+    def __init__(self, engine: ReceivingEngine, timeout_s: float, staging: str) -> None:
+        self.engine, self.timeout_s, self._staging = engine, timeout_s, staging
+        self._notify = ""
+        """The address for reports."""
+        self.streams = False
+        """Workers have room for two buckets only: versions are received into place."""
+
+    async def describe(self) -> tuple[int, str]:
+        """Number of workers, and the backend that they receive with."""
+        workers = await self.engine.collective("rl_describe", timeout_s=self.timeout_s)
+        return len(workers), str(workers[0]["backend"])
+
+    async def prepare(self, welcome: ServerWelcome) -> None:
+        """Have all workers allocate room: each for a copy, or all for two buckets. Raises WeightsError."""
+        theirs = welcome.digest, welcome.trained
+        for staging in (self._staging, "bucket"):
+            answers = await self.engine.collective("rl_prepare", pack(welcome), staging, timeout_s=self.timeout_s)
+            digests, modes = {tuple(answer[:2]) for answer in answers}, {answer[2] for answer in answers}
+            if digests != {theirs}:
+                raise WeightsError(f"the plans of the weights are {digests} here, {theirs} at the learner")
+            if len(modes) == 1:
+                break
+        self.streams = modes == {"bucket"}
+        log.info("weights: received %s", "into place, bucket by bucket" if self.streams else "into a staging copy")
+
+    async def receive(self, go: Go) -> None:
+        """Have all workers begin to receive the round of `go`."""
+        await self.engine.collective("rl_receive", pack(go), self._notify, timeout_s=self.timeout_s)
+
+    async def abort(self) -> bool:
+        """Have all workers give up what they receive. Returns whether all buckets are free; a worker whose buckets are
+        not frees them by its report."""
+        return all(await self.engine.collective("rl_abort", timeout_s=self.timeout_s))
+
+    @contextmanager
+    def reporting(self, context: zmq.asyncio.Context) -> Iterator[zmq.asyncio.Socket]:
+        """The socket at which reports arrive, within the block."""
+        folder = tempfile.mkdtemp(prefix="headrace-", dir=socket_folder(WEIGHTS_BYTES))
+        self._notify = f"ipc://{folder}/weights"
+        try:
+            with context.socket(zmq.PULL) as socket:
+                socket.bind(self._notify)
+                yield socket
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+async def next_report(socket: zmq.asyncio.Socket) -> Staged:
+    """The next report of a worker."""
+    staged = unpack(await socket.recv(), TO_FRONT)
+    assert isinstance(staged, Staged)
+    return staged
