@@ -92,7 +92,7 @@ class ModelConfig(Section):
 
 
 class MixedSource(Section):
-    """One of several sources of problems."""
+    """A source of problems beside others."""
 
     path: Path
     """As `data.train` may name one: a file, a folder, a glob or a set of reasoning-gym."""
@@ -207,7 +207,7 @@ class DataConfig(Section):
 
 
 class RewardPart(Section):
-    """One of several reward functions."""
+    """A reward function beside others."""
 
     function: str
     """A built-in reward or your own, as `path/to/file.py:function`."""
@@ -570,7 +570,7 @@ class RolloutConfig(Section):
 
 class WeightsConfig(Section):
     host: str = "127.0.0.1"
-    """Interface on which learner rank 0 serves policies, on a free port; the buffer tells the servers which."""
+    """Interface on which learner rank 0 serves policies, on a free port; the servers get it from the buffer."""
     transport: Literal["broadcast", "safetensors"] = "broadcast"
     """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, which all servers
     must see; for servers that NCCL cannot reach."""

@@ -18,8 +18,8 @@ from configs.plain_text import figure
 from configs.schema import Config
 
 MOST_ROWS = 40
+"""Most rows of a table."""
 GO_ON = "python -m actors launch"
-"""Of a table."""
 UNKNOWN = "–"
 SERVER_COLUMNS = (
     *("server", "version", "leases", "tokens/s", "running", "places", "waiting", "KV use", "preempted", "parked"),

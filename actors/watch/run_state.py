@@ -43,7 +43,7 @@ LIMITS = {
 }
 """What bounds a server's places, by the number of its heartbeats that says so; the smallest one does."""
 UNHEARD = {"placing": "is being placed", "started": "has not said Hello yet", "draining": "is being drained"}
-"""What a kept server does of which the buffer has not heard, by its life; the other lives are words themselves."""
+"""What a kept server does before its first message to the buffer, by its life; the other lives are words themselves."""
 MISSED_HEARTBEATS = 5
 """After so many the buffer ends a server's leases."""
 

@@ -13,6 +13,7 @@ from configs.checks import check
 from configs.explain import explain
 from configs.help import EXAMPLES, RENAMED_KEYS, keys
 from configs.load import ConfigError, MergedTree, load, read, write
+from configs.resume import written
 from configs.schema import Config, Section
 
 NEEDED = ["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"]
@@ -250,7 +251,7 @@ def test_a_renamed_key_beside_the_new_one_in_one_file_is_refused(tmp_path: Path)
 
 
 def test_the_later_of_an_old_and_a_new_key_wins(tmp_path: Path) -> None:
-    """As in a run's own config.yaml of before with an override."""
+    """An override wins over the old name of its key, as an earlier release has it in a run's config.yaml."""
     path = file(tmp_path, "weights:\n  deadline_s: 7\n")
     assert load([path, *NEEDED, "--weights.timeout_s=8"]).weights.timeout_s == 8
     assert load([path, *NEEDED, "--weights.deadline_s=9"]).weights.timeout_s == 9
@@ -324,6 +325,20 @@ def test_one_wrong_bit_in_a_written_file_is_refused(place: str, tmp_path: Path) 
     flipped[at[place]] ^= 1
     path.write_bytes(flipped)
     assert f"{path}: its text does not fit its checksum" in refused(str(path))
+
+
+def test_who_only_looks_at_a_run_is_warned_of_an_edited_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    write(load([*NEEDED, "--learner.lr=1e-6"]), path)
+    path.write_text(path.read_text().replace("lr: 1.0e-06", "lr: 2.0e-06"))
+    assert read([str(path)], "python -m actors status", lenient=True).learner.lr == 2e-6
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {path}: its text does not fit its checksum") and "remove its last line" in line
+    for strict in (lambda: read([str(path)], "python -m learner"), lambda: written(tmp_path)):
+        with pytest.raises((SystemExit, ConfigError)):
+            strict()
 
 
 def test_a_person_may_edit_a_written_file(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 A gang starts it on each node, with NODE_RANK and the address of a store. Its ranks, processes of its own, run the real
 loop, each with its own part of a batch. They meet in the store, where rank 0 gathers the parts, trains on all of them
-and tells the policy. The node's process ends them together, here and, by `learner.ranks.Node`, on the other node.
+and publishes the policy. The node's process ends them together, here and, by `learner.ranks.Node`, on the other node.
 """
 
 import os
@@ -61,7 +61,7 @@ class Follower:
 
 
 class Reader(Checkpoints):
-    """Of ranks that restore what rank 0 has saved."""
+    """Checkpoints of ranks that restore what rank 0 has saved."""
 
     def finish(self, policy: Policy, version: int) -> None:
         pass

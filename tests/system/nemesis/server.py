@@ -1,8 +1,8 @@
 """`python -m tests.system.nemesis.server OUTER NAME`: a rollout server, all real but its engine and tokenizer.
 
 Both loops, episodes, the samples wire and the weights wire are those of `python -m rollout`; the engine answers with
-random digits (`chaos_rollout.py`) and holds the weights that arrive. Whatever it generates, delivers and loads is
-written into its history. Waits for the buffer, for a first policy, then for work.
+random digits (`chaos_rollout.py`) and holds the weights that arrive. Its history gets all
+that it generates, delivers and loads. Waits for the buffer, for a first policy, then for work.
 """
 
 import asyncio
