@@ -287,12 +287,12 @@ def judge_failures(found: Judgement, config: Config, failed: dict[int, str], oth
     """Rows that cannot be made a prompt: refused if all of them."""
     example = next(f"row {number}: {reason}" for number, reason in failed.items())
     if others:
-        share = f"{len(failed):,} of {len(failed) + others:,} rows looked at cannot be made a prompt and are dropped"
+        share = f"{len(failed):,} of {len(failed) + others:,} rows looked at make no prompt and are dropped"
         found.warnings.append(f"data.train: {source_name(config.data.train)}: {share}, such as {example}")
     else:
         keys = "its columns and images, data.chat_template and data.format_prompt"
         found.refused.append(
-            f"data.train: {source_name(config.data.train)}: no row can be made a prompt, {example}; correct {keys}"
+            f"data.train: {source_name(config.data.train)}: no row can be made into a prompt, {example}; correct {keys}"
         )
 
 

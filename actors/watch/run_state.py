@@ -36,7 +36,7 @@ CULPRITS = {
 """Whom a batch waits for where attempts fail, by kind of failure."""
 LIMITS = {
     "limit_sequences": "rollout.sequences",
-    "limit_learner": "more once the learner waits",
+    "limit_learner": "it takes more once the learner waits",
     "limit_graphs": "max_num_seqs, the captured CUDA graphs",
     "limit_kv": "the KV cache holds no more of this mean length",
     "limit_preempted": "the KV cache was full, {preempted:.0f} preemptions",

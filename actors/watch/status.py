@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         since = last_life(config, run)
         dead = f"dead since {when(since)}" if since else "never started"
         show(f"{dead}: the buffer at {config.buffer.address} does not answer", style="red")
-        show(_launcher_line(run), "The run's files, as of then:", style="red")
+        show(_launcher_line(run), "The run's files hold:", style="red")
     if answer is None and trouble:
         show(trouble)
     if answer and held:

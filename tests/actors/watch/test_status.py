@@ -114,7 +114,7 @@ FULL = {"running": 384.0, "waiting": 2.0, "places": 448.0, "places_taken": 440.0
         (
             "rollout-0",
             {"limit_learner": 448.0, "limit_graphs": 512.0},
-            "running 384 of 448: more once the learner waits",
+            "running 384 of 448: it takes more once the learner waits",
         ),
         ("rollout-0", {"limit_sequences": 448.0, "task": 60.0}, "running 384 of 448: 60 samples are in their task"),
         (
