@@ -22,7 +22,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, VALUES_ELSEWHERE, key_of, keys, sections, suggest, text
+from configs.help import (
+    EXAMPLES,
+    FACTORS,
+    RENAMED_KEYS,
+    TYPES,
+    VALUES_ELSEWHERE,
+    key_of,
+    keys,
+    overview,
+    sections,
+    suggest,
+)
 from configs.help import show as in_yaml
 from configs.origins import MissingVariable, Origin, Place, at, credentials, resolved, traced, written
 from configs.plain_text import print_visible
@@ -30,6 +41,8 @@ from configs.schema import Config
 from configs.variables import open_private, run_folder
 
 log = logging.getLogger(__name__)
+KEYS = "python -m configs --keys"
+"""The command that lists all keys."""
 TIMES = "times"
 """Stands in the merged tree for a product: `{"times": [32, "${batch.samples}"]}`."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's choice: the two differ in what they accept
@@ -132,18 +145,21 @@ def read(
 ) -> Config:
     """`load` for an entry point such as `python -m buffer` (`prog`): problems go to stderr, then exit code 2.
 
-    `--help` prints every key and exits 0. `checks` may raise ConfigError too, e.g. `configs.checks.check`. `lenient`:
-    for commands that only look at a run, which need no credentials and warn of an edited `config.yaml` on stderr.
+    `--help` prints the names of all keys and exits 0. `checks` may raise ConfigError too, e.g. `configs.checks.check`.
+    `lenient`: for commands that only look at a run, which need no credentials and warn of an edited `config.yaml` on
+    stderr.
     """
-    width = min(max(shutil.get_terminal_size().columns, 40), 120)
     usage = f"usage: {prog} RUN.yaml [MORE.yaml ...] [--section.key=value ...]"
     if "-h" in argv or "--help" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
         print_visible(f"{usage}\n\nFiles are merged left to right, then the overrides. Values are YAML.")
-        print_visible("${section.key} refers to another key, ${oc.env:NAME} to a variable.\n" + text(width))
+        print_visible(
+            "${section.key} refers to another key, ${oc.env:NAME} to a variable.\n\n" + overview(text_width())
+        )
+        print_visible(f"\n{KEYS} [SECTION] lists every key with its type, default and meaning")
         sys.exit(0)
     if not argv:
-        print_visible(f"{usage}\n{prog} --help lists every key", sys.stderr)
+        print_visible(f"{usage}\n{KEYS} lists every key", sys.stderr)
         sys.exit(2)
     try:
         config = load(argv, lenient=lenient, warn=_warn if lenient else None)
@@ -152,6 +168,11 @@ def read(
         print_visible(error, sys.stderr)
         sys.exit(2)
     return config
+
+
+def text_width() -> int:
+    """Columns of a text for the terminal."""
+    return min(max(shutil.get_terminal_size().columns, 40), 120)
 
 
 def write(config: Config, path: Path) -> None:

@@ -32,6 +32,7 @@ from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.flow.capacity import open_files
 from configs.flow.kv_room import gpu_bytes
+from configs.inner_command import inner_words
 from configs.load import ConfigError, parse
 from configs.model_facts import SPARE_BYTES, model_facts
 from configs.origins import credentials
@@ -330,4 +331,5 @@ def _port(key: str, address: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    inner_words()
     sys.exit(main())

@@ -27,6 +27,7 @@ import msgpack
 from buffer.image_rows import IMAGES
 from configs.architecture import is_proven
 from configs.data.sources import source_name
+from configs.inner_command import inner_words
 from configs.load import ConfigError, dump, parse
 from configs.own_packages import command
 from configs.schema import Config
@@ -482,4 +483,5 @@ def both_ends(text: str) -> str:
 
 
 if __name__ == "__main__":
+    inner_words("PART", "FOLDER")
     main(sys.argv[1:])

@@ -163,8 +163,8 @@ def _waits(now: Situation) -> str:
         return f"{said} because the run is synchronous: batch.max_staleness 1 or more lets both sides work at once."
     if parked > IDLE:
         return (
-            f"{said} and {_percent(parked)} of the servers' places get no work: both wait because of the "
-            f"bound on age. Raise batch.max_staleness (now {now.max_staleness}) or batch.groups; more servers would not help."
+            f"{said} and {_percent(parked)} of the servers' places get no work: both wait because of the bound on age. "
+            f"Raise batch.max_staleness (now {now.max_staleness}) or batch.groups; more servers would not help."
         )
     if now.wanted is not None and now.wanted > now.servers:
         return f"{said}: the run has asked for {now.wanted} servers and {now.servers} are there. Wait for them."

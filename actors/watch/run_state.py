@@ -55,7 +55,7 @@ def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
     """
     if "-h" in argv or "--help" in argv:
         print_visible(f"usage: {prog} RUN [--section.key=value ...]\n\nRUN is a run's folder, or its config files.")
-        print_visible("`python -m configs --help` lists every key of the run file, docs/operations.md every command.")
+        print_visible("`python -m configs --keys` lists every key of the run file, docs/operations.md every command.")
         sys.exit(0)
     folder = Path(argv[0]) if argv else Path()
     if not argv or not folder.is_dir():

@@ -1,6 +1,7 @@
 """The run file: merging, overrides, what is refused and in which words, and the way back to YAML."""
 
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.__main__ import main as show_configs
 from configs.checks import check
 from configs.explain import explain
 from configs.help import EXAMPLES, RENAMED_KEYS, keys
@@ -160,15 +162,33 @@ def test_a_key_of_true_false_or_a_word_takes_each(written: str, read_as: object)
     assert load([*NEEDED, f"--learner.compile={written}"]).learner.compile == read_as
 
 
-@pytest.mark.parametrize("columns", ["60", "200"])
-def test_help_lists_every_key(
-    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
+def test_help_is_short_and_names_every_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as end:
         read(["--help"], "python -m learner")
     shown = capsys.readouterr().out
-    assert end.value.code == 0
+    assert end.value.code == 0 and len(shown.splitlines()) < 60 and "python -m configs --keys lists every key" in shown
+    for key in keys().values():
+        section, _, name = key.name.partition(".")
+        assert re.search(rf"^  {section} .*?\b{re.escape(name)}\b", shown, re.M | re.S), key.name
+
+
+def test_keys_of_one_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_configs(["--keys", "batch"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("batch:\n  --batch.groups ") and "--learner." not in shown
+    assert show_configs(["--keys", "bath"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m configs --keys bath: no section of the run file; the sections are run, model, ")
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_keys_are_listed_with_type_default_and_meaning(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert show_configs(["--keys"]) == 0
+    shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= (77 if columns == "60" else 120)  # a long pattern is not broken
     words = " ".join(shown.split())
     for section, field in Config.model_fields.items():

@@ -24,6 +24,7 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import SampleStats, Transaction
 from buffer.store.segments import folder_of
 from buffer.store.sqlite import Store
+from configs.inner_command import inner_words
 
 TRACEME, SYSCALL, SETOPTIONS = 0, 24, 0x4200
 TRACESYSGOOD, EXITKILL = 0x1, 0x100000
@@ -192,4 +193,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    inner_words("FOLDER")
     main(Path(sys.argv[1]))

@@ -26,6 +26,7 @@ import zmq
 from buffer.curve import client_keys_for
 from buffer.wire.client import LearnerClient
 from buffer.wire.protocol import EvaluationResult, Part
+from configs.inner_command import inner_words
 from configs.resume import fingerprint
 from configs.schema import Config
 from tests.harness.toy import ROOT
@@ -198,4 +199,5 @@ def connected(config: Config, rank: int, world: int, serves: str | None) -> Lear
 
 
 if __name__ == "__main__":
+    inner_words("RUN")
     main(Run(Path(sys.argv[1])))

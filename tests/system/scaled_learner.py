@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 from buffer.wire.protocol import Part
 from configs.entrypoint import tie_children
+from configs.inner_command import inner_words
 from learner.ranks import Node
 from tests.system.chaos_learner import (
     Checkpoints,
@@ -111,4 +112,5 @@ def main(run: Run) -> int:
 
 
 if __name__ == "__main__":
+    inner_words("RUN")
     sys.exit(main(Run(Path(sys.argv[1]))))
