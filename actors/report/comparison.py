@@ -39,9 +39,11 @@ def compare(config: Config, file: Path, models: Sequence[EvaluatedModel]) -> Com
     if not file.is_file():
         return Comparison()
     evaluated = evaluated_examples(file)
-    if len({title.rpartition(", ")[2] for title in evaluated}) > 1:
-        examples = {title: some[:SHOWN] for title, some in evaluated.items() if some}
-        return Comparison("Before and after: the first and the last evaluation", examples=examples)
+    versions = [title.rpartition(", ")[2] for title in evaluated]
+    if len({*versions}) > 1:
+        title = "Before and after: the first and the last evaluation"
+        title = title if "version 0" in versions else "The first and the last evaluation"
+        return Comparison(title, examples={title: some[:SHOWN] for title, some in evaluated.items() if some})
     return _batches(config, file)
 
 

@@ -86,6 +86,7 @@ def answers(config: Config, run: Path, frozen: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"batches": [], "samples": {}, "evaluated": {}, "trouble": "", "models": rows_of(models)}
     compared = Comparison()
     try:
+        compared = compare(config, file, models)
         if file.is_file():
             batches = stored_batches(file)
             shown = spread(batches, FROZEN_BATCHES) if frozen else batches
@@ -97,7 +98,6 @@ def answers(config: Config, run: Path, frozen: bool) -> dict[str, Any]:
             found["evaluated"] = {
                 title: list(map(example_data, some)) for title, some in evaluated_examples(file).items()
             }
-        compared = compare(config, file, models)
     except StoreError as error:  # the records are enough for a page
         found["trouble"] = str(error)
     found["examples"] = {title: list(map(example_data, some)) for title, some in compared.examples.items()}

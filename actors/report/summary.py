@@ -75,8 +75,8 @@ def read_report(config: Config, run: Path, records: Records) -> Report:
     models = evaluated_models(run / "evaluation.json")
     file, held, comparison = run / (config.buffer.path or ""), None, Comparison()
     try:
-        held = stored(file) if file.is_file() else None
         comparison = compare(config, file, models)
+        held = stored(file) if file.is_file() else None
     except StoreError as error:  # the records are enough for a report
         print_visible(error, sys.stderr)
     ended = ending(config, run, held, say_ago=False, records=records)
