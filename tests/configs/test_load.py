@@ -167,7 +167,11 @@ def test_help_is_short_and_names_every_key(capsys: pytest.CaptureFixture[str], m
     with pytest.raises(SystemExit) as end:
         read(["--help"], "python -m learner")
     shown = capsys.readouterr().out
-    assert end.value.code == 0 and len(shown.splitlines()) < 60 and "python -m configs --keys lists every key" in shown
+    assert (
+        end.value.code == 0
+        and len(shown.splitlines()) < 60
+        and "python -m configs --keys [SECTION] lists every key" in shown
+    )
     for key in keys().values():
         section, _, name = key.name.partition(".")
         assert re.search(rf"^  {section} .*?\b{re.escape(name)}\b", shown, re.M | re.S), key.name
