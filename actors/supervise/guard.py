@@ -1,10 +1,10 @@
 """A guard: runs one command and makes sure that nothing the command started outlives it, or outlives the guard's owner.
 
 The owner (`keeper.py` for each process of a run, `actors/__main__.py` for the launcher) makes a `Guarded`, which runs
-this file by path, isolated (`python -I`), so it imports only the standard library, psutil, `configs/parent_death.py`
-and `configs/inner_command.py`. They talk over a socket that keeps messages apart: the owner sends the command line
-once, as a JSON list, then numbers of signals; the guard answers `{"pid": N}` and, when nothing is left, `{"code": N}`.
-It waits for the owner and for SIGCHLD.
+this file by path, isolated (`python -I`), so it imports only the standard library, psutil and two small modules of
+`configs`. They talk over a socket that keeps messages apart: the owner sends the command line once, as a JSON list,
+then numbers of signals; the guard answers `{"pid": N}` and, when nothing is left, `{"code": N}`. It waits for the owner
+and for SIGCHLD.
 
 The end of the owner's messages means kill, and an owner that dies ends them: no command outlives its owner, even one
 that got SIGKILL. The guard is the subreaper of all descendants of the command, so it also finds those that left its

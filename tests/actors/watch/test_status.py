@@ -417,7 +417,6 @@ def test_status_of_a_run_whose_file_was_edited_warns_and_goes_on(
 
 def test_status_shows_what_the_alerts_find(tmp_path: Path) -> None:
     settings = config(tmp_path, "tcp://127.0.0.1:9")
-    settings.run.path.mkdir(parents=True)
     rows = [
         {"version": 1 + n, "age/share_4-7": 1.0, "offpolicy/k3_age_4-7": 4e-3 if n == 9 else 1e-3} for n in range(10)
     ]
