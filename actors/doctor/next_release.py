@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         with wheel(argv[0]) as file:
             return judge(file)
     except ValueError as error:
-        print_visible(str(error))
+        print_visible(str(error), sys.stderr)
         return BAD_INPUT
 
 
