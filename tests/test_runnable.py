@@ -33,7 +33,7 @@ LIGHT = (
 )
 """Modules that import little."""
 MOST_LINES = 70
-"""Of a help: a terminal of usual height and a half."""
+"""Most lines of a help: a terminal of usual height and a half."""
 
 
 def modules() -> Iterator[tuple[str, str]]:
