@@ -8,7 +8,6 @@ import psutil
 import pytest
 
 from buffer.wire.sample import Sample
-from rollout.engine.http_connection import HEAD_S
 from tests.harness.ports import free_port
 from tests.harness.tiny_reward import make_reward_model
 from tests.harness.toy import ROOT, Run, Toy, python
@@ -40,9 +39,9 @@ def test_killed_reward_servers_cost_time_and_no_sample(toy: Toy) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         try:
             until(lambda: len(run.metrics()) >= 3, "third version")
-            with socket.create_connection(("127.0.0.1", port), timeout=HEAD_S + 60) as half:
-                half.sendall(b"GET /health HTTP/1.1\r\nHost: local")
-                assert half.recv(100) == b"", "a head that does not end is cut off"
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"1" * 100_000 + b"\r\n\r\n")
+                assert connection.recv(12) == b"HTTP/1.1 400", "`http_connection.py` serves, which bounds a head"
             (server,) = reward_servers(run)
             children = server.children(recursive=True)
             server.kill()

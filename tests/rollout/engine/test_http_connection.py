@@ -67,6 +67,15 @@ async def test_a_head_that_comes_byte_by_byte_is_cut_off() -> None:
         writer.close()
 
 
+async def test_a_head_of_many_bytes_is_refused() -> None:
+    """httptools, which uvicorn would choose, takes any number."""
+    async with served() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD[:-2] + b"A: " + b"1" * 100_000 + b"\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
 async def test_the_second_head_of_a_connection_has_its_time_too() -> None:
     async with served() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
