@@ -1,6 +1,5 @@
 """A launched run whose rewards come from its own reward server, a real vLLM, which is killed while the run works."""
 
-import socket
 import subprocess
 import sys
 
@@ -39,9 +38,6 @@ def test_killed_reward_servers_cost_time_and_no_sample(toy: Toy) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         try:
             until(lambda: len(run.metrics()) >= 3, "third version")
-            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"1" * 100_000 + b"\r\n\r\n")
-                assert connection.recv(12) == b"HTTP/1.1 400", "`http_connection.py` serves, which bounds a head"
             (server,) = reward_servers(run)
             children = server.children(recursive=True)
             server.kill()
