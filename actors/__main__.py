@@ -5,6 +5,7 @@ The launcher runs under a guard (`supervise/guard.py`) and this process only for
 the run is left when one of the two dies. Waits for the subcommand.
 """
 
+import difflib
 import importlib
 import logging
 import os
@@ -33,10 +34,19 @@ PRINTING = ("status", "report", "doctor")
 
 def main(argv: Sequence[str]) -> int:
     """Run a subcommand; its exit code."""
+    if argv and argv[0] not in (*COMMANDS, "-h", "--help"):
+        close = difflib.get_close_matches(argv[0], COMMANDS, 1)
+        remedy = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
+        print_visible(f"python -m actors: {argv[0]}: no such command; {remedy}", sys.stderr)
+        return BAD_INPUT
     if not argv or argv[0] not in COMMANDS:
-        is_help = bool(argv) and argv[0] in ("-h", "--help")
+        is_help = bool(argv)
         commands = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
-        usage = ["usage: python -m actors COMMAND ...", *commands, "`python -m actors launch --help` lists every key"]
+        usage = [
+            "usage: python -m actors COMMAND ...",
+            *commands,
+            "`python -m configs --keys` lists every key of a run file",
+        ]
         print_visible("\n".join(usage), sys.stdout if is_help else sys.stderr)
         return DONE if is_help else BAD_INPUT
     name = argv[0]

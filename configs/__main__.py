@@ -4,8 +4,8 @@ Prints the run's arithmetic, notes and facts, its memory, speed and cost on the 
 then `valid`, or everything that is wrong on stderr with exit code 2. The checks are those of `actors launch` and
 `doctor`; checks and forecast run in processes of their own, because this package imports no other one.
 
-`python -m configs --from FILE [--out RUN.yaml]` writes a run file for the settings of another system
-(`configs/migration/convert.py`).
+`python -m configs --keys [SECTION]` lists every key with its type, default and meaning. `python -m configs --from FILE
+[--out RUN.yaml]` writes a run file for the settings of another system (`configs/migration/convert.py`).
 """
 
 import logging
@@ -17,11 +17,12 @@ from pathlib import Path
 
 from configs.checks import refuse_sft
 from configs.data.sources import count_rows
-from configs.entrypoint import BAD_INPUT, run_and_exit, split_flags
+from configs.entrypoint import BAD_INPUT, DONE, run_and_exit, split_flags
 from configs.explain import explain
 from configs.flow.cards import checked_card
 from configs.flow.kv_room import gpu_bytes
-from configs.load import dump, read
+from configs.help import text
+from configs.load import dump, read, text_width
 from configs.migration import convert
 from configs.own_packages import command
 from configs.plain_text import print_visible
@@ -34,10 +35,13 @@ PROG = "python -m configs"
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run that may start, 2 for one that may not."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
-    flags, rest = split_flags(argv, PROG, gpu={}, **{"from": {"type": Path}}, out={"type": Path})
+    keys = {"nargs": "?", "const": ""}
+    flags, rest = split_flags(argv, PROG, gpu={}, keys=keys, **{"from": {"type": Path}}, out={"type": Path})
+    if flags.keys is not None:
+        return _print_keys(flags.keys)
     if (source := getattr(flags, "from")) or flags.out:
         return _convert(source, flags.out, rest)
-    config = read(rest, f"{PROG} [--gpu NAME | --from FILE [--out RUN.yaml]]", refuse_sft)
+    config = read(rest, f"{PROG} [--gpu NAME | --keys [SECTION] | --from FILE [--out RUN.yaml]]", refuse_sft)
     card = checked_card(flags.gpu, PROG)
     size, which = (card.total, f"such as {card.name}") if card else (gpu_bytes(), "as this machine's")
     print_visible("\n".join(explain(config, count_rows(config.data.train), size, which)))
@@ -46,6 +50,16 @@ def main(argv: Sequence[str]) -> int:
     if not any(codes):
         print_visible(f"valid, fingerprint {fingerprint(config)}")
     return max(codes)
+
+
+def _print_keys(section: str) -> int:
+    """Exit code of `--keys [SECTION]`."""
+    try:
+        print_visible(text(text_width(), section).lstrip("\n"))
+    except ValueError as error:
+        print_visible(f"{PROG} --keys {error}", sys.stderr)
+        return BAD_INPUT
+    return DONE
 
 
 def _convert(source: Path | None, out: Path | None, rest: Sequence[str]) -> int:

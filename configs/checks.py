@@ -194,7 +194,7 @@ def max_group_bytes(config: Config) -> int:
 
 
 def _stored_tokens(config: Config) -> int:
-    """Of the longest sample, all segments of a chat included where the run file bounds them."""
+    """Tokens of the longest sample, all segments of a chat included where the run file bounds them."""
     return max(max_sample_tokens(config), config.rollout.chat.max_tokens or 0)
 
 
@@ -568,7 +568,7 @@ def _files(config: Config, files: Collection[str]) -> Iterator[str]:
 
 
 def _reward_model(config: Config) -> Iterator[str]:
-    """A folder must hold a model with a head for classification, unless vLLM is told to make one of it."""
+    """A folder must hold a model with a head for classification, unless reward.engine.convert makes one of it."""
     path = str(config.reward.model)
     problems = list(_model("reward.model", path))
     yield from problems

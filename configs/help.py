@@ -1,7 +1,7 @@
 """Every key of the run file in words: type, default, meaning, and the key that a misspelt one was meant to be.
 
 Derived from the JSON schema of `schema.Config`, so it cannot differ from what is validated. `load.py` uses it for
-`--help` and for its errors. Pure functions, no files.
+`--help` and for its errors, `python -m configs --keys` prints all of it. Pure functions, no files.
 """
 
 import difflib
@@ -183,10 +183,26 @@ def suggest(wrong: str) -> str:
     return f"{above} has {', '.join(here)}" if here else f"the sections are {', '.join(sections())}"
 
 
-def text(width: int) -> str:
-    """All keys grouped by section, with type, default and meaning: what `--help` prints."""
+def overview(width: int) -> str:
+    """The names of all keys, grouped by section: what `--help` prints."""
     lines = []
     for section, its_keys in groupby(keys().values(), lambda key: key.name.partition(".")[0]):
+        own = ", ".join(key.name.partition(".")[2] for key in its_keys)
+        lines += textwrap.wrap(own, width, initial_indent=f"  {section:<10} ", subsequent_indent=" " * 13)
+    return "\n".join(lines)
+
+
+def text(width: int, only: str = "") -> str:
+    """All keys grouped by section, or those of section `only`, with type, default and meaning.
+
+    Raises ValueError for a section that is none.
+    """
+    if only and only not in sections():
+        raise ValueError(f"{only}: no section of the run file; the sections are {', '.join(sections())}")
+    lines = []
+    for section, its_keys in groupby(keys().values(), lambda key: key.name.partition(".")[0]):
+        if only not in ("", section):
+            continue
         lines += ["", f"{section}:"]
         for key in its_keys:
             default = "required" if key.required else f"default {key.default}"

@@ -22,7 +22,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, VALUES_ELSEWHERE, key_of, keys, sections, suggest, text
+from configs.help import (
+    EXAMPLES,
+    FACTORS,
+    RENAMED_KEYS,
+    TYPES,
+    VALUES_ELSEWHERE,
+    key_of,
+    keys,
+    overview,
+    sections,
+    suggest,
+)
 from configs.help import show as in_yaml
 from configs.origins import MissingVariable, Origin, Place, at, credentials, resolved, traced, written
 from configs.plain_text import print_visible
@@ -30,6 +41,8 @@ from configs.schema import Config
 from configs.variables import open_private, run_folder
 
 log = logging.getLogger(__name__)
+KEYS = "python -m configs --keys"
+"""The command that lists all keys."""
 TIMES = "times"
 """Stands in the merged tree for a product: `{"times": [32, "${batch.samples}"]}`."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's choice: the two differ in what they accept
@@ -86,16 +99,22 @@ class MergedTree:
                 self.places[place + key.removeprefix(old)] = self.places.pop(key)
 
 
-def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ, lenient: bool = False) -> Config:
+def load(
+    argv: Sequence[str],
+    environment: Mapping[str, str] = os.environ,
+    lenient: bool = False,
+    warn: Callable[[str], object] | None = None,
+) -> Config:
     """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", "--learner.lr", "4e-4", ...]`. `${oc.env:KEY}` is a
-    variable of `environment`; `lenient`: a credential's may be missing.
+    variable of `environment`; `lenient`: a credential's may be missing. `warn` gets a line about each file that does
+    not fit its checksum; None: such a file is refused.
 
     Raises ConfigError with every problem found, one line each.
     """
     files, overrides = _split(argv)
     merged = MergedTree()
     problems: list[str] = []
-    sources = [partial(_read_file, file) for file in files] + [partial(_read_override, *one) for one in overrides]
+    sources = [partial(_read_file, file, warn) for file in files] + [partial(_read_override, *one) for one in overrides]
     for read_source in sources:
         try:
             source = MergedTree()
@@ -126,26 +145,34 @@ def read(
 ) -> Config:
     """`load` for an entry point such as `python -m buffer` (`prog`): problems go to stderr, then exit code 2.
 
-    `--help` prints every key and exits 0. `checks` may raise ConfigError too, e.g. `configs.checks.check`. `lenient`:
-    for commands that only look at a run, which need no credentials.
+    `--help` prints the names of all keys and exits 0. `checks` may raise ConfigError too, e.g. `configs.checks.check`.
+    `lenient`: for commands that only look at a run, which need no credentials and warn of an edited `config.yaml` on
+    stderr.
     """
-    width = min(max(shutil.get_terminal_size().columns, 40), 120)
     usage = f"usage: {prog} RUN.yaml [MORE.yaml ...] [--section.key=value ...]"
     if "-h" in argv or "--help" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
         print_visible(f"{usage}\n\nFiles are merged left to right, then the overrides. Values are YAML.")
-        print_visible("${section.key} refers to another key, ${oc.env:NAME} to a variable.\n" + text(width))
+        print_visible(
+            "${section.key} refers to another key, ${oc.env:NAME} to a variable.\n\n" + overview(text_width())
+        )
+        print_visible(f"\n{KEYS} [SECTION] lists every key with its type, default and meaning")
         sys.exit(0)
     if not argv:
-        print_visible(f"{usage}\n{prog} --help lists every key", sys.stderr)
+        print_visible(f"{usage}\n{KEYS} lists every key", sys.stderr)
         sys.exit(2)
     try:
-        config = load(argv, lenient=lenient)
+        config = load(argv, lenient=lenient, warn=_warn if lenient else None)
         checks(config)
     except ConfigError as error:
         print_visible(error, sys.stderr)
         sys.exit(2)
     return config
+
+
+def text_width() -> int:
+    """Columns of a text for the terminal."""
+    return min(max(shutil.get_terminal_size().columns, 40), 120)
 
 
 def write(config: Config, path: Path) -> None:
@@ -166,12 +193,20 @@ def _crc32c(text: str) -> int:
     return int(google_crc32c.value(text.encode()))
 
 
-def _check_sum(file: str, source: str) -> None:
-    """Raise ConfigError if `source` ends with a checksum, as `write` adds, and has changed since."""
+def _warn(line: str) -> None:
+    print_visible(f"warning: {line}", sys.stderr)
+
+
+def _check_sum(file: str, source: str, warn: Callable[[str], object] | None) -> None:
+    """Raise ConfigError if `source` ends with a checksum, as `write` adds, and has changed since; or `warn` of it."""
     above, line = source.rpartition("\n# crc32c ")[::2]
-    if above and f"# crc32c {line}" != CHECKED.format(_crc32c(above + "\n")):
-        remedy = "bring the file back; if a person edited it, remove its last line, which is the checksum"
-        raise ConfigError([f"{file}: its text does not fit its checksum, so a byte may be damaged: {remedy}"])
+    if not above or f"# crc32c {line}" == CHECKED.format(_crc32c(above + "\n")):
+        return
+    problem = f"{file}: its text does not fit its checksum, so a byte may be damaged"
+    remedy = "bring the file back; if a person edited it, remove its last line, which is the checksum"
+    if warn is None:
+        raise ConfigError([f"{problem}: {remedy}"])
+    warn(f"{problem}, and no process of the run starts with it: {remedy}")
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -195,7 +230,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     return files, overrides
 
 
-def _read_file(file: str) -> tuple[dict[str, Any], Callable[[str], str]]:
+def _read_file(file: str, warn: Callable[[str], object] | None) -> tuple[dict[str, Any], Callable[[str], str]]:
     """The tree of a YAML file, and a function from a dotted key to its file and line."""
     if Path(file).is_dir():
         raise ConfigError([f"{file}: a folder; name a run file, such as {Path(file) / 'config.yaml'}"])
@@ -204,7 +239,7 @@ def _read_file(file: str) -> tuple[dict[str, Any], Callable[[str], str]]:
     except (OSError, UnicodeDecodeError) as error:
         missing = isinstance(error, FileNotFoundError)
         raise ConfigError([f"{file}: {'no such file' if missing else f'cannot be read as text: {error}'}"]) from None
-    _check_sum(file, source)
+    _check_sum(file, source, warn)
     tree = _parse(source, file)
     lines: dict[str, int] = {}
     for key, line, empty in _lines(yaml.compose(source, Loader=LOADER)):

@@ -75,6 +75,13 @@ def visible_line(text: str, most: int = MOST_CHARS) -> str:
     return visible(text, most).replace("\n", "\\u000a")
 
 
+def visible_lines(text: str) -> str:
+    """`visible`, with all lines after the first indented: for a message of several lines, of which none may look like
+    another message."""
+    first, *others = visible(text).splitlines() or [""]
+    return "\n".join([first, *(f"  {line.strip()}" for line in others)])
+
+
 def print_visible(text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED) -> None:
     """Print `text`, made visible, on stdout or `stream`, and flush: the only print of Headrace's processes."""
     stream = sys.stdout if stream is None else stream

@@ -92,7 +92,7 @@ class ModelConfig(Section):
 
 
 class MixedSource(Section):
-    """One of several sources of problems."""
+    """A source of problems beside others."""
 
     path: Path
     """As `data.train` may name one: a file, a folder, a glob or a set of reasoning-gym."""
@@ -228,7 +228,7 @@ class DataConfig(Section):
 
 
 class RewardPart(Section):
-    """One of several reward functions."""
+    """A reward function beside others."""
 
     function: str
     """A built-in reward or your own, as `path/to/file.py:function`."""

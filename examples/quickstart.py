@@ -7,6 +7,7 @@ trains in a new folder. Waits for each command in turn; Ctrl-C goes to the one t
 """
 
 import argparse
+import re
 import shlex
 import signal
 import subprocess
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of problems, model and run")
     parser.add_argument("--lora", action="store_true", help="train an adapter, by the lora.yaml of the example")
     args, overrides = parser.parse_known_args(argv)
+    if strange := [word for word in overrides if word.startswith("-") and not re.match(r"--\w+\.\w", word)]:
+        parser.error(f"{strange[0]}: no such flag; keys of the run file are written as --run.versions=5")
     folder = Path(__file__).parent / args.toy
     files = [folder / "quickstart.yaml", *([folder / "lora.yaml"] if args.lora else [])]
     if not files[-1].is_file():

@@ -21,7 +21,7 @@ ENTRY = Path(__file__).absolute()
 PACKAGES = {
     "actors": "start, keep and watch runs: the commands above",
     "buffer": "the buffer of a run: buffer RUN.yaml",
-    "configs": "explain a run and check its run file: configs RUN.yaml; configs --help lists every key",
+    "configs": "explain a run and check its run file: configs RUN.yaml; configs --keys lists every key",
     "learner": "the learner of a run: learner RUN.yaml",
     "rollout": "a rollout server of a run: rollout RUN.yaml --name rollout-0",
 }

@@ -1,9 +1,9 @@
 """Makes a reward function of a notebook or a script into a file, which the reward workers of a run import.
 
 `reward_file(score, folder)` returns `path/to/file.py:score`, the value of `reward.function`. A function of an imported
-module is in a file already. Of one that was defined in a notebook's cell, or in the script that runs, the source is
-written, with the source of the functions, classes, imports and plain values that it uses. What has no source is
-refused by name. The file's name holds a digest of its text: another function is another value of `reward.function`,
+module is in a file already. For a function that was defined in a notebook's cell, or in the script that runs, its
+source is written, with the source of the functions, classes, imports and plain values that it uses. What has no source
+is refused by name. The file's name holds a digest of its text: another function is another value of `reward.function`,
 which a run that has begun refuses. Imports only the standard library.
 """
 

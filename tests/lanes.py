@@ -11,6 +11,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from configs.inner_command import inner_words
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -54,4 +56,5 @@ def main(commit: str | None) -> None:
 
 
 if __name__ == "__main__":
+    inner_words(optional=("COMMIT",))
     main(sys.argv[1] if len(sys.argv) > 1 else None)

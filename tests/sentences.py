@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from configs.inner_command import inner_words
 from tests.sizes import CORE, ROOT, strings, tokens
 
 KINDS = {
@@ -187,4 +188,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    inner_words(further="FOLDER")
     sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from configs.inner_command import inner_words
+
 ROOT = Path(__file__).parents[1]
 CORE = ("actors", "buffer", "configs", "headrace", "learner", "rollout")
 PACKAGES = (*CORE, "benchmarks", "examples", "tests")
@@ -111,4 +113,5 @@ def main(largest: int = 12, packages: Sequence[str] = PACKAGES) -> None:
 
 
 if __name__ == "__main__":
+    inner_words()
     main()

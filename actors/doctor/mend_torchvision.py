@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from actors.doctor.host import TORCHVISION, probe
+from configs.inner_command import inner_words
 
 MEND_TORCHVISION = "python -m actors.doctor.mend_torchvision"
 MISSING = "operator torchvision::nms does not exist"
@@ -58,4 +59,5 @@ def main() -> str | None:
 
 
 if __name__ == "__main__":
+    inner_words()
     sys.exit(main())

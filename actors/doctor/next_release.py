@@ -32,14 +32,17 @@ DOWNLOAD = ("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":
 
 def main(argv: Sequence[str]) -> int:
     """Judge one release; returns the exit code."""
-    if len(argv) != 1:
-        print_visible("name one wheel: make next-vllm WHEEL=vllm==0.33.0, or the path of a .whl file")
+    if {"-h", "--help"} & {*argv}:
+        print_visible((__doc__ or "").strip())
+        return DONE
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print_visible("name one wheel: make next-vllm WHEEL=vllm==0.33.0, or the path of a .whl file", sys.stderr)
         return BAD_INPUT
     try:
         with wheel(argv[0]) as file:
             return judge(file)
     except ValueError as error:
-        print_visible(str(error))
+        print_visible(str(error), sys.stderr)
         return BAD_INPUT
 
 

@@ -35,7 +35,15 @@ PRICE, ESTIMATED, GIB = "log.price_per_gpu_hour", "estimated", 1 << 30
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for a run that does not fit the card."""
     variables.prepare()
-    flags, _ = split_flags(argv, PROG, gpu={})
+    flags, rest = split_flags(argv, PROG, gpu={})
+    if {"-h", "--help"} & {*rest}:
+        print_visible((__doc__ or "").strip())
+        return DONE
+    if rest:
+        print_visible(
+            f"{PROG}: {rest[0]}: no such word; usage: {PROG} [--gpu NAME], with the config on stdin", sys.stderr
+        )
+        return BAD_INPUT
     card = checked_card(flags.gpu, PROG)
     judgement = judge_price(parse(sys.stdin.buffer.read().decode()), card)
     for lines, stream in ((judgement.lines(), sys.stdout), (judgement.refused, sys.stderr)):

@@ -32,6 +32,7 @@ from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.flow.capacity import open_files
 from configs.flow.kv_room import gpu_bytes
+from configs.inner_command import inner_words
 from configs.load import ConfigError, parse
 from configs.model_facts import SPARE_BYTES, model_facts
 from configs.origins import credentials
@@ -84,25 +85,8 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     except ConfigError as error:
         return Judgement(refused=[*error.problems])
     live = is_live(config) if live is None else live
-    further: list[str] = []
-    rows: Rows = []
     judgement = Judgement()
-    for key, source in config.data.sources().items():
-        if not list(problems_with(source)):  # else `check` says so
-            from buffer.problems import load_problems  # imports pyarrow, which is slow
-
-            try:
-                room = existing(config.run.path)
-                problems = load_problems(source, config.data, room, f"data.{key}", needs_truth(config))
-                judge_images(judgement, config, problems, key)
-            except ConfigError as error:
-                further += error.problems
-                continue
-            if key == "train":
-                rows, judgement.rows = rows_to_try(problems), len(problems)
-                judgement.facts += shares(source, problems.shares)
-            elif judgement.rows:
-                judgement.warnings += [f"data.{key}: {line}" for line in shared_entries(config.data.train, source)]
+    rows, further = _judge_data(config, judgement)
     judgement.facts += [f"note: {line}" for line in cliffs(config)]
     if config.rollout.engine:
         further += engine_problems(config.rollout.engine, config)
@@ -133,6 +117,30 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
         judgement.refused += error.problems
     _try(config, rows, judgement)
     return judgement
+
+
+def _judge_data(config: Config, judgement: Judgement) -> tuple[Rows, list[str]]:
+    """Read all data of the run into `judgement`. Returns the rows of `data.train` to try, and what is wrong."""
+    rows: Rows = []
+    further: list[str] = []
+    for key, source in config.data.sources().items():
+        if list(problems_with(source)):  # `check` says so
+            continue
+        from buffer.problems import load_problems  # imports pyarrow, which is slow
+
+        try:
+            room = existing(config.run.path)
+            problems = load_problems(source, config.data, room, f"data.{key}", needs_truth(config))
+            judge_images(judgement, config, problems, key)
+        except ConfigError as error:
+            further += error.problems
+            continue
+        if key == "train":
+            rows, judgement.rows = rows_to_try(problems), len(problems)
+            judgement.facts += shares(source, problems.shares)
+        elif judgement.rows:
+            judgement.warnings += [f"data.{key}: {line}" for line in shared_entries(config.data.train, source)]
+    return rows, further
 
 
 def plain_credentials(config: Config) -> Iterator[str]:
@@ -323,4 +331,5 @@ def _port(key: str, address: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    inner_words()
     sys.exit(main())

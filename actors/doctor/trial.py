@@ -27,6 +27,7 @@ import msgpack
 from buffer.data.image_rows import IMAGES
 from configs.architecture import is_proven
 from configs.data.sources import source_name
+from configs.inner_command import inner_words
 from configs.load import ConfigError, dump, parse
 from configs.own_packages import command
 from configs.schema import Config
@@ -288,12 +289,12 @@ def judge_failures(found: Judgement, config: Config, failed: dict[int, str], oth
     """Rows that cannot be made a prompt: refused if all of them."""
     example = next(f"row {number}: {reason}" for number, reason in failed.items())
     if others:
-        share = f"{len(failed):,} of {len(failed) + others:,} rows looked at cannot be made a prompt and are dropped"
+        share = f"{len(failed):,} of {len(failed) + others:,} rows looked at make no prompt and are dropped"
         found.warnings.append(f"data.train: {source_name(config.data.train)}: {share}, such as {example}")
     else:
         keys = "its columns and images, data.chat_template and data.format_prompt"
         found.refused.append(
-            f"data.train: {source_name(config.data.train)}: no row can be made a prompt, {example}; correct {keys}"
+            f"data.train: {source_name(config.data.train)}: no row can be made into a prompt, {example}; correct {keys}"
         )
 
 
@@ -483,4 +484,5 @@ def both_ends(text: str) -> str:
 
 
 if __name__ == "__main__":
+    inner_words("PART", "FOLDER")
     main(sys.argv[1:])

@@ -1,7 +1,9 @@
 """The overview of a run on a terminal: what the page shows, in fewer curves. Used by `serve.py` for `--terminal`."""
 
 import asyncio
+from collections.abc import Sequence
 from itertools import pairwise
+from statistics import fmean
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -11,13 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.live.watcher import Watcher
+from actors.watch import figures
 from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
-from configs.plain_text import visible_line
+from configs.plain_text import visible_line, visible_lines
 
 STYLES = {"bad": "bold red", "warn": "yellow", "running": "green", "waiting": "yellow", "silent": "red", "ended": "dim"}
 SERVER_SHOWN = ("server", "version", "tokens/s", "running", "waiting", "KV use", "last message")
-BARS = " ▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
 CURVE = 60
 """Columns of the reward's curve."""
 
@@ -47,11 +50,11 @@ def screen(overview: Overview, records: Records) -> Group:
     shown = [
         Text.assemble((visible_line(value), "bold"), (f"\n{name}", "dim")) for name, value in overview.figures.items()
     ]
-    figures = Columns(shown, padding=(0, 3))
-    status = Text.assemble((overview.status, STYLES[overview.status]), f"  {visible_line(overview.summary)}")
-    parts: list[RenderableType] = [status, figures, Text(f"\n{visible_line(overview.advice)}", "bold")]
+    headline = Columns(shown, padding=(0, 3))
+    status = Text.assemble((overview.status, STYLES[overview.status]), f"  {visible_lines(overview.summary)}")
+    parts: list[RenderableType] = [status, headline, Text(f"\n{visible_line(overview.advice)}", "bold")]
     parts += [Text(f"{alert.level}: {visible_line(alert.text)}", STYLES[alert.level]) for alert in overview.alerts]
-    if curve := spark(records.column("reward/mean")[1]):
+    if curve := spark(figures.in_launches(records, "reward/mean")):
         parts.append(Text(f"\nreward  {curve}", "cyan"))
     if records.evaluations:
         version = max(records.evaluations)
@@ -70,15 +73,20 @@ def screen(overview: Overview, records: Records) -> Group:
     return Group(Panel(Group(*parts), title=f"version {overview.version} of {overview.versions}", title_align="left"))
 
 
-def spark(values: list[float]) -> str:
-    """`values` as CURVE characters at most, each the mean of its share of them. Example: `" ▂▄▇█"`."""
-    if len(values) < 2:
+def spark(values: Sequence[float | None]) -> str:
+    """`values` as CURVE characters at most, each the mean of its share of them; a blank where there is none.
+
+    Example: `"▁▂▄ ▇█"`.
+    """
+    if sum(value is not None for value in values) < 2:
         return ""
     width = min(CURVE, len(values))
     cuts = [round(i * len(values) / width) for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    low, high = min(means), max(means)
-    return "".join(BARS[round((mean - low) / (high - low or 1.0) * (len(BARS) - 1))] for mean in means)
+    shares = [[value for value in values[a:b] if value is not None] for a, b in pairwise(cuts)]
+    means = [fmean(share) if share else None for share in shares]
+    low, high = (extreme(mean for mean in means if mean is not None) for extreme in (min, max))
+    steps = (high - low or 1.0) / (len(BARS) - 1)
+    return "".join(" " if mean is None else BARS[round((mean - low) / steps)] for mean in means)
 
 
 def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:

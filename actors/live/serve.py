@@ -41,9 +41,9 @@ MOST_CONNECTIONS, MOST_BODY = 256, 1024
 CLOSE_S = 1.0
 """Time that open streams get at the end."""
 WRITE_S = 60.0
-"""Time that a browser has to take an event; later it is let go, and comes back by itself."""
+"""Time that a browser has to take an event; after it the connection is closed, and the browser connects again."""
 FAR_BYTES = 16 << 20
-"""Of records that a browser missed: of more it gets the page's data anew, which is bounded."""
+"""Bytes of records that a browser may have missed; after more it gets the page's data anew, which are bounded."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,7 +94,7 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> None:
     """Take requests from now on. Raises ConfigError for an address that cannot be had."""
     if not host:
         raise ConfigError(["--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every machine that reaches it"])
-    if not 0 <= port <= 65535:  # the system would take another port for it without a word
+    if not 0 <= port <= 65535:  # the system would silently take another port for it
         raise ConfigError([f"--port {port}: not from 0 to 65535"])
     try:
         await LimitedSite(runner, host, port, MOST_CONNECTIONS).start()

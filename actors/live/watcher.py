@@ -1,10 +1,11 @@
 """A run as it goes on, for everybody who watches it: its records, the buffer's State, the overview, every second.
 
-Waits for the clock, as files tell nobody that they grow; whoever waits for a `Watcher` is woken by it. A run whose
+Waits for the clock, because nothing reports that a file grows; a `Watcher` wakes whoever waits for it. A run whose
 buffer is silent or gone is shown from its files. Built by `serve.py`.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from buffer.wire.protocol import State
 from configs.load import ConfigError, load
 from configs.schema import Config
 
+log = logging.getLogger(__name__)
 FILE_S = 10.0
 """Between two looks at the buffer's file while it is silent."""
 
@@ -100,7 +102,8 @@ class Watcher:
             return
         self._launched = written
         with suppress(ConfigError):
-            self.config = self._poll.config = load([str(self.run / "config.yaml"), *self._overrides], lenient=True)
+            words = [str(self.run / "config.yaml"), *self._overrides]
+            self.config = self._poll.config = load(words, lenient=True, warn=log.warning)
 
     def _look(self) -> Overview:
         self._read_config()

@@ -5,7 +5,8 @@ const make = (tag, text, name) => { const el = document.createElement(tag); if (
 let D = JSON.parse($("data").textContent);
 
 // Each chart: title, subtitle, series as [column, colour, options]. `%x` is a phase's share of a version's time, `~x` the
-// moving mean of x. Options: w width, a opacity, y2 right axis. x: which table the columns are of.
+// moving mean of x, `youngest k3` the k3 of the youngest tokens of a version. Options: w width, a opacity, y2 right axis,
+// lacks: drawn only where some version lacks that column. x: which table the columns are of.
 const CHARTS = {
   learn: [
     { t: "reward", p: "mean of a batch; bold: mean of 20 versions", s: [["reward/mean", 0, { w: 1, a: .35 }], ["~reward/mean", 0, { w: 2.5 }]] },
@@ -17,7 +18,7 @@ const CHARTS = {
     { t: "answer length, tokens", p: "right axis: share cut off", s: [["length/mean", 0, { w: 2 }], ["length/max", 6], ["length/truncated", 5, { y2: true }]] },
     { t: "entropy, nat", p: "of the policy at the sampled tokens", s: [["entropy/mean", 3, { w: 2 }]] }],
   sound: [
-    { t: "mismatch and off-policy, nat", p: "k3, log scale: fresh tokens are the engines' noise, all tokens the age", s: [["mismatch/k3_fresh", 0], ["offpolicy/k3", 1]], log: true },
+    { t: "mismatch and off-policy, nat", p: "k3, log scale: fresh tokens are the engines' noise, all tokens the age", s: [["youngest k3", 6, { lacks: "mismatch/k3_fresh" }], ["mismatch/k3_fresh", 0], ["offpolicy/k3", 1]], log: true },
     { t: "effective sample size", p: "share of the batch", s: [["ess/token", 0], ["ess/sequence", 2]], range: [0, 1] },
     { t: "age of tokens, versions", p: "share of the batch by age", stack: true, range: [0, 1], s: ["0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+"].map((b, i) => ["age/share_" + b, "a" + i]) },
     { t: "gradient norm before clipping", p: "log scale; right axis: learning rate", s: [["gradient/norm", 0, { w: 1.5 }], ["lr", 7, { y2: true }]], log: true },
@@ -51,7 +52,7 @@ let kept = new Map();
 const blank = () => D.version.map(() => null);
 function movingMean(values, n) {
   let sum = 0; const seen = [];
-  return values.map(v => { if (v != null) { seen.push(v); sum += v; if (seen.length > n) sum -= seen.shift(); } return seen.length ? sum / seen.length : null; });
+  return values.map(v => { if (v == null) return null; seen.push(v); sum += v; if (seen.length > n) sum -= seen.shift(); return sum / seen.length; });
 }
 function column(name) {
   if (kept.has(name)) return kept.get(name);
@@ -59,7 +60,8 @@ function column(name) {
   if (name === "version") found = D.version;
   else if (name === "hours") { let t = 0; found = column("time/version_s").map((v, i) => (t += (v || 0) * (i ? D.version[i] - D.version[i - 1] : 1)) / 3600); }
   else if (name[0] === "~") found = movingMean(column(name.slice(1)), 20);
-  else if (name[0] === "%") { const all = column("time/version_s"); found = column(name.slice(1)).map((v, i) => v == null || !all[i] ? null : v / all[i]); }
+  else if (name[0] === "%") { const all = column("time/version_s"); found = column(name.slice(1)).map((v, i) => all[i] ? (v || 0) / all[i] : null); }
+  else if (name === "youngest k3") found = D.version.map((_, i) => { const at = k => (D.columns[k] || [])[i] ?? null; const key = Object.keys(D.youngest.ages).find(k => at(k) != null && (at("age/share_" + D.youngest.ages[k]) ?? 1) >= D.youngest.least); return key ? at(key) : null; });
   else found = D.columns[name] || blank();
   kept.set(name, found);
   return found;
@@ -71,7 +73,7 @@ function tableOf(chart) {  // x, and a function that gives a column
   return [column(byHours() ? "hours" : "version"), column];
 }
 function seriesOf(chart) {
-  if (chart.s) return chart.s;
+  if (chart.s) return chart.s.filter(([, , o]) => !o || !o.lacks || column(o.lacks).some(v => v == null));
   const names = new Set(), also = chart.also || [];
   if (chart.x === "evaluations") for (const e of D.evaluations) for (const k of Object.keys(e.figures)) names.add(k);
   else for (const look of D.looks) for (const k of Object.keys(look)) if (k.startsWith("server/") && k.endsWith("/" + chart.each)) names.add(k);
@@ -79,16 +81,52 @@ function seriesOf(chart) {
 }
 function dataOf(chart, series) {
   const [x, get] = tableOf(chart), cols = series.map(s => get(s[0]));
-  if (chart.stack) { let top = null; return [x, ...cols.map(c => top = c.map((v, i) => (v || 0) + (top ? top[i] : 0)))]; }
-  return [x, ...cols.map(c => chart.log ? c.map(v => v == null || v <= 0 ? null : Math.max(v, 1e-8)) : c)];
+  if (chart.stack) { let top = null; const none = x.map((_, i) => cols.every(c => c[i] == null)); return [x, ...cols.map(c => top = c.map((v, i) => none[i] ? null : (v || 0) + (top ? top[i] : 0)))]; }
+  return [x, ...cols.map((c, n) => chart.log && !(series[n][2] || {}).y2 ? c.map(v => v == null || v <= 0 ? null : Math.max(v, 1e-8)) : c)];
+}
+const median = list => [...list].sort((a, b) => a - b)[Math.floor(list.length / 2)];
+function breaksOf(chart) {  // by point: whether no line leads to it, because the learner or the run was started before it
+  const table = chart.x || "versions", name = "broken " + table;
+  if (kept.has(name)) return kept.get(name);
+  let found = [];
+  if (table === "looks") {
+    const gaps = D.looks.map((look, i) => i ? look.time - D.looks[i - 1].time : 0);
+    found = gaps.map((gap, i) => i > 0 && gap > 4 * median(gaps.slice(Math.max(1, i - 5), i + 6)));
+  } else if (table === "versions") {  // as `began_between` of actors/watch/figures.py
+    const time = column("time"), took = column("time/version_s"), seconds = i => took[i] * (D.version[i] - D.version[i - 1]);
+    found = time.map((t, i) => i > 0 && t != null && time[i - 1] != null && took[i] != null && t - time[i - 1] > 1.2 * seconds(i) + 5);
+  }
+  kept.set(name, found);
+  return found;
+}
+function gapsOf(chart) {  // uPlot's gaps of a series, in pixels: where values are missing, and where a line is broken
+  return (u, s, from, to, nulls) => {
+    const x = u.data[0], at = i => Math.round(u.valToPos(x[i], "x", true)), breaks = breaksOf(chart), all = [...nulls], joined = [];
+    for (let i = Math.max(1, from); i <= to; i++) if (breaks[i]) all.push([at(i - 1), at(i)]);
+    for (const [a, b] of all.sort((one, two) => one[0] - two[0])) { const before = joined[joined.length - 1]; if (before && a <= before[1]) before[1] = Math.max(before[1], b); else joined.push([a, b]); }
+    return joined;
+  };
+}
+function alone(chart, values) {  // points that no line leads to
+  const breaks = breaksOf(chart), joined = i => i > 0 && i < values.length && values[i] != null && values[i - 1] != null && !breaks[i];
+  return values.flatMap((v, i) => v == null || joined(i) || joined(i + 1) ? [] : [i]);
+}
+function missing(chart) {  // why it lacks what it lacks
+  if (chart.x) return D[chart.x].length || !D.reasons[chart.x] ? [] : [D.reasons[chart.x]];
+  const all = D.version.length;
+  return seriesOf(chart).flatMap(([name]) => {
+    const lacking = (D.columns[name] || blank()).filter(v => v == null).length, why = D.reasons[name];
+    if (!lacking || chart.stack || "~%".includes(name[0]) || name === "youngest k3" || (lacking === all && !why)) return [];
+    return [`${name} is missing in ${lacking === all ? "all" : `${lacking} of ${all}`} versions${why ? ": " + why : ""}`];
+  });
 }
 const has = chart => { if (chart.only && !D.columns[chart.only]) return false; const [, get] = tableOf(chart), base = k => chart.x ? k : k.replace(/^[~%]/, ""); return seriesOf(chart).some(s => get(base(s[0])).some(v => v != null)); };
 
 const drawn = [];
 function addChart(chart, grid) {
   const card = make("div", null, "card");
-  chart.plot = make("div"); chart.keys = make("div", null, "keys");
-  card.append(make("h3", chart.t), make("p", chart.p || ""), chart.plot, chart.keys);
+  chart.plot = make("div"); chart.keys = make("div", null, "keys"); chart.note = make("p", "", "missing");
+  card.append(make("h3", chart.t), make("p", chart.p || ""), chart.plot, chart.keys, chart.note);
   grid.append(card); chart.card = card; drawn.push(chart);
 }
 function arrange(grid) {  // rows of about the same number of cards
@@ -111,8 +149,8 @@ function draw(chart) {
     scales: { x: { time: false }, y: chart.cut ? { range: top } : chart.range ? { range: chart.range } : chart.log ? { distr: 3 } : {}, z: {} },
     axes: [{ ...axis, size: 26 }, chart.log ? { ...axis, ...powers } : axis, ...(right ? [{ ...axis, scale: "z", side: 1, grid: { show: false }, size: 46 }] : [])],
     series: [{}, ...series.map(([name, c, o = {}]) => ({
-      label: name, stroke: paint(tint(c), o.a), width: chart.stack ? 0 : o.w || 1.2, scale: o.y2 ? "z" : "y", spanGaps: true,
-      points: { show: !!chart.dots || few, size: 6, fill: paint(tint(c)) }, fill: chart.stack ? paint(tint(c), tint(c)[0] === "a" ? .95 : .6) : undefined }))],
+      label: name, stroke: paint(tint(c), o.a), width: chart.stack ? 0 : o.w || 1.2, scale: o.y2 ? "z" : "y", spanGaps: false, gaps: gapsOf(chart),
+      points: { show: !!chart.dots || few, filter: (u, s, show) => show || chart.stack ? null : alone(chart, u.data[s]), size: chart.dots || few ? 6 : 4, fill: paint(tint(c)) }, fill: chart.stack ? paint(tint(c), tint(c)[0] === "a" ? .95 : .6) : undefined }))],
     bands: chart.stack ? series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : undefined,
     hooks: { setLegend: [u => showKeys(chart, u.cursor.idx)] },
   }, dataOf(chart, series), chart.plot);
@@ -130,6 +168,7 @@ function showKeys(chart, index) {
   }
   if (index != null) named.push(make("span", chart.x === "looks" ? figure(x[index]) + " h" : "version " + (chart.x ? D.evaluations[index].version : D.version[index])));
   chart.keys.replaceChildren(...named);
+  chart.note.textContent = missing(chart).join("; ");
 }
 
 function fill(id, head, rows) {  // a table; its section is hidden while there is nothing in it
@@ -209,6 +248,7 @@ function showTables() {
   if (D.certificate.summary) { $("certificate").hidden = false; $("certificate").querySelector("p").textContent = D.certificate.summary; }
   const some = Object.entries(D.examples);
   $("examples").hidden = !some.length;
+  $("examples").querySelector("h2").textContent = D.comparison[0]; $("examples").querySelector("p").textContent = D.comparison[1];
   $("examples").querySelector(".read").replaceChildren(...some.flatMap(([title, list]) => [make("h3", title), ...list.map(answer)]));
 }
 function findMetrics() {
@@ -220,7 +260,7 @@ function findMetrics() {
   arrange(grid); drawn.filter(c => c.found).forEach(draw);
 }
 let shape = "";
-const shapeOf = () => JSON.stringify([Object.keys(D.columns), D.looks.length > 0, Object.values(CHARTS).flat().filter(c => !c.s).map(seriesOf)]);
+const shapeOf = () => JSON.stringify([Object.keys(D.columns), D.looks.length > 0, Object.values(CHARTS).flat().map(seriesOf)]);
 function showCharts() {  // builds the charts again if there are other columns, else gives them the new data
   kept = new Map();
   const now = shapeOf();
@@ -229,7 +269,10 @@ function showCharts() {  // builds the charts again if there are other columns, 
   for (const c of drawn.splice(0)) c.u.destroy();
   for (const section of document.querySelectorAll("section[data-charts]")) {
     const grid = section.querySelector(".grid"), charts = CHARTS[section.dataset.charts].filter(has);
-    grid.replaceChildren(); section.hidden = !charts.length;
+    const absent = new Map();  // titles of what is not drawn, by reason
+    for (const c of CHARTS[section.dataset.charts]) if (!c.only && !has(c)) for (const why of missing(c).slice(0, 1)) absent.set(why, [...absent.get(why) || [], c.t]);
+    section.querySelector(".missing").textContent = [...absent].map(([why, titles]) => `Not drawn: ${titles.join("; ")}: ${why}.`).join(" ");
+    grid.replaceChildren(); section.hidden = !charts.length && !absent.size;
     for (const c of charts) { c.u = null; addChart(c, grid); }
     arrange(grid);
   }

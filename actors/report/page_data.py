@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from actors.report.comparison import Comparison, compare
 from actors.report.examples import (
     EvaluatedModel,
     Example,
@@ -17,28 +18,29 @@ from actors.report.examples import (
     evaluated_examples,
     evaluated_models,
     stored_batches,
-    stored_examples,
 )
+from actors.report.missing import reasons
 from actors.watch.metrics_log import MOST_VERSIONS, Record, Records, sets_of, shares, short_look
 from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
 from buffer.store.faults import StoreError
 from configs.certificate import COLUMNS
 from configs.certificate import FILE as CERTIFICATE
 from configs.certificate import read as read_certificate
+from configs.flow.alerts import FEW_TOKENS, K3_BY_AGE
 from configs.origins import disclosed
 from configs.schema import Config
 
 DIGITS = 6
-"""Significant ones of a figure on the page."""
+"""Significant digits of a figure on the page."""
 FROZEN_BATCHES = 16
 """Batches whose answers a report has, the first and the last among them."""
 GROUPS, SAMPLES = 3, 4
-"""Of a batch that is shown: so many groups, so many answers of each; a report has FROZEN_GROUPS and FROZEN_SAMPLES."""
+"""Groups of a batch that the live page shows, and answers of each; a report shows FROZEN_GROUPS and FROZEN_SAMPLES."""
 FROZEN_GROUPS, FROZEN_SAMPLES = 2, 2
 MOST_LOOKS = 1500
-"""Looks at the servers that a page begins with; of more, evenly spread ones are shown."""
+"""Looks at the servers that a page begins with; a longer run shows evenly spread ones."""
 MOST_CHARS = 4000
-"""Of a text to read."""
+"""Most characters of a text to read."""
 
 
 def page_data(config: Config, run: Path, records: Records, overview: Overview, live: bool) -> dict[str, Any]:
@@ -52,10 +54,12 @@ def page_data(config: Config, run: Path, records: Records, overview: Overview, l
         "live": live,
         "position": str(records.position),
         "version": [record["version"] for record in ordered],
-        "columns": {key: [short(record.get(key)) for record in ordered] for key in keys},
+        "columns": {key: [figure_of(record, key) for record in ordered] for key in keys},
         "looks": [drawn_look(look) for look in looks],
         "evaluations": [evaluation_row(record) for _, record in sorted(records.evaluations.items())],
         "overview": overview_data(overview),
+        "reasons": reasons(config),
+        "youngest": {"least": FEW_TOKENS, "ages": K3_BY_AGE},
         "settings": [
             [f"{section}.{key}", str(value)]
             for section, values in disclosed(config).items()
@@ -75,14 +79,15 @@ def certificate_data(file: Path) -> dict[str, Any]:
 
 
 def answers(config: Config, run: Path, frozen: bool) -> dict[str, Any]:
-    """Those to read: `batches` that have some, `samples` of them (a live page asks for its own), of evaluations, and
-    before and after. A buffer's file that cannot be read costs a line of `trouble`."""
+    """Answers to read: `batches` that have some, `samples` of them (a live page asks for its own), of evaluations, and
+    of two policies next to each other. If the buffer's file cannot be read, `trouble` says so."""
     file = run / (config.buffer.path or "")
     models = evaluated_models(run / "evaluation.json")
     found: dict[str, Any] = {"batches": [], "samples": {}, "evaluated": {}, "trouble": "", "models": rows_of(models)}
-    examples: dict[str, list[Example]] = {}
-    if file.is_file():
-        try:
+    compared = Comparison()
+    try:
+        compared = compare(config, file, models)
+        if file.is_file():
             batches = stored_batches(file)
             shown = spread(batches, FROZEN_BATCHES) if frozen else batches
             found["batches"] = shown
@@ -93,13 +98,10 @@ def answers(config: Config, run: Path, frozen: bool) -> dict[str, Any]:
             found["evaluated"] = {
                 title: list(map(example_data, some)) for title, some in evaluated_examples(file).items()
             }
-            examples = stored_examples(file, config.model.path)
-        except StoreError as error:  # the records are enough for a page
-            found["trouble"] = str(error)
-    if len(models) > 1 and models[0].examples and models[-1].examples:
-        examples = {"before": models[0].examples, "after": models[-1].examples}
-    found["examples"] = {title: list(map(example_data, some[:2])) for title, some in examples.items() if some}
-    return found
+    except StoreError as error:  # the records are enough for a page
+        found["trouble"] = str(error)
+    found["examples"] = {title: list(map(example_data, some)) for title, some in compared.examples.items()}
+    return found | {"comparison": [compared.title, compared.note]}
 
 
 def samples_data(
@@ -143,16 +145,17 @@ def evaluation_row(record: Record) -> dict[str, Any]:
 
 def drawn_look(look: Record) -> Record:
     """What the page draws of a look at the servers."""
-    return {key: value if key == "time" else short(value) for key, value in short_look(look).items()}
+    few = short_look(look)
+    return {key: figure_of(few, key) for key in few}
 
 
 def version_row(record: Record) -> Record:
     """A record as it is sent to a live page."""
-    return {key: value if key == "version" else short(value) for key, value in record.items()}
+    return {key: figure_of(record, key) for key in record}
 
 
 def rows_of(models: Iterable[EvaluatedModel]) -> list[list[str]]:
-    """Of the models of `evaluation.json`: name, reward, share solved."""
+    """Rows of the table of `evaluation.json`: name of the model, reward, share solved."""
     return [[f"{model.name} {model.set}".strip(), model.reward, model.solved] for model in models]
 
 
@@ -166,6 +169,13 @@ def spread(values: Sequence[Any], most: int) -> list[Any]:
 def thinned(looks: Sequence[Record]) -> list[Record]:
     """At most MOST_LOOKS of them."""
     return spread(looks, MOST_LOOKS)
+
+
+def figure_of(record: Record, key: str) -> object:
+    """A figure of a record as the page gets it: short, but for a time, which counts from 1970."""
+    value = record.get(key)
+    whole = key == "time" and isinstance(value, int | float) and math.isfinite(value)
+    return value if whole else short(value)
 
 
 def short(value: object) -> object:

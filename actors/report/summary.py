@@ -15,7 +15,8 @@ from statistics import fmean
 from rich.console import Console
 from rich.text import Text
 
-from actors.report.examples import EXAMPLES, EvaluatedModel, Example, evaluated_models, stored_examples
+from actors.report.comparison import Comparison, compare
+from actors.report.examples import EvaluatedModel, evaluated_models
 from actors.report.page import render
 from actors.report.page_data import page_data
 from actors.watch.figures import without_effect
@@ -39,8 +40,7 @@ class Report:
     config: Config
     records: Records
     models: list[EvaluatedModel]
-    examples: dict[str, list[Example]]
-    """Answers `before` and `after` the training."""
+    comparison: Comparison
     failures: str
     overview: Overview
 
@@ -67,24 +67,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_report(config: Config, run: Path, records: Records) -> Report:
-    """All that the report shows. The examples are those of the evaluation, else of the first and last stored batches.
+    """All that the report shows.
 
-    Raises ConfigError for an `evaluation.json` that is none. A buffer file that cannot be read costs a line on stderr.
+    Raises ConfigError for an `evaluation.json` that is none. If the buffer's file cannot be read, a line on stderr says
+    so.
     """
     models = evaluated_models(run / "evaluation.json")
-    file, held = run / (config.buffer.path or ""), None
-    examples: dict[str, list[Example]] = {}
-    if file.is_file():
-        try:
-            held, examples = stored(file), stored_examples(file, config.model.path)
-        except StoreError as error:  # the records are enough for a report
-            print_visible(error, sys.stderr)
-    if len(models) > 1 and models[0].examples and models[-1].examples:
-        examples = {"before": models[0].examples[:EXAMPLES], "after": models[-1].examples[:EXAMPLES]}
+    file, held, comparison = run / (config.buffer.path or ""), None, Comparison()
+    try:
+        comparison = compare(config, file, models)
+        held = stored(file) if file.is_file() else None
+    except StoreError as error:  # the records are enough for a report
+        print_visible(error, sys.stderr)
     ended = ending(config, run, held, say_ago=False, records=records)
     ended = ended or f"not finished; last sign of life at {when(last_life(config, run), say_ago=False)}"
     overview = look_over(config, records, held, time.time(), ended)
-    return Report(config, records, models, examples, failures(held) if held else "", overview)
+    return Report(config, records, models, comparison, failures(held) if held else "", overview)
 
 
 def spaced(line: str) -> str:
@@ -121,7 +119,11 @@ def summary(report: Report) -> Iterator[str | Text]:
         yield "\nevaluation problems:"
         for model in report.models:
             yield f"  reward {model.reward}  solved {model.solved}  {model.name} {model.set}".rstrip()
-    for title, examples in report.examples.items():
+    if report.comparison.title:
+        yield f"\n{report.comparison.title}"
+    if report.comparison.note:
+        yield report.comparison.note
+    for title, examples in report.comparison.examples.items():
         for example in examples:
             source = f"{example.source}, " if example.source else ""
             head = f"\n{title} ({source}reward {figure(example.reward, '.2f')}):"

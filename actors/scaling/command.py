@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         print_visible(f"--servers: {error.reason}", sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print_visible(f"no longer waited for; what is wanted stays wanted: see `status {run}`", sys.stderr)
+        print_visible(f"this command waits no longer; the servers stay wanted: see `status {run}`", sys.stderr)
         return 128 + signal.SIGINT
     except (TimeoutError, KeysError) as error:
         silence = f"the buffer at {config.buffer.address} does not answer: is the run launched? See `status {run}`"

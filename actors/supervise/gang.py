@@ -146,7 +146,7 @@ class Gang:
             if self._stopping.is_set():
                 return await self._report("ended", f"exit code {code}", code)
             if self._leaving and code in (DONE, LOST):
-                await self._move("its version is saved, for a node leaves")
+                await self._move("its version is saved because a node leaves")
                 continue
             if end.why:
                 await self._report("failed", f"{end.why}; all ranks begin again together", code)
@@ -217,7 +217,7 @@ class Gang:
 
     async def _move(self, why: str) -> None:
         """Wait until every node that leaves has left, also one that gets notice meanwhile."""
-        await self._report("failed", f"{why}; it begins again once that has left")
+        await self._report("failed", f"{why}; it begins again once that node has left")
         while self._leaving and not self._stopping.is_set():
             node, until = next(iter(self._leaving.items()))
             await unless(self._stopping, self._gone(node, until - time.monotonic()))

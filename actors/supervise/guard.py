@@ -1,10 +1,10 @@
 """A guard: runs one command and makes sure that nothing the command started outlives it, or outlives the guard's owner.
 
 The owner (`keeper.py` for each process of a run, `actors/__main__.py` for the launcher) makes a `Guarded`, which runs
-this file by path, isolated (`python -I`), so it imports only the standard library, psutil and
-`configs/parent_death.py`. They talk over a socket that keeps messages apart: the owner sends the command line once, as
-a JSON list, then numbers of signals; the guard answers `{"pid": N}` and, when nothing is left, `{"code": N}`. It waits
-for the owner and for SIGCHLD.
+this file by path, isolated (`python -I`), so it imports only the standard library, psutil and two small modules of
+`configs`. They talk over a socket that keeps messages apart: the owner sends the command line once, as a JSON list,
+then numbers of signals; the guard answers `{"pid": N}` and, when nothing is left, `{"code": N}`. It waits for the owner
+and for SIGCHLD.
 
 The end of the owner's messages means kill, and an owner that dies ends them: no command outlives its owner, even one
 that got SIGKILL. The guard is the subreaper of all descendants of the command, so it also finds those that left its
@@ -29,6 +29,7 @@ import psutil
 if __name__ == "__main__":  # isolated, so Python does not look here by itself
     sys.path.insert(0, os.fspath(Path(__file__).parents[2]))
 
+from configs.inner_command import inner_words
 from configs.parent_death import adopt_orphans, end_with_parent
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -206,4 +207,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    inner_words("NAME")
     main()

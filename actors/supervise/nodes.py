@@ -91,7 +91,7 @@ class Patience:
         except Exception as error:  # what passes has no class of its own in Ray
             if self._failing_since is None:
                 self._failing_since = self._now()
-                self._say(f"Ray does not answer, and is asked again for {PATIENCE_S:.0f} s: {in_a_line(error)}")
+                self._say(f"Ray does not answer; the launcher asks again for {PATIENCE_S:.0f} s: {in_a_line(error)}")
             if self._now() >= self._failing_since + PATIENCE_S:
                 raise
             return last
@@ -129,7 +129,7 @@ class NodeWatch:
             for task in [task for task in self._leaving if task.done()]:
                 self._leaving.discard(task)
                 if error := task.exception():
-                    self._say(f"{task.get_name()} could not be drained and goes with its node: {in_a_line(error)}")
+                    self._say(f"{task.get_name()} could not be drained and ends with its node: {in_a_line(error)}")
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def gone(self, node: str, limit_s: float) -> None:

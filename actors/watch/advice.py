@@ -163,15 +163,15 @@ def _waits(now: Situation) -> str:
         return f"{said} because the run is synchronous: batch.max_staleness 1 or more lets both sides work at once."
     if parked > IDLE:
         return (
-            f"{said} and {_percent(parked)} of the servers' places get no work: the bound on age holds both. Raise "
-            f"batch.max_staleness (now {now.max_staleness}) or batch.groups; more servers would not help."
+            f"{said} and {_percent(parked)} of the servers' places get no work: both wait because of the bound on age. "
+            f"Raise batch.max_staleness (now {now.max_staleness}) or batch.groups; more servers would not help."
         )
     if now.wanted is not None and now.wanted > now.servers:
         return f"{said}: the run has asked for {now.wanted} servers and {now.servers} are there. Wait for them."
     used = now.servers * (1 - parked if parked > CLOSED else 1.0)
     more = math.ceil(used * (1 - now.waits / 2) / max(1 - now.waits, 0.02) - 1e-9) - now.servers
     if more <= 0:
-        return f"{said}, in which few answers take long: batch.max_staleness {now.max_staleness + 2} would hide that."
+        return f"{said} for a few long answers: batch.max_staleness {now.max_staleness + 2} lets it train others first."
     return f"{said}: {_count(more)} more server{'s' * (more > 1)} would halve that."
 
 

@@ -21,7 +21,7 @@ from actors.watch.metrics_log import EVALUATED, Record, Records, evaluation_line
 from actors.watch.run_state import failures, fullness, silent, waits
 from actors.watch.state_poll import StatePoll
 from buffer.wire.protocol import State
-from configs.plain_text import colourless, figure, visible, visible_line
+from configs.plain_text import colourless, figure, visible, visible_line, visible_lines
 from configs.schema import Config
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
@@ -44,7 +44,7 @@ class Display:
         self.config = config
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.records = Records(config.run.path / "metrics.jsonl", looks=False, bounded=True)
-        """Those of an earlier start are no news."""
+        """Records of the run; records of an earlier start are not shown as news."""
         self.processes: dict[str, str] = {}
         """Last event of each process, lines apart."""
         self.state: State | None = None
@@ -64,8 +64,8 @@ class Display:
             yield self
 
     def say(self, text: str) -> None:
-        """Print a line of the launcher itself."""
-        self._print(Text(visible_line(text), style="bold" if self._live else ""))
+        """Print a message of the launcher itself."""
+        self._print(Text(visible_lines(text), style="bold" if self._live else ""))
 
     def show_event(self, process: Process, event: Event) -> None:
         """Print a process's line or another event of it."""
@@ -138,8 +138,8 @@ class Display:
         return [(name, value) for name, value in wanted if value and "?" not in value]
 
     def servers(self) -> str:
-        """Servers that the buffer hears from, or without the buffer those that run, of the number in the run file; and
-        the sequences that they run."""
+        """How many servers are alive, of the number that is wanted, and the sequences that they run. A server is alive
+        if its messages reach the buffer; where the buffer does not answer, if its process runs."""
         running = ""
         if self.state is not None:
             heard = self.heard()
@@ -156,7 +156,7 @@ class Display:
         return f"{alive}/{wanted} alive{f', {len(draining)} draining' * bool(draining)}{running}"
 
     def heard(self) -> list[str]:
-        """Servers that the buffer hears from: what the others said last is no longer so."""
+        """Servers whose messages reach the buffer; the last figures of the others are out of date."""
         gone = silent(self.state, self.config) if self.state else []
         return [name for name in (self.state.servers if self.state else ()) if name not in gone]
 

@@ -21,7 +21,7 @@ OUTAGE = 10.0
 MISSED_LOOKS = 4
 """Looks at the servers in a row that a learner which lives does not miss."""
 PHASES = ("wait", "train", "publish", "checkpoint")
-"""Of the learner's loop; what is left of a version's time is `rest`."""
+"""Phases of the learner's loop; what is left of a version's time is `rest`."""
 
 WITHOUT_EFFECT = {
     "gradient/skipped": "were skipped, because the gradient was not finite",
@@ -47,6 +47,16 @@ def began_between(before: Record, now: Record) -> bool:
         return False
     took_s = float(now["time/version_s"]) * int(now["version"] - before["version"])
     return float(now["time"]) - float(before["time"]) > 1.2 * took_s + BEGINNING_S
+
+
+def in_launches(records: Records, key: str) -> list[float | None]:
+    """Values of `key` by version, with None where a version has none, and before each start of the learner."""
+    ordered, found = records.ordered(), list[float | None]()
+    for before, now in zip([None, *ordered], ordered, strict=False):
+        found += [None] if before is not None and began_between(before, now) else []
+        value = now.get(key)
+        found.append(float(value) if isinstance(value, int | float) and math.isfinite(value) else None)
+    return found
 
 
 def pace_s(records: Records) -> float | None:

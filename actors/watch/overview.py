@@ -18,8 +18,8 @@ from configs.plain_text import figure
 from configs.schema import Config
 
 MOST_ROWS = 40
+"""Most rows of a table."""
 GO_ON = "python -m actors launch"
-"""Of a table."""
 UNKNOWN = "–"
 SERVER_COLUMNS = (
     *("server", "version", "leases", "tokens/s", "running", "places", "waiting", "KV use", "preempted", "parked"),
@@ -73,7 +73,8 @@ def look_over(
     stalled_s = figures.seconds_stalled(records, now, launched, config.log.servers_every_s)
     alerts = find_alerts(config, records, state, stalled_s, live)
     if status == "silent" and records.by_version:  # whatever the records say was true before
-        advice = f"Nothing answers. If the launcher is gone too, go on with: {GO_ON} {config.run.path / 'config.yaml'}."
+        again = f"{GO_ON} {config.run.path / 'config.yaml'}"
+        advice = f"No process of the run answers. If the launcher is gone too, go on with: {again}."
         alerts = [Alert("bad", f"{_summary(status, since_s)}; see logs/buffer.log"), *alerts]
     summary = _summary(status, since_s)
     if tuning.is_tuned(config):

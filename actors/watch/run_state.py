@@ -36,14 +36,14 @@ CULPRITS = {
 """Whom a batch waits for where attempts fail, by kind of failure."""
 LIMITS = {
     "limit_sequences": "rollout.sequences",
-    "limit_learner": "more once the learner waits",
+    "limit_learner": "it takes more once the learner waits",
     "limit_graphs": "max_num_seqs, the captured CUDA graphs",
     "limit_kv": "the KV cache holds no more of this mean length",
     "limit_preempted": "the KV cache was full, {preempted:.0f} preemptions",
 }
 """What bounds a server's places, by the number of its heartbeats that says so; the smallest one does."""
 UNHEARD = {"placing": "is being placed", "started": "has not said Hello yet", "draining": "is being drained"}
-"""What a kept server does of which the buffer has not heard, by its life; the other lives are words themselves."""
+"""What a kept server does before its first message to the buffer, by its life; the other lives are words themselves."""
 MISSED_HEARTBEATS = 5
 """After so many the buffer ends a server's leases."""
 
@@ -55,7 +55,7 @@ def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
     """
     if "-h" in argv or "--help" in argv:
         print_visible(f"usage: {prog} RUN [--section.key=value ...]\n\nRUN is a run's folder, or its config files.")
-        print_visible("`python -m configs --help` lists every key of the run file, docs/operations.md every command.")
+        print_visible("`python -m configs --keys` lists every key of the run file, docs/operations.md every command.")
         sys.exit(0)
     folder = Path(argv[0]) if argv else Path()
     if not argv or not folder.is_dir():

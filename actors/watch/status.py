@@ -39,7 +39,8 @@ from buffer.wire.protocol import State
 from configs.certificate import FILE as CERTIFICATE
 from configs.certificate import read as read_certificate
 from configs.entrypoint import DONE, FAILED
-from configs.plain_text import visible_line
+from configs.flow.alerts import alerts
+from configs.plain_text import visible_line, visible_lines
 from configs.schema import Config
 
 REWARD_S = 2.0
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False, markup=False, soft_wrap=True)
 
     def show(*lines: str, style: str = "") -> None:
-        console.print(*map(visible_line, lines), sep="\n", style=style)
+        console.print(*map(visible_lines, lines), sep="\n", style=style)
 
     if is_tuned(config):
         return _tuned(config, run, show)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         since = last_life(config, run)
         dead = f"dead since {when(since)}" if since else "never started"
         show(f"{dead}: the buffer at {config.buffer.address} does not answer", style="red")
-        show(_launcher_line(run), "The run's files, as of then:", style="red")
+        show(_launcher_line(run), "The run's files hold:", style="red")
     if answer is None and trouble:
         show(trouble)
     if answer and held:
@@ -137,6 +138,7 @@ def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
         figures = [f"{key} {value:.4g}" for key, value in records[-1].items() if key in shown]
         yield f"last record {seconds:.0f} s ago: {', '.join(figures)}"
         yield from without_effect(log)
+        yield from (f"alert: {line}" for line in alerts(records[-1], records[:-1]))
     checkpoints = sorted(path.name for path in (run / "checkpoints").glob("v*"))
     yield f"checkpoints: {', '.join(checkpoints) or 'none'}"
     if certificate := read_certificate(run / CERTIFICATE):

@@ -17,6 +17,7 @@ import torch
 from benchmarks.weights.ends import GPU, STALL_S, commands_from_stdin, run_end, say, served, synchronize
 from benchmarks.weights.traffic import PROMPT_TOKENS, vocabulary_of
 from buffer.keys import load_client_keys, load_server_keys
+from configs.inner_command import inner_words
 from configs.schema import Config
 from learner.weights.plan import LORA_A, LORA_B, Spec
 from learner.weights.receiver.follow import Receiver
@@ -141,4 +142,5 @@ async def server(config: Config, running: int, length: int) -> None:
 
 
 if __name__ == "__main__":
+    inner_words("ROLE", "CONFIG")
     run_end(learner, server)

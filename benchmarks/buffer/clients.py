@@ -18,6 +18,7 @@ from benchmarks.buffer.peers import IN_FLIGHT, packed
 from buffer.keys import load_client_keys
 from buffer.wire.client import Connection, RolloutClient, heartbeats
 from buffer.wire.protocol import Ack, Part, Put, Stored, Take, Trained, WorkItem
+from configs.inner_command import inner_words
 
 
 @dataclass
@@ -128,4 +129,5 @@ async def learn(address: str, fingerprint: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    inner_words("ADDRESS", "FINGERPRINT", "KEYS")
     uvloop.run(learn(*sys.argv[1:]))

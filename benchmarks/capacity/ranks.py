@@ -20,6 +20,7 @@ from benchmarks.capacity.crowd import Crowd, PartArrived
 from buffer.keys import load_client_keys
 from buffer.wire.message import Message
 from buffer.wire.protocol import Finished, Results, Rewind, Take, Trained
+from configs.inner_command import inner_words
 
 
 @dataclass
@@ -109,4 +110,5 @@ def trained_before(version: int) -> Trained:
 
 
 if __name__ == "__main__":
+    inner_words("ADDRESS", "FOLDER", "SETTINGS")
     uvloop.run(Ranks(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])).run())

@@ -22,6 +22,7 @@ from buffer.keys import load_client_keys
 from buffer.wire.message import Array, Message
 from buffer.wire.protocol import Ask, Finished, Heartbeat, News, Stored, Work, WorkItem
 from buffer.wire.sample import Sample
+from configs.inner_command import inner_words
 
 TICK_S = 0.005
 PROMPT = 256
@@ -163,4 +164,5 @@ class Servers:
 
 
 if __name__ == "__main__":
+    inner_words("ADDRESS", "FOLDER", "SETTINGS")
     uvloop.run(Servers(sys.argv[1], sys.argv[2], json.loads(sys.argv[3])).run())

@@ -27,6 +27,7 @@ from benchmarks.weights.ends import GPU, commands_from_stdin, run_end, say
 from benchmarks.weights.traffic import PROMPT_TOKENS, vocabulary_of
 from buffer.keys import load_server_keys
 from buffer.wire.sample import Sample
+from configs.inner_command import inner_words
 from configs.schema import Config
 from learner.model.experts.router import Router
 from learner.model.policy import Policy
@@ -164,4 +165,5 @@ async def server(config: Config, samples: int) -> None:
 
 
 if __name__ == "__main__":
+    inner_words("ROLE", "CONFIG")
     run_end(learner, server)

@@ -31,7 +31,7 @@ def lines(title: str, sections: tuple[str, ...]) -> Iterator[str]:
     others = [f"[{other}]({name})" for name, (other, _) in PAGES.items() if other != title]
     yield f"# Keys: {title}\n\n{NOTE}\n"
     yield (
-        "Keys of the run file with type, default and meaning, as `python -m configs --help` prints them. **Bold**\n"
+        "Keys of the run file with type, default and meaning, as `python -m configs --keys` prints them. **Bold**\n"
         "keys have no default: they must be set. `NAME` is a name that you choose, or the place in a list.\n"
         f"Other sections: {'; '.join(others)}."
     )

@@ -27,6 +27,7 @@ from benchmarks.runs.processes import PROMPT_TOKENS
 from benchmarks.weights.table import progress
 from benchmarks.weights.traffic import vocabulary_of
 from buffer.data.images import ImageFormat
+from configs.inner_command import inner_words
 from configs.load import load
 from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, on_cpu
@@ -118,6 +119,7 @@ def running_of(config: Config) -> int:
 
 
 if __name__ == "__main__":
+    inner_words("RUN_FILE", "llm|llm-ours", "WAVES", "OUT")
     file, name, waves, out = sys.argv[1:]
     found = generate(load([file]), name == "llm-ours", int(waves))
     part = Path(out).with_suffix(".part")

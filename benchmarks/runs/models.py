@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from benchmarks.weights.known import end_answers
 from benchmarks.weights.seeing import SEEING
 from benchmarks.weights.shapes import END, folder_of
+from configs.inner_command import inner_words
 
 
 def weights_of(shape: str, work: Path, mean: float) -> Path:
@@ -36,4 +37,5 @@ def weights_of(shape: str, work: Path, mean: float) -> Path:
 
 
 if __name__ == "__main__":
+    inner_words("SHAPE", "FOLDER", "MEAN")
     print(weights_of(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])))

@@ -22,6 +22,7 @@ from benchmarks.weights.shapes import END
 from buffer.curve import client_keys_for
 from buffer.keys import load_server_keys
 from buffer.wire.client import LearnerClient
+from configs.inner_command import inner_words
 from configs.load import load
 from configs.resume import fingerprint
 from learner.model.policy import Policy
@@ -62,5 +63,6 @@ def main(file: str, every_s: float = 2.0, mean: float = 0.0, spread: float = 0.0
 
 
 if __name__ == "__main__":
+    inner_words("RUN_FILE", optional=("EVERY_S", "MEAN", "SPREAD", "RUNNING"))
     main(sys.argv[1], *map(float, sys.argv[2:]))
     os._exit(0)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from configs.inner_command import inner_words
 from configs.schema import ModelConfig
 from learner.model.attention import registered
 from learner.model.loading import build_on_meta
@@ -161,6 +162,7 @@ def rows_of(found: dict[str, Any], shape: str) -> Any:
 
 
 if __name__ == "__main__":
+    inner_words("FOLDER", "OUT", further="FREEZE")
     for key, value in environment(not GPU).items():
         os.environ.setdefault(key, value)
     given, out, *parts = sys.argv[1:]

@@ -23,6 +23,7 @@ from benchmarks.weights.known import local
 from benchmarks.weights.traffic import RequestTraffic, vocabulary_of
 from buffer.data.images import ImageFormat, Picture, SeenImage
 from configs.checks import max_sample_tokens
+from configs.inner_command import inner_words
 from configs.schema import Config
 from learner.weights.probe import shown_tokens, tokens_of
 
@@ -175,4 +176,5 @@ async def server(config: Config, name: str, running: int, length: int) -> None:
 
 
 if __name__ == "__main__":
+    inner_words("ROLE", "CONFIG")
     run_end(learner, server)

@@ -25,6 +25,7 @@ from benchmarks.weights.known import mark, show
 from benchmarks.weights.traffic import AWAY_S, WINDOW_S, Lag, RequestTraffic, vocabulary_of
 from buffer.data.images import ImageFormat
 from buffer.keys import load_client_keys, load_server_keys, make_keys
+from configs.inner_command import inner_words
 from configs.schema import Config
 
 PEER_PORT = int(os.environ.get("PEER_PORT", "29611"))
@@ -329,6 +330,7 @@ def run_end(learner: Callable[[Config], None], server: Callable[..., Coroutine[A
 
 
 if __name__ == "__main__":
+    inner_words("ROLE", "CONFIG")
     if sys.argv[1] != "limit":
         run_end(learner, server)
     limit(**json.loads(sys.argv[2]))

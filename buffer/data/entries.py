@@ -23,6 +23,8 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
+from configs.inner_command import inner_words
+
 ENTRY_S = 30
 """Longest time for one entry, or one score, in seconds."""
 
@@ -165,4 +167,5 @@ def listen(asked: "queue.PriorityQueue[list[Any]]") -> None:
 
 
 if __name__ == "__main__":
+    inner_words()
     main()

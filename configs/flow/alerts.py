@@ -8,17 +8,31 @@ from statistics import median
 
 Rule = Callable[[float, float], bool]
 """(value, median of the history) -> whether to warn."""
+COMPARED = 20
+"""Earlier values of a metric that its last value is compared with, at most."""
+LOOKED_BACK = 200
+"""Earlier versions among which they are sought: not every version has every metric."""
+FRESH = "mismatch/k3_fresh"
+"""k3 on the tokens of age 0; where no such token was trained, there is none."""
+BUCKETS = ("1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
+"""Ages of tokens, in versions, by which k3 is recorded beside FRESH."""
+K3_BY_AGE = {FRESH: "0"} | {f"offpolicy/k3_age_{ages}": ages for ages in BUCKETS}
+"""Metrics with the k3 of tokens of one age, the youngest first, and the age."""
+FEW_TOKENS = 0.01
+"""Share of the batch's tokens below which the k3 of an age is chance."""
 
 
 def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]], least: int = 5) -> list[str]:
     """One line, with a remedy, for each sign of trouble in training.
 
-    `history`: metrics of earlier versions, of which the last 20 count; rules relative to them need at least `least`.
+    `history`: metrics of earlier versions. A rule relative to them takes the last COMPARED versions that have the
+    metric, and needs at least `least`.
     """
     lines = []
+    k3 = youngest_k3(metrics)
     for key, relative, rule, remedy in ALERTS:
-        past = [record[key] for record in history[-20:] if key in record]
-        if key not in metrics or (relative and len(past) < least):
+        past = [record[key] for record in history[-LOOKED_BACK:] if key in record][-COMPARED:]
+        if key not in metrics or (relative and len(past) < least) or (key in K3_BY_AGE and key != k3):
             continue
         usual = median(past) if past else 0.0
         if rule(metrics[key], usual):
@@ -27,9 +41,21 @@ def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]],
     return lines
 
 
+def youngest_k3(metrics: Mapping[str, float]) -> str | None:
+    """The one of K3_BY_AGE that measures the youngest tokens which the version trained; None without any.
+
+    An age with less than FEW_TOKENS of the tokens is passed over.
+    """
+    found = (key for key, age in K3_BY_AGE.items() if metrics.get(f"age/share_{age}", 1.0) >= FEW_TOKENS)
+    return next((key for key in found if key in metrics), None)
+
+
 ALERTS: tuple[tuple[str, bool, Rule, str], ...] = (
-    ("mismatch/k3_fresh", True, lambda now, usual: now > 2 * usual and now > 1e-5,
+    (FRESH, True, lambda now, usual: now > 2 * usual and now > 1e-5,
      "servers and learner drift apart on fresh tokens; check with weights.probe_every 1, lower learner.lr"),
+    *((f"offpolicy/k3_age_{ages}", True, lambda now, usual: now > 3 * usual and now > 1e-3,
+       "servers and learner drift apart on the youngest tokens of this batch; check with weights.probe_every 1, lower "
+       "learner.lr or batch.max_staleness") for ages in BUCKETS),
     ("offpolicy/k3", False, lambda now, usual: now > 0.05,
      "the data are far off-policy; lower batch.max_staleness or learner.lr, or take algorithm.loss m2po"),
     ("ess/sequence", True, lambda now, usual: now < usual / 2,

@@ -250,6 +250,7 @@ class Policy(nn.Module):
         """Whether this rank counts what its row has: where ranks share a row, the first of them alone."""
         return self.context_group is None or context.size_and_rank(self.context_group)[1] == 0
 
+    @property
     def lora(self) -> bool:
         """Whether an adapter is trained, beside a frozen model."""
         return any(True for _ in factors(self.model))

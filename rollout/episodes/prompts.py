@@ -102,7 +102,7 @@ class Prompts:
         except RenderError as error:
             raise PromptError(error.about("the row", "the chat template", self.template_place)) from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise PromptError(f"the row cannot be made a chat: {type(error).__name__}: {error}") from error
+            raise PromptError(f"the row cannot be made into a chat: {type(error).__name__}: {error}") from error
         tokens = self._expanded(tokens, pictures)
         if problem := left_out([each | {"content": flat(each["content"])} for each in messages], text):
             raise PromptError(problem)
@@ -131,7 +131,7 @@ class Prompts:
         except RenderError as error:
             raise PromptError(error.about("the row", "the chat template", self.template_place)) from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise PromptError(f"the row cannot be made a chat: {type(error).__name__}: {error}") from error
+            raise PromptError(f"the row cannot be made into a chat: {type(error).__name__}: {error}") from error
 
     def plain_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
         """Tokens of the messages' texts without a chat template, up to where an answer begins."""

@@ -1,9 +1,9 @@
 """Routes of one sample: what each answer of the engine brought, and of a finished trajectory the routes of each token.
 
-Kept in the server, whatever the task makes of its completions and wherever it runs, and told by tokens and
-log-probabilities alone. Of a prompt that begins with all tokens of an earlier answer, prompt included, the engine is
-asked only for the rows behind those that are known. A token's row is of the computation that the next token was sampled
-from, however often later answers read it again. Used by `sampler.py`; pure functions of tokens.
+The server keeps them, whatever the task makes of its completions and wherever it runs, and finds them by tokens and
+log-probabilities alone. A prompt may begin with all tokens of an earlier answer, prompt included: then the engine is
+asked only for the rows behind the known ones. A token's row is of the computation that the next token was sampled from,
+however often later answers read it again. Used by `sampler.py`; pure functions of tokens.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ class Continued(NamedTuple):
 
     @property
     def routed(self) -> int:
-        """First tokens whose rows are known: the last one of an answer has been read by none."""
+        """Number of first tokens whose rows are known: no computation has read the last token of an answer."""
         return max(self.end - 1, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedAnswer:
-    """What one call added behind `start` tokens that hash to `before`: int32 tokens, with log-probabilities (NaN: given
-    to it), and their rows, from that of the token before them on where there is one."""
+    """What one call added behind `start` tokens that hash to `before`: int32 tokens, with log-probabilities (NaN: the
+    token was given), and their rows. The first row is that of the token before them, where there is one."""
 
     start: int
     before: bytes
@@ -44,7 +44,7 @@ class RoutedAnswer:
 
 
 class RecordedRoutes:
-    """Those of one sample. `wanted`: it is of no use without."""
+    """Routes of one sample. `wanted`: the sample is of no use without them."""
 
     def __init__(self, wanted: bool = False) -> None:
         self.wanted = wanted

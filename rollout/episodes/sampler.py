@@ -29,7 +29,7 @@ LONGER = (
 )
 
 MOST_REWARD = 1e12
-"""Of a turn: so that sums stay finite."""
+"""Largest reward of a turn, so that sums stay finite."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Sampler:
     prompts: Prompts
     temperature: float
     max_tokens: int
-    """Of one turn, where the task names no other: `sampling.max_tokens`."""
+    """Most tokens of one turn, where the task names no other limit: `sampling.max_tokens`."""
     longest: int
     """Tokens of the longest whole sample, prompt included: the engine holds it and the learner can train it."""
     form: ImageFormat | None = None
     """How the model sees images; None for a text model."""
     max_images: int = 0
-    """Of a whole sample."""
+    """Most images of a whole sample."""
 
     def problem(self, row: dict[str, Any]) -> Problem:
         """What a task is given for a row of the data set. Decodes its images, which takes long. Raises PromptError."""

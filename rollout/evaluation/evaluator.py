@@ -88,7 +88,7 @@ class Evaluator:
         finally:
             self._weights.release()
         if results is None:
-            log.warning("the evaluation of version %d is not this server's any more", version)
+            log.warning("this server has lost its claim to evaluate version %d", version)
             self._buffer.evaluating = None
             return
         try:
@@ -97,7 +97,7 @@ class Evaluator:
             log.warning("the answers of this evaluation are not kept for reading: %s", error)
             figures = {name: one.model_copy(update={"examples": []}) for name, one in results.items()}
             stored = await self._buffer.evaluated(due, version, figures)
-        log.info("version %d is evaluated%s", version, "" if stored.accepted else f", to no use: {stored.reason}")
+        log.info("version %d is evaluated%s", version, "" if stored.accepted else f", but not used: {stored.reason}")
 
     async def _claim_held(self) -> None:
         """Claim the version in use, with newer ones held back, and evaluate it if it is due."""

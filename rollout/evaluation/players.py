@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REASONS = 5
 """Different reasons of failed attempts that are kept, the most frequent first."""
 MOST_CHARS = 50_000
-"""Of an answer that is kept for reading."""
+"""Most characters of an answer that is kept for reading."""
 
 
 @dataclass(frozen=True)

@@ -317,8 +317,11 @@ def export(environment: Environment, name: str, path: str) -> int:
 def main(argv: list[str]) -> int:
     """Run the command line `argv`; returns the exit code."""
     known = {"serve": 1, "check": 1, "export": 2}
+    if {"-h", "--help"} & {*argv}:
+        print(__doc__)
+        return 0
     if not argv or argv[0] not in known or not 0 <= len(argv) - 1 - known[argv[0]] <= 1:
-        print(__doc__, file=sys.stderr)
+        print("usage: verifiers_host.py serve|check|export ID [ROWS.jsonl] [ARGS]; --help says more", file=sys.stderr)
         return 2
     verb, name, *rest = argv
     requests, answers = protected()

@@ -90,7 +90,7 @@ class AnswerJudge:
     def _judge_late(self) -> NoReturn:
         had_s = processor_s(self._process) - self._had_s
         self._end()
-        how = f"it has had {had_s:.2g} s of processor time in {LIMITS.clock_s:g} s"
+        how = f"it got {had_s:.2g} s of processor time in {LIMITS.clock_s:g} s"
         raise GaveUpError(how) if had_s >= LIMITS.processor_s / 4 else RewardError(f"an answer is not judged: {how}")
 
     def close(self) -> None:

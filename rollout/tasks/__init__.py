@@ -33,7 +33,7 @@ CONVENTIONS = {
     "chat": ("row", "chat"),
     "base_url": ("row", "base_url", "api_key"),
 }
-"""What a task is called with, by the parameter that tells its convention; the first one also by position."""
+"""Arguments of a task, by the parameter from which its convention is known; the first argument also by position."""
 
 
 def load_task(name: str) -> Callable[..., Any]:

@@ -18,12 +18,12 @@ from rollout.tasks.trajectory import CUT_SCORE, Generate, Problem, Recorded
 REFUSALS = ("BadRequestError", "ContextWindowExceededError", "ChatRefused")
 """Origins of failures that are the refusal of a model call beyond a limit."""
 HTTP_ERRORS = ("HTTPError", "HTTPStatusError", "APIStatusError", "ClientResponseError")
-"""Origins that are it where they tell of a 400."""
+"""Origins of failures that are such a refusal if their text names the status 400."""
 
 
 BLOCKED_S = 3.0
-"""What agents that share a worker get above their time: who blocks it is found by the worker's warden before the time
-of the others is over, who wait for it and are not at fault."""
+"""Time that agents which share a worker get beyond their own: meanwhile the worker's warden finds the agent that
+blocks it, so that the others, which only wait, do not fail."""
 
 
 class UrlEpisodes:
@@ -57,9 +57,9 @@ class UrlEpisodes:
 
     def _is_refusal(self, error: CagedError) -> bool:
         """Whether an agent whose model calls are refused failed by that, and not by something else that happened
-        afterwards. Of a program nobody knows more than its exit code."""
-        told = error.origin in HTTP_ERRORS and "400" in str(error)
-        return told or error.origin in REFUSALS or (self._command and error.origin == "exited")
+        afterwards. Nothing but its exit code is known of a program."""
+        bad_request = error.origin in HTTP_ERRORS and "400" in str(error)
+        return bad_request or error.origin in REFUSALS or (self._command and error.origin == "exited")
 
     async def _result(self, door: Door, problem: Problem) -> Any:
         """What the agent returned. Raises CagedError, and what `door.over` has."""

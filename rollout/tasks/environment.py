@@ -127,7 +127,7 @@ class Relay:
         self._end()
 
     def _end(self) -> NoReturn:
-        """End this process as the host has ended, so that the server is told how."""
+        """End this process as the host has ended, so that the server learns how."""
         code = self.host.wait()
         if code < 0:
             with suppress(OSError):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NOT_SAMPLED = array("f", [0.0]), array("i", [-1])
 """Log-probability and version of a token that was given."""
 CUT_SCORE = 0.0
-"""Of an episode that a limit ended and whose task did not cope with that, where the task itself scores."""
+"""Score of an episode that a limit ended, where the task itself scores and did not return after the limit."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Problem:
     max_tokens: int
     """Longest sample in tokens after the prompt, given ones included."""
     images: Sequence[PlacedImage] = ()
-    """Those of the prompt, in order."""
+    """Images of the prompt, in order."""
     format: ImageFormat | None = None
     """How the model sees images; None for a text model."""
     answer: int | None = None

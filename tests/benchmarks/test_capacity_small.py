@@ -43,7 +43,7 @@ def test_the_benchmark_of_many_clients_works(tmp_path: Path) -> None:
 async def test_a_crowd_whose_requests_were_lost_with_the_buffer_gets_its_answers_from_the_next_one(
     tmp_path: Path,
 ) -> None:
-    """A rank that waits in a Take says nothing by itself, and was never heard of again."""
+    """A rank that waits in a Take sends nothing by itself, and once counted as gone for ever."""
     path, heard = tmp_path / "buffer.sqlite", asyncio.Event()
     parts: list[int] = []
 

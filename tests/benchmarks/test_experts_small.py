@@ -63,7 +63,7 @@ def test_a_policy_agrees_with_itself(found: dict[str, dict[str, float]]) -> None
 
 
 def test_other_routes_are_counted_and_move_what_is_replayed_alone(found: dict[str, dict[str, float]]) -> None:
-    """Of 8 experts two random ones share 1/4 with two others; a pair is the same one time in 28."""
+    """Two random experts of 8 share 1/4 with two others; a pair is the same one time in 28."""
     other = found["random"]
     assert other["live/dlogp"] < 1e-5 and other["replayed/dlogp"] > 0.05 and other["replayed/k3"] > 1e-3
     assert 0.6 < other["choices"] < 0.9 < other["layers"] <= other["tokens"]

@@ -26,7 +26,7 @@ def model(tmp_path: Path, request: pytest.FixtureRequest) -> torch.nn.Module:
 
 @torch.no_grad()
 def logprobs(model: torch.nn.Module, below: int = VOCABULARY) -> torch.Tensor:
-    """Of each next token after each of 64 random ones `below` an id: [64, vocabulary]."""
+    """Log-probabilities of each next token after each of 64 random ones `below` an id: [64, vocabulary]."""
     tokens = torch.randint(3, below, (1, 64), generator=torch.Generator().manual_seed(1))
     hidden = model.get_decoder()(tokens).last_hidden_state[0].float()  # type: ignore[operator]
     return (hidden @ model.get_output_embeddings().weight.float().T).log_softmax(-1)  # type: ignore[operator]

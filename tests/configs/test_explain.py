@@ -159,7 +159,7 @@ def test_auto_says_with_how_many_it_begins_and_where_it_ends() -> None:
 
 
 SIZED = {"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 1536}
-"""Of Qwen2.5-1.5B: 2 x 28 x 2 x 128 numbers a token, 28,672 bytes in bfloat16."""
+"""KV cache of Qwen2.5-1.5B: 2 x 28 x 2 x 128 numbers a token, 28,672 bytes in bfloat16."""
 
 
 def sized(model: Path, *words: str, **shape: Any) -> Config:

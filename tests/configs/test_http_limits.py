@@ -75,6 +75,25 @@ async def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.Monk
 
 
 @in_loop
+async def test_a_head_that_comes_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the second one of a connection."""
+    monkeypatch.setattr(http_limits, "HEADER_S", 0.3)
+    head = b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"1" * 200 + b"\r\n\r\n"
+    async with served() as port:
+        for first in (b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(first)
+            end = asyncio.create_task(reader.read())
+            for byte in head:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.02)
+                if end.done():
+                    break
+            assert end.done() and end.result().count(b"HTTP/1.1 200") == len(first[:1])
+            writer.close()
+
+
+@in_loop
 async def test_connections_beyond_the_limit_are_closed_and_those_before_go_on() -> None:
     async with served(most=16) as port:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(16)]

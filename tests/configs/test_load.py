@@ -1,6 +1,7 @@
 """The run file: merging, overrides, what is refused and in which words, and the way back to YAML."""
 
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.__main__ import main as show_configs
 from configs.checks import check
 from configs.explain import explain
 from configs.help import EXAMPLES, RENAMED_KEYS, keys
 from configs.load import ConfigError, MergedTree, load, read, write
+from configs.resume import written
 from configs.schema import Config, Section
 
 NEEDED = ["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"]
@@ -159,15 +162,37 @@ def test_a_key_of_true_false_or_a_word_takes_each(written: str, read_as: object)
     assert load([*NEEDED, f"--learner.compile={written}"]).learner.compile == read_as
 
 
-@pytest.mark.parametrize("columns", ["60", "200"])
-def test_help_lists_every_key(
-    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
+def test_help_is_short_and_names_every_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as end:
         read(["--help"], "python -m learner")
     shown = capsys.readouterr().out
-    assert end.value.code == 0
+    assert (
+        end.value.code == 0
+        and len(shown.splitlines()) < 60
+        and "python -m configs --keys [SECTION] lists every key" in shown
+    )
+    for key in keys().values():
+        section, _, name = key.name.partition(".")
+        assert re.search(rf"^  {section} .*?\b{re.escape(name)}\b", shown, re.M | re.S), key.name
+
+
+def test_keys_of_one_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show_configs(["--keys", "batch"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("batch:\n  --batch.groups ") and "--learner." not in shown
+    assert show_configs(["--keys", "bath"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m configs --keys bath: no section of the run file; the sections are run, model, ")
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_keys_are_listed_with_type_default_and_meaning(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert show_configs(["--keys"]) == 0
+    shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= (77 if columns == "60" else 120)  # a long pattern is not broken
     words = " ".join(shown.split())
     for section, field in Config.model_fields.items():
@@ -250,7 +275,7 @@ def test_a_renamed_key_beside_the_new_one_in_one_file_is_refused(tmp_path: Path)
 
 
 def test_the_later_of_an_old_and_a_new_key_wins(tmp_path: Path) -> None:
-    """As in a run's own config.yaml of before with an override."""
+    """An override wins over the old name of its key, as an earlier release has it in a run's config.yaml."""
     path = file(tmp_path, "weights:\n  deadline_s: 7\n")
     assert load([path, *NEEDED, "--weights.timeout_s=8"]).weights.timeout_s == 8
     assert load([path, *NEEDED, "--weights.deadline_s=9"]).weights.timeout_s == 9
@@ -324,6 +349,20 @@ def test_one_wrong_bit_in_a_written_file_is_refused(place: str, tmp_path: Path) 
     flipped[at[place]] ^= 1
     path.write_bytes(flipped)
     assert f"{path}: its text does not fit its checksum" in refused(str(path))
+
+
+def test_who_only_looks_at_a_run_is_warned_of_an_edited_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    write(load([*NEEDED, "--learner.lr=1e-6"]), path)
+    path.write_text(path.read_text().replace("lr: 1.0e-06", "lr: 2.0e-06"))
+    assert read([str(path)], "python -m actors status", lenient=True).learner.lr == 2e-6
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {path}: its text does not fit its checksum") and "remove its last line" in line
+    for strict in (lambda: read([str(path)], "python -m learner"), lambda: written(tmp_path)):
+        with pytest.raises((SystemExit, ConfigError)):
+            strict()
 
 
 def test_a_person_may_edit_a_written_file(tmp_path: Path) -> None:

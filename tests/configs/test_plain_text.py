@@ -19,6 +19,7 @@ from configs.plain_text import (
     print_visible,
     visible,
     visible_line,
+    visible_lines,
 )
 
 HOSTILE = {
@@ -76,6 +77,11 @@ def test_a_text_that_must_stay_in_its_line_does(kind: str) -> None:
     text, breaks = ONE_LINE[kind]
     found = visible_line(text)
     assert found.splitlines() == [found] and found.count("\\u000a") == breaks and shown_plainly(found)
+
+
+def test_further_lines_of_a_message_look_like_no_other_message() -> None:
+    assert visible_lines("a\n\nb\n   c\r\nd\x1b[2J") == "a\n  \n  b\n  c\\u000d\n  d\\u001b[2J"
+    assert visible_lines("") == ""
 
 
 def test_no_record_of_a_log_begins_but_by_its_own_head() -> None:

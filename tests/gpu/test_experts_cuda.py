@@ -27,7 +27,7 @@ ALIKE, OTHER = 0.88, 0.6
 """Shares of tokens and layers with the experts that float32 chooses: at least of the same weights in bfloat16, at most
 of other weights; 0.96 and 0.29 on a CPU."""
 FAR = 0.3
-"""Difference of a token's log-probability, in nats, that tells other weights."""
+"""Difference of a token's log-probability, in nats, above which the weights were others."""
 GRADIENT = 0.1
 """Relative difference of a weight's gradient in bfloat16, with the same experts, from that in float32: 0.03 at most on
 a CPU."""

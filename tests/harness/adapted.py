@@ -127,8 +127,8 @@ class Adapted:
     def differences(
         self, in_flight: Sequence[tuple[list[int], Completion]], temperature: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of pairs of prompt and completion from the scores of each token's version, on the same mixed cache: of all
-        tokens; and of the first token of each version from what the version before it gives."""
+        """Largest distances of pairs of prompt and completion from the scores of each token's version, on the same
+        mixed cache: of all tokens; and of the first token of each version from what the version before gives."""
         right, shifted = [], []
         for prompt, completion in in_flight:
             first = completion.versions[0]  # which has read the prompt, too short for the prefix cache

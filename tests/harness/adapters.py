@@ -62,7 +62,7 @@ class Saved(NamedTuple):
     merged: Path
     """Whole weights, as `python -m learner merge` writes them of the checkpoint."""
     logprobs: list[float]
-    """Of the tokens that were asked for, in the learner."""
+    """Log-probabilities of the tokens that were asked for, in the learner."""
 
 
 def saved_by_learner(model: ModelConfig, folder: Path, tokens: Sequence[int]) -> Saved:

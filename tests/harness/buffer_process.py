@@ -50,7 +50,7 @@ def sample(reward: float = 1.0, tokens: int = 4, version: int = 0, mark: int = 7
 
 
 def group(item: int, version: int = 0, samples: int = 2, tokens: int = 4) -> list[Sample]:
-    """A group that tells its item by the last token of each sample."""
+    """A group whose item is the last token of each sample."""
     return [sample(float(index % 2), tokens + index, version, mark=item) for index in range(samples)]
 
 

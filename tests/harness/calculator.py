@@ -1,6 +1,7 @@
 """A calculator to talk to, and a policy that uses it: one task in each way that a run can have it.
 
-The policy asks for what it is to compute (`?17*23`), is told the result and says it; sums it says at once, wrongly.
+The policy asks for what it is to compute (`?17*23`), gets the result and answers with it; sums it answers at once,
+wrongly.
 """
 
 import re

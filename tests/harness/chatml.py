@@ -25,7 +25,7 @@ CHATML = make_tokenizer(SPECIAL)
 def episode(
     *segments: list[tuple[str, int]], tokenizer: Tokenizer = CHATML, rewards: list[float] | None = None
 ) -> Sample:
-    """Of stretches of text, each given (0) or sampled under a version."""
+    """An episode of stretches of text, each given (0) or sampled under a version."""
     pieces = [(tokenizer.encode(text).ids, version) for segment in segments for text, version in segment]
     tokens = [token for ids, _ in pieces for token in ids]
     versions = np.array([version or -1 for ids, version in pieces for _ in ids])

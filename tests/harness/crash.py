@@ -24,13 +24,14 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import SampleStats, Transaction
 from buffer.store.segments import folder_of
 from buffer.store.sqlite import Store
+from configs.inner_command import inner_words
 
 TRACEME, SYSCALL, SETOPTIONS = 0, 24, 0x4200
 TRACESYSGOOD, EXITKILL = 0x1, 0x100000
 STOPPED_BY_CALL = signal.SIGTRAP | 0x80
 LIBC = ctypes.CDLL(None, use_errno=True)
 EVERY = 3
-"""Of a transition that changes no state (opening, closing) every third call will do."""
+"""In a transition that changes no state (opening, closing) a crash at every third call is enough."""
 TABLES = ("samples", "segments", "meta WHERE name NOT IN ('ledger', 'commits')", "totals")
 """Two rows apart: a ledger's name is random, and each start of a buffer may be a commit."""
 GROUP = (SampleStats(10, 6, 0.0), SampleStats(12, 8, 1.0, True))
@@ -192,4 +193,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    inner_words("FOLDER")
     main(Path(sys.argv[1]))

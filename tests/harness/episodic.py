@@ -58,7 +58,7 @@ def _sample(
 
 
 def turn_advantages(samples: Sequence[Sample], items: Sequence[int], config: AlgorithmConfig) -> list[np.ndarray]:
-    """Of each sample the advantage of every token, from the definition: [tokens] float64, 0 where it was given."""
+    """The advantage of every token of each sample, from the definition: [tokens] float64, 0 where it was given."""
     discount = 1.0 if config.turn_discount is None else config.turn_discount
     returns, runs = [], []
     for sample in samples:

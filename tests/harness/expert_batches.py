@@ -16,7 +16,7 @@ from tests.harness.tiny_experts import tiny_experts
 from tests.harness.world import Entry
 
 SIZES = Experts(layers=2, number=8, top_k=2)
-"""Those of `tiny_experts` as it is."""
+"""Experts of `tiny_experts` as it is."""
 
 
 def expert_model(folder: Path, **shape: Any) -> ModelConfig:

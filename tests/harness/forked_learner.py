@@ -48,7 +48,7 @@ def ranks_meeting_in(store: TCPStore, ranks: int) -> list[dict[str, str]]:
 
 
 def run(argv: list[str], environment: dict[str, str], log: Path) -> None:
-    """The forked process. What it writes to stderr goes to the file `log`."""
+    """The forked process. Its stderr goes to the file `log`."""
     os.environ.update(environment)
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)

@@ -25,6 +25,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from configs.inner_command import inner_words
 from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, environment
 from rollout.engine.vllm_engine import Engine
@@ -223,6 +224,7 @@ async def main(folder, scene, tensor_parallel, enough):
 if {"asynchronous", "late"} & {*sys.argv}:  # in the processes that vLLM spawns too
     schedule_asynchronously()
 if __name__ == "__main__":
+    inner_words("FOLDER", "SCENE", "TENSOR_PARALLEL", "ENOUGH")
     print(
         json.dumps(asyncio.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])))),
         flush=True,

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from configs.inner_command import inner_words
+
 
 def main(file: str) -> None:
     """Run one cell after the other; what a cell raises ends the process."""
@@ -22,4 +24,5 @@ def main(file: str) -> None:
 
 
 if __name__ == "__main__":
+    inner_words("FILE")
     main(sys.argv[1])

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs.checkpoint_files import complete, newest
+from configs.inner_command import inner_words
 from configs.schema import ModelConfig
 from learner.checkpoint import Checkpoints
 from tests.harness import world
@@ -120,4 +121,5 @@ def run(folder: Path, kills: int, seed: int, log: Path) -> None:
 
 
 if __name__ == "__main__":
+    inner_words("FOLDER", "KILLS", "SEED")
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

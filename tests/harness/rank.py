@@ -151,8 +151,8 @@ def sound(folder: Path, address: str) -> None:
 
 
 def adapted(folder: Path, lora: dict[str, Any], cuts: list[list[int]], tokens: list[int]) -> None:
-    """Of a model with an adapter: version 0, the base's digest and scores of `tokens`, gradients of one batch for
-    several cuts, saved as `FOLDER/adapted.pt`."""
+    """Saves figures of a model with an adapter as `FOLDER/adapted.pt`: version 0, the base's digest and scores of
+    `tokens`, gradients of one batch for several cuts."""
     mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
     model = ModelConfig(path=str(folder / "model"), dtype="float32", lora=LoraConfig.model_validate(lora))
     policy = world.policy_of(model, mesh)

@@ -33,7 +33,7 @@ def make_config(folder: Path, *more: str) -> Config:
 
 
 def record(version: int, **more: float) -> dict[str, Any]:
-    """That of a version: the learner waits 62 % of the time, the reward rises."""
+    """The record of a version: the learner waits 62 % of the time, the reward rises."""
     return {
         "version": version, "reward/mean": 0.2 + 0.5 * version / 40, "length/mean": 30.5 + version, "length/max": 64.0,
         "length/truncated": 0.01, "entropy/mean": 2.0 * math.exp(-version / 20), "groups/solved_all": 0.1,
@@ -60,7 +60,7 @@ def look(time: float, version: int, **more: float) -> dict[str, Any]:
 
 
 def evaluation(version: int, mean: float) -> dict[str, Any]:
-    """That of a version, on one set."""
+    """The record of an evaluation of a version, on one set."""
     return {"version": version + 1, "eval/due": version, "eval/version": version, "eval/aime/mean@8": mean}
 
 
@@ -87,7 +87,7 @@ def state(**more: Any) -> State:
 
 
 def sample(answer: str) -> bytes:
-    """One of a single turn, packed."""
+    """A sample of a single turn, packed."""
     one = np.array([1, 2])
     return Sample(
         tokens=Array.of(one.astype(np.int32)),

@@ -31,7 +31,7 @@ from learner.train.step import Algorithm
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 64
 FORKS = multiprocessing.get_context("forkserver")
-"""Of one process that imports all that ranks need, once, and forks each of them."""
+"""Context of one process that imports all that ranks need, once, and forks each of them."""
 FORKS.set_forkserver_preload(["tests.harness.rank", "tests.harness.forked_learner"])
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs the usual way forbids that it forks
 ALGORITHM = AlgorithmConfig(is_cap=1.5)
@@ -164,7 +164,7 @@ def cut(entries: Sequence[Entry], version: int, cuts: Sequence[int], rank: int) 
 
 
 def figures(data: bytes) -> SampleStats:
-    """Of a sample, also of one whose reward is larger than any may be."""
+    """Figures of a sample, also of one whose reward is larger than any may be."""
     sample = Sample.unpack(data)
     return replace(
         sample_stats(sample.model_copy(update={"reward": 0.0, "turn_rewards": []}).pack()), reward=sample.reward

@@ -35,7 +35,7 @@ def test_tasks_have_names_or_files(tmp_path: Path):
 
 
 def test_a_user_s_task_imports_from_one_place(tmp_path: Path):
-    """The import path that users are told: it stays."""
+    """The import path that the pages give users: it stays."""
     (tmp_path / "tools.py").write_text(
         "from rollout.tasks import Completion, EpisodeError, Generate, Problem, Trajectory\n"
         "async def play(problem: Problem, generate: Generate) -> Trajectory: ...\n"

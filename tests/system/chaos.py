@@ -47,7 +47,7 @@ GROUPS_PER_FAULT, KILLS_PER_FAULT = 150, 20
 FROZEN_S, LONGEST_S = 2.6, 60.0
 """Longer than a lease, 5 heartbeats of 0.4 s; and the longest that a process is stopped or the disk is full."""
 HEARD_S, SETTLED_S = 1.0, 3.0
-"""A server is well if the buffer heard of it so long ago; all is well once it has been for longer than a lease."""
+"""A server is well if its last message reached the buffer so long ago; all is well after more than a lease of that."""
 FINISH_S, PATIENCE_S = 300.0, 12.0
 """A run that takes longer than FINISH_S, plus PATIENCE_S per kill and a minute more than its own time per other fault,
 counts as stuck."""

@@ -1,6 +1,6 @@
 """The agent of the chaos test, in a process for each episode: it asks as often as its row says, and leaves a daemon.
 
-It scores what the chaos test's reward does, so that the audit can tell a score that no agent gave.
+It scores what the chaos test's reward does, so that the audit recognizes a score that no agent gave.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The audit after a chaos run: compares the ledger's file with the learner's journal, its checkpoints and the problems.
 
-`audit` only reads; it returns its counts, and raises `Finding` if something is wrong. Of the buffer's code it uses
-`reading` and `Sample.unpack` only: rows are read with SQLite.
+`audit` only reads; it returns its counts, and raises `Finding` if something is wrong. It uses `reading` and
+`Sample.unpack` of the buffer's code only: rows are read with SQLite.
 """
 
 import json
@@ -48,7 +48,7 @@ class Counts:
     samples: int = 0
     discarded: int = 0
     met: int = 0
-    """Episodes of agents whose server was killed meanwhile: what the run tells, not the ledger."""
+    """Episodes of agents whose server was killed meanwhile: the run counts them, not the ledger."""
     faults: Counter[str] = field(default_factory=Counter)
     """Faults that are no kills, as the run counts them."""
     oldest: int = 0

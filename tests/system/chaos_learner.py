@@ -1,7 +1,7 @@
 """`python -m tests.system.chaos_learner RUN`: the learner of the chaos test. Its loop and `LearnerClient` are the real
 ones.
 
-What it trains is a chain of digests: the policy after a version is a hash of the policy before and of every byte of the
+It trains a chain of digests: the policy after a version is a hash of the policy before and of every byte of the
 batch. So a batch that is lost, repeated or changed anywhere makes a different policy. Each batch is written to the
 journal, with fsync, before it counts; a checkpoint is an atomically written file. Killed at any moment by `chaos.py`.
 """
@@ -26,6 +26,7 @@ import zmq
 from buffer.curve import client_keys_for
 from buffer.wire.client import LearnerClient
 from buffer.wire.protocol import EvaluationResult, Part
+from configs.inner_command import inner_words
 from configs.resume import fingerprint
 from configs.schema import Config
 from tests.harness.toy import ROOT
@@ -47,7 +48,7 @@ def real_loop() -> Callable[..., None]:
 
 
 def digest_of(samples: Iterable[tuple[int, int, bytes]]) -> str:
-    """Of (item, index, packed sample), in any order."""
+    """The digest of (item, index, packed sample), in any order."""
     whole = hashlib.sha256()
     for item, index, data in sorted(samples):
         whole.update(f"{item} {index} {len(data)} ".encode() + data)
@@ -135,7 +136,7 @@ class Checkpoints:
 
 
 class Weights:
-    """Stands for `learner.weights.sender.Sender`: tells whoever comes the newest version, at its own address."""
+    """Stands for `learner.weights.sender.Sender`: sends the newest version to whoever comes, from its own address."""
 
     def __init__(self) -> None:
         self.context = zmq.Context()
@@ -206,4 +207,5 @@ def connected(config: Config, rank: int, world: int, serves: str | None) -> Lear
 
 
 if __name__ == "__main__":
+    inner_words("RUN")
     main(Run(Path(sys.argv[1])))

@@ -22,6 +22,7 @@ from buffer.curve import client_keys_for
 from buffer.wire.client import Connection, RolloutClient, heartbeats
 from configs.checks import max_sample_tokens
 from configs.entrypoint import StopSignals, configure_logging
+from configs.inner_command import inner_words
 from configs.resume import fingerprint
 from configs.schema import Config
 from rollout.cage.user_task import UserTask
@@ -222,6 +223,7 @@ async def work(run: Run, config: Config, engine: Engine, client: Connection, dra
 
 
 if __name__ == "__main__":
+    inner_words("RUN", "NAME")
     configure_logging()
     with suppress(KeyboardInterrupt):
         uvloop.run(main(Run(Path(sys.argv[1])), sys.argv[2]))

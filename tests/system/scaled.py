@@ -15,6 +15,7 @@ from actors.process import Process, Restarts, Role
 from actors.supervise import accept
 from actors.supervise.launch import REPORT_S, keep, prepare
 from actors.watch.display import Display
+from configs.inner_command import inner_words
 from tests.harness.toy import ROOT
 from tests.system.chaos_run import Run
 
@@ -51,6 +52,7 @@ def main(run: Run) -> int:
 
 
 if __name__ == "__main__":
+    inner_words("RUN", optional=("inner",))
     folder = Path(sys.argv[1])
     inner = [sys.executable, "-m", "tests.system.scaled", str(folder), "inner"]
     sys.exit(main(Run(folder)) if sys.argv[2:] else guarded(inner))

@@ -2,7 +2,7 @@
 
 A gang starts it on each node, with NODE_RANK and the address of a store. Its ranks, processes of its own, run the real
 loop, each with its own part of a batch. They meet in the store, where rank 0 gathers the parts, trains on all of them
-and tells the policy. The node's process ends them together, here and, by `learner.ranks.Node`, on the other node.
+and publishes the policy. The node's process ends them together, here and, by `learner.ranks.Node`, on the other node.
 """
 
 import os
@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 from buffer.wire.protocol import Part
 from configs.entrypoint import tie_children
+from configs.inner_command import inner_words
 from learner.ranks import Node
 from tests.system.chaos_learner import (
     Checkpoints,
@@ -62,7 +63,7 @@ class Follower:
 
 
 class Reader(Checkpoints):
-    """Of ranks that restore what rank 0 has saved."""
+    """Checkpoints of ranks that restore what rank 0 has saved."""
 
     def finish(self, policy: Policy, version: int) -> None:
         pass
@@ -113,4 +114,5 @@ def main(run: Run) -> int:
 
 
 if __name__ == "__main__":
+    inner_words("RUN")
     sys.exit(main(Run(Path(sys.argv[1]))))

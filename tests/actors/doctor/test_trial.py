@@ -167,7 +167,7 @@ def test_some_bad_rows_are_a_warning_and_all_a_refusal(tmp_path: Path) -> None:
     assert found.refused == []
     longer, failed = found.warnings
     assert "2 of 4 rows looked at (50.0%) have longer prompts and are dropped, the longest has 40 tokens" in longer
-    assert "1 of 4 rows looked at cannot be made a prompt and are dropped, such as row 2: no text" in failed
+    assert "1 of 4 rows looked at make no prompt and are dropped, such as row 2: no text" in failed
     judge_lengths(found, run, {0: 11})
     judge_failures(found, run, {2: "no text"}, others=0)
     assert [line.partition(":")[0] for line in found.refused] == ["data.max_prompt_tokens", "data.train"]

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -264,3 +265,50 @@ def test_a_page_that_hangs_is_a_failure(run: Path) -> None:
         tab = Tab(browser, f"file://{run}/report.html", "desk", "light")
         with bounded(0.5), pytest.raises(Exception, match="closed"):
             tab.page.evaluate("new Promise(() => {})")
+
+
+DRAWN = """([title, key, before]) => {  // pixels of the curve `key` halfway between two neighbouring points
+  const chart = drawn.find(one => one.t === title), u = chart.u;
+  const s = chart.series.findIndex(one => one[0] === key) + 1, scale = u.series[s].scale;
+  const at = i => [u.valToPos(u.data[0][i], "x", true), u.valToPos(u.data[s][i], scale, true)];
+  const [a, b] = [at(before), at(before + 1)], [x, y] = [0, 1].map(i => Math.round((a[i] + b[i]) / 2));
+  const colour = paint(tint(chart.series[s - 1][1])).match(/[0-9]+/g).map(Number);
+  const image = u.ctx.getImageData(x, y - 3, 1, 7).data;
+  const near = i => [0, 1, 2].every(n => Math.abs(image[i + n] - colour[n]) < 20) && image[i + 3] > 100;
+  return [0, 4, 8, 12, 16, 20, 24].filter(near).length;
+}"""
+
+
+def test_lines_break_where_there_are_no_data_and_the_page_says_why(browser: Any, tmp_path: Path) -> None:
+    """Versions 3, 8, 13 and 18 trained no token of age 0; versions 11 to 20 are of a second launch, an hour later."""
+    run = make_config(tmp_path).run.path
+    for version in range(1, FIRST + 1):
+        at = 1e9 + 10.0 * version + 3600.0 * (version > 10)
+        one = record(version, time=at, **{"offpolicy/k3_age_1": 2e-3, "mismatch/k3_fresh": 1e-4 * version})
+        if version % 5 == 3:
+            del one["mismatch/k3_fresh"]
+        append(run, one, look(at, version))
+    store(run)
+    with sqlite3.connect(run / "buffer.sqlite") as db:
+        db.execute("UPDATE items SET bytes = 0 WHERE batch = 0")
+        db.execute("DELETE FROM samples WHERE item IN (SELECT item FROM items WHERE batch = 0)")
+    db.close()
+    assert summary.main([str(run)]) == 0
+    tab = Tab(browser, f"file://{run}/report.html", "desk", "light")
+    tab.check(FIRST)
+
+    def between(title: str, key: str, before: int) -> bool:
+        return bool(tab.page.evaluate(DRAWN, [title, key, before]) > 0)
+
+    mismatch = "mismatch and off-policy, nat"
+    assert between("reward", "~reward/mean", 8) and not between("reward", "~reward/mean", 9), "launched again"
+    assert between("sequences", "servers/running", 8) and not between("sequences", "servers/running", 9)
+    assert between(mismatch, "youngest k3", 0) or between(mismatch, "mismatch/k3_fresh", 0)
+    assert not tab.page.evaluate("column('mismatch/k3_fresh').some((v, i) => v != null && D.version[i] % 5 === 3)")
+    assert tab.page.evaluate("column('youngest k3')[2]") == 2e-3, "a version without fresh tokens"
+    seen = tab.text("main")
+    assert "mismatch/k3_fresh is missing in 4 of 20 versions: it is measured on tokens that the trained policy" in seen
+    assert "Not drawn: evaluation: data.eval names no problems." in seen
+    assert "Batch 39, the only one whose samples are stored" in seen
+    assert "the samples of batches 0 to 38 were removed with older checkpoints; buffer.keep: all keeps them" in seen
+    tab.page.close()

@@ -217,7 +217,7 @@ def test_the_screen_of_a_terminal_says_what_the_page_says(tmp_path: Path) -> Non
     shown = capture.get()
     for words in ("8 / 40", "62 %", "one more server", "rollout-1 is lost", "learner-0", "mean@8 0.500", "80 %"):
         assert words in shown
-    assert "\x1b[2J" not in shown and spark([0.0, 1.0]) == " █" and spark([1.0]) == ""
+    assert "\x1b[2J" not in shown and spark([0.0, None, 1.0]) == "▁ █" and spark([1.0, None]) == ""
 
 
 def test_a_run_that_is_none_and_a_port_that_is_taken_are_refused(

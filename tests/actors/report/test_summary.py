@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,58 @@ def test_evaluation_comes_before_stored_samples(run: Path, capsys: pytest.Captur
     page = shown(run)
     assert page["models"] == [["initial", "0.250", "25.0%"], ["trained", "0.750", "75.0%"]]
     assert page["examples"]["before"][0]["answer"] == "5-5+5"
+
+
+@pytest.mark.parametrize(("versions", "title"), [([0, 20], "Before and after: t"), ([10, 20], "T"), ([20], "Before")])
+def test_the_first_evaluation_is_what_was_before(versions: list[int], title: str, run: Path) -> None:
+    """One that a run began with later is called the first one. One alone is compared with nothing."""
+    store(run)
+    with closing(sqlite3.connect(run / "buffer.sqlite")) as db:
+        db.execute(EVALUATIONS)
+        for version in versions:
+            kept = json.dumps({"aime": [{"problem": {"problem": "p"}, "answer": f"of {version}", "reward": 1.0}]})
+            row = (version, "done", version, "rollout-0#t", 1, "", "{}", kept, 0.0)
+            db.execute("INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        db.commit()
+    assert summary.main([str(run)]) == 0
+    page = shown(run)
+    if len(versions) == 1:
+        assert page["comparison"] == ["Before and after: the first and the last batch", ""]
+    else:
+        assert page["comparison"] == [f"{title}he first and the last evaluation", ""]
+        assert list(page["examples"]) == [f"aime, version {version}" for version in versions]
+
+
+def prune(run: Path, *batches: int) -> None:
+    """Remove samples as the buffer does with older checkpoints."""
+    with closing(sqlite3.connect(run / "buffer.sqlite")) as db:
+        for batch in batches:
+            db.execute("DELETE FROM samples WHERE item IN (SELECT item FROM items WHERE batch = ?)", [batch])
+            db.execute("UPDATE items SET bytes = 0 WHERE batch = ?", [batch])
+        db.commit()
+
+
+def test_what_was_pruned_is_not_called_before(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store(run)
+    prune(run, 0)
+    assert summary.main([str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "Batch 39, the only one whose samples are stored\nThe answers before the training are not there: the" in said
+    assert "batches 0 to 38 were removed with older checkpoints; buffer.keep: all keeps them" in said
+    assert "before (" not in said and "samples (batch 39, reward 1.00)" in said
+    prune(run, 39)
+    assert summary.main([str(run)]) == 0
+    assert "stored" not in capsys.readouterr().out and shown(run)["comparison"] == ["", ""]
+
+
+def test_a_broken_ledger_hides_no_evaluation(run: Path) -> None:
+    (run / "buffer.sqlite").write_text("no ledger, but long enough to be looked at " * 9)
+    example = {"problem": {"problem": "5 5 5=5"}, "answer": "5-5+5", "reward": 1}
+    models = [{"model": name, "reward": 1.0, "solved": 1.0, "examples": [example]} for name in ("initial", "trained")]
+    (run / "evaluation.json").write_text(json.dumps({"models": models}))
+    assert summary.main([str(run)]) == 0
+    page = shown(run)
+    assert page["comparison"][0] == "Before and after: evaluation.json" and "buffer.sqlite" in page["trouble"]
 
 
 def test_a_broken_evaluation_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

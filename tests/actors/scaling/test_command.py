@@ -34,7 +34,7 @@ def kept(wanted: int, most: int = 4, **servers: Any) -> Kept:
 
 @asynccontextmanager
 async def launcher(address: str) -> AsyncIterator[Connection]:
-    """Keeps server 0 first; the test says what else it tells."""
+    """A launcher that keeps server 0 at first; the test says what it reports later."""
     async with client(address, "launcher", "launcher", fingerprint="") as connection:
         await connection.expect(kept(1, rollout_0="started"), Ack)
         yield connection

@@ -208,7 +208,7 @@ def test_where_servers_do_not_help_it_says_what_does_once() -> None:
 
 
 class Forgotten(Fleet):
-    """Has one wish, and tells the buffer what is kept from the third time on: as if the buffer had restarted."""
+    """Has one wish, and knows from the third message on what is kept, as if the buffer had restarted."""
 
     asked = told = 0
 

@@ -186,7 +186,7 @@ async def test_a_node_that_leaves_is_given_up_in_time(tmp_path: Path) -> None:
     story = Story(tmp_path, STAYS)
     first = await story.met()
     await story.gang.leave(story.gang.nodes[1], 60.0)
-    await story.until(lambda event: event.text.startswith("its version is saved, for a node leaves"))
+    await story.until(lambda event: event.text.startswith("its version is saved because a node leaves"))
     assert sum("drained" in event.text for event in story.events) == 2, "asked to finish, not killed"
     story.gone["node-1-1"].set()
     assert not {*first} & {*(await story.met())}
@@ -201,11 +201,11 @@ async def test_every_node_that_leaves_has_left_before_it_begins_again(moving: bo
     first, second = story.gang.nodes
     leaves = asyncio.create_task(story.gang.leave(first, 60.0))
     if moving:
-        await story.until(lambda event: event.text.startswith("its version is saved, for a node leaves"))
+        await story.until(lambda event: event.text.startswith("its version is saved because a node leaves"))
     await story.gang.leave(second, 90.0)
     await leaves
     if not moving:
-        await story.until(lambda event: event.text.startswith("its version is saved, for a node leaves"))
+        await story.until(lambda event: event.text.startswith("its version is saved because a node leaves"))
     story.gone[first].set()
     story.gone[second].set()
     await story.met()

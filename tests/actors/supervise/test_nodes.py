@@ -84,7 +84,7 @@ def test_a_node_that_leaves_is_left_in_time_and_one_that_is_lost_is_waited_for()
         async with asyncio.timeout(60):
             await keeper.left.wait()
         assert keeper.asked == ("b", 0.0)
-        await until("rollout-1 could not be drained and goes with its node: RuntimeError: a lost call")
+        await until("rollout-1 could not be drained and ends with its node: RuntimeError: a lost call")
         keepers.remove(lost)
         gone = asyncio.create_task(watch.gone("b", 60.0))
         nodes["b"] = TWO._replace(alive=False)
@@ -117,7 +117,7 @@ def test_ray_may_be_silent_for_a_while_and_the_last_answer_holds() -> None:
         return asyncio.run(patience.ask(question, "last"))
 
     assert [ask(silence, after_s) for after_s in (0.0, 59.0)] == ["last", "last"]
-    assert said == ["Ray does not answer, and is asked again for 60 s: RuntimeError: no answer"]
+    assert said == ["Ray does not answer; the launcher asks again for 60 s: RuntimeError: no answer"]
     assert ask(answer, 0.5) == "new" and ask(silence, 100.0) == "last" and len(said) == 2
     with pytest.raises(RuntimeError, match="no answer"):
         ask(silence, 60.0)

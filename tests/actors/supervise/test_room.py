@@ -1,4 +1,4 @@
-"""GPUs of servers that come and go: Ray itself, told of two GPUs, and fake commands; in a process of its own."""
+"""GPUs of servers that come and go: Ray itself, made to believe in two GPUs, and fake commands, in another process."""
 
 import os
 import subprocess

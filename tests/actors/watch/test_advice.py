@@ -33,7 +33,10 @@ def changed(**fields: object) -> Situation:
         (changed(failed=0.8, why_failed="reward failed 80 %"), "Most attempts fail: reward failed 80 %."),
         (changed(flat=0.96), "96 % of the groups since the last batch had no variance, and batch.skip_zero_variance"),
         (Situation(versions=0, flat=0.96), "leaves them out: take easier problems if all fail, harder ones if all"),
-        (changed(parked=0.5), "62 % of the time and 50 % of the servers' places get no work: the bound on age"),
+        (
+            changed(parked=0.5),
+            "62 % of the time and 50 % of the servers' places get no work: both wait because",
+        ),
         (changed(max_staleness=0), "62 % of the time because the run is synchronous: batch.max_staleness 1"),
         (changed(wanted=4), "62 % of the time: the run has asked for 4 servers and 2 are there."),
         (changed(waits=0.02, parked=0.5, servers=8), "the learner waits 2 %: three servers fewer would do."),

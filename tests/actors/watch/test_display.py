@@ -75,6 +75,13 @@ def test_records_of_an_earlier_start_are_no_news(tmp_path: Path) -> None:
     assert said(shown) == ""
 
 
+def test_a_verdict_of_several_lines_stays_readable(tmp_path: Path) -> None:
+    shown = display(tmp_path)
+    shown.say("the run was given up after version 0 of 4\n  102 attempts failed: reward: a: b\n  mend what failed")
+    lines = ["the run was given up after version 0 of 4", "  102 attempts failed: reward: a: b", "  mend what failed"]
+    assert said(shown).splitlines() == lines
+
+
 def test_lines_of_processes_are_prefixed_and_not_taken_for_markup(tmp_path: Path) -> None:
     shown = display(tmp_path)
     process = Process("rollout-0", "rollout", ("x",), tmp_path / "log")

@@ -58,12 +58,12 @@ def test_the_page_s_age_is_of_the_last_versions_and_not_of_the_last_batch(config
 
 @pytest.mark.parametrize("prog", ["python -m actors report", "python -m actors status", "python -m actors watch"])
 def test_help_of_a_command_that_looks_at_a_run_is_short(prog: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The keys of the run file are those of `python -m configs --help`, which it names."""
+    """The keys of the run file are those of `python -m configs --keys`, which it names."""
     with pytest.raises(SystemExit) as end:
         find_run(["--help"], prog)
     shown = capsys.readouterr().out
     assert end.value.code == 0 and shown.startswith(f"usage: {prog} RUN") and len(shown.splitlines()) < 8
-    assert "`python -m configs --help`" in shown
+    assert "`python -m configs --keys`" in shown
 
 
 def test_a_version_that_always_takes_so_long_is_no_start(config: Config) -> None:

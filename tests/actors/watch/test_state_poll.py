@@ -1,4 +1,4 @@
-"""Whoever looks at the buffer stops when told, also in the moment in which it answers."""
+"""A poll of the buffer can be stopped, also in the moment in which the buffer answers."""
 
 import asyncio
 from pathlib import Path

@@ -114,7 +114,7 @@ FULL = {"running": 384.0, "waiting": 2.0, "places": 448.0, "places_taken": 440.0
         (
             "rollout-0",
             {"limit_learner": 448.0, "limit_graphs": 512.0},
-            "running 384 of 448: more once the learner waits",
+            "running 384 of 448: it takes more once the learner waits",
         ),
         ("rollout-0", {"limit_sequences": 448.0, "task": 60.0}, "running 384 of 448: 60 samples are in their task"),
         (
@@ -401,6 +401,28 @@ def test_status_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         assert ended.value.code == 2
     said = capsys.readouterr().err
     assert "no config.yaml" in said and "nope.yaml: no such file" in said
+
+
+def test_status_of_a_run_whose_file_was_edited_warns_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config(tmp_path, "tcp://127.0.0.1:9")
+    file = settings.run.path / "config.yaml"
+    write(settings, file)
+    file.write_text(file.read_text().replace("versions: 60", "versions: 61"))
+    assert status.main([str(settings.run.path)]) == 1
+    shown = capsys.readouterr()
+    assert "version 0 of 61" in shown.out and shown.err.startswith(f"warning: {file}: its text does not fit")
+
+
+def test_status_shows_what_the_alerts_find(tmp_path: Path) -> None:
+    settings = config(tmp_path, "tcp://127.0.0.1:9")
+    rows = [
+        {"version": 1 + n, "age/share_4-7": 1.0, "offpolicy/k3_age_4-7": 4e-3 if n == 9 else 1e-3} for n in range(10)
+    ]
+    (settings.run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [*status._folder_lines(settings, settings.run.path, "")]
+    assert [line for line in lines if line.startswith("alert: offpolicy/k3_age_4-7 is 0.004, 0.001 in the median of 9")]
 
 
 def test_a_buffer_that_answers_late_is_silent(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.flow.alerts import ALERTS, alerts
+from configs.flow.alerts import ALERTS, K3_BY_AGE, alerts
 from configs.load import load
 from learner.algorithms.advantages import ADVANTAGES, mask_overlong
 from learner.algorithms.diagnostics import (
@@ -224,7 +224,8 @@ def test_alerts_watch_metrics_that_exist() -> None:
     known |= {"groups/solved_all", "groups/solved_none", "buffer/failed_share", "buffer/quarantined"}
     known |= {"problems/left_out_share"}
     assert {key for key, *_ in ALERTS} <= known
-    assert set(ILL) == {key for key, *_ in ALERTS}
+    assert list(K3_BY_AGE.values()) == list(BUCKETS)
+    assert set(ILL) == {key for key, *_ in ALERTS} - set(K3_BY_AGE) | {"mismatch/k3_fresh"}
 
 
 def test_remedies_name_keys_that_exist() -> None:

@@ -256,7 +256,7 @@ async def test_an_agent_that_is_killed_is_tried_again(tmp_path: Path):
 
 
 def blocks(language: str) -> list[str]:
-    """Those of docs/agents.md."""
+    """Blocks of code in docs/agents.md."""
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs/agents.md").read_text(encoding="utf-8"), re.DOTALL)
 
 

@@ -141,7 +141,7 @@ class Playing:
         return row
 
     def doors(self) -> dict[str, Any]:
-        """Of the calls that go on."""
+        """Doors of the calls that go on."""
         return self.setup.task._by_url.server._doors  # type: ignore[attr-defined,no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Agents as users might write them, by accident or worse: `(row, base_url, api_key)`, told what to do by the row."""
+"""Agents as users might write them, by accident or worse: `(row, base_url, api_key)`; the row says what to do."""
 
 import asyncio
 import ctypes
@@ -180,12 +180,12 @@ def send_garbage(row, base_url):
 
 
 def use_dead_key(row, base_url):
-    """A key that never was, then an error as urllib tells it."""
+    """A key that never was, then an error as urllib raises it."""
     return ask(base_url.replace(base_url.split("/e/")[1][:32], "0" * 32))
 
 
 def answer_later(row, base_url):
-    """A child asks the model once the episode has ended, and leaves what it heard in the row's file."""
+    """A child asks the model once the episode has ended, and leaves the answer in the row's file."""
     if os.fork() == 0:
         os.setsid()
         time.sleep(0.5)

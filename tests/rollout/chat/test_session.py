@@ -41,7 +41,7 @@ async def test_turns_are_limited_and_what_was_said_is_scored():
     made = answering(ChatLimits(context=4000, answer=200, turns=2, tokens=100_000))
     messages = await more(made, await more(made, HI))
     error = await refused(made, messages)
-    assert (error.code, str(error)) == ("turns_exceeded", "this episode has had its 2 turns (rollout.chat.max_turns)")
+    assert (error.code, str(error)) == ("turns_exceeded", "this episode has used its 2 turns (rollout.chat.max_turns)")
     recorded = made.session.recorded({"score": 0.5, "guesses": 2})
     assert recorded.score is not None and recorded.score.reward == 0.5
     assert recorded.trajectory.finish == "length"
@@ -114,7 +114,7 @@ async def test_time_ends_a_call_under_way_and_those_after_it():
     messages = await more(made, HI)
     made.engine.gate.clear()
     error = await refused(made, messages)
-    assert (error.code, str(error)) == ("time_exceeded", "this episode has had its 2 s (rollout.chat.timeout_s)")
+    assert (error.code, str(error)) == ("time_exceeded", "this episode has used its 2 s (rollout.chat.timeout_s)")
     made.engine.gate.set()
     assert (await refused(made, HI)).code == "time_exceeded"
     trajectory = made.session.recorded(1.0).trajectory

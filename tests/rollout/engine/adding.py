@@ -12,7 +12,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 ROWS = [{"problem": "13 + 30?", "answer": "43"}, {"problem": "21 + 34?", "answer": "55"}]
 HEADER, END = "<|im_start|>assistant\n", "<|im_end|>"
 LARGEST_LOSS = 0.05
-"""Of any token of the model's when it has learnt them: then each is its greedy choice."""
+"""Largest loss of a token once the model has learnt them: then each is its greedy choice."""
 
 
 def solve(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:

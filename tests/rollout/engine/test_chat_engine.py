@@ -147,7 +147,7 @@ def seen(dense_engine: SharedEngine, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def largest_difference(trajectory: Trajectory, segment: range, theirs: list[float]) -> float:
-    """Of the sampled tokens' log-probabilities."""
+    """Largest difference of the sampled tokens' log-probabilities."""
     pairs = [(trajectory.logprobs[at], theirs[at - segment.start - 1]) for at in segment if trajectory.sampled[at]]
     return max(abs(ours - other) for ours, other in pairs)
 

@@ -37,7 +37,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(params=KINDS)
 def model(request, config):
-    """A scheduler that has told that it has work, and tells nothing more by itself."""
+    """A scheduler that has announced its work once, and announces nothing more by itself."""
     ahead = KINDS[request.param]
     kind = KeepingScheduler if ahead == 1 else KeepingAsyncScheduler
     return PlayedModel(scheduler_of(kind, config, 400), ahead, lambda *_: (50, -1.0))

@@ -1,4 +1,4 @@
-"""Which of vLLM's models with experts are given policies, and under which names their parameters are told."""
+"""Which of vLLM's models with experts are given policies, and under which names their parameters are loaded."""
 
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any

@@ -159,5 +159,5 @@ def test_experts_that_are_spread_are_refused_when_the_server_starts(tmp_path):
             return str(error)
         return "it starts"
 
-    words = "rollout.engine.enable_expert_parallel: policies cannot be loaded into experts that are spread"
+    words = "rollout.engine.enable_expert_parallel: no policy can be loaded into experts that are spread over GPUs"
     assert words in played(said())

@@ -164,8 +164,8 @@ async def test_all_are_cancelled_before_the_message_and_none_is_sent():
 
 @pytest.mark.parametrize("ended", [{"tokens": (), "arrays": False}, {"tokens": (5,)}])
 async def test_one_that_vllm_ends_by_itself_fails_all_who_asked_with_it(ended):
-    """Of a message that its process cannot read vLLM names the first request alone, and the others would wait for ever;
-    if they go on, nobody would take them."""
+    """If its process cannot read a message, vLLM names the first request alone, and the others would wait for ever;
+    if they went on, nobody would take their answers."""
     engine = engine_of(front := Front())
     tasks = await asked(front, *[engine.generate([1], 9, 1.0) for _ in range(3)], engine.generate([2], 9, 1.0))
     front.say(end("s0", reason=FinishReason.ERROR, **ended))

@@ -45,7 +45,7 @@ KINDS = {
 OF_ITS_OWN = {"arrival_time", "_block_hasher", "mm_features", "next_decode_eligible_step"}
 """Attributes in which two requests may differ: the last one counts only with pipeline parallelism."""
 VIEWS = {"output_token_ids", "all_token_ids"}
-"""Of lists that are attributes too."""
+"""Views of lists that are attributes too."""
 NOT_COMPARED = OF_ITS_OWN | VIEWS
 
 
@@ -61,7 +61,7 @@ def sample(name, number):
 
 
 class Pixels:
-    """Of an image, in no form that anything reads."""
+    """Data of an image, in no form that anything reads."""
 
     def __contains__(self, key):
         return True
@@ -207,7 +207,7 @@ def init_with(self, made, name, **given):
 
 
 def test_the_attributes_that_tell_are_vllm_s(config):
-    """One that vLLM renames would tell nothing any more."""
+    """An attribute that vLLM renames would no longer be compared."""
     scheduler = scheduler_of(Scheduler, config, 400)
     (other,) = {name for name in ABSENT if not hasattr(scheduler, name)}
     assert other in ("aux_output_connector", "enable_return_routed_experts")

@@ -1,7 +1,7 @@
 """Routes from the real vLLM: the experts that it chose for each token, against transformers and in the learner.
 
-On a CPU vLLM 0.26 returns routes once its choice is told to them (`tests/harness/told_routes.py`); vLLM from 0.27 on
-returns them on GPUs only, and says so.
+On a CPU vLLM 0.26 returns routes once `tests/harness/told_routes.py` hands its choice on; vLLM from 0.27 on returns
+them on GPUs only, and says so.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ def make_config(folder, device="cpu", **changes: Any) -> Config:
 
 
 async def launch(config: Config, told: bool = True) -> Any:
-    """An engine whose routes are told on a CPU; `Engine.start` would refuse that."""
+    """An engine whose routes are recorded on a CPU; `Engine.start` would refuse that."""
     from rollout.engine.vllm_engine import Engine
 
     cpu = config.rollout.device == "cpu"
@@ -84,7 +84,7 @@ def alike(routes: np.ndarray, ids: np.ndarray) -> float:
 
 async def play(folder, device="cpu", dtype="float32", far=1e-2, length=200, **more: Any) -> SimpleNamespace:
     """Turns, another policy in flight, preemptions; returns what transformers says of each. `far`: nats by which a
-    token's log-probability tells another policy; `length`: of the sequence that is swapped under."""
+    token's log-probability shows another policy; `length`: of the sequence that is swapped under."""
     tiny_experts(folder, **SHAPE, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     two = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -139,7 +139,7 @@ async def episode(engine, model, prompt) -> SimpleNamespace:
 
 
 def in_flight(model, prompt, made, far) -> SimpleNamespace:
-    """Of a sequence that another policy went on with: rows before and behind the first token that it sampled."""
+    """Rows of a sequence before and behind the first token that another policy sampled in it."""
     ids, logprobs = chosen(model, prompt + made.tokens)
     off = np.abs(logprobs[len(prompt) - 1 :] - np.array(made.logprobs))
     switch = int((off > far).argmax())
@@ -173,7 +173,7 @@ def test_a_run_file_on_a_cpu_is_refused(tmp_path):
 
 @pytest.mark.long
 def test_a_vllm_that_returns_no_routes_is_refused_before_anything_is_generated(tmp_path):
-    """0.26 returns zeros without a word, later ones say that they cannot."""
+    """0.26 silently returns zeros, later ones say that they cannot."""
     words = "rollout.routing_replay: vLLM returned zeros as the routes of token 0 of 4"
     said = played(refusal_of(make_config(tiny_experts(tmp_path, **SHAPE))))
     assert (words if returns_routes() else "requires Model Runner V2") in said

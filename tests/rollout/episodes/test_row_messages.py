@@ -79,7 +79,7 @@ WRONG: list[tuple[Row, str]] = [
     ({"answer": "1"}, "the row has neither prompt nor problem, but answer"),
     (chat(("user", "\ud83d")), "message 0, of role 'user', has a lone surrogate at character 0; write whole"),
     ({"problem": "a\ud83d"}, "the prompt of the row has a lone surrogate at character 1; write whole characters"),
-    (chat(("assistant", "")), "the row cannot be made a chat"),
+    (chat(("assistant", "")), "the row cannot be made into a chat"),
 ]
 
 
@@ -87,7 +87,7 @@ WRONG: list[tuple[Row, str]] = [
 @pytest.mark.parametrize("template", ["qwen3", "none"])
 def test_a_malformed_message_is_refused_by_number(row: Row, words: str, template: str):
     options = ["--data.chat_template=none"] if template == "none" else []
-    if template == "none" and "cannot be made a chat" in words:
+    if template == "none" and "cannot be made into a chat" in words:
         return
     with pytest.raises(PromptError, match=words) as caught:
         shown("qwen3", row, *options)

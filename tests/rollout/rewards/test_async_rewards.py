@@ -118,7 +118,7 @@ async def test_each_failure_is_its_own(file: Path):
     [("block", r"reward.timeout_s \(2 s\); its process was killed"), ("quit", r"ended its process \(exit code 3\)")],
 )
 async def test_a_call_that_ends_its_worker_fails_and_those_beside_it_are_returned(file: Path, what: str, words: str):
-    """A blocked loop is found by the warden; of a group, the culprit's reason is told, never a bystander's."""
+    """A blocked loop is found by the warden; the reason of a group is the culprit's, never a bystander's."""
     async with RewardPool(RewardConfig(function=f"{file}:score", timeout_s=2.0)) as pool:
         beside = [asyncio.create_task(pool.score(answers("fine 1.5"))) for _ in range(3)]
         with pytest.raises(RewardError, match=words) as caught:

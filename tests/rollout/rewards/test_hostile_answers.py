@@ -190,7 +190,7 @@ def test_a_reply_to_another_call_is_no_answer(judge: AnswerJudge):
 
 def test_a_busy_machine_is_an_error_not_a_wrong_answer(judge: AnswerJudge, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LIMITS, "clock_s", 0.05)
-    with pytest.raises(RewardError, match=r"an answer is not judged: it has had .* s of processor time in 0.05 s"):
+    with pytest.raises(RewardError, match=r"an answer is not judged: it got .* s of processor time in 0.05 s"):
         judge("__import__('time').sleep(5)")
 
 

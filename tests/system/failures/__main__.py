@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from configs.inner_command import inner_words
 from tests.harness.toy import ROOT
 from tests.system.failures.cases import CASES
 from tests.system.failures.story import Story, tell
@@ -66,4 +67,5 @@ def main(word: str) -> None:
 
 
 if __name__ == "__main__":
+    inner_words(further="WORD")
     main(" ".join(sys.argv[1:]))

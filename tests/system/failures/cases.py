@@ -33,7 +33,7 @@ class Case:
     early: str = ""
     """Words of status before any attempt has failed."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of the run file, by section."""
+    """Settings of the run file, by section."""
 
     def source(self) -> str:
         """The user's file."""

@@ -23,6 +23,7 @@ from buffer.curve import client_keys_for
 from buffer.wire.client import Connection, LearnerClient, RolloutClient, heartbeats
 from buffer.wire.protocol import EvaluationResult
 from configs.entrypoint import BAD_INPUT, DONE, ENDINGS, FAILED, configure_logging, made_progress
+from configs.inner_command import inner_words
 from configs.load import load
 from configs.resume import fingerprint
 from configs.schema import Config
@@ -145,6 +146,7 @@ async def serve_rewards(config: Config) -> int:
 
 
 if __name__ == "__main__":
+    inner_words("rollout|learner|reward", "CONFIG")
     configure_logging()
     role, settings = sys.argv[1], load([str(Path(sys.argv[2]))])
     try:

@@ -1,7 +1,7 @@
 """Each case of the table is visible in every place, and the run ends as it should. The page has a row for each case.
 
 The fast lane has ARCHETYPES, the long lane the other cases. A reward or task that harms its process in another way
-differs from an archetype only inside the cage (`tests/rollout/cage/`). One with another result differs only where
+differs from an archetype only inside the cage (`tests/rollout/cage/`). A case with another result differs only where
 results are judged (`tests/rollout/test_rewards.py`, `tests/rollout/episodes/`).
 """
 

@@ -6,7 +6,7 @@ from configs.schema import Config
 
 
 def buffer_keys(config: Config, role: Role) -> ClientKeys:
-    """Of a client of the buffer."""
+    """Keys of a client of the buffer."""
     return client_keys_for(config.buffer.address, config.run.path, role)
 
 
@@ -16,5 +16,5 @@ def learner_keys(config: Config) -> ServerKeys:
 
 
 def weights_keys(config: Config) -> ClientKeys:
-    """Of a client of the learner."""
+    """Keys of a client of the learner."""
     return load_client_keys(ready(config.buffer.address, config.run.path), "rollout", server="learner")

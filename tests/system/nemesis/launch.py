@@ -16,6 +16,7 @@ from actors.supervise.launch import keep, prepare
 from actors.watch.display import Display
 from buffer.ledger.types import LedgerError
 from configs.entrypoint import BAD_INPUT
+from configs.inner_command import inner_words
 from configs.load import ConfigError, load
 from tests.harness.toy import ROOT
 from tests.system.chaos_faults import clocked
@@ -65,6 +66,7 @@ def main(run: NemesisRun) -> int:
 
 
 if __name__ == "__main__":
+    inner_words("OUTER", optional=("inner",))
     outer = Path(sys.argv[1])
     inner = [sys.executable, "-m", "tests.system.nemesis.launch", str(outer), "inner"]
     sys.exit(main(NemesisRun(outer)) if sys.argv[2:] else guarded(inner))

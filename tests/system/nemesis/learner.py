@@ -17,6 +17,7 @@ from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample
 from configs.checkpoint_files import complete, damage, folder_of, newest
 from configs.entrypoint import BAD_INPUT, configure_logging
+from configs.inner_command import inner_words
 from configs.load import ConfigError
 from configs.resume import fingerprint
 from learner.saved.manifest import discard, recover, seal, set_aside
@@ -125,6 +126,7 @@ def main(run: NemesisRun) -> None:
 
 
 if __name__ == "__main__":
+    inner_words("OUTER")
     configure_logging()
     try:
         main(NemesisRun(Path(sys.argv[1])))

@@ -26,6 +26,7 @@ from buffer.wire import protocol
 from buffer.wire.client import Connection, RefusedError
 from buffer.wire.message import Array, Message
 from buffer.wire.sample import Sample
+from configs.inner_command import inner_words
 from configs.resume import fingerprint
 from tests.system.nemesis.keys import buffer_keys, learner_keys, weights_keys
 from tests.system.nemesis.run import SERVERS, NemesisRun
@@ -199,6 +200,7 @@ async def play(role: Callable[[str, NemesisRun], Coroutine[Any, Any, None]], add
 
 
 if __name__ == "__main__":
+    inner_words("WHO", "ADDRESS", "SECONDS", optional=("OUTER",))
     who, where, for_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
     if who in PLAIN:
         PLAIN[who](where, for_s)

@@ -1,8 +1,8 @@
 """`python -m tests.system.nemesis.server OUTER NAME`: a rollout server, all real but its engine and tokenizer.
 
 Both loops, episodes, the samples wire and the weights wire are those of `python -m rollout`; the engine answers with
-random digits (`chaos_rollout.py`) and holds the weights that arrive. Whatever it generates, delivers and loads is
-written into its history. Waits for the buffer, for a first policy, then for work.
+random digits (`chaos_rollout.py`) and holds the weights that arrive. Its history gets all
+that it generates, delivers and loads. Waits for the buffer, for a first policy, then for work.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from buffer.wire.protocol import Stored, WorkItem
 from buffer.wire.sample import Sample
 from configs.checks import max_sample_tokens
 from configs.entrypoint import BAD_INPUT, DONE, StopSignals, configure_logging
+from configs.inner_command import inner_words
 from configs.load import ConfigError
 from configs.resume import fingerprint
 from configs.schema import Config
@@ -163,6 +164,7 @@ async def work(run: NemesisRun, config: Config, engine: Engine, client: Connecti
 
 
 if __name__ == "__main__":
+    inner_words("OUTER", "NAME")
     configure_logging()
     try:
         sys.exit(uvloop.run(main(NemesisRun(Path(sys.argv[1])), sys.argv[2])))

@@ -61,7 +61,7 @@ def own_names() -> Iterator[str]:
 
 
 def read_attributes(source: str) -> Iterator[str]:
-    """Attributes that a file reads or sets, also by `getattr`. Those with `rl_` are Headrace's."""
+    """Attributes that a file reads or sets, also by `getattr`. Names with `rl_` are Headrace's."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and not node.attr.startswith(("rl_", "__")):
             yield node.attr

@@ -71,7 +71,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace
 
 
 def logprobs_of(served: SimpleNamespace, name: str) -> list[float]:
-    """Of `TEXT[1:]`, by the model `name`."""
+    """Log-probabilities of `TEXT[1:]`, by the model `name`."""
     body = {"model": name, "prompt": TEXT, "max_tokens": 1, "prompt_logprobs": 0}
     (choice,) = asked(f"{served.url}/v1/completions", body)["choices"]
     places = choice["prompt_logprobs"][1:]

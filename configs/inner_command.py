@@ -1,0 +1,30 @@
+"""The command line of a module that other processes of Headrace start: fixed words, no flags.
+
+Called below `if __name__ == "__main__":`.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from configs.plain_text import print_visible
+
+
+def inner_words(*names: str, optional: Sequence[str] = (), further: str = "") -> list[str]:
+    """The words of the command line: one for each of `names`, then of `optional`, then any number of `further`.
+
+    `--help` prints the docstring of the module that runs and ends the process with exit code 0; another number of
+    words, or a flag, with exit code 2 and one line.
+    """
+    main, given = sys.modules["__main__"], sys.argv[1:]
+    prog = f"python -m {main.__spec__.name.removesuffix('.__main__')}" if main.__spec__ else f"python {main.__file__}"
+    usage = " ".join([prog, *names, *(f"[{name}]" for name in optional), *([f"[{further} ...]"] if further else [])])
+    if {"-h", "--help"} & {*given}:
+        print_visible(f"usage: {usage}\n\n{(main.__doc__ or '').strip()}")
+        sys.exit(0)
+    flags = [word for word in given if word.startswith("--")]
+    most = len(given) if further else len(names) + len(optional)
+    if flags or not len(names) <= len(given) <= most:
+        wrong = f"{flags[0]}: no such flag" if flags else f"{len(given)} words"
+        print_visible(f"{prog}: {' '.join(wrong.split())[:200]}; usage: {usage}", sys.stderr)
+        sys.exit(2)
+    return given
