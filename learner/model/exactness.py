@@ -149,7 +149,11 @@ def _check_structure(model: PreTrainedModel) -> None:
     to servers, and experts whose routing and loading are not tested."""
     if not loading.has_blocks(model):
         raise Inexact(f"{type(model).__name__} has no decoder.layers, where the learner looks for its blocks")
-    if joined := FileForm(model).joined:
+    try:
+        joined = FileForm(model).joined
+    except FOREIGN as error:
+        raise Inexact(f"the form of its files is not that of its weights one by one ({named(error)})") from error
+    if joined:
         raise Inexact(f"its files hold several of its weights as one, {joined}, and the learner sends each alone")
     blocks_of: dict[nn.Parameter, int] = {}
     for number, block in enumerate(loading.blocks(model)):

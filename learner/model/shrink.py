@@ -67,12 +67,8 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
     if idle_parts.sees(narrow):
         _narrow_tower(narrow.vision_config, narrow.get_text_config().hidden_size)
         return narrow if _runs(narrow, trusted) else short
-    for tried in (narrow, short):
-        for narrowed in (True, False):
-            part = _with_idle(tried, narrowed)
-            if part is not None and _runs(part, trusted):
-                return part
-    return short
+    smaller = (_with_idle(each, narrowed) for each in (narrow, short) for narrowed in (True, False))
+    return next((each for each in smaller if each is not None and _runs(each, trusted)), short)
 
 
 def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:

@@ -9,13 +9,9 @@ import ast
 from typing import Any
 
 from buffer.images import read_model_file
-from rollout.engine.door.installed import definition
+from rollout.engine.door.installed import attention_of_cohere
 
-ATTENTION = {
-    "cohere2": "vllm.model_executor.models.commandr.CohereAttention",
-    "cohere2_moe": "vllm.model_executor.models.cohere2_moe.Cohere2MoeAttention",
-}
-"""vLLM's attention of the types of models, by `model_type`, that may add one."""
+KIND = "cohere2"
 DEFAULT = 4096
 """The window where config.json names none."""
 
@@ -27,14 +23,14 @@ def window_override(model_path: str) -> dict[str, Any]:
     """
     config = read_model_file(model_path, "config.json") or {}
     window = config.get("sliding_window", DEFAULT)
-    if window is None or not adds_one(config.get("model_type")):
+    if window is None or config.get("model_type") != KIND or not adds_one():
         return {}
     return {"sliding_window": window - 1}
 
 
-def adds_one(kind: str | None) -> bool:
-    """Whether the installed vLLM adds one to the window of models of this type."""
-    node = definition(ATTENTION[kind]) if kind in ATTENTION else None
+def adds_one() -> bool:
+    """Whether the installed vLLM adds one to the window."""
+    node = attention_of_cohere()
     return node is not None and any(_is_sum(each) for each in ast.walk(node))
 
 

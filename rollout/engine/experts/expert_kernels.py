@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
+from configs.model_facts import num_experts
 from rollout.engine.door.vllm_worker import RoutedExperts
 
 MODELS = ("Qwen3MoeForCausalLM",)
 """vLLM's classes of models with experts whose reload was compared with transformers."""
+MODELS_ON_CPU = ("Glm4MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM")
+"""Classes whose reload was compared on a CPU only (`configs.checks.EXPERTS_ON_CPU`)."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
 """vLLM's kernels for unquantised experts with which it was. Others keep the halves of gate_up in another order, or
@@ -25,14 +28,18 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if vllm_config.lora_config is not None:  # the base is never loaded again
         return triton_on_cpu(layers) if vllm_config.device_config.device_type == "cpu" else ""
-    if not (layers or vllm_config.model_config.is_moe):
+    config = vllm_config.model_config
+    if not layers and not (
+        config.is_moe and num_experts(config.hf_text_config.to_dict())
+    ):  # Nemotron-H counts unused ones
         return ""
     parallel = vllm_config.parallel_config
     for field in ("enable_expert_parallel", "enable_eplb"):
         if getattr(parallel, field):
             return f"rollout.engine.{field}: policies cannot be loaded into experts that are spread; remove the key"
-    name, what = type(model).__name__, f"policies were tried on {', '.join(MODELS)} only"
-    if name not in MODELS or not layers:
+    known = (*MODELS, *MODELS_ON_CPU) if vllm_config.device_config.device_type == "cpu" else MODELS
+    name, what = type(model).__name__, f"policies were tried on {', '.join(known)} only"
+    if name not in known or not layers:
         return f"model.path: vLLM's {name} has experts, and {what}; use a model of those"
     methods = {type(layer.quant_method).__name__ for layer in layers} - {METHOD}
     if methods:
