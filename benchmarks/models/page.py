@@ -37,12 +37,12 @@ random weights) and compares it in float32:
 
 A figure is the largest difference found: of log-probabilities in nats (above 1 nat as a share), or of a gradient as a
 share of its norm. Up to
-{limit:g} nat holds, with vLLM {server_limit:g}, and {gradient_limit:g} of a gradient. "no" means that the learner does
-not do this for the model, which costs speed only; "–" means not compared. All figures are of {device}: no certificate
-is made on a GPU, whose kernels `tests/gpu` compares with the same arithmetic.
+{limit:g} nat holds, with vLLM {server_limit:g}, and {gradient_limit:g} of a gradient. "no" means that the learner, or
+vLLM on a CPU, does not do this for the model, which in the learner costs speed only; "–" means not compared. All
+figures are of {device}: no certificate is made on a GPU, whose kernels `tests/gpu` compares with the same arithmetic.
 
-The tables are about the learner. Servers load policies into no mixture of experts of another type than `qwen3_moe`
-([experts](experts.md)).
+Models of images and text other than Qwen2.5-VL and Qwen3-VL are trained [on text alone](vision.md#text-alone).
+Servers load policies into few mixtures of experts ([experts](experts.md)).
 
 With {versions}, {date}.
 """
@@ -50,12 +50,12 @@ With {versions}, {date}.
 
 def page(found: Mapping[str, Certificate], limits: tuple[float, float, float]) -> str:
     """Return the page. `limits`: of log-probabilities, of a server's and of gradients."""
-    exact = {name: each for name, each in found.items() if each.holds}
+    exact = {name: each for name, each in found.items() if not each.refused and not any(_of_learner(each))}
     refused = {name: each for name, each in found.items() if each.refused}
     first = next(iter(found.values()))
     versions = dict(sorted({item for each in found.values() for item in each.versions.items()}))
     head = HEAD.format(
-        count=f"{len(found)} families and variants of text models were tried",
+        count=f"{len(found)} families and variants were tried",
         exact=len(exact),
         refused=len(found) - len(exact),
         limit=limits[0],
@@ -66,9 +66,25 @@ def page(found: Mapping[str, Certificate], limits: tuple[float, float, float]) -
         date=max(each.date for each in found.values()),
     )
     lines = [head, "## Trained exactly\n", *table(exact), "\n## Refused\n", *refusals(refused)]
-    if faulty := {name: each for name, each in found.items() if not each.holds and not each.refused}:
+    if faulty := {name: each for name, each in found.items() if not each.refused and any(_of_learner(each))}:
         lines += ["\n## Refused by their certificate\n", *faults(faulty)]
+    if unserved := dict(_unserved(exact)):
+        lines += ["\n## Not served by vLLM on a CPU\n", "| family | why |", "|---|---|"]
+        lines += [f"| {name} | {escaped(why)} |" for name, why in unserved.items()]
     return "\n".join(lines) + "\n"
+
+
+def _of_learner(certificate: Certificate) -> Iterator[str]:
+    """Faults of what the learner computes, sends and exports; not of a server."""
+    return (check.fault for check in certificate.checks if check.fault and not check.what.startswith(GROUPS["vLLM"]))
+
+
+def _unserved(found: Mapping[str, Certificate]) -> Iterator[tuple[str, str]]:
+    """Families that vLLM does not compute as the learner does, or not at all, and why."""
+    for name, certificate in found.items():
+        checks = chosen(certificate.checks, GROUPS["vLLM"])
+        if why := next((check.fault or check.note for check in checks if check.fault or check.figure is None), ""):
+            yield name, why
 
 
 def table(found: Mapping[str, Certificate]) -> Iterator[str]:
@@ -89,6 +105,8 @@ def cell(checks: Sequence[Check]) -> str:
     """Return the largest differences of log-probabilities and gradients. Example: `5e-06, 2e-05`"""
     if not checks:
         return "–"
+    if any(check.fault for check in checks):
+        return "differs" if all(check.figure is not None for check in checks) else "cannot"
     figures = [
         max((check.figure for check in checks if check.figure is not None and check.unit == unit), default=None)
         for unit in ("nat", "of its norm")

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from configs.model_facts import num_experts
 from rollout.engine.door.vllm_worker import RoutedExperts
 
 MODELS = ("Qwen3MoeForCausalLM",)
@@ -28,10 +27,7 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if vllm_config.lora_config is not None:  # the base is never loaded again
         return triton_on_cpu(layers) if vllm_config.device_config.device_type == "cpu" else ""
-    config = vllm_config.model_config
-    if not layers and not (
-        config.is_moe and num_experts(config.hf_text_config.to_dict())
-    ):  # Nemotron-H counts unused ones
+    if not (layers or vllm_config.model_config.is_moe):
         return ""
     parallel = vllm_config.parallel_config
     for field in ("enable_expert_parallel", "enable_eplb"):

@@ -50,15 +50,11 @@ class MiniMaxM2ForCausalLM(Qwen3MoeForCausalLM):
     """Stands for vLLM's."""
 
 
-def vllm_config(
-    is_moe: bool = True, lora: object = None, device: str = "cpu", text: Any = None, **parallel: bool
-) -> SimpleNamespace:
+def vllm_config(is_moe: bool = True, lora: object = None, device: str = "cpu", **parallel: bool) -> SimpleNamespace:
     known = {"enable_expert_parallel": False, "enable_eplb": False} | parallel
     return SimpleNamespace(
         lora_config=lora,
-        model_config=SimpleNamespace(
-            is_moe=is_moe, hf_text_config=SimpleNamespace(to_dict=lambda: text or {"num_experts": 4})
-        ),
+        model_config=SimpleNamespace(is_moe=is_moe),
         parallel_config=SimpleNamespace(**known),
         device_config=SimpleNamespace(device_type=device),
     )
@@ -112,10 +108,6 @@ def test_what_was_never_tried_is_refused(model, config, words):
         (OlmoeForCausalLM, vllm_config()),
         (lambda: Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config()),
         (lambda: torch.nn.Linear(1, 1), vllm_config(is_moe=False)),
-        (
-            lambda: torch.nn.Linear(1, 1),
-            vllm_config(text={"n_routed_experts": 8, "layers_block_type": ["mamba", "mlp"]}),
-        ),
         (OlmoeForCausalLM, vllm_config(lora=object())),  # only an adapter is loaded
         (lambda: OlmoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config(lora=object(), device="cuda")),
     ],
