@@ -16,8 +16,9 @@ import pyarrow as pa
 
 from buffer.data.columns import ProblemsError as ProblemsError  # whoever loads problems catches it
 from buffer.data.image_rows import IMAGES, ImageRows, JoinedImages
-from buffer.data.images import ImageError, ImageFormat
+from buffer.data.images import ImageError, ImageFormat, read_model_file
 from buffer.data.parts import JoinedRows, SourcePart, digest_of, open_source
+from configs.architecture import SEEING, trains_text_alone
 from configs.data.sources import Source, SourceError, parts_of, source_name
 from configs.schema import MOST_MESSAGE_MIB, Config, DataConfig
 
@@ -133,8 +134,10 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
         return None
     form = ImageFormat.of(config.model.path, config.data)
     if form is None:
-        problem = f"{len(sizes):,} rows have images, but model.path {config.model.path} is a text model"
-        remedy = "name a vision-language model, or leave these rows out"
+        kind = read_model_file(config.model.path, "config.json") or {}
+        what = f"({kind.get('model_type')}) is trained on text alone" if trains_text_alone(kind) else "is a text model"
+        problem = f"{len(sizes):,} rows have images, but model.path {config.model.path} {what}"
+        remedy = f"name a model whose images are trained ({' or '.join(SEEING)}), or leave these rows out"
         raise ProblemsError(f"data.{key} {source_name(config.data.sources()[key])}: {problem}; {remedy}")
     limit, rows = config.buffer.max_message_mib, ceil(config.batch.groups / config.learner.ranks)
     needed = ceil(sum(sizes[:rows]) / 2**20)

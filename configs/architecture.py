@@ -13,6 +13,8 @@ PROVEN = (
     *("qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"),
 )
 """Types of models whose packed rows the tests compare with transformers; the doctor does not try them."""
+SEEING = ("qwen2_5_vl", "qwen3_vl")
+"""Types of models whose images are sampled from and trained on. Other multimodal models are trained on text alone."""
 LAYER_TYPES = (
     *("full_attention", "sliding_attention", "attention"),
     *("linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"),
@@ -45,6 +47,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else config
 
 
+def trains_text_alone(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is of a multimodal model of which only the text model is trained, on text alone."""
+    seen = config.get("vision_config") is not None  # early files of Qwen2-VL nest their tower alone
+    return (seen or text_config(config) is not config) and config.get("model_type") not in SEEING
+
+
 def is_proven(config: Mapping[str, Any]) -> bool:
     """Whether the tests cover models of this type, so that no trial is needed."""
     return config.get("model_type") in PROVEN and not any(unsupported(config))
@@ -69,6 +77,9 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
         if others := sorted({str(each) for each in types} - {*LAYER_TYPES}) if isinstance(types, list | tuple) else []:
             rule = "the learner knows only full and sliding attention, delta rules, state spaces and convolutions"
             yield f"it has layers of type {', '.join(others)}, but {rule}; take a model without such layers"
+    if crossing := text.get("cross_attention_layers"):
+        rule = "and text, which passes none of them, gives their weights no gradient"
+        yield f"its layers {crossing} attend to images alone, {rule}; take a model without such layers"
     for kind in sorted({rope_type(rope) for rope in ropes(text)} - {*ROPES}):
         rule = "whose frequencies are unknown or depend on the longest document of a packed row"
         yield f"its rotary embedding is of type {kind}, {rule}; take a model with one of {', '.join(ROPES)}"

@@ -68,7 +68,7 @@ ENGINE_KEYS_ELSEWHERE = {
 ENGINE_KEYS_SET = (
     *("worker_extension_cls", "logprobs_mode", "skip_tokenizer_init", "data_parallel_size"),
     *("pipeline_parallel_size", "scheduler_cls", "disable_log_stats", "kv_transfer_config", "limit_mm_per_prompt"),
-    *("mm_processor_kwargs", "mm_processor_cache_gb", "mm_device_do_normalize"),
+    *("mm_processor_kwargs", "mm_processor_cache_gb", "mm_device_do_normalize", "language_model_only"),
 )
 """Engine arguments that Headrace sets itself, or whose place it uses."""
 
@@ -83,6 +83,8 @@ REWARD_KEYS = {"model", "runner", "host", "port", "middleware"}
 
 EXPERT_MODELS = ("qwen3_moe",)
 """Kinds of models with experts that the learner is known to train right, and servers to load right."""
+EXPERTS_ON_CPU = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe")
+"""Kinds that servers on a CPU were seen to load right. Servers on a GPU refuse them: no reload was compared there."""
 EXPERT_KERNELS = ("auto", "triton")
 """Values of `rollout.engine.moe_backend` with which they are."""
 SPREAD = ("enable_expert_parallel", "enable_eplb")
@@ -321,8 +323,10 @@ def _experts(config: Config) -> Iterator[str]:
     if not facts.experts:
         return
     what = f"policies cannot be loaded into the {facts.experts} experts of {config.model.path}"
-    if facts.kind not in EXPERT_MODELS:
-        rule = f"servers load policies into the experts of {', '.join(EXPERT_MODELS)} only; use such a model"
+    known = EXPERT_MODELS if config.rollout.device == "cuda" else (*EXPERT_MODELS, *EXPERTS_ON_CPU)
+    if facts.kind not in known:
+        aside = f", and on a CPU of {', '.join(EXPERTS_ON_CPU)}"
+        rule = f"servers load policies into the experts of {', '.join(EXPERT_MODELS)}{aside} only; use such a model"
         yield f"model.path: {config.model.path} is of type {facts.kind}, and {rule}"
     for key in SPREAD:
         if given.get(key):

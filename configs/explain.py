@@ -117,8 +117,12 @@ def _difficulty(config: Config, problems: int | None) -> Iterator[str]:
 
 
 def _images(config: Config) -> Iterator[str]:
-    """For a vision-language model."""
+    """For a multimodal model."""
     facts, frozen = model_facts(config.model.path), config.model.freeze
+    if facts.idle:
+        size = f"{_with_prefix(4 * facts.idle)}B of the learner's state, sent once to each server"
+        what = f"{_with_prefix(facts.idle)} of the parameters are idle, such as a vision tower"
+        yield f"text alone: {what}: frozen and never computed, {size}"
     if facts.tower is None:
         return
     most = config.data.max_pixels

@@ -13,11 +13,24 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from configs.architecture import LAYER_KEYS, malformed, text_config, unsupported, usable_positions
+from configs.architecture import (
+    LAYER_KEYS,
+    SEEING,
+    is_proven,
+    malformed,
+    text_config,
+    trains_text_alone,
+    unsupported,
+    usable_positions,
+)
 from configs.schema import ModelConfig
 
 TOWER = ".visual."
-"""In the names of the weights that read images, in every release of the models that are known."""
+"""In the names of the weights that read images, in every release of the models in SEEING."""
+TEXT_PARTS = re.compile(
+    r"(^|\.)(language_model|text_model|text_decoder|lm_head)\.|^(model\.)?(layers|embed_tokens|norm)\."
+)
+"""What the names of the text model's weights contain, in files of multimodal models that are trained on text alone."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
 """The name of a block's weight, and the last word of its layer's; routers and experts are no linear layers here."""
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -38,7 +51,7 @@ class ModelFacts:
     heads: int | None = None
     positions: int | None = None
     tower: int | None = None
-    """Parameters of the vision tower; None for a text model."""
+    """Parameters of the vision tower; None for a text model, and for one that is trained on text alone."""
     linear: Mapping[str, int] = field(default_factory=dict)
     """Rows and columns of all linear layers in the text model's blocks, by the last word of their names; empty where
     unknown."""
@@ -61,7 +74,13 @@ class ModelFacts:
     routed: tuple[int, int] | None = None
     """Layers with experts, and the experts that a token takes in each; None for a dense model."""
     image_token: int | None = None
-    """Token that stands for a token of an image; None for a text model."""
+    """Token that stands for a token of an image; None for a model whose images are not trained."""
+    idle: int = 0
+    """Parameters beside the text model, of a multimodal model that is trained on text alone: never trained."""
+    proven: bool = False
+    """Whether the tests cover models of this type."""
+    delta_rule: bool = False
+    """Whether some of its layers are gated delta rules."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         """Parameters of the adapter `model.lora`."""
@@ -79,13 +98,14 @@ class ModelFacts:
 
         With an adapter only the adapter is sent. 0 if unknown.
         """
-        saved, frozen = self.saved_parameters(model) or 0, (self.tower or 0) if "vision" in model.freeze else 0
+        frozen = self.idle + ((self.tower or 0) if "vision" in model.freeze else 0)
+        saved = self.saved_parameters(model) or 0
         return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
 
     def state_bytes(self, model: ModelConfig) -> int:
         """Memory of the learner's state: weight, gradient and two moments in float32 of all that is trained, the rest
-        in `model.dtype`; 0 where unknown."""
-        frozen = (self.parameters or 0) * BYTES[model.dtype] if model.lora else 0
+        in `model.dtype`, or in float32 without an adapter; 0 where unknown."""
+        frozen = (self.parameters or 0) * BYTES[model.dtype] if model.lora else -12 * self.idle
         return 16 * (self.saved_parameters(model) or 0) + frozen
 
 
@@ -102,9 +122,13 @@ def model_facts(path: str) -> ModelFacts:
     kind, refused, text = config.get("model_type"), tuple(unsupported(config)), text_config(config)
     if any(malformed(text)):
         return ModelFacts(kind=kind, unsupported=refused)
-    tower = sum(prod(shape) for name, shape in shapes if TOWER in f".{name}")
+    seeing, alone = kind in SEEING, trains_text_alone(config)
+    tower = sum(prod(shape) for name, shape in shapes if seeing and TOWER in f".{name}")
+    idle = sum(prod(shape) for name, shape in shapes if alone and not TEXT_PARTS.search(name))
     linear: Counter[str] = Counter()
     for name, shape in shapes:
+        if alone and not TEXT_PARTS.search(name):
+            continue
         if len(shape) == 2 and (found := LINEAR.search(f".{name}")) and TOWER not in f".{name}":
             linear[found[1]] += sum(shape)
     parameters = sum(prod(shape) for _, shape in shapes)
@@ -124,7 +148,10 @@ def model_facts(path: str) -> ModelFacts:
         _head_size(text),
         text.get("vocab_size"),
         routed if all(routed) else None,
-        config.get("image_token_id") if config.get("vision_config") else None,
+        config.get("image_token_id") if seeing and config.get("vision_config") else None,
+        idle,
+        is_proven(config),
+        text.get("linear_num_value_heads") is not None,
     )
 
 

@@ -232,7 +232,11 @@ def open_weights_wire(
 
 
 def sending_ranks(policy: Policy, mesh: DeviceMesh) -> SendingRanks:
-    """The ranks of the first replica, this one among them, of which each sends its own rows."""
+    """The ranks of the first replica, this one among them, of which each sends its own rows. Raises ConfigError for a
+    model of which servers get more than that."""
+    if other := policy.unsent_by_rows():
+        problem = f"weights.publish: rows, and the model's files hold {other} in another form or as a buffer"
+        raise ConfigError([f"{problem}, which only gathered weights can be sent in; set it to gather"])
     group = mesh.get_group(mesh.ndim - 1)
     store, number = default_store("rows"), shards(mesh)
     agree = partial(collectives.broadcast_from_first, group=group)

@@ -28,12 +28,13 @@ from learner.certify.numbers import distance
 from learner.certify.process import one_rank
 from learner.model import loading
 from learner.model.exactness import packed_row
+from learner.model.idle_parts import sees
 from learner.model.policy import Policy
 from learner.model.shrink import VOCABULARY
 from learner.saved import export
 from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
-from rollout.engine.arguments import unserved_heads
+from rollout.engine.arguments import unserved_shapes
 from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineDead, EngineError
 
@@ -48,6 +49,7 @@ NAME = "server"
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_CI_ENV": "1"}
 """Variables by which vLLM logs errors only, and warms nothing up."""
 KV_BYTES = 64 << 20
+SEEN = "a server of a model that sees needs its processor, which a small copy lacks; a run's probe compares it"
 
 
 def with_server(certificate: Certificate, model: ModelConfig) -> Certificate:
@@ -57,8 +59,12 @@ def with_server(certificate: Certificate, model: ModelConfig) -> Certificate:
     with tempfile.TemporaryDirectory(prefix="headrace-certify-") as place, one_rank() as mesh:
         folder = Path(place)
         config = run_config(write_copy(loading.read_config(model), model, folder), folder)
-        if unserved := list(unserved_heads(config, cpu=True)):
-            checks: Sequence[Check] = [Check(what="server = learner", note=unserved[0])]
+        if sees(loading.read_config(config.model)):
+            checks: Sequence[Check] = [Check(what="server = learner", note=SEEN)]
+        elif unserved := list(unserved_shapes(config, cpu=True)):
+            checks = [
+                Check(what="server = learner", note=unserved[0].removeprefix(f"model.path: {config.model.path}: "))
+            ]
         else:
             checks = asyncio.run(compare_server(config, mesh))
     update: dict[str, Any] = {"checks": (*certificate.checks, *checks)}
@@ -99,7 +105,7 @@ async def compare_server(config: Config, mesh: DeviceMesh) -> list[Check]:
     policy = Policy(config.model, OPTIONS, mesh)
     try:
         engine = await Engine.start(config, seed=1)
-    except (ConfigError, EngineError, EngineDead) as error:
+    except (ConfigError, EngineError, EngineDead, RuntimeError, ValueError) as error:
         return [
             Check(what="server = learner", fault=f"vLLM does not start with it: {' '.join(str(error).split())[:300]}")
         ]
@@ -136,6 +142,8 @@ async def pushing(config: Config, policy: Policy, engine: Engine) -> AsyncIterat
     """Yield a coroutine function that publishes a version and waits until the server has loaded it."""
     keys, held = make_keys(config.run.path / "keys"), asyncio.Queue[Any]()
     options: dict[str, Any] = {"frozen": policy.frozen_names(), "keys": load_server_keys(keys, "learner")}
+    # not drawn among rows of the first matrix, which may be a tower's
+    options["probe"] = list(range(2, VOCABULARY // 2))
     sender = Sender(policy.weight_specs(), config.weights, 0, policy.device, **options)
 
     async def where(known: str | None) -> str:

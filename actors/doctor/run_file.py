@@ -25,7 +25,6 @@ from buffer.data.images import ImageError
 from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
 from configs import variables
-from configs.architecture import PROVEN
 from configs.checks import check, cluster_of, existing, named_by, refuse_sft
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, source_name
 from configs.entrypoint import BAD_INPUT, DONE
@@ -39,7 +38,7 @@ from configs.origins import credentials
 from configs.plain_text import print_visible, visible_line
 from configs.publishing import unpublishable
 from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
-from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers, unserved_heads
+from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers, unserved_shapes
 from rollout.engine.arguments import problems as engine_problems
 from rollout.engine.vllm_variables import unreadable_variables
 
@@ -91,7 +90,7 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     if config.rollout.engine:
         further += engine_problems(config.rollout.engine, config)
     gpus = find_gpus()
-    further += unserved_heads(config, config.rollout.device == "cpu" or (config.rollout.device == "auto" and not gpus))
+    further += unserved_shapes(config, config.rollout.device == "cpu" or (config.rollout.device == "auto" and not gpus))
     further += unpublishable(config, gpu_bytes() if gpus else None)
     further += unknown_fields(config.reward.engine, "reward")
     further += unknown_parsers(config)
@@ -234,7 +233,7 @@ def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
         del keys["reward"]
     if ":" not in config.algorithm.loss + config.algorithm.advantage:
         del keys["algorithm"]
-    if model_facts(config.model.path).kind in PROVEN:
+    if model_facts(config.model.path).proven:
         del keys["architecture"]
     return [part for part, names in keys.items() if not any(line.startswith(names) for line in refused)]
 

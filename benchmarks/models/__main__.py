@@ -11,7 +11,8 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -42,18 +43,21 @@ def main(argv: Sequence[str]) -> None:
     given = parser.parse_args(argv)
     found = kept()
     if not given.page:
-        found |= made([*given.names] or ([] if given.server else list(families())))
-        found |= {name: served(name) for name in given.server}
-        write(
-            RESULTS, "models", [{"family": name, **each.model_dump(mode="json")} for name, each in found.items()], False
-        )
+        names = [*given.names] or ([] if given.server else list(families()))
+        for name, each in chain(made(names), ((name, served(name)) for name in given.server)):
+            keep(found := found | {name: each})
     for name, text in in_order(found).items():
         (FOLDER / name).write_text(text, encoding="utf-8")
 
 
-def in_order(found: dict[str, Certificate]) -> dict[str, str]:
+def in_order(found: Mapping[str, Certificate]) -> dict[str, str]:
     """Return the pages, with families by name."""
     return pages(dict(sorted(found.items())), (LIMIT, SERVER_LIMIT, GRADIENT_LIMIT))
+
+
+def keep(found: Mapping[str, Certificate]) -> None:
+    """Write the certificates to RESULTS."""
+    write(RESULTS, "models", [{"family": name, **each.model_dump(mode="json")} for name, each in found.items()], False)
 
 
 def kept() -> dict[str, Certificate]:
@@ -65,19 +69,18 @@ def kept() -> dict[str, Certificate]:
     return {row.pop("family"): Certificate.model_validate(row) for row in rows if row["family"] in known}
 
 
-def made(names: Sequence[str]) -> dict[str, Certificate]:
-    """Make the certificates of some families in this process."""
+def made(names: Sequence[str]) -> Iterator[tuple[str, Certificate]]:
+    """Make the certificates of some families in this process; yields each with its name."""
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    found = {}
     context = multiprocessing.get_context("forkserver")  # ranks that end with an error are replaced at any time
     context.set_forkserver_preload(["learner.certify.ranks"])
     with Pair(context, stay) as pair, one_rank() as mesh:
         for name in names:
-            found[name] = certify_config(config_of(name), ModelConfig(path=name), True, mesh, pair)
-            progress(f"{name}: {'; '.join(found[name].faults) or 'holds'} ({found[name].seconds:.1f} s)")
-    return found
+            found = certify_config(config_of(name), ModelConfig(path=name), True, mesh, pair)
+            progress(f"{name}: {'; '.join(found.faults) or 'holds'} ({found.seconds:.1f} s)")
+            yield name, found
 
 
 def served(name: str) -> Certificate:

@@ -1,4 +1,5 @@
-"""The families of text models whose certificates are made: all of transformers' causal language models, and variants.
+"""The families of models whose certificates are made: all of transformers' causal language models and of its models of
+images and text, which are trained on text alone, and variants.
 
 A family is a `model_type` and the keys in which its config differs from the default one; the certificate shrinks it.
 """
@@ -6,9 +7,12 @@ A family is a `model_type` and the keys in which its config differs from the def
 from typing import Any
 
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
-PARTS_ONLY = ("musicgen", "musicgen_melody")
+PARTS_ONLY = ("musicgen", "musicgen_melody", "vision-encoder-decoder")
 """Types whose config cannot be made without the configs of other models."""
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -20,7 +24,24 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+GLM_TEXT = {
+    **{"rope_parameters": GLM_ROPE, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128},
+    "attention_bias": True,
+}
+GLM_VISION: dict[str, Any] = {"text_config": {**GLM_TEXT, "hidden_size": 4096, "model_type": "glm4v_text"}}
 DEFAULTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("glm4v", "glm46v", "glmga"), GLM_VISION),
+    "glm4v_moe": {"text_config": {**GLM_TEXT, "hidden_size": 4096, "model_type": "glm4v_moe_text"}},
+    "lfm2_vl": {
+        "text_config": {
+            **{"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
+        }
+    },
+    "lfm2": {"hidden_size": 2048, "block_dim": 2048, "conv_dim": 2048},
+    "glm4_moe": {"head_dim": 128},
+    "shieldgemma2": {"architectures": ["ShieldGemma2ForImageClassification"]},
+    "llama4": {"text_config": {"model_type": "llama4_text", "num_hidden_layers": 2}},
     "rwkv": {"hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
     "xlstm": {"embedding_dim": 64, "num_heads": 2, "num_blocks": 2, "vocab_size": 64},
     "mamba2": {"hidden_size": 64, "num_heads": 4, "head_dim": 32, "n_groups": 1, "num_hidden_layers": 2},
@@ -38,7 +59,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "blt": {"vocab_size": 64, "encoder_hash_byte_group_vocab": 64},
     "zamba2": {"hidden_size": 64, "num_attention_heads": 4, "n_mamba_heads": 4, "mamba_headdim": 32},
 }
-"""What the default configs of some types lack, or sizes that the certificate does not shrink."""
+"""What the default configs of some types lack, such as names in LFM2's files; or sizes that are not shrunk."""
 WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -75,6 +96,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, tied": ("glm4_moe", {"tie_word_embeddings": True}),
     "starcoder2 with a window": ("starcoder2", {"sliding_window": 64}),
     "seed_oss with dropout": ("seed_oss", {"residual_dropout": 0.1, "attention_dropout": 0.1}),
+    "nemotron_h without experts": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    ),
     "lfm2 with convolutions": ("lfm2", {"layer_types": ["conv", "conv", "full_attention"], "num_hidden_layers": 3}),
 }
 """What a family's own default config does not show."""
@@ -82,9 +107,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def families() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return every family by name, each a `model_type` and overrides of its config."""
-    plain = {
-        kind: (kind, DEFAULTS.get(kind, {})) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - PARTS_ONLY)
-    }
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    plain = {kind: (kind, DEFAULTS.get(kind, {})) for kind in sorted(known - {*PARTS_ONLY})}
     return {**plain, **VARIANTS}
 
 

@@ -18,33 +18,37 @@ TRAINED = """# Families that are trained exactly
 
 {note}
 
-{count} of text models were tried: **{exact} are trained exactly**, the other {refused} are [refused](models-refused.md)
+{count} were tried: **{exact} are trained exactly**, the other {refused} are [refused](models-refused.md)
 by name before anything starts. [Which models](../models.md) says what is compared and how to try yours.
 
 A figure is the largest difference found: of log-probabilities in nats (above 1 nat as a share), or of a gradient as a
 share of its norm. Up to {limit:g} nat holds, with vLLM {server_limit:g}, and {gradient_limit:g} of a gradient. "no"
-means that the learner does not do this for the model, which costs speed only; "–" means not compared. All figures are
-of {device}: no certificate is made on a GPU, whose kernels `tests/gpu` compares with the same arithmetic. The table is
-about the learner: servers load policies into no mixture of experts of another type than `qwen3_moe`
-([experts](../experts.md)). With {versions}, {date}.
+means that the learner, or vLLM on a CPU, does not do this for the model, which in the learner costs speed only; "–"
+means not compared. All figures are of {device}: no certificate is made on a GPU, whose kernels `tests/gpu` compares
+with the same arithmetic. Models of images and text other than Qwen2.5-VL and Qwen3-VL are trained
+[on text alone](../text-alone.md). Servers load policies into few mixtures of experts ([experts](../experts.md)).
+With {versions}, {date}.
 """
 REFUSED = """# Families that are refused
 
 {note}
 
-{refused} of {count} of text models are refused by name before anything starts, for these reasons. The others are
+{refused} of {count} are refused by name before anything starts, for these reasons. The others are
 [trained exactly](models-trained.md). [Which models](../models.md) says how to try yours.
 """
 
 
 def pages(found: Mapping[str, Certificate], limits: tuple[float, float, float]) -> dict[str, str]:
     """Return the two pages by file name. `limits`: of log-probabilities, of a server's and of gradients."""
-    exact = {name: each for name, each in found.items() if each.holds}
+    exact = {name: each for name, each in found.items() if not each.refused and not any(_of_learner(each))}
     refused = {name: each for name, each in found.items() if each.refused}
     facts = head_facts(found, limits) | {"exact": len(exact), "refused": len(found) - len(exact)}
     trained = "\n".join([TRAINED.format(**facts), *table(exact)])
     lines = [REFUSED.format(**facts), *refusals(refused)]
-    if faulty := {name: each for name, each in found.items() if not each.holds and not each.refused}:
+    if unserved := dict(_unserved(exact)):
+        rows = [f"| {name} | {escaped(why)} |" for name, why in unserved.items()]
+        trained += "\n".join(["\n\n## Not served by vLLM on a CPU\n", "| family | why |", "|---|---|", *rows])
+    if faulty := {name: each for name, each in found.items() if not each.refused and any(_of_learner(each))}:
         lines += ["\n## Refused by their certificate\n", *faults(faulty)]
     return {"models-trained.md": trained + "\n", "models-refused.md": "\n".join(lines) + "\n"}
 
@@ -62,6 +66,19 @@ def head_facts(found: Mapping[str, Certificate], limits: tuple[float, float, flo
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
         "date": max(each.date for each in found.values()),
     }
+
+
+def _of_learner(certificate: Certificate) -> Iterator[str]:
+    """Faults of what the learner computes, sends and exports; not of a server."""
+    return (check.fault for check in certificate.checks if check.fault and not check.what.startswith(GROUPS["vLLM"]))
+
+
+def _unserved(found: Mapping[str, Certificate]) -> Iterator[tuple[str, str]]:
+    """Families that vLLM does not compute as the learner does, or not at all, and why."""
+    for name, certificate in found.items():
+        checks = chosen(certificate.checks, GROUPS["vLLM"])
+        if why := next((check.fault or check.note for check in checks if check.fault or check.figure is None), ""):
+            yield name, why
 
 
 def table(found: Mapping[str, Certificate]) -> Iterator[str]:
@@ -82,6 +99,8 @@ def cell(checks: Sequence[Check]) -> str:
     """Return the largest differences of log-probabilities and gradients. Example: `5e-06, 2e-05`"""
     if not checks:
         return "–"
+    if any(check.fault for check in checks):
+        return "differs" if all(check.figure is not None for check in checks) else "cannot"
     figures = [
         max((check.figure for check in checks if check.figure is not None and check.unit == unit), default=None)
         for unit in ("nat", "of its norm")

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from configs.architecture import SEEING, trains_text_alone
 from configs.load import ConfigError
 from configs.schema import DataConfig
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
-"""Architectures, by `model_type`, whose images can be sampled from and trained on."""
 FILE_KINDS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Formats of image files that are read: PIL would run other programs for some of the rest."""
 MAX_ASPECT = 200
@@ -67,23 +66,22 @@ class ImageFormat:
 
     @classmethod
     def of(cls, model_path: str, data: DataConfig, freeze: tuple[str, ...] = ()) -> "ImageFormat | None":
-        """How the model in folder `model_path`, or of that name on the hub, sees images; None for a text model.
+        """How the model in folder `model_path`, or of that name on the hub, sees images; None for a text model, and for
+        a multimodal model that is none of SEEING, which is trained on text alone.
 
-        `freeze`: `model.freeze`. Raises ConfigError for a text model with it, for a model that sees, but is none of
-        MODEL_TYPES, and for a folder without what it takes.
+        `freeze`: `model.freeze`. Raises ConfigError for any but a model of SEEING with it, and for a folder without
+        what it takes.
         """
         config = read_model_file(model_path, "config.json")
         if config is None:
             raise ConfigError([f"model.path: {model_path}: has no config.json; name a folder in Hugging Face format"])
         kind, vision = config.get("model_type"), config.get("vision_config")
-        if kind not in MODEL_TYPES:
-            if vision is None and freeze:
-                problem = f"model.freeze: [{', '.join(freeze)}]: {model_path} is no vision-language model"
+        if kind not in SEEING:
+            why = f"({kind}) is trained on text alone" if trains_text_alone(config) else "is no vision-language model"
+            if freeze:
+                problem = f"model.freeze: [{', '.join(freeze)}]: {model_path} {why}"
                 raise ConfigError([f"{problem}; remove the key"])
-            if vision is None:
-                return None
-            known = " and ".join(MODEL_TYPES)
-            raise ConfigError([f"model.path: {model_path}: {kind} has vision, which is known of {known} only"])
+            return None
         given = read_model_file(model_path, "preprocessor_config.json")
         given = given or (read_model_file(model_path, "processor_config.json") or {}).get("image_processor")
         try:

@@ -87,7 +87,7 @@ def certify_config(
     started, trusted = time.perf_counter(), model.trust_remote_code
     made = Certificate(
         model=model.path,
-        kind=config.get_text_config().model_type,
+        kind=config.model_type,
         key=key_of(config, share, trusted, splits),
         versions=software(),
         date=date.today().isoformat(),

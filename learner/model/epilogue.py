@@ -32,7 +32,7 @@ class Epilogue(NamedTuple):
     def of(cls, config: Any) -> "Epilogue":
         """The epilogue that the config of a model in transformers asks for."""
         text, scale = config.get_text_config(), 1.0
-        if text.model_type in PROVEN:  # they ignore such keys
+        if config.model_type in PROVEN:  # they ignore such keys
             return cls()
         for keys, sign in ((MULTIPLIERS, 1), (DIVISORS, 1 if text.model_type in MULTIPLYING else -1)):
             for key in keys:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from configs.architecture import PROVEN, unsupported
 from configs.load import ConfigError
 from configs.schema import ModelConfig
-from learner.model import attention, loading, state, vision
+from learner.model import attention, idle_parts, loading, state, vision
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
 from learner.model.file_form import FileForm
@@ -59,7 +59,7 @@ class Inexact(ValueError):
 def check_exact(model: ModelConfig, share: bool) -> None:
     """Raise ConfigError unless packed rows of the model are computed exactly. `share`: `learner.share_prompts`."""
     config = loading.read_config(model)
-    kind = config.get_text_config().model_type
+    kind = config.model_type
     if found := reasons(config, share, model.trust_remote_code):
         raise ConfigError([f"model.path: {model.path} ({kind}): {reason}" for reason in found])
     check_adapter(model, config)
@@ -68,7 +68,7 @@ def check_exact(model: ModelConfig, share: bool) -> None:
 def check_adapter(model: ModelConfig, config: PreTrainedConfig) -> None:
     """Raise ConfigError if `model.lora` is set and the model cannot be trained by an adapter."""
     if model.lora and (problem := _no_adapter(config, model.trust_remote_code)):
-        kind = config.get_text_config().model_type
+        kind = config.model_type
         raise ConfigError([f"model.lora: {model.path} ({kind}) {problem}; set it to null"])
 
 
@@ -97,8 +97,10 @@ def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False)
 
 def _no_adapter(config: PreTrainedConfig, trusted: bool) -> str | None:
     """Why the model cannot be trained by an adapter; None if it can."""
-    if config.get_text_config().model_type in PROVEN:
+    if config.model_type in PROVEN:
         return None
+    if idle_parts.nests_text(config):
+        return "is a multimodal model that is trained on text alone, of which no server was seen to take an adapter"
     empty = loading.build(copy.deepcopy(config), TRIED, torch.device("meta"), trusted)
     if kept := state.kinds(empty):
         return f"has layers that keep a state ({', '.join(kept)}), of which no server was seen to take an adapter"
@@ -108,9 +110,11 @@ def _no_adapter(config: PreTrainedConfig, trusted: bool) -> str | None:
 
 
 def _not_shareable(config: PreTrainedConfig, trusted: bool) -> str | None:
-    """Why ranks cannot share rows of the model; None if it has neither images nor layers that keep a state."""
-    if loading.sees(config):
+    """Why ranks cannot share rows of the model; None if it is a text model without layers that keep a state."""
+    if idle_parts.sees(config):
         return "reads images, whose tokens are not split over ranks"
+    if idle_parts.nests_text(config):
+        return "is a multimodal model that is trained on text alone, of which no rows were split over ranks"
     kept = state.kinds(loading.build(copy.deepcopy(config), TRIED, torch.device("meta"), trusted))
     return f"has layers that keep a state ({', '.join(kept)}), which ranks do not exchange" if kept else None
 
@@ -166,6 +170,12 @@ def _check_structure(model: PreTrainedModel) -> None:
     to servers, and experts whose routing and loading are not tested."""
     if not loading.has_blocks(model):
         raise Inexact(f"{type(model).__name__} has no decoder.layers, where the learner looks for its blocks")
+    try:
+        joined = FileForm(model).joined
+    except FOREIGN as error:
+        raise Inexact(f"the form of its files is not that of its weights one by one ({named(error)})") from error
+    if joined:
+        raise Inexact(f"its files hold several of its weights as one, {joined}, and the learner sends each alone")
     blocks_of: dict[nn.Parameter, int] = {}
     for number, block in enumerate(loading.blocks(model)):
         if any(blocks_of.setdefault(parameter, number) != number for parameter in block.parameters()):
@@ -195,7 +205,7 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
     try:
         Costs.of(ours), attention.most_copied(ours.config)  # a policy needs these of a model
         mixture, options = Mixture.of(ours), OPTIONS._replace(epilogue=Epilogue.of(ours.config))
-        sight = vision.Sight(ours, attention.of_tower("sdpa")) if loading.sees(ours.config) else None
+        sight = vision.Sight(ours, attention.of_tower("sdpa")) if idle_parts.sees(ours.config) else None
         for what, row, texts, given in cases:
             with block_outputs(ours) as in_ours:
                 got = apply_head(ours, hidden_states(ours, sight, mixture, row), row, options)[0][row.scored]
@@ -217,7 +227,10 @@ def _check_gradients(model: PreTrainedModel, mixture: Mixture | None, row: Micro
     options = OPTIONS._replace(epilogue=Epilogue.of(model.config))
     with torch.enable_grad():
         apply_head(model, hidden_states(model, None, mixture, row), row, options)[0].sum().backward()
+    idle = idle_parts.idle_names(model)
     for name, parameter in model.named_parameters():
+        if name in idle:
+            continue
         if parameter.grad is None:
             raise Inexact(f"its weight {name} has no gradient")
         if not parameter.grad.isfinite().all():

@@ -6,6 +6,7 @@ those of the files, but for experts (`learner/saved/export.py`, `rollout/engine/
 makes a `FileForm` before the model is sharded; waits for nothing.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -27,7 +28,7 @@ class FileForm:
         self._model = model
         self._changed: dict[str, Shapes] = {}
         """By name of the weight in the model, where the files differ."""
-        if model.config.get_text_config().model_type not in PROVEN:
+        if model.config.model_type not in PROVEN:
             for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
                 held = [(key, tuple(x.shape)) for key, x in self._reverted(name, tensor.detach().to("meta")).items()]
                 if held != [(name, tuple(tensor.shape))]:
@@ -37,6 +38,13 @@ class FileForm:
     def changed(self) -> Iterable[str]:
         """Names of the weights that the files hold in another form."""
         return self._changed.keys()
+
+    @property
+    def joined(self) -> str:
+        """The name of a tensor in the files that is made of several weights, which this form cannot do; empty if there
+        is none."""
+        names = Counter(name for held in self._changed.values() for name, _ in held)
+        return next((name for name, number in names.items() if number > 1), "")
 
     def shapes(self, name: str, shape: Iterable[int]) -> Shapes:
         """What the files hold of the weight `name`."""

@@ -19,12 +19,14 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from configs.architecture import PROVEN
 from configs.load import ConfigError
 from configs.schema import ModelConfig
 from learner.model import bounds, state
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
+from learner.model.idle_parts import nests_text, sees
 
 Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter of that name at version 0."""
@@ -61,16 +63,14 @@ def build(config: PreTrainedConfig, attention: str, device: torch.device, truste
     """
     switch_off_dropout(config)
     if has_experts(config):
-        config._experts_implementation = IMPLEMENTATION
-    # a causal attention of ours would not do for the tower, which gets its own in `vision.py`
-    attentions = {"text_config": attention, "vision_config": "sdpa"} if sees(config) else attention
+        config.get_text_config()._experts_implementation = IMPLEMENTATION
     with device:
         empty = auto_class(config).from_config(
-            config, dtype=torch.float32, attn_implementation=attentions, trust_remote_code=trusted
+            config, dtype=torch.float32, attn_implementation=_attentions(config, attention), trust_remote_code=trusted
         )
     assert isinstance(empty, PreTrainedModel)
     empty.train()
-    if config.get_text_config().model_type not in PROVEN and has_blocks(empty):
+    if config.model_type not in PROVEN and has_blocks(empty):
         bounds.follow(blocks(empty))
         state.separate(blocks(empty))
     return empty
@@ -85,14 +85,23 @@ def switch_off_dropout(config: PreTrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def sees(config: Any) -> bool:
-    """Whether a model's config is of a vision-language model."""
-    return getattr(config, "vision_config", None) is not None
+def _attentions(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
+    """The attention of each part: `attention` is causal and would not do for a tower, which gets its own in
+    `vision.py`, or is never computed (`idle_parts.py`)."""
+    if not nests_text(config):
+        return attention
+    text, other = config.get_text_config(), "sdpa" if sees(config) else "eager"
+    return {"": other} | {key: attention if getattr(config, key) is text else other for key in config.sub_configs}
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class of transformers that builds a model of `config`."""
-    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    """Return the class of transformers that builds a model of `config`, with all of its parts."""
+    if getattr(config, "vision_config", None) is not None:
+        return AutoModelForImageTextToText
+    multimodal = (
+        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
 
 
 def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:

@@ -32,6 +32,7 @@ from learner.model.experts.mixture import Mixture, has_experts
 from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
 from learner.model.host_copies import INPUTS_HELD
+from learner.model.idle_parts import idle_modules
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
@@ -228,7 +229,7 @@ def estimate(
     `Policy`, keys that are still `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
     size, width = sizes_of(model, learner.context_parallel), getattr(torch, model.dtype).itemsize
     held, parameters, trained = size.held, size.parameters, size.trained
-    block, changed, root = size.block, size.changed, size.parameters - size.blocks
+    block, changed, root = size.block, size.changed, size.parameters - size.blocks - size.idle
     head = size.output if size.output_is_trained else 0
     chunk = chunk_tokens(learner) * size.vocabulary
     # of a token of a row, of which a rank has its slice
@@ -300,6 +301,8 @@ class ModelSizes:
     """Bytes per patch that are kept outside of the tower's blocks."""
     softcap: bool = False
     """Whether the head bends its logits."""
+    idle: int = 0
+    """Parameters of parts that text does not pass, which no pass gathers."""
 
 
 def sizes_of(model: ModelConfig, context_parallel: int = 1) -> ModelSizes:
@@ -339,6 +342,7 @@ def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSiz
         trained,
         ends,
         Epilogue.of(empty.config).softcap is not None,
+        sum(p.numel() for part in idle_modules(empty) for p in part.parameters()),
     )
 
 

@@ -32,6 +32,7 @@ from learner.model.file_form import FileForm
 from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
 from learner.model.host_copies import HostCopies
+from learner.model.idle_parts import idle_modules, idle_names, sees
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.microbatch import Microbatch, one_document
 from learner.model.unshard import is_sharded, own_rows, unshard
@@ -95,7 +96,7 @@ class Policy(nn.Module):
             vision.freeze(self.model, model.freeze)
         self.mixture = Mixture.of(self.model)
         self.replayed = self.mixture.sizes if self.mixture and replay else None
-        seeing = loading.sees(self.model.config)
+        seeing = sees(self.model.config)
         self.sight = vision.Sight(self.model, attention.of_tower(self.attention)) if seeing else None
         self.costs, self.tower_costs = Costs.of(self.model), TowerCosts.of(self.model)
         unshared = self.unshared
@@ -127,6 +128,8 @@ class Policy(nn.Module):
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
             block.register_forward_pre_hook(partial(_cast_inputs, self.dtype), with_kwargs=True)
             fully_shard(block, reshard_after_forward=not self.gathers_once, **options)
+        for idle in idle_modules(self.model):
+            fully_shard(idle, **options)  # no pass reaches it, so it is never gathered
         fully_shard(self, **options)
 
     def forward(
@@ -203,21 +206,27 @@ class Policy(nn.Module):
         """
         for name, weight in unshard(self._published(without), self.device, self.dtype):
             yield from self.form.tensors(name, weight)
-        for name, buffer in self._published_buffers():
+        for name, buffer in self._published_buffers(without):
             yield from self.form.tensors(name, buffer)
 
     def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """This rank's own rows of each weight but those named `without`, which may be none, or all of one that is not
         sharded; times their scale and not rounded to `model.dtype` yet. No communication. What is yielded is to be
         copied, not written to."""
-        for name, parameter, scale in self._published():
-            if name not in without:
-                local = own_rows(parameter)
-                yield name, local if scale == 1.0 else local * scale
+        for name, parameter, scale in self._published(without):
+            local = own_rows(parameter)
+            yield name, local if scale == 1.0 else local * scale
 
     def replicated_names(self) -> frozenset[str]:
         """The names of `weight_specs` whose weights every rank holds whole."""
         return frozenset(name for name, p, _ in self._published() if not is_sharded(p))
+
+    def unsent_by_rows(self) -> str:
+        """The first weight or buffer of which a server gets something else than the ranks' own rows; empty if none."""
+        sent = [name for name, _, _ in self._published()]
+        return next((name for name in sent if name in self.form.changed), "") or next(
+            (name for name, _ in self._published_buffers()), ""
+        )
 
     def weight_specs(self) -> list[Spec]:
         """Name, shape and dtype of what `full_weights` yields; no communication."""
@@ -229,11 +238,16 @@ class Policy(nn.Module):
         """What a server gets: the adapter of a model that has one, else all weights but those `without`."""
         whole = self.model.named_parameters()  # a tied head is listed once, as the embedding
         every = list(factors(self.model)) or [Factor(name, parameter, 1.0) for name, parameter in whole]
-        return [each for each in every if each.name not in without]
+        return [each for each in every if not self._held(each.name, each.parameter, without)]
 
-    def _published_buffers(self) -> list[tuple[str, Tensor]]:
+    def _published_buffers(self, without: Collection[str] = ()) -> list[tuple[str, Tensor]]:
         """What a server gets besides: the buffers that the model's files hold; with an adapter it reads them itself."""
-        return [] if self.lora else loading.persistent_buffers(self.model)
+        every = [] if self.lora else loading.persistent_buffers(self.model)
+        return [(name, buffer) for name, buffer in every if not self._held(name, buffer, without)]
+
+    def _held(self, name: str, weight: Tensor, names: Collection[str]) -> bool:
+        """Whether `names`, as files have them, are those of the weight `name`."""
+        return bool(names) and all(held in names for held, _ in self.form.shapes(name, weight.shape))
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The adapter's whole matrices, neither rounded nor scaled: float32, names as `full_weights`; a collective
@@ -241,9 +255,12 @@ class Policy(nn.Module):
         return unshard((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
 
     def frozen_names(self) -> frozenset[str]:
-        """The names of `weight_specs` whose weights are never trained (`model.freeze`): whole modules. The files hold
-        these under the same names: they are of models in PROVEN."""
-        return frozenset(name for name, p, _ in self._published() if not p.requires_grad)
+        """The names of `weight_specs` whose weights are never trained: by `model.freeze`, which are whole modules, and
+        in idle parts, their buffers too."""
+        idle = idle_names(self.model)
+        every: list[tuple[str, Tensor]] = [(name, p) for name, p, _ in self._published() if not p.requires_grad]
+        every += [(name, buffer) for name, buffer in self._published_buffers() if name in idle]
+        return frozenset(held for name, x in every for held, _ in self.form.shapes(name, x.shape))
 
     @property
     def counts(self) -> bool:

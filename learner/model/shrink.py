@@ -11,9 +11,10 @@ import re
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from learner.model import loading
+from learner.model import idle_parts, loading
 
 GAIN = 3.0
 """Standard deviation of random activations: large enough that a softcap of 50 has an effect."""
@@ -26,11 +27,17 @@ SHORTER = re.compile("window|chunk|local|index_topk$")
 NARROWER = re.compile(r"(intermediate_size|ffn_hidden_size|ffn?_dim|dim_ff|feed_forward_size|dff)(_mlp)?$")
 """Names of widths between two matrices of a block."""
 NARROW, NARROW_EXPERT = 64, 32
+DEPTH = re.compile(r"^(num_hidden_layers|depth|num_layers|(encoder|decoder)_layers|encoder_depth)$")
+"""Names of numbers of layers."""
+HEADS = ("num_attention_heads", "num_heads", "attention_heads", "num_key_value_heads")
+"""Names of numbers of heads."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts")
 MOST_EXPERTS, MOST_CHOSEN = 8, 2
 LESS = {"q_lora_rank": 48, "n_group": 2, "topk_group": 1, "mamba_n_groups": 1, "mamba_num_heads": 4, "n_groups": 2}
 """The most of some other sizes."""
+SAME = ("block_dim", "conv_dim", "conv_dim_out")
+"""Names of the width of the model: LFM2's files name it several times, and vLLM reads those names."""
 UNMOVED = ("A_log", "dt_bias", "D")
 """Last words of the names of vectors that a state space model cannot have at random."""
 UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -55,9 +62,13 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
     _narrow(narrow.get_text_config())
     _set_single_layers(narrow.get_text_config(), own)
     _set_single_layers(text, own, shrunk=False)
-    if loading.sees(narrow):
+    if not idle_parts.nests_text(config):
+        return narrow if _runs(narrow, trusted) else short
+    if idle_parts.sees(narrow):
         _narrow_tower(narrow.vision_config, narrow.get_text_config().hidden_size)
-    return narrow if _runs(narrow, trusted) else short
+        return narrow if _runs(narrow, trusted) else short
+    smaller = (_with_idle(each, narrowed) for each in (narrow, short) for narrowed in (True, False))
+    return next((each for each in smaller if each is not None and _runs(each, trusted)), short)
 
 
 def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
@@ -104,6 +115,9 @@ def _narrow(text: Any) -> None:
             setattr(text, name, min(value, MOST_CHOSEN if name in CHOSEN else MOST_EXPERTS))
         elif name in LESS:
             setattr(text, name, min(value, LESS[name]))
+    for name in SAME:
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, text.hidden_size)
     _narrow_state(text)
 
 
@@ -133,6 +147,38 @@ def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:
     if isinstance(getattr(tower, "depth", None), int):  # the two architectures with known images
         tower.hidden_size, tower.num_heads = 2 * (tower.hidden_size // tower.num_heads), 2
         tower.depth, tower.intermediate_size, tower.out_hidden_size = 1, NARROW, width
+
+
+def _with_idle(config: PreTrainedConfig, narrowed: bool) -> PreTrainedConfig | None:
+    """Return a copy whose idle parts have one layer, and with `narrowed` a narrow one; None if transformers refuses it.
+    Text passes none of them."""
+    shrunk = copy.deepcopy(config)
+    text = shrunk.get_text_config()
+    for key in shrunk.sub_configs:
+        if (part := getattr(shrunk, key)) is not None and part is not text:
+            _shrink_idle(part, narrowed)
+    try:  # some configs derive a part's sizes from another part's when they are read
+        return type(shrunk).from_dict(shrunk.to_dict())
+    except (StrictDataclassError, *UNUSABLE):
+        return None
+
+
+def _shrink_idle(part: Any, narrowed: bool) -> None:
+    heads = next((x for key in HEADS if isinstance(x := getattr(part, key, None), int)), 0)
+    depths = {value for name, value in vars(part).items() if type(value) is int and DEPTH.search(name)}
+    for name, value in list(vars(part).items()):
+        if isinstance(value, PreTrainedConfig):
+            _shrink_idle(value, narrowed)
+        elif isinstance(value, list | tuple) and len(value) in depths:
+            setattr(part, name, value[:1])
+        elif type(value) is int and DEPTH.search(name):
+            setattr(part, name, min(value, 1))
+        elif narrowed and type(value) is int and NARROWER.search(name):
+            setattr(part, name, min(value, NARROW))
+        elif narrowed and heads and type(value) is int and name in HEADS:
+            setattr(part, name, 2)
+        elif narrowed and heads and type(value) is int and name in ("hidden_size", "embed_dim", "d_model"):
+            setattr(part, name, 2 * (value // heads))
 
 
 def size_of(config: PreTrainedConfig, trusted: bool) -> int:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from learner.model.idle_parts import idle_names, sees
+
 PATCHES_PER_TOKEN = 2
 """Patches that a microbatch may have, times its budget of tokens: a token of an image is 4 patches, so images may fill
 half of a row. A sample that has more gets a microbatch of its own."""
@@ -76,10 +78,8 @@ def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) 
 
 
 def tower_of(model: PreTrainedModel) -> nn.Module | None:
-    """The module that turns patches into features; None for a text model."""
-    tower = getattr(getattr(model, "model", None), "visual", None)
-    assert tower is None or isinstance(tower, nn.Module)
-    return tower
+    """The module that turns patches into features; None for a model whose images are not trained."""
+    return model.model.visual if sees(model.config) else None  # type: ignore[no-any-return]
 
 
 def mergers(tower: nn.Module) -> list[nn.Module]:
@@ -88,7 +88,11 @@ def mergers(tower: nn.Module) -> list[nn.Module]:
 
 
 def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
-    """Take the gradient from the parts that `model.freeze` names: `projector`, and `vision`, the tower without it."""
+    """Take the gradient from the parts that `model.freeze` names: `projector`, and `vision`, the tower without it; and
+    from all that text does not pass where images are not trained."""
+    for name in idle_names(model):
+        if isinstance(idle := model.get_parameter_or_buffer(name), nn.Parameter):
+            idle.requires_grad_(False)
     tower = tower_of(model)
     if tower is None or not parts:
         return

@@ -35,7 +35,7 @@ def collect(policy: Policy) -> dict[str, Tensor]:
         return {}
     keep = dist.get_rank() == 0
     whole = policy.adapter() if policy.lora else policy.full_weights()
-    proven = policy.model.config.get_text_config().model_type in PROVEN
+    proven = policy.model.config.model_type in PROVEN
     named = (held for name, x in whole if keep for held in (in_files(name, x) if proven else [(name, x)]))
     return {name: tensor.cpu().clone() for name, tensor in named}
 

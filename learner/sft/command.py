@@ -36,6 +36,7 @@ from learner.drain import Stopping
 from learner.mesh import process_group, shards
 from learner.model import flops, loading
 from learner.model.exactness import check_exact
+from learner.model.idle_parts import sees
 from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory, memory_budget
 from learner.model.policy import Policy
 from learner.record.metrics import Metrics
@@ -78,7 +79,7 @@ def known(config: Config) -> Config:
     """`config` with what only the model's own config says where `model.path` is a name on the hub. Raises ConfigError
     for a model that reads images."""
     model = loading.read_config(config.model)
-    if loading.sees(model):
+    if sees(model):
         problem = "reads images, and supervised fine-tuning trains text models only"
         raise ConfigError([f"model.path: {config.model.path} {problem}; name another"])
     positions = usable_positions(model.get_text_config().to_dict())

@@ -1,17 +1,24 @@
 """Finds out why vLLM's engine process did not start, so that the server is not restarted if that cannot help.
 
 The engine process logs the exception and ends; the front process learns only that it ended. A handler of vLLM's logger
-writes the exception to a file. A forked process inherits the handler (servers on a CPU); a spawned process (servers
-with GPUs) does not, so nothing is known of its failure. Used by `vllm_engine.py`; waits for nothing.
+writes the exception to a file. A forked process inherits the handler; a spawned one, as vLLM 0.32 starts on a CPU too,
+adds it when it imports the worker's extension, and finds the file in a variable of its environment. Used by
+`vllm_engine.py` and `worker.py`; waits for nothing.
 """
 
 import logging
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from configs.load import ConfigError
 from rollout.engine.door.leant_on import LOGGER
+
+FILE = "HEADRACE_START_FAILURE"
+"""Variable with the name of the file, while an engine starts."""
+FINAL = (NotImplementedError, ValueError, AttributeError, ImportError, KeyError, TypeError)
+"""Errors of vLLM's code about a model: a config without a key that it reads raises AttributeError."""
 
 
 @contextmanager
@@ -20,6 +27,7 @@ def final_failures() -> Iterator[None]:
     with tempfile.NamedTemporaryFile("r", prefix="headrace-", encoding="utf-8") as file:
         handler, logger = ReasonFile(file.name), logging.getLogger(LOGGER)
         logger.addHandler(handler)
+        os.environ[FILE] = file.name
         try:
             yield
         except RuntimeError as error:
@@ -29,6 +37,14 @@ def final_failures() -> Iterator[None]:
             raise
         finally:
             logger.removeHandler(handler)
+            os.environ.pop(FILE, None)
+
+
+def report_final_failures() -> None:
+    """Write the final reason of this process, an engine's, to the file that the process which spawned it reads."""
+    name, logger = os.environ.get(FILE), logging.getLogger(LOGGER)
+    if name and not any(isinstance(handler, ReasonFile) for handler in logger.handlers):
+        logger.addHandler(ReasonFile(name))
 
 
 class ReasonFile(logging.Handler):
@@ -50,4 +66,4 @@ class ReasonFile(logging.Handler):
 def is_final(error: BaseException) -> bool:
     """Whether each start would end with `error`: vLLM does not support the model's shape or a key's value. Errors about
     memory are not final: another process may hold the memory and end."""
-    return isinstance(error, NotImplementedError | ValueError) and "memory" not in str(error).lower()
+    return isinstance(error, FINAL) and "memory" not in str(error).lower()

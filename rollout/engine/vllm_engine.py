@@ -22,7 +22,7 @@ from buffer.wire.awake import wait_awake
 from configs.entrypoint import blocked
 from configs.load import ConfigError
 from configs.schema import Config
-from rollout.engine.arguments import engine_arguments, environment, on_cpu, unserved_heads
+from rollout.engine.arguments import engine_arguments, environment, on_cpu, unserved_shapes
 from rollout.engine.door.vllm_client import (
     AsyncEngineArgs,
     AsyncLLM,
@@ -41,6 +41,7 @@ from rollout.engine.lora.adapter_folder import NUMBER
 from rollout.engine.scheduling.record import unpack
 from rollout.engine.scheduling.scheduler import Reports
 from rollout.engine.start_failure import final_failures
+from rollout.engine.windows import window_override
 from rollout.errors import EngineDead, EngineError, EpisodeError
 from rollout.tasks.trajectory import Completion, PlacedImage
 
@@ -71,9 +72,10 @@ class Engine:
         """Start vLLM with dummy weights, or with the base of an adapter that does nothing: load real ones before
         generating. Raises ConfigError, EngineDead."""
         cpu = on_cpu(config)
-        if problems := list(unserved_heads(config, cpu)):
+        if problems := list(unserved_shapes(config, cpu)):
             raise ConfigError(problems)
         arguments = engine_arguments(config, seed, cpu, ImageFormat.of(config.model.path, config.data))
+        arguments["hf_overrides"] = window_override(config.model.path) | arguments["hf_overrides"]
         for key, value in environment(cpu).items():
             os.environ.setdefault(key, value)
         engine = await cls.launch(arguments)

@@ -19,6 +19,9 @@ from rollout.engine.door.vllm_worker import AsyncModelRunnerOutput, ModelRunnerO
 from rollout.engine.experts.expert_kernels import refusal
 from rollout.engine.lora.adapter_load import AdapterLoad
 from rollout.engine.model_load import ModelLoad
+from rollout.engine.start_failure import report_final_failures
+
+report_final_failures()  # vLLM's engine process imports this module before it builds the model
 
 
 class WorkerExtension:

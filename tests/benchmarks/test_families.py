@@ -1,4 +1,4 @@
-"""Every family of text models is trained exactly, or refused by name before anything starts: none wrongly, and none
+"""Every family of models is trained exactly, or refused by name before anything starts: none wrongly, and none
 with a traceback. One process, and two ranks beside it, for all families of a lane."""
 
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from tests.harness.world import alone
 FAST = (
     *("llama 3.1 (llama3 rope)", "mistral 0.1 (window)", "gemma3_text", "gemma2", "qwen3_moe"),
     *("granite 3 (multipliers)", "qwen3_5_text", "lfm2 with convolutions", "gpt_oss", "deepseek_v3 without groups"),
+    *("mistral3", "internvl", "qwen2_vl"),
 )
 
 

@@ -30,7 +30,7 @@ def test_a_row_has_the_largest_differences_of_its_column() -> None:
     assert "| llama | `llama` | 5e-06, 2e-05 | no | 4e-06 | – | – | – |" in trained
     assert r"| odd | it has a\|b; a &lt;part> |" in refused
     assert "| faulty | two ranks = one: two differ |" in refused
-    assert "3 families and variants of text models were tried: **1 are trained exactly**, the other 2 are" in trained
+    assert "3 families and variants were tried: **1 are trained exactly**, the other 2 are" in trained
     assert "With torch 2.13, transformers 5.19, 2026-11-27." in trained
 
 

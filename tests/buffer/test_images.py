@@ -225,7 +225,6 @@ def test_a_text_model_has_no_format(tmp_path):
 @pytest.mark.parametrize(
     ("config", "processor", "says"),
     [
-        ({"model_type": "llava", "vision_config": VISION}, PROCESSOR, "llava has vision.* qwen2_5_vl and qwen3_vl"),
         (CONFIG, {}, "says shortest_edge"),
         ({"model_type": "qwen2_5_vl", "vision_config": VISION}, PROCESSOR, "says image_token_id"),
         (CONFIG, PROCESSOR | {"min_pixels": 2_000_000}, "data.min_pixels: 2000000 of the model itself is more than"),

@@ -22,7 +22,9 @@ def config(folder: Path, model: dict[str, object], *overrides: str) -> Config:
     return load([*needed, *(f"--{one}" for one in overrides)])
 
 
-RULE = "servers load policies into the experts of qwen3_moe only; use such a model"
+ON_CPU = "servers load policies into the experts of qwen3_moe, and on a CPU of glm4_moe, mixtral, olmoe, qwen2_moe only"
+RULE = f"{ON_CPU}; use such a model"
+CUDA = "rollout.device=cuda"
 CANNOT = "with which policies cannot be loaded into the 128 experts of MODEL;"
 ENGINE, TRUE = "rollout.engine", "rollout.routing_replay: true"
 
@@ -30,7 +32,12 @@ ENGINE, TRUE = "rollout.engine", "rollout.routing_replay: true"
 @pytest.mark.parametrize(
     ("model", "overrides", "line"),
     [
-        ({**QWEN, "model_type": "olmoe"}, [], f"model.path: MODEL is of type olmoe, and {RULE}"),
+        ({**QWEN, "model_type": "olmoe"}, [CUDA], f"model.path: MODEL is of type olmoe, and {RULE}"),
+        (
+            {**QWEN, "model_type": "minimax_m2"},
+            ["rollout.device=cpu"],
+            f"model.path: MODEL is of type minimax_m2, and {RULE}",
+        ),
         ({"model_type": "dbrx", "n_routed_experts": 64}, [], f"model.path: MODEL is of type dbrx, and {RULE}"),
         (
             {"model_type": "gemma4", "text_config": {"num_experts": 128, "num_experts_per_tok": None}},
@@ -79,6 +86,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, model, overrides, line):
     ("model", "overrides"),
     [
         (QWEN, [REPLAY, "rollout.engine.moe_backend=triton"]),
+        ({**QWEN, "model_type": "olmoe"}, ["rollout.device=cpu"]),
+        ({**QWEN, "model_type": "mixtral"}, []),
         (DENSE, ["rollout.engine.enable_expert_parallel=true", "rollout.engine.quantization=fp8"]),
         ({}, [REPLAY]),
     ],

@@ -95,6 +95,7 @@ def test_a_model_that_sees(model: Path) -> None:
     for file in model.glob("*.safetensors"):
         file.unlink()
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {}}))
     run = config(f"model.path={model}", "model.freeze=[vision]", "data.max_images=2")
     assert model_facts(str(model)).tower == 1500 and model_facts(str(model)).parameters == 1507
     (line,) = (line for line in explain(run) if line.startswith("images:"))
@@ -104,6 +105,19 @@ def test_a_model_that_sees(model: Path) -> None:
     sizes = "3 kB on each server and {} kB of the learner's state, besides its activations"
     for run, state in ((free, 24), (adapted, 3)):
         assert sizes.format(state) in "\n".join(explain(run))
+
+
+def test_a_model_that_is_trained_on_text_alone(model: Path) -> None:
+    names = {"vision_tower.weight": [500_000], "projector.weight": [250_000], "language_model.norm.weight": [7]}
+    header = json.dumps({name: {"shape": shape} for name, shape in names.items()}).encode()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    for file in model.glob("model-*.safetensors"):
+        file.unlink()
+    (model / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}, "vision_config": {}}))
+    lines = list(explain(config(f"model.path={model}")))
+    (line,) = (line for line in lines if line.startswith("text alone:"))
+    assert "750 k of the parameters are idle" in line and "3 MB of the learner's state" in line
+    assert not any(line.startswith("images:") for line in lines)
 
 
 def test_a_microbatch_holds_whole_samples() -> None:

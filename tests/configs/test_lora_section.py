@@ -143,7 +143,9 @@ def known(tmp_path: Path) -> Path:
     block |= {"input_layernorm.weight": (4,), "mlp.experts.0.down_proj.weight": (4, 8)}
     tensors = {f"model.layers.{number}.{name}": shape for number in range(2) for name, shape in block.items()}
     tensors |= {"model.embed_tokens.weight": (100, 4), "model.visual.blocks.0.mlp.fc.weight": (3, 3)}
-    return header(tmp_path / "model", tensors)
+    folder = header(tmp_path / "model", tensors)
+    (folder / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')
+    return folder
 
 
 def test_targets_that_the_model_lacks_are_refused(known: Path) -> None:

@@ -35,6 +35,11 @@ def cpu_head_sizes() -> Iterator[int]:
             yield from (each.value for each in line.value.elts if isinstance(each, ast.Constant))  # type: ignore[misc]
 
 
+def attention_of_cohere() -> ast.AST | None:
+    """The attention of Cohere's models, which makes windows of its own; None without vLLM."""
+    return definition("vllm.model_executor.models.commandr.CohereAttention")
+
+
 def definition(path: str) -> ast.AST | None:
     """A definition in the installed vLLM; None if there is none, or no vLLM."""
     source = installed()

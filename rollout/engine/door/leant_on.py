@@ -202,7 +202,7 @@ FRONT = (
         " kv_cache_memory_bytes max_num_batched_tokens max_cudagraph_capture_size hf_overrides skip_tokenizer_init"
         " logprobs_mode worker_extension_cls scheduler_cls disable_log_stats enable_lora max_loras max_lora_rank"
         " lora_target_modules compilation_config limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb"
-        " mm_device_do_normalize? data_parallel_size pipeline_parallel_size kv_transfer_config",
+        " mm_device_do_normalize? language_model_only? data_parallel_size pipeline_parallel_size kv_transfer_config",
     ),
     Need(
         "vllm.config.model.ModelConfig",
@@ -221,6 +221,7 @@ FRONT = (
     Need(API_SERVER, "reward servers are vLLM's own"),
     Need("vllm.tool_parsers._TOOL_PARSERS_TO_REGISTER", "unknown parsers are refused before the start"),
     Need("vllm.reasoning._REASONING_PARSERS_TO_REGISTER", "unknown parsers are refused before the start"),
+    Need("vllm.model_executor.models.commandr.CohereAttention", "its windows are found one token longer"),
     Need(
         "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend",
         "heads that a CPU cannot serve are refused before the start",

@@ -14,6 +14,8 @@ from rollout.engine.door.vllm_worker import RoutedExperts
 
 MODELS = ("Qwen3MoeForCausalLM",)
 """vLLM's classes of models with experts whose reload was compared with transformers."""
+MODELS_ON_CPU = ("Glm4MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM")
+"""Classes whose reload was compared on a CPU only (`configs.checks.EXPERTS_ON_CPU`)."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
 """vLLM's kernels for unquantised experts with which it was. Others keep the halves of gate_up in another order, or
@@ -31,8 +33,9 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
     for field in ("enable_expert_parallel", "enable_eplb"):
         if getattr(parallel, field):
             return f"rollout.engine.{field}: no policy can be loaded into experts that are spread over GPUs; remove it"
-    name, what = type(model).__name__, f"policies were tried on {', '.join(MODELS)} only"
-    if name not in MODELS or not layers:
+    known = (*MODELS, *MODELS_ON_CPU) if vllm_config.device_config.device_type == "cpu" else MODELS
+    name, what = type(model).__name__, f"policies were tried on {', '.join(known)} only"
+    if name not in known or not layers:
         return f"model.path: vLLM's {name} has experts, and {what}; use a model of those"
     methods = {type(layer.quant_method).__name__ for layer in layers} - {METHOD}
     if methods:

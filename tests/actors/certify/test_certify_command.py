@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import AutoConfig
 
 from actors.__main__ import main
 from actors.certify import command
 from configs.certificate import Certificate, Check, judged, read
 from configs.load import ConfigError
+from configs.schema import ModelConfig
 from learner.certify import process
 from tests.harness.certified import tiny_config
 from tests.harness.world import ROOT
@@ -103,11 +105,36 @@ def test_the_command_refuses_by_name(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_a_server_computes_what_the_learner_does(tmp_path: Path) -> None:
-    tiny_config("qwen3").save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", ["qwen3", "cohere2", "gemma3", "olmoe"])
+def test_a_server_computes_what_the_learner_does(kind: str, tmp_path: Path) -> None:
+    """Also with windows that vLLM counts otherwise, with a tower that no server builds, and with experts."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
     done = certified(str(tmp_path), "--server", "--out", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = read(tmp_path / "out.json")
     assert found is not None
     served = [check for check in found.checks if check.what.startswith("server")]
     assert len(served) == 5 and all(check.verdict == "holds" for check in served)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "verdict", "why"),
+    [
+        ("llama", {}, "FAULT", "vLLM does not start with it: Engine core initialization failed"),
+        ("qwen3_5_text", {}, "not compared", "vLLM on a CPU computes gated delta rules in bfloat16 only"),
+        ("llama", {"hidden_size": 96, "head_dim": 48}, "not compared", "vLLM on a CPU serves heads of size 32, 64"),
+    ],
+)
+def test_a_server_that_cannot_start_is_a_line_of_the_table(
+    kind: str, sizes: dict[str, int], verdict: str, why: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from actors.certify import served  # imports vLLM, which takes seconds
+
+    async def fail(config: Any, seed: int) -> Any:
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    monkeypatch.setattr(served.Engine, "start", fail)
+    tiny_config(kind, **sizes).save_pretrained(tmp_path)
+    found = served.with_server(certificate(HOLDS), ModelConfig(path=str(tmp_path)))
+    (check,) = found.checks[1:]
+    assert (check.what, check.verdict) == ("server = learner", verdict) and (check.fault or check.note).startswith(why)

@@ -120,7 +120,7 @@ class Remembers(Looks):
 def test_a_buffer_that_reaches_no_server_is_a_fault(sent: bool, mesh: Any, tmp_path: Path, monkeypatch: Any) -> None:
     Unknown.part = Remembers
     if not sent:
-        monkeypatch.setattr(Policy, "_published_buffers", lambda policy: [])
+        monkeypatch.setattr(Policy, "_published_buffers", lambda policy, without=(): [])
     found = faults(examined(Unknown.config_class(**tiny_config("llama").to_dict()), mesh, NoRanks(), tmp_path))
     assert found.keys() == (set() if sent else {PUSHED, EXPORTED, DISK})
     assert sent or "does not have model.layers.0.mlp.scale and 1" in found[PUSHED]

@@ -18,9 +18,11 @@ from rollout.engine.arguments import (
     engine_arguments,
     on_cpu,
     problems,
-    unserved_heads,
+    unserved_shapes,
     vllm_fields,
 )
+from rollout.engine.windows import window_override
+from rollout.errors import EngineDead
 from tests.harness.tiny_experts import tiny_experts
 
 UNKNOWN = "rollout.engine.{}: vLLM's AsyncEngineArgs has no such field"
@@ -251,13 +253,64 @@ def test_heads_of_another_size_are_refused_before_a_server_starts(tmp_path, shap
     """Each start would fail, after a minute or more."""
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4} | shape))
     run = of_model(tmp_path)
-    (line,) = unserved_heads(run, cpu=True)
+    (line,) = unserved_shapes(run, cpu=True)
     assert line.startswith(f"model.path: {tmp_path}: vLLM on a CPU serves heads of size 32, 64, ")
     assert line.endswith(f"but this model's have {size}; take another model, or servers with GPUs")
-    assert not list(unserved_heads(run, cpu=False))
+    assert not list(unserved_shapes(run, cpu=False))
+
+
+def test_delta_rules_in_float32_are_refused_before_a_server_on_a_cpu_starts(tmp_path):
+    """vLLM's kernel asserts bfloat16, and the server would die at its first step."""
+    text = {"model_type": "qwen3_5_text", "linear_num_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    run = of_model(tmp_path)
+    (line,) = unserved_shapes(run, cpu=True)
+    assert line.endswith("in bfloat16 only, and model.dtype is float32; set it to bfloat16, or take servers with GPUs")
+    half = run.model_copy(update={"model": run.model.model_copy(update={"dtype": "bfloat16"})})
+    assert not list(unserved_shapes(run, cpu=False)) and not list(unserved_shapes(half, cpu=True))
+
+
+@pytest.mark.parametrize(
+    "text", [{"model_type": "lfm2"}, {"model_type": "lfm2_vl", "text_config": {"model_type": "lfm2"}}]
+)
+def test_a_model_that_vllm_computes_otherwise_on_a_cpu_is_refused_there(tmp_path, text):
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    (line,) = unserved_shapes(of_model(tmp_path), cpu=True)
+    assert "computes other log-probabilities of lfm2 than the learner, by 0.01 nat; take another model" in line
+    assert not list(unserved_shapes(of_model(tmp_path), cpu=False))
+
+
+def test_servers_build_no_tower_for_a_model_that_is_trained_on_text_alone():
+    assert engine_arguments(config(), 0, cpu=True)["language_model_only"] is True
+    with pytest.raises(ConfigError, match=r"rollout.engine.language_model_only: Headrace sets it; remove the key"):
+        check(config(language_model_only=False), files=())
+
+
+async def stopped():
+    raise EngineDead
+
+
+async def test_a_server_of_cohere_sees_as_many_tokens_as_the_learner(tmp_path, monkeypatch):
+    """vLLM 0.32 adds one to the window: log-probabilities of longer samples were 0.06 nat off."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "cohere2", "sliding_window": 512}))
+    from rollout.engine.vllm_engine import Engine  # imports vLLM, which takes seconds
+
+    given = []
+    monkeypatch.setattr(Engine, "launch", lambda arguments: given.append(arguments) or stopped())
+    with pytest.raises(EngineDead):
+        await Engine.start(of_model(tmp_path), 0)
+    assert given[0]["hf_overrides"] == {"head_dtype": "float32", "sliding_window": 511}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "cohere2"}))
+    assert window_override(str(tmp_path)) == {"sliding_window": 4095}
+
+
+@pytest.mark.parametrize(("kind", "window"), [("cohere2", None), ("gemma3_text", 512), ("qwen2", 64)])
+def test_other_windows_are_left_as_they_are(tmp_path, kind, window):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "sliding_window": window}))
+    assert window_override(str(tmp_path)) == {}
 
 
 def test_supported_heads_and_models_of_the_hub_are_accepted(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 2, "hidden_size": 128}))
-    assert not list(unserved_heads(config(), cpu=True)), "the heads of a model on the hub are unknown"
-    assert not list(unserved_heads(of_model(tmp_path), cpu=True))
+    assert not list(unserved_shapes(config(), cpu=True)), "the heads of a model on the hub are unknown"
+    assert not list(unserved_shapes(of_model(tmp_path), cpu=True))

@@ -46,6 +46,10 @@ class OlmoeForCausalLM(Qwen3MoeForCausalLM):
     """Stands for vLLM's."""
 
 
+class MiniMaxM2ForCausalLM(Qwen3MoeForCausalLM):
+    """Stands for vLLM's."""
+
+
 def vllm_config(is_moe: bool = True, lora: object = None, device: str = "cpu", **parallel: bool) -> SimpleNamespace:
     known = {"enable_expert_parallel": False, "enable_eplb": False} | parallel
     return SimpleNamespace(
@@ -61,8 +65,13 @@ def vllm_config(is_moe: bool = True, lora: object = None, device: str = "cpu", *
     [
         (
             OlmoeForCausalLM,
+            vllm_config(device="cuda"),
+            "model.path: vLLM's OlmoeForCausalLM has experts, and policies were tried on Qwen3MoeForCausalLM only",
+        ),
+        (
+            MiniMaxM2ForCausalLM,
             vllm_config(),
-            "model.path: vLLM's OlmoeForCausalLM has experts, and policies",
+            "model.path: vLLM's MiniMaxM2ForCausalLM has experts, and policies were tried on Qwen3MoeForCausalLM, G",
         ),
         (lambda: torch.nn.Linear(1, 1), vllm_config(), "model.path: vLLM's Linear has experts"),
         (
@@ -96,6 +105,7 @@ def test_what_was_never_tried_is_refused(model, config, words):
     ("model", "config"),
     [
         (Qwen3MoeForCausalLM, vllm_config()),
+        (OlmoeForCausalLM, vllm_config()),
         (lambda: Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config()),
         (lambda: torch.nn.Linear(1, 1), vllm_config(is_moe=False)),
         (OlmoeForCausalLM, vllm_config(lora=object())),  # only an adapter is loaded

@@ -130,11 +130,13 @@ def test_a_text_model_is_shown_no_images(config: Config):
         tokens_of(made, {"problem": "<image>?", "images": FILES[:1]})
 
 
-def test_another_architecture_is_refused_by_name_before_anything_starts(config: Config, tmp_path: Path):
-    from rollout.episodes.setup import RolloutSetup
-
+def test_another_architecture_is_shown_text_alone(config: Config, tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
     load_tokenizer(config).save_pretrained(tmp_path)
     other = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
-    with pytest.raises(ConfigError, match=r"model.path: .*: gemma3 has vision, which is known of"):
-        RolloutSetup.load(other, "rollout-0")
+    assert ImageFormat.of(str(tmp_path), other.data) is None
+    with pytest.raises(PromptError, match=r"the row has images, and the model of model.path sees none"):
+        tokens_of(Prompts(load_tokenizer(other), other), {"problem": "<image>?", "images": FILES[:1]})
+    line = r"model.freeze: \[vision\]: .* \(gemma3\) is trained on text alone; remove the key"
+    with pytest.raises(ConfigError, match=line):
+        ImageFormat.of(str(tmp_path), other.data, ("vision",))

@@ -9,7 +9,7 @@ import pytest
 from actors.doctor.run_file import rows_to_try
 from actors.doctor.trial import try_out
 from buffer.data.images import ImageFormat
-from buffer.problems import load_problems
+from buffer.problems import check_images, load_problems
 from configs.load import ConfigError
 from configs.schema import Config, EvalSet
 from rollout import evaluate
@@ -67,12 +67,15 @@ def test_the_trial_shows_the_first_prompt_and_counts_rows_that_cannot_be_shown(r
     assert "gives 1, 0, 1 for empty answers to 3 rows" in str(found.facts)
 
 
-def test_another_architecture_is_refused_when_the_run_file_is_judged(run: Config, tmp_path: Path):
+def test_images_for_another_architecture_are_refused_when_the_run_file_is_judged(run: Config, tmp_path: Path):
     load_tokenizer(run).save_pretrained(tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     other = run.model_copy(update={"model": run.model.model_copy(update={"path": str(tmp_path / "other")})})
-    found = try_out(["prompts"], other, [(0, {"problem": "?"})])
-    assert len(found.refused) == 1 and "llava has vision, which is known of" in found.refused[0]
+    assert try_out(["prompts"], other, [(0, {"problem": "?"})]).refused == []
+    with pytest.raises(
+        ConfigError, match=r"data.train .* \(llava\) is trained on text alone; name a model whose images"
+    ):
+        check_images(other, load_problems(other.data.train, other.data))
 
 
 async def test_models_are_evaluated_on_rows_with_images(run: Config, tmp_path: Path):

@@ -1,0 +1,63 @@
+"""Parts of a multimodal model that text does not pass: its vision or audio tower, and what projects their output.
+
+A multimodal model whose images the learner cannot train (`sees` is false) is trained on text alone. Its decoder,
+embeddings and head learn; every other part is idle: it is frozen, never computed, sharded by itself so that no pass
+gathers it, sent once to each server, and written to each export as it was read. Whether text passes nothing else is
+tried (`exactness.py`): a weight that text does need would have a gradient in transformers' own model. Used by
+`loading.py`, `vision.py`, `policy.py` and `memory.py`; waits for nothing.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from configs.architecture import SEEING
+
+
+def sees(config: Any) -> bool:
+    """Whether a model's config is of a vision-language model whose images are trained."""
+    return config.model_type in SEEING
+
+
+def nests_text(config: Any) -> bool:
+    """Whether a model's config is of a multimodal model: it has a config of its text model among others."""
+    return config.get_text_config() is not config
+
+
+def idle_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The largest modules of `model` that have weights and no weight that text passes. Example: tower and projector."""
+    if not _has_idle(model):
+        return []
+    used = _used(model)
+
+    def found(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            held = {id(parameter) for parameter in child.parameters()}
+            if held and not held & used:
+                yield child
+            elif held - used:
+                yield from found(child)
+
+    return list(found(model))
+
+
+def idle_names(model: PreTrainedModel) -> frozenset[str]:
+    """Names of all idle parameters and buffers; empty for a text model, and for one whose images are trained."""
+    if not _has_idle(model):
+        return frozenset()
+    used, inside = _used(model), {id(module) for part in idle_modules(model) for module in part.modules()}
+    owners = ((name, module) for name, module in model.named_modules() if id(module) in inside)
+    buffers = {f"{name}.{key}" for name, module in owners for key, _ in module.named_buffers(recurse=False)}
+    return frozenset(buffers | {name for name, parameter in model.named_parameters() if id(parameter) not in used})
+
+
+def _has_idle(model: PreTrainedModel) -> bool:
+    return nests_text(model.config) and not sees(model.config)
+
+
+def _used(model: PreTrainedModel) -> set[int]:
+    """The parameters that text passes, by `id`."""
+    parts = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
