@@ -75,7 +75,7 @@ VALUES_ELSEWHERE = {
         "grpo": "GRPO's is group_std, with algorithm.loss: ppo",
         "dr_grpo": "Dr. GRPO's is group_mean",
         "rloo": "RLOO's is leave_one_out",
-        "gae": "there is no critic; group_mean takes the mean reward of a group as baseline",
+        "ppo": "PPO's is gae, with algorithm.loss: ppo",
     },
     "algorithm.aggregation": {
         "token-mean": "verl's token-mean is token",

@@ -14,6 +14,7 @@ from typing import Any
 from actors.doctor.run_file import gpus_needed
 from buffer.images import ImageFormat
 from configs.checks import max_sample_tokens
+from configs.critic import keeps_critic
 from configs.flow.cards import CARDS, Card
 from configs.flow.decoding import ServedModel, StepTime, step_time
 from configs.flow.kv_room import KvRoom, kv_room
@@ -191,9 +192,13 @@ def train_seconds(config: Config, peak: float, settled: Settled) -> float:
     prompts = batch.groups * (1 if config.learner.share_prompts else batch.samples)
     answers = batch.groups * batch.samples
     squares = prompts * SQUARES * prompt**2 + answers * (SQUARES * answer**2 + 2 * prompt * answer)
-    flops = sizes_of(config.model).costs.total(prompts * prompt + answers * answer, answers * answer, squares)
+    costs, tokens = sizes_of(config.model).costs, prompts * prompt + answers * answer
+    flops = costs.total(tokens, answers * answer, squares)
     forward_passes = needs_reference(config.algorithm) + needs_first_pass(config.algorithm)
-    each = flops * (1 + forward_passes / 3) * speed.step_time(settled.learner)
+    flops *= 1 + forward_passes / 3
+    if keeps_critic(config):  # a pass that judges, then its steps; a value head costs nothing
+        flops += costs.total(tokens, 0, squares) * (1 / 3 + config.algorithm.critic.updates)
+    each = flops * speed.step_time(settled.learner)
     return each / (settled.learner.ranks * peak * MFU)
 
 

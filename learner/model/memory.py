@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from configs.checks import max_sample_tokens
+from configs.critic import STATE_BYTES, keeps_critic
 from configs.load import ConfigError
 from configs.publishing import COPIES_SHARE, held, publishes_rows, remedy
 from configs.schema import Config, LearnerConfig, ModelConfig
@@ -28,6 +29,7 @@ from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
+from learner.model.value_head import replace_head
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
 
 log = logging.getLogger(__name__)
@@ -122,13 +124,14 @@ def choose_gather(
     tokens: int,
     reference: bool = False,
     sends: int = 0,
+    critic: bool = False,
 ) -> LearnerConfig:
     """`learner` with its `gather: auto` decided, and logged, for a rank with `memory` bytes (None: on CPU) and
     microbatches of at least `tokens`. The other arguments as in `estimate`."""
     if learner.gather != "auto":
         return learner
     ways = [learner.model_copy(update={"gather": gather}) for gather in ("pass", "batch")]
-    each, once = (estimate(model, way, shards, reference, sends) for way in ways)
+    each, once = (estimate(model, way, shards, reference, sends, critic) for way in ways)
     more = once.total(tokens) - each.total(tokens)
     if memory is None:
         room = True
@@ -159,7 +162,7 @@ def budget_in(
     too small.
     """
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
-    expected = estimate(config.model, config.learner, shards, reference, sends)
+    expected = estimate(config.model, config.learner, shards, reference, sends, keeps_critic(config))
     if available is None:
         return expected, max(AUTO_TOKENS_ON_CPU, least) if wanted == "auto" else wanted
     budget = min(expected.fit(int(SHARE * available)), share_of_batch(config)) if wanted == "auto" else wanted
@@ -189,12 +192,18 @@ def check_copies(expected: Estimate, available: int, config: Config, shards: int
 
 
 def estimate(
-    model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False, sends: int = 0
+    model: ModelConfig,
+    learner: LearnerConfig,
+    shards: int,
+    reference: bool = False,
+    sends: int = 0,
+    critic: bool = False,
 ) -> Estimate:
     """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too.
     `sends`: over how many ranks the copies for the servers are spread, of which this GPU holds a share
-    (`learner.weights.buckets.DoubleBuffer`); 0: it holds none. As in
-    `Policy`, keys that are still `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
+    (`learner.weights.buckets.DoubleBuffer`); 0: it holds none. `critic`: one is trained too; its gradients come
+    after the policy's are gone, and its passes keep no more than the policy's. As in `Policy`, keys that are still
+    `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
     size, width = sizes_of(model), getattr(torch, model.dtype).itemsize
     held, parameters, trained = size.held, size.parameters, size.trained
     block, changed, root = size.block, size.changed, size.parameters - size.blocks
@@ -208,6 +217,8 @@ def estimate(
         "gradients": 4 * trained * on_gpu // shards,
         "optimizer": 8 * trained * on_gpu // shards,
     }
+    if critic:
+        always["critic"] = STATE_BYTES * size.critic // shards
     if once:  # whole until the last backward pass, in which shards take their place
         always["gradients"] = 4 * trained
     if sends:  # twice what is trained, once what is frozen; of a model with an adapter, the adapter alone
@@ -268,6 +279,8 @@ class ModelSizes:
     """Bytes per patch that are kept outside of the tower's blocks."""
     softcap: bool = False
     """Whether the head bends its logits."""
+    critic: int = 0
+    """Parameters of a critic: of a value head in place of an output embedding that is not tied."""
 
 
 def sizes_of(model: ModelConfig) -> ModelSizes:
@@ -306,7 +319,14 @@ def _sizes_of(written: str, config_json: str) -> ModelSizes:
         trained,
         ends,
         Epilogue.of(empty.config).softcap is not None,
+        _critic_parameters(empty),
     )
+
+
+def _critic_parameters(empty: PreTrainedModel) -> int:
+    """Replaces the head of `empty`, so that it must be counted before."""
+    replace_head(empty)
+    return int(empty.num_parameters())
 
 
 def _text_trace(empty: PreTrainedModel, model: ModelConfig) -> Traced:
