@@ -177,7 +177,9 @@ def test_the_quickstart_of_an_adapter_differs_in_what_is_trained_only():
 def test_the_run_file_with_a_critic_differs_in_the_algorithm_only():
     plain, valued = (load([str(QUICKSTART), *more]) for more in ([], [str(QUICKSTART.with_name("ppo.yaml"))]))
     check(valued, files=())
-    assert valued.algorithm.advantage == "gae" and valued.algorithm.loss == "ppo" and valued.algorithm.critic.updates > 1
+    assert (
+        valued.algorithm.advantage == "gae" and valued.algorithm.loss == "ppo" and valued.algorithm.critic.updates > 1
+    )
     assert valued.model_copy(update={"algorithm": plain.algorithm}) == plain
 
 
