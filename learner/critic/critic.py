@@ -60,9 +60,8 @@ class Critic:
         """Whether the policy is to stay as it is in the step from `version`; logged once in a process."""
         last = self.config.warmup_versions
         if version < last and not self._announced:
-            log.info(
-                "critic warm-up: from version %d to %d the critic learns, and the policy stays as it is", version, last
-            )
+            line = "critic warm-up: from version %d to %d the critic learns, the policy stays as it is"
+            log.info(line, version, last)
             self._announced = True
         return version < last
 
