@@ -179,8 +179,9 @@ def test_across_numbers_of_ranks(tmp_path: Path, mesh) -> None:
 
 
 def test_in_warm_up_the_critic_learns_and_the_policy_stays(tmp_path: Path, mesh, caplog) -> None:
-    model, config = tiny_model(tmp_path), gae(warmup_versions=5, lr=1e-3)
-    policy, critic = policy_of(model, mesh), critic_of(model, mesh, config.critic)
+    model, config = tiny_model(tmp_path), gae(warmup_versions=5)
+    slow = valued.LEARNER.model_copy(update={"lr": 1e-3})
+    policy, critic = policy_of(model, mesh), critic_of(model, mesh, config.critic, slow)
     algorithm = actor_critic(policy, critic, 200, config, held=5)
     before, of_critic = world.weights(policy), world.weights(critic.body)
     with caplog.at_level(logging.INFO):

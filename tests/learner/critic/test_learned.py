@@ -99,7 +99,7 @@ def test_a_policy_learns_with_it(tmp_path: Path, mesh: Any, loss: str) -> None:
     algorithm, sampler, rewards = actor_critic(policy, critic, 10**4, config, held=2), plain(model), []
     for version in range(24):
         sampler.load_state_dict(weights(policy))
-        prompts = draw.integers(0, 64, 32)
+        prompts = draw.integers(0, 8, 32)
         entries = answered(sampler, prompts, version, lambda prompt, answer: float(prompt % 2 == answer % 2), draw)
         figures = algorithm.step(policy, cut(entries, version, [len(entries)], 0))
         rewards.append(figures["reward/mean"])
