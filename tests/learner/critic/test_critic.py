@@ -24,7 +24,7 @@ TOLERANCE = 2e-5
 OPTIONS = [
     {},
     {"gamma": 0.9, "gae_lambda": 0.5, "whiten": False},
-    {"gamma": 0.5, "gae_lambda": 0.0},
+    pytest.param({"gamma": 0.5, "gae_lambda": 0.0}, marks=pytest.mark.long),
 ]
 
 
@@ -128,21 +128,21 @@ def test_a_dummy_reaches_every_parameter_with_zeros(tmp_path: Path, mesh) -> Non
 
 
 @pytest.mark.xdist_group("ranks")
-def test_two_ranks_are_one(tmp_path: Path, mesh) -> None:
+@pytest.mark.parametrize("cuts", [[15, 9], pytest.param([24, 0], marks=pytest.mark.long)], ids=str)
+def test_two_ranks_are_one(tmp_path: Path, mesh, cuts: list[int]) -> None:
     """Sharded and copied, gathered in each pass and once a batch; and a rank without any sample."""
     model = tiny_model(tmp_path / "model")
     config = AlgorithmConfig(advantage="gae", critic=CriticConfig(gamma=0.9, gae_lambda=0.5))
     policy, critic = policy_of(model, mesh), critic_of(model, mesh, config.critic)
     part = cut(make_episodes(), 3, [24], 0)
     want = gradients_of_both(actor_critic(policy, critic, 10**6, config), policy, part)
-    for cuts in ([15, 9], [24, 0]):
-        world.together("valued", 2, tmp_path, copies=[2, 1], cuts=cuts, budget=60)
-        found = torch.load(tmp_path / "valued.pt")
-        assert len(found) == 4
-        for case, got in found.items():
-            assert difference(got["critic"], want["critic"]) < TOLERANCE, case
-            assert difference(got["policy"], want["policy"]) < TOLERANCE, case
-            assert got["figures"] == pytest.approx(want["figures"], rel=1e-4), case
+    world.together("valued", 2, tmp_path, copies=[2, 1], cuts=cuts, budget=60)
+    found = torch.load(tmp_path / "valued.pt")
+    assert len(found) == 4
+    for case, got in found.items():
+        assert difference(got["critic"], want["critic"]) < TOLERANCE, case
+        assert difference(got["policy"], want["policy"]) < TOLERANCE, case
+        assert got["figures"] == pytest.approx(want["figures"], rel=1e-4), case
 
 
 def test_resumed_is_uninterrupted(tmp_path: Path, mesh) -> None:
@@ -160,6 +160,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path, mesh) -> None:
     assert [record["lr"] for record in whole["records"]] == [0.0, 0.0, 0.0, *[valued.LEARNER.lr] * 3]
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_across_numbers_of_ranks(tmp_path: Path, mesh) -> None:
     """Two ranks write, one goes on and writes, two go on: as one rank alone would have."""

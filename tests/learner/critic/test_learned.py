@@ -18,8 +18,12 @@ from tests.learner.model.test_families import LEARNER as OF_FAMILIES
 
 CHANCES = (0.1, 0.4, 0.6, 0.9)
 """Of a reward of 1 after each prompt, whatever the answer is."""
-FAST = ("gemma2", "gemma4", "qwen3_5", "lfm2", "falcon_h1", "gpt_neox")
-LATER = [name for name in ("mistral", "granite", "cohere", "phi", "olmo3", "glm4", "nemotron_h") if name in FAMILIES]
+FAST = ("gemma2", "qwen3_5", "lfm2", "falcon_h1")
+LATER = [
+    name
+    for name in ("mistral", "gemma4", "gpt_neox", "granite", "cohere", "phi", "olmo3", "glm4", "nemotron_h")
+    if name in FAMILIES
+]
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.long) for name in LATER)])
@@ -69,6 +73,7 @@ def answered(model: torch.nn.Module, prompts: np.ndarray, version: int, reward: 
     return entries
 
 
+@pytest.mark.long
 def test_the_values_of_a_bandit_are_the_chances_of_its_rewards(tmp_path: Path, mesh: Any) -> None:
     """Rewards depend on the prompt and on luck alone, so that the value of its state is known."""
     model, draw = tiny_model(tmp_path), np.random.default_rng(0)
@@ -90,7 +95,7 @@ def test_the_values_of_a_bandit_are_the_chances_of_its_rewards(tmp_path: Path, m
     assert np.mean(explained[-10:]) == pytest.approx(known, abs=0.1)
 
 
-@pytest.mark.parametrize("loss", ["ppo", "dppo"])
+@pytest.mark.parametrize("loss", ["ppo", pytest.param("dppo", marks=pytest.mark.long)])
 def test_a_policy_learns_with_it(tmp_path: Path, mesh: Any, loss: str) -> None:
     """The reward is 1 if the answer is as odd or even as the prompt: chance is .5."""
     model, draw = tiny_model(tmp_path), np.random.default_rng(1)
