@@ -95,6 +95,13 @@ class Forecast:
         return START_S + self.config.run.versions * self.speed.version_s if self.speed else None
 
 
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "learner.cpu_offload: true": {"learner": {"cpu_offload": True}},
+    "an adapter, model.lora: {rank: 32}": {"model": {"lora": {"rank": 32}}},
+}
+"""Keys with which a GPU holds less of the learner's state."""
+
+
 def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
     """The run on `card`. `patches`: most of one sample. Raises ConfigError, one line each, if the learner or a server
     does not fit the card: with what would fit."""
@@ -130,9 +137,12 @@ def fitting(config: Config, card: Card, patches: int) -> str:
     ranks = ((f"learner.ranks: {n * base.learner.ranks}", {"ranks": n * base.learner.ranks}) for n in (2, 4, 8))
     wider = ((text, _with(base, learner=keys)) for text, keys in ranks if not base.learner.shard)
     found += [text + aside for text, changed in wider if _fits(changed, card, patches)][:1]
-    offloaded, adapted = _with(base, learner={"cpu_offload": True}), _with(base, model={"lora": {"rank": 32}})
-    found += ["learner.cpu_offload: true" + aside] * _fits(offloaded, card, patches)
-    found += ["an adapter, model.lora: {rank: 32}" + aside] * (not config.model.lora and _fits(adapted, card, patches))
+    if keeps_critic(config):  # which is refused with an adapter, and in host memory
+        without = _with(base, algorithm={"advantage": "group_mean", "critic": {}})
+        found += ["algorithm.advantage: group_mean, without a critic" + aside] * _fits(without, card, patches)
+    else:
+        ways = {text: keys for text, keys in ELSEWHERE.items() if not (config.model.lora and "model" in keys)}
+        found += [text + aside for text, keys in ways.items() if _fits(_with(base, **keys), card, patches)]
     larger = (CARDS[name] for name in LARGER if CARDS[name].total > card.total)
     found += [f"--gpu {other.name}" + aside for other in larger if _fits(base, other, patches)][:1]
     return f"these fit: {'; or '.join(found)}" if found else "no single change of the learner's keys fits"

@@ -175,7 +175,8 @@ def budget_in(
         problem = f"learner.tokens_per_microbatch: {wanted}: {sample} takes {needed}, a GPU "
         more = "learner.ranks" if shards == config.learner.ranks else "learner.shard"
         less = "learner.gather: pass, " if config.learner.gather == "batch" else ""
-        change = f"set {less}learner.activation_checkpointing: block or learner.cpu_offload, or raise {more}"
+        apart = "algorithm.advantage: group_mean" if keeps_critic(config) else "learner.cpu_offload"
+        change = f"set {less}learner.activation_checkpointing: block or {apart}, or raise {more}"
         change += ", or lower data.max_pixels" if patches else ""
         raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {change}"])
     return expected, budget
