@@ -13,6 +13,8 @@ truncated sample would have gone on in the same turn, so that its last turn has 
 Pure functions of tensors; `learner/critic/critic.py` calls them.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -54,4 +56,4 @@ def value_losses(values: Tensor, before: Tensor, targets: Tensor, clip: float | 
 
 def whitened(advantages: Tensor, mean: float, variance: float) -> Tensor:
     """(A - mean) / sqrt(variance + 1e-8), with the mean and the variance of all sampled tokens of the batch."""
-    return (advantages - mean) * (variance + EPSILON) ** -0.5
+    return (advantages - mean) / math.sqrt(variance + EPSILON)

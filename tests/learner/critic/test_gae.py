@@ -9,6 +9,7 @@ from learner.algorithms.gae import turn_targets, value_losses, whitened
 from tests.harness.valued import by_definition
 
 NUMBER = st.floats(-3, 3)
+Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 SHARES = st.sampled_from([0.0, 0.3, 0.95, 1.0])
 
 
@@ -28,7 +29,7 @@ def episodes(draw) -> list[list[dict]]:
     return found
 
 
-def turns_of(samples: list[list[dict]]) -> tuple[torch.Tensor, ...]:
+def turns_of(samples: list[list[dict]]) -> tuple[Columns, torch.Tensor]:
     """The arguments of `turn_targets`, and the turn of each token."""
     rows, begins, lengths = [], [], []
     for number, tokens in enumerate(samples):
@@ -41,12 +42,12 @@ def turns_of(samples: list[list[dict]]) -> tuple[torch.Tensor, ...]:
     wide = torch.float64
     columns = torch.tensor(rewards, dtype=wide), torch.tensor(owners), torch.tensor(begins, dtype=wide)
     turn = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-    return *columns, torch.tensor(ends, dtype=wide), torch.tensor(cut), turn
+    return (*columns, torch.tensor(ends, dtype=wide), torch.tensor(cut)), turn
 
 
 @given(samples=episodes(), gamma=SHARES, gae_lambda=SHARES)
 def test_advantages_are_the_definition_s(samples: list[list[dict]], gamma: float, gae_lambda: float) -> None:
-    *arguments, turn = turns_of(samples)
+    arguments, turn = turns_of(samples)
     targets = turn_targets(*arguments, gamma, gae_lambda)
     assert targets.dtype == torch.float64
     values = torch.tensor([token["value"] for tokens in samples for token in tokens], dtype=torch.float64)
