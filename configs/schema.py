@@ -306,7 +306,7 @@ class CriticConfig(Section):
     """The critic of `algorithm.advantage: gae`: a second copy of `model.path` with a linear layer to one number. It is
     trained beside the policy with the keys of `learner`, but for these."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-5
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """Learning rate of the critic's AdamW, constant from the first version on."""
     warmup_versions: Annotated[int, Field(ge=0)] = 0
     """Versions in which the critic alone is trained: the policy stays as it is, and its learning rate begins to rise

@@ -204,7 +204,7 @@ def build_critic(config: Config, mesh: DeviceMesh) -> Critic:
     body = Policy(config.model, config.learner, mesh, valued=True)
     log.info("critic: %.1f M parameters, trained beside the policy", body.model.num_parameters() / 1e6)
     given = config.algorithm.critic
-    own = config.learner.model_copy(update={"lr": given.lr, "schedule": "constant", "warmup_versions": 0})
+    own = config.learner.model_copy(update={"lr": given.learning_rate, "schedule": "constant", "warmup_versions": 0})
     return Critic(given, body, Optimizer(body, own, config.run.versions))
 
 

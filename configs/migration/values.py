@@ -32,7 +32,7 @@ class CriticNames(NamedTuple):
 def set_critic(given: Given, draft: Draft, names: CriticNames, updates: int) -> None:
     """Set the keys of `algorithm.critic`. `updates`: versions of one of their steps."""
     draft.set("algorithm.advantage", GAE)
-    draft.set("algorithm.critic.lr", given.take(names.lr, default=names.lr_default))
+    draft.set("algorithm.critic.learning_rate", given.take(names.lr, default=names.lr_default))
     draft.note("PPO with a critic is algorithm.loss: ppo with algorithm.advantage: gae, see docs/critic.md")
     clip, epochs = given.take(names.clip), int(given.take(names.epochs, default=1))
     if epochs > 1:

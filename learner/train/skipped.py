@@ -21,7 +21,7 @@ NOTHING_LEFT = "the model gives every trained token the probability 1; end the r
 """Why supervised fine-tuning has a gradient of zero."""
 
 
-CRITIC_UNFIT = "the critic's gradient is not finite; lower algorithm.critic.lr, and look at the last batch's rewards"
+CRITIC_UNFIT = "the critic's gradient is not finite; lower algorithm.critic.learning_rate, and look at its rewards"
 CRITIC_RIGHT = "each value of the critic is the return already, as at the start where every reward is 0"
 """Why the critic's gradient was zero."""
 

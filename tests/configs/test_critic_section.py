@@ -24,7 +24,8 @@ def test_all_defaults_are_accepted() -> None:
     check(config(GAE), files=())
     assert config(GAE).algorithm.critic == CriticConfig()
     full = config(
-        GAE, "algorithm.critic={lr: 2e-5, warmup_versions: 5, updates: 2, clip: 0.2, gamma: 0.9, whiten: false}"
+        GAE,
+        "algorithm.critic={learning_rate: 2e-5, warmup_versions: 5, updates: 2, clip: 0.2, gamma: 0.9, whiten: false}",
     )
     check(full, files=())
 
@@ -33,8 +34,8 @@ def test_all_defaults_are_accepted() -> None:
     ("given", "words"),
     [
         (
-            ["algorithm.critic.lr=1e-4"],
-            "critic.lr: has no effect with algorithm.advantage group_mean; set algorithm.adv",
+            ["algorithm.critic.learning_rate=1e-4"],
+            "critic.learning_rate: has no effect with algorithm.advantage group_mean; set algorithm.adv",
         ),
         (["algorithm.critic.gamma=0.5", "algorithm.advantage=group_std"], "critic.gamma: has no effect with"),
         ([GAE, "algorithm.critic.clip=0.2"], "clip: 0.2 has no effect with algorithm.critic.updates 1"),
@@ -67,7 +68,7 @@ def test_models_that_no_test_has_shown_are_refused_by_name(tmp_path: Path, facts
 
 @pytest.mark.parametrize(
     "given",
-    ["lr=0", "lr=inf", "updates=0", "updates=17", "clip=0", "gamma=1.01", "gae_lambda=-0.1", "warmup_versions=-1",
+    ["learning_rate=0", "learning_rate=inf", "updates=0", "updates=17", "clip=0", "gamma=1.01", "gae_lambda=-0.1", "warmup_versions=-1",
      "head=shared", "model=other"],
 )  # fmt: skip
 def test_values_that_mean_nothing_are_refused_by_name(given: str) -> None:
@@ -78,8 +79,8 @@ def test_values_that_mean_nothing_are_refused_by_name(given: str) -> None:
 
 def test_a_run_may_change_the_learning_rate_and_nothing_else() -> None:
     before = settings(config(GAE))
-    (change,) = changes(before, config(GAE, "algorithm.critic.lr=1e-4"))
-    assert change.key == "algorithm.critic.lr"
+    (change,) = changes(before, config(GAE, "algorithm.critic.learning_rate=1e-4"))
+    assert change.key == "algorithm.critic.learning_rate"
     for other in ("algorithm.critic.gamma=0.5", "algorithm.critic.updates=2", "algorithm.advantage=group_mean"):
         with pytest.raises(ConfigError, match="may not change while the run goes on"):
             changes(before, config(GAE, other))

@@ -175,10 +175,10 @@ def test_help_lists_every_key(
         assert isinstance(model, type)
         assert issubclass(model, Section)
         fields = dict(model.model_fields)
-        if section == "rollout":  # a section in a section
-            for inside in ("chat", "agent", "environment"):
-                keys = fields.pop(inside).annotation.model_fields  # type: ignore[union-attr]
-                fields |= {f"{inside}.{name}": inner for name, inner in keys.items()}
+        inside_of = {"rollout": ("chat", "agent", "environment"), "algorithm": ("critic",)}  # sections in a section
+        for inside in inside_of.get(section, ()):
+            keys = fields.pop(inside).annotation.model_fields  # type: ignore[union-attr]
+            fields |= {f"{inside}.{name}": inner for name, inner in keys.items()}
         for name, inner in fields.items():
             assert f"--{section}.{name} " in words
             assert " ".join((inner.description or "missing").split()) in words

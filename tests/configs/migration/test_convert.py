@@ -90,7 +90,7 @@ def test_ppo_of_verl_becomes_a_critic(tmp_path: Path, epochs: int, lam: float, c
     config = Config.model_validate(draft.tree | {"data": {"train": "d"}, "run": {"versions": 400}})
     assert config.algorithm.advantage == "gae" and config.algorithm.loss == "ppo"
     clip = 0.4 if epochs > 1 else None
-    assert config.algorithm.critic == CriticConfig(lr=2e-5, warmup_versions=40, updates=epochs, clip=clip)
+    assert config.algorithm.critic == CriticConfig(learning_rate=2e-5, warmup_versions=40, updates=epochs, clip=clip)
     assert list(rules(config)) == [] and config.batch.samples == 2
     missing = [line.partition(":")[0] for line in draft.missing]
     assert [name for name in missing if name.startswith("critic") or name.endswith("lam")] == (
