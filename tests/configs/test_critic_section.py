@@ -68,7 +68,8 @@ def test_models_that_no_test_has_shown_are_refused_by_name(tmp_path: Path, facts
 
 @pytest.mark.parametrize(
     "given",
-    ["learning_rate=0", "learning_rate=inf", "updates=0", "updates=17", "clip=0", "gamma=1.01", "gae_lambda=-0.1", "warmup_versions=-1",
+    ["learning_rate=0", "learning_rate=inf",
+     "updates=0", "updates=17", "clip=0", "gamma=1.01", "gae_lambda=-0.1", "warmup_versions=-1",
      "head=shared", "model=other"],
 )  # fmt: skip
 def test_values_that_mean_nothing_are_refused_by_name(given: str) -> None:

@@ -72,6 +72,8 @@ def test_interpolation_reaches_keys_and_defaults(tmp_path: Path) -> None:
         ("learner.tokens_per_microbach", "learner.tokens_per_microbatch"),
         ("trainer.total_epochs", "data.epochs"),
         ("optim.learning_rte", "learner.lr"),
+        ("optim.learning_rate", "learner.lr"),
+        ("algorithm.critic.learning_rte", "algorithm.critic.learning_rate"),
         ("rollout.gpu_memory_utilization", "rollout.engine.gpu_memory_utilization"),
     ],
 )
