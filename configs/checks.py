@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
-from configs import context_parallel, publishing, sft, variables
+from configs import context_parallel, critic, publishing, sft, variables
 from configs.data.sources import INSTALL, problems_with, source_name
 from configs.load import ConfigError
 from configs.model_facts import model_facts
@@ -107,7 +107,7 @@ def check(
     refuse_sft(config)
     found = [
         *_architecture(config), *_lengths(config), *_images(config), *_batch(config), *_algorithm(config),
-        *_devices(config), *_engine(config),
+        *critic.rules(config), *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
         *publishing.contradictions(config), *context_parallel.contradictions(config), *sft.beside(config),
@@ -283,6 +283,8 @@ def _algorithm(config: Config) -> Iterator[str]:
     if algorithm.turn_discount is not None and algorithm.advantage not in TURN_ADVANTAGES:
         problem = f"algorithm.turn_discount: {algorithm.turn_discount:g} needs a baseline that is a mean of returns"
         remedy = f"set algorithm.advantage: {' or '.join(TURN_ADVANTAGES)}, or turn_discount: null"
+        if critic.keeps_critic(config):
+            remedy = "set turn_discount: null; algorithm.critic.gamma discounts turns"
         yield f"{problem}, which algorithm.advantage {algorithm.advantage} is not; {remedy}"
     if algorithm.overlong == "soft" and algorithm.overlong_buffer >= answer:
         problem = f"algorithm.overlong_buffer: {algorithm.overlong_buffer} is not below sampling.max_tokens {answer}"

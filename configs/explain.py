@@ -9,6 +9,7 @@ from math import ceil, log10
 
 from configs.checks import max_group_bytes, max_sample_tokens
 from configs.context_parallel import parts_of
+from configs.critic import STATE_BYTES, keeps_critic
 from configs.data.sources import count_rows
 from configs.flow.capacity import connections, memory_bytes, open_files
 from configs.flow.difficulty import drawn_shares
@@ -220,7 +221,8 @@ def _kept(config: Config) -> int:
 
 def _each(config: Config) -> int:
     """Bytes per parameter of a checkpoint; each has an export at worst, or else only the last."""
-    return checkpoint_bytes(1, config.model, bool(config.learner.export_every))
+    critic = STATE_BYTES * keeps_critic(config)
+    return checkpoint_bytes(1, config.model, bool(config.learner.export_every)) + critic
 
 
 def _last_export(config: Config) -> int:
@@ -299,11 +301,29 @@ def _notes_on_learning(config: Config) -> Iterator[str]:
         yield "algorithm.reference_kl costs one more forward pass: the reference is the model without its adapter"
     elif algorithm.reference_kl > 0:
         yield "algorithm.reference_kl keeps a frozen copy of the model and costs one more forward pass"
+    if keeps_critic(config):
+        yield from _notes_on_critic(config)
     if algorithm.loss == "m2po":
         yield "algorithm.loss m2po costs one more forward pass: its budget is of the whole batch"
     if algorithm.turn_discount is not None and config.batch.skip_zero_variance:
         turns = "algorithm.turn_discount credits single turns, and groups are left out whose samples have equal rewards"
         yield f"{turns} in all, though their turns may differ; set batch.skip_zero_variance: false"
+
+
+def _notes_on_critic(config: Config) -> Iterator[str]:
+    critic, key = config.algorithm.critic, "algorithm.advantage gae"
+    updates = f"{critic.updates} steps" if critic.updates > 1 else "a step"
+    cost = f"one forward pass, {updates} of its own for each batch, and {STATE_BYTES} bytes per parameter"
+    yield f"{key} trains a critic, a second copy of the model: {cost}, on GPUs and in each checkpoint"
+    if critic.warmup_versions:
+        warmup = f"algorithm.critic.warmup_versions {critic.warmup_versions}"
+        yield f"{warmup}: servers sample with the initial policy until then, and the policy learns nothing"
+    if config.batch.skip_zero_variance:
+        left_out = "groups are left out whose samples have equal rewards"
+        yield (
+            f"{key} has no baseline of a group, but {left_out}, so that the critic never sees them; set"
+            " batch.skip_zero_variance: false"
+        )
 
 
 def _notes_on_addresses(config: Config) -> Iterator[str]:

@@ -77,7 +77,7 @@ VALUES_ELSEWHERE = {
         "grpo": "GRPO's is group_std, with algorithm.loss: ppo",
         "dr_grpo": "Dr. GRPO's is group_mean",
         "rloo": "RLOO's is leave_one_out",
-        "gae": "there is no critic; group_mean takes the mean reward of a group as baseline",
+        "ppo": "PPO's is gae, with algorithm.loss: ppo",
     },
     "algorithm.aggregation": {
         "token-mean": "verl's token-mean is token",
@@ -169,13 +169,13 @@ def suggest(wrong: str) -> str:
     here = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
     if near := difflib.get_close_matches(leaf, here, 1, 0.6):
         return f"did you mean {above}.{near[0]}?"
+    if leaf in ELSEWHERE:  # also where a key has that name in a section that nobody named, as `learning_rate`
+        return f"did you mean {ELSEWHERE[leaf]}?"
     if same := [name for name in names if name.endswith(f".{leaf}") and NAME not in name]:
         return f"did you mean {' or '.join(difflib.get_close_matches(wrong, same, 1, 0.85) or same)}?"
-    if leaf in ELSEWHERE:
-        return f"did you mean {ELSEWHERE[leaf]}?"
     if near := difflib.get_close_matches(wrong, names, 1, 0.75):
         return f"did you mean {near[0]}?"
-    leaves = ELSEWHERE | {name.rpartition(".")[2]: name for name in names}
+    leaves = {name.rpartition(".")[2]: name for name in names} | ELSEWHERE
     # difflib scores keys of two letters low: `lrr` for `lr`
     short = [name for name in leaves if len(name) == 2 and leaf.startswith(name) and len(leaf) == 3]
     if near := difflib.get_close_matches(leaf, leaves, 1, 0.7) or short:

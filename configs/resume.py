@@ -24,7 +24,7 @@ CHANGEABLE = (
     *("reward.servers", "reward.host", "reward.port", "reward.engine"),
     *("batch.max_staleness", "batch.target_staleness"),
     *("learner.lr", "learner.schedule", "learner.warmup_versions", "learner.max_grad_norm"),
-    *("learner.betas", "learner.eps", "learner.weight_decay"),
+    *("learner.betas", "learner.eps", "learner.weight_decay", "algorithm.critic.learning_rate"),
     *("learner.nodes", "learner.shard", "learner.checkpoint_on"),
     *("learner.ranks", "learner.device", "learner.threads", "learner.attention", "learner.compile"),
     *("learner.tokens_per_microbatch", "learner.share_prompts", "learner.head_chunk_tokens"),

@@ -323,14 +323,38 @@ class BatchConfig(Section):
     made."""
 
 
+class CriticConfig(Section):
+    """The critic of `algorithm.advantage: gae`: a second copy of `model.path` with a linear layer to one number. It is
+    trained beside the policy with the keys of `learner`, but for these."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Learning rate of the critic's AdamW, constant from the first version on."""
+    warmup_versions: Annotated[int, Field(ge=0)] = 0
+    """Versions in which the critic alone is trained: the policy stays as it is, and its learning rate begins to rise
+    after them."""
+    updates: Annotated[int, Field(ge=1, le=16)] = 1
+    """Optimizer steps of the critic on each batch; the advantages are those before the first one."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """Largest distance, in units of reward, by which a token's value may gain from moving within a batch (PPO's value
+    clipping); needs `updates` above 1. null: off."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Discount of what comes after a turn. Tokens of one turn are not discounted against each other."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Lambda of GAE, over turns: 1 trusts the rewards that came, 0 the critic's value of the next turn's start."""
+    whiten: bool = True
+    """Bring advantages to mean 0 and standard deviation 1 over all sampled tokens of the batch, as PPO does."""
+
+
 class AlgorithmConfig(Section):
     loss: Literal["dppo", "cispo", "ppo", "decoupled", "gspo", "m2po", "topr", "reinforce"] | OwnFunction = "dppo"
     """Policy loss, or your own as `path/to/file.py:function`; docs/algorithms.md has formula, paper and known staleness
     of each."""
-    advantage: Literal["group_mean", "group_std", "batch_std", "leave_one_out", "reinforce_baseline"] | OwnFunction = (
-        "group_mean"
-    )
-    """How a group's rewards become advantages, or a function of your own as `path/to/file.py:function`."""
+    advantage: (
+        Literal["group_mean", "group_std", "batch_std", "leave_one_out", "reinforce_baseline", "gae"] | OwnFunction
+    ) = "group_mean"
+    """How a group's rewards become advantages, or a function of your own as `path/to/file.py:function`. `gae` trains a
+    critic beside the policy instead (`critic`, docs/critic.md)."""
+    critic: CriticConfig = CriticConfig()
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
     """Credit a turn with the rewards from it on, those of k turns later times this to the power k, less the group's
     baseline; needs `advantage: group_mean` or `leave_one_out`. null: every turn gets the advantage of its sample."""

@@ -33,6 +33,7 @@ from buffer.keys import KeysError, load_server_keys
 from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.protocol import Finished
 from configs.checks import check, max_sample_tokens
+from configs.critic import keeps_critic
 from configs.entrypoint import (
     BAD_INPUT,
     DONE,
@@ -55,6 +56,7 @@ from learner.algorithms.losses import needs_entropy_gradient, needs_reference
 from learner.algorithms.own_trial import check_own
 from learner.certify import process
 from learner.checkpoint import Checkpoints, NoDiskSpace
+from learner.critic.critic import Critic
 from learner.drain import Stopping
 from learner.mesh import default_store, process_group, replica, shards
 from learner.model import flops
@@ -148,7 +150,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         beside = read_beside(config, budget)
         policy, algorithm = build(config, mesh, budget, form, beside)
         saved = path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions, shards(mesh)
-        checkpoints = Checkpoints(*saved, beside.position if beside else None)
+        checkpoints = Checkpoints(*saved, beside.position if beside else None, critic=algorithm.critic)
         checkpoints.ranks.check_folder()
         weights = open_weights_wire(config, policy, mesh, form)
         trackers = [
@@ -197,8 +199,20 @@ def build(
     if mesh.ndim == 2:
         placed += f", {mesh.size(0)} copies over {mesh.size(1)} ranks each"
     log.info("%s: %.1f M parameters on %s", config.model.path, parameters, placed)
-    optimizer = Optimizer(policy, config.learner, config.run.versions)
-    return policy, Algorithm(config.algorithm, optimizer, budget, config.sampling.max_tokens, reference, form, beside)
+    critic = build_critic(config, mesh) if keeps_critic(config) else None
+    held = config.algorithm.critic.warmup_versions if critic else 0
+    optimizer = Optimizer(policy, config.learner, config.run.versions, held)
+    given = config.algorithm, optimizer, budget, config.sampling.max_tokens
+    return policy, Algorithm(*given, reference, form, critic, beside)
+
+
+def build_critic(config: Config, mesh: DeviceMesh) -> Critic:
+    """The critic, a copy of the initial model with a value head, and its optimizer."""
+    body = Policy(config.model, config.learner, mesh, valued=True)
+    log.info("critic: %.1f M parameters, trained beside the policy", body.model.num_parameters() / 1e6)
+    given = config.algorithm.critic
+    own = config.learner.model_copy(update={"lr": given.learning_rate, "schedule": "constant", "warmup_versions": 0})
+    return Critic(given, body, Optimizer(body, own, config.run.versions))
 
 
 def open_weights_wire(

@@ -26,11 +26,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 from configs.checkpoint_files import complete, folder_of, newest
+from configs.critic import STATE_BYTES
 from configs.help import show
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES, checkpoint_bytes
 from configs.schema import LearnerConfig, ModelConfig
 from configs.variables import private_folder
+from learner.critic.critic import KEY, Critic
 from learner.model.loading import ADAPTER
 from learner.model.lora.base import digest
 from learner.model.policy import Policy
@@ -47,7 +49,7 @@ from learner.saved.manifest import (
     versions_to_keep,
 )
 from learner.saved.saving_ranks import SavingRanks
-from learner.saved.shards import Planner, Reader, Writer, refusal, refused_value
+from learner.saved.shards import Planner, Reader, Writer, read_index, refusal, refused_value
 from learner.train.collectives import broadcast_from_rank0, broadcast_state
 from learner.train.optimizer import Optimizer
 
@@ -70,10 +72,11 @@ class Checkpoints:
         versions: int,
         shards: int | None = None,
         position: Callable[[int], DataPosition] | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """`shards`: ranks that share one copy of the model; None for all. `position`: of a version, in supervised
-        fine-tuning."""
-        self._position = position
+        fine-tuning. `critic`: saved and restored with the policy."""
+        self._position, self._critic = position, critic
         self.folder, self.model, self.config, self.optimizer, self.versions = folder, model, config, optimizer, versions
         self.ranks = SavingRanks(folder, shards or dist.get_world_size(), config.checkpoint_on == "first_node")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -92,7 +95,12 @@ class Checkpoints:
         folder = folder_of(self.folder, version)
         wanted, position = self._adapter(policy), self._position and self._position(version)
         self.ranks.require(
-            lambda: _refusal(folder, self.model, wanted) or _misplaced(folder, position) or refusal(folder / "state")
+            lambda: (
+                _refusal(folder, self.model, wanted)
+                or _misplaced(folder, position)
+                or refusal(folder / "state")
+                or (_criticless(folder) if self._critic else None)
+            )
         )
         state = self._state(policy, version)
         if self.ranks.writes:
@@ -102,8 +110,9 @@ class Checkpoints:
         options = StateDictOptions(strict=self.model.lora is None)
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(policy.model, self.optimizer.adamw, **states, options=options)
-        for group in self.optimizer.adamw.param_groups:  # which came with the values that the checkpoint was made with
-            group.update({name: self.optimizer.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
+        self.optimizer.restore_options()
+        if self._critic:
+            self._critic.load(state)
         torch.set_rng_state(state["rng"])
         assert int(state["version"]) == version, "a folder renamed by hand"
         self._reward = reward_of(folder) if self.ranks.writes else None
@@ -220,7 +229,8 @@ class Checkpoints:
         model, optimizer = get_state_dict(policy.model, self.optimizer.adamw)
         if self.model.lora:
             model = {name: value for name, value in model.items() if name.endswith(ADAPTER)}
-        return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "version": torch.tensor(version)}
+        state = {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "version": torch.tensor(version)}
+        return state | (self._critic.state() if self._critic else {})
 
     def _has_space(self, policy: Policy, partial: Path, exported: bool) -> bool:
         """Remove what a killed process left; then whether the disk has space for three fp32 copies and the export."""
@@ -228,6 +238,8 @@ class Checkpoints:
         recover(self.folder)
         saved = (p for p in policy.model.parameters() if p.requires_grad or not self.model.lora)
         needed = checkpoint_bytes(sum(p.numel() for p in saved), self.model, exported) + SPARE_BYTES
+        if self._critic:
+            needed += STATE_BYTES * sum(p.numel() for p in self._critic.body.parameters())
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             log.warning(
@@ -253,6 +265,14 @@ def _refusal(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> str 
         problem = f"model.path: {model.path} has other weights, or model.dtype is another, than when {folder}"
         return f"{problem} was written; give it back what it had, or begin another run"
     return None
+
+
+def _criticless(folder: Path) -> str | None:
+    """Return why the checkpoint in `folder` cannot be restored with a critic; None if it has one."""
+    if any(name.startswith(f"{KEY}.") for name in read_index(folder / "state").state_dict_metadata):
+        return None
+    problem = f"algorithm.advantage: gae, but {folder} was written by a run without a critic"
+    return f"{problem}; begin a run of its own, with model.path naming its export"
 
 
 def _misplaced(folder: Path, wanted: DataPosition | None) -> str | None:

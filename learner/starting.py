@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import logging as transformers_logging
 
+from configs.critic import keeps_critic
 from configs.load import ConfigError
 from configs.publishing import copies_over
 from configs.schema import Config
@@ -70,8 +71,8 @@ def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: 
     decided = []
     for learner in (written, automatic):
         ways = speed.fastest_first(learner, on_gpu, versions)
-        sizes = shards(mesh), memory, tokens
-        decided.append((ways, speed.choose(config.model, ways, *sizes, reference=reference, sends=sends)))
+        sizes = shards(mesh), memory, tokens, reference, sends, keeps_critic(config)
+        decided.append((ways, speed.choose(config.model, ways, *sizes)))
     agreed = collectives.all_reduce_max(*(index for _, index in decided))
     chosen, best = (ways[int(index)] for (ways, _), index in zip(decided, agreed, strict=True))
     speed.report(written, chosen, on_gpu, versions, tokens)
@@ -84,8 +85,8 @@ def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patche
     of them. `patches`: most of one sample."""
     tokens, reference = least_microbatch(config, patches), keeps_reference(config)
     sends = copies_over(config, shards(mesh), mesh.get_rank())
-    sizes = shards(mesh), gpu_memory(device), tokens
-    own = choose_gather(config.model, config.learner, *sizes, reference=reference, sends=sends)
+    sizes = shards(mesh), gpu_memory(device), tokens, reference, sends, keeps_critic(config)
+    own = choose_gather(config.model, config.learner, *sizes)
     (apart,) = collectives.all_reduce_max(own.gather == "pass")
     if apart and own.gather == "batch":
         log.info("learner.gather: pass, as another rank has no room for batch")

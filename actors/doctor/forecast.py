@@ -14,6 +14,7 @@ from typing import Any
 from actors.doctor.run_file import gpus_needed
 from buffer.data.images import ImageFormat
 from configs.checks import max_sample_tokens
+from configs.critic import keeps_critic
 from configs.flow.cards import CARDS, Card
 from configs.flow.decoding import ServedModel, StepTime, step_time
 from configs.flow.kv_room import KvRoom, kv_room
@@ -94,6 +95,13 @@ class Forecast:
         return START_S + self.config.run.versions * self.speed.version_s if self.speed else None
 
 
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "learner.cpu_offload: true": {"learner": {"cpu_offload": True}},
+    "an adapter, model.lora: {rank: 32}": {"model": {"lora": {"rank": 32}}},
+}
+"""Keys with which a GPU holds less of the learner's state."""
+
+
 def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
     """The run on `card`. `patches`: most of one sample. Raises ConfigError, one line each, if the learner or a server
     does not fit the card: with what would fit."""
@@ -130,9 +138,12 @@ def fitting(config: Config, card: Card, patches: int) -> str:
     wider = ((text, _with(base, learner=keys)) for text, keys in ranks if not base.learner.shard)
     wider_fit = [text + aside for text, changed in wider if _fits(changed, card, patches)][:1]
     found += wider_fit or [text + aside for text, changed in _shared(base) if _fits(changed, card, patches)][:1]
-    offloaded, adapted = _with(base, learner={"cpu_offload": True}), _with(base, model={"lora": {"rank": 32}})
-    found += ["learner.cpu_offload: true" + aside] * _fits(offloaded, card, patches)
-    found += ["an adapter, model.lora: {rank: 32}" + aside] * (not config.model.lora and _fits(adapted, card, patches))
+    if keeps_critic(config):  # which is refused with an adapter, and in host memory
+        without = _with(base, algorithm={"advantage": "group_mean", "critic": {}})
+        found += ["algorithm.advantage: group_mean, without a critic" + aside] * _fits(without, card, patches)
+    else:
+        ways = {text: keys for text, keys in ELSEWHERE.items() if not (config.model.lora and "model" in keys)}
+        found += [text + aside for text, keys in ways.items() if _fits(_with(base, **keys), card, patches)]
     larger = (CARDS[name] for name in LARGER if CARDS[name].total > card.total)
     found += [f"--gpu {other.name}" + aside for other in larger if _fits(base, other, patches)][:1]
     return f"these fit: {'; or '.join(found)}" if found else "no single change of the learner's keys fits"
@@ -200,9 +211,13 @@ def train_seconds(config: Config, peak: float, settled: Settled) -> float:
     prompts = batch.groups * (1 if config.learner.share_prompts else batch.samples)
     answers = batch.groups * batch.samples
     squares = prompts * SQUARES * prompt**2 + answers * (SQUARES * answer**2 + 2 * prompt * answer)
-    flops = sizes_of(config.model).costs.total(prompts * prompt + answers * answer, answers * answer, squares)
+    costs, tokens = sizes_of(config.model).costs, prompts * prompt + answers * answer
+    flops = costs.total(tokens, answers * answer, squares)
     forward_passes = needs_reference(config.algorithm) + needs_first_pass(config.algorithm)
-    each = flops * (1 + forward_passes / 3) * speed.step_time(settled.learner)
+    flops *= 1 + forward_passes / 3
+    if keeps_critic(config):  # a pass that judges, then its steps; a value head costs nothing
+        flops += costs.total(tokens, 0, squares) * (1 / 3 + config.algorithm.critic.updates)
+    each = flops * speed.step_time(settled.learner)
     return each / (settled.learner.ranks * peak * MFU)
 
 

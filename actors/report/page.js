@@ -21,6 +21,7 @@ const CHARTS = {
     { t: "mismatch and off-policy, nat", p: "k3, log scale: fresh tokens are the engines' noise, all tokens the age", s: [["youngest k3", 6, { lacks: "mismatch/k3_fresh" }], ["mismatch/k3_fresh", 0], ["offpolicy/k3", 1]], log: true },
     { t: "effective sample size", p: "share of the batch", s: [["ess/token", 0], ["ess/sequence", 2]], range: [0, 1] },
     { t: "age of tokens, versions", p: "share of the batch by age", stack: true, range: [0, 1], s: ["0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+"].map((b, i) => ["age/share_" + b, "a" + i]) },
+    { t: "critic: explained variance", p: "of the returns; right axis: mean value and mean return", only: "critic/loss", s: [["critic/explained_variance", 0, { w: 1.5 }], ["critic/value", 2, { y2: true }], ["critic/return", 5, { y2: true }]] },
     { t: "gradient norm before clipping", p: "log scale; right axis: learning rate", s: [["gradient/norm", 0, { w: 1.5 }], ["lr", 7, { y2: true }]], log: true },
     { t: "largest ratio; share of tokens masked", p: "right axis: masked", s: [["ratio/max", 3], ["limit/masked_negative", 5, { y2: true }], ["limit/masked_positive", 1, { y2: true }]], log: true }],
   fast: [

@@ -84,6 +84,8 @@ ALERTS: tuple[tuple[str, bool, Rule, str], ...] = (
      "the batch had no effect, see the log; take other problems, raise batch.samples, look at the reward"),
     ("gradient/norm", True, lambda now, usual: now > 10 * usual,
      "the gradient is unusually large; look at the batch's samples, lower learner.max_grad_norm"),
+    ("critic/explained_variance", False, lambda now, usual: now < -0.5,
+     "the critic's values mislead the policy; lower algorithm.critic.learning_rate or set its warmup_versions"),
     ("groups/solved_all", False, lambda now, usual: now > 0.8,
      "most problems teach nothing; take harder ones, or set batch.skip_zero_variance"),
     ("groups/solved_none", False, lambda now, usual: now > 0.8,

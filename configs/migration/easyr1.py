@@ -18,8 +18,13 @@ from configs.migration.draft import (
     set_warmup,
     split_gpus,
 )
+from configs.migration.values import GAE, SHARED, UNUSED, CriticNames, set_critic
 from configs.migration.verl import ADVANTAGES, AUTO, COLOCATED, SHARED_ROWS
 
+CRITIC = CriticNames(
+    "worker.critic.optim.lr", 1e-6, "worker.critic.cliprange_value", "worker.critic.ppo_epochs", "algorithm.lam",
+    "trainer.critic_warmup", "worker.critic.model.model_path",
+)  # fmt: skip
 ACTOR, ROLLOUT = "worker.actor.", "worker.rollout."
 RATIO, STYLE = f"{ACTOR}optim.lr_warmup_ratio", f"{ACTOR}optim.lr_scheduler_type"
 NAMES = {
@@ -54,7 +59,9 @@ COLUMNS = {"prompt_key": "problem", "answer_key": "answer", "image_key": "images
 LOSSES = {"default": "ppo", "gspo": "gspo", "gspo_token": "gspo", "cispo": "cispo"}
 AVERAGES = {"token": "token", "seq": "sequence"}
 REASONS = {
-    "worker.critic.": "there is no critic: the baseline is the group's",
+    "worker.critic.": SHARED,
+    "algorithm.lam": UNUSED,
+    "trainer.critic_warmup": UNUSED,
     "worker.ref.": "= the reference is computed in the learner's own microbatches",
     f"{ACTOR}micro_batch_size_per_device_for_update": AUTO,
     f"{ACTOR}micro_batch_size_per_device_for_experience": AUTO,
@@ -104,7 +111,7 @@ def convert(given: Given, draft: Draft) -> None:
     counted = f"data.rollout_batch_size {prompts} and worker.actor.global_batch_size {each} (both count prompts)"
     set_steps(draft, steps, samples if samples > 1 else 8, counted)
     _data(given, draft)
-    _algorithm(given, draft)
+    _algorithm(given, draft, steps.updates)
     _schedule(given, draft, steps)
     set_sampling(given, draft, ROLLOUT)
     nodes = int(given.take("trainer.nnodes", default=1))
@@ -132,10 +139,10 @@ def _data(given: Given, draft: Draft) -> None:
     draft.set("model.freeze", ["vision"] if given.take(f"{ACTOR}model.freeze_vision_tower") else None)
 
 
-def _algorithm(given: Given, draft: Draft) -> None:
+def _algorithm(given: Given, draft: Draft, updates: int) -> None:
     estimator = given.take("algorithm.adv_estimator", default="grpo")
-    if estimator not in ADVANTAGES:
-        why = "there is no critic and no such baseline; algorithm.advantage: group_mean is taken"
+    if estimator not in (*ADVANTAGES, GAE):
+        why = "there is no such baseline; algorithm.advantage: group_mean is taken"
         draft.lacks("algorithm.adv_estimator", estimator, why)
     kind = given.take(f"{ACTOR}loss_type", default="default")
     if kind not in LOSSES:
@@ -143,6 +150,8 @@ def _algorithm(given: Given, draft: Draft) -> None:
     loss, advantage = LOSSES.get(kind, "ppo"), ADVANTAGES.get(estimator, "group_mean")
     draft.set("algorithm.loss", loss)
     draft.set("algorithm.advantage", advantage)
+    if estimator == GAE:
+        set_critic(given, draft, CRITIC, updates)
     if estimator == "grpo":
         draft.note(f"GRPO is algorithm.loss: {loss} with algorithm.advantage: {advantage}")
     draft.set("algorithm.clip_low", given.take(f"{ACTOR}clip_ratio_low", default=0.2))

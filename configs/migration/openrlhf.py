@@ -17,8 +17,12 @@ from configs.migration.draft import (
     set_warmup,
     split_gpus,
 )
+from configs.migration.values import GAE, SHARED, UNUSED, CriticNames, set_critic
 from configs.migration.verl import AUTO, COLOCATED, SHARED_ROWS
 
+CRITIC = CriticNames(
+    "critic_learning_rate", 9e-6, "value_clip", "max_epochs", "lambd", "freezing_actor_steps", "critic_pretrain",
+)  # fmt: skip
 NAMES = {
     "pretrain": "model.path",
     "prompt_max_len": "data.max_prompt_tokens",
@@ -41,11 +45,9 @@ ADVANTAGES = {
 }
 ROWS = "prompts and answers are columns: docs/data.md"
 REASONS = {
-    "critic_learning_rate": "there is no critic",
-    "critic_pretrain": "there is no critic",
-    "critic_num_nodes": "there is no critic",
-    "critic_num_gpus_per_node": "there is no critic",
-    "freezing_actor_steps": "there is no critic to warm up",
+    **dict.fromkeys(("critic_learning_rate", "critic_pretrain", "freezing_actor_steps"), UNUSED),
+    "critic_num_nodes": SHARED,
+    "critic_num_gpus_per_node": SHARED,
     "ref_num_nodes": "= the reference is computed in the learner's own microbatches",
     "ref_num_gpus_per_node": "= the reference is computed in the learner's own microbatches",
     "reward_num_nodes": "= reward.servers",
@@ -79,7 +81,8 @@ REASONS = {
     "apply_chat_template": "= the tokenizer's chat template; data.chat_template: none for a base model",
     "kl_estimator": "= algorithm.reference_kl is k2",
     "gamma": "algorithm.turn_discount is the discount between turns",
-    "lambd": "there is no critic, so no GAE",
+    "lambd": UNUSED,
+    "value_clip": UNUSED,
     "save_path": "= runs are in run.folder",
     "ckpt_path": "= runs are in run.folder",
     "load_checkpoint": "= a run that is launched again goes on by itself",
@@ -122,7 +125,7 @@ def convert(given: Given, draft: Draft) -> None:
     set_steps(draft, steps, samples if samples > 1 else 8, counted)
     _data(given, draft)
     _reward(given, draft)
-    _algorithm(given, draft)
+    _algorithm(given, draft, steps.updates)
     _schedule(given, draft, steps)
     if rank := given.take("lora_rank", default=0):
         draft.set("model.lora.rank", rank)
@@ -167,10 +170,10 @@ def _reward(given: Given, draft: Draft) -> None:
     draft.set("reward.function", "math")
 
 
-def _algorithm(given: Given, draft: Draft) -> None:
+def _algorithm(given: Given, draft: Draft, updates: int) -> None:
     estimator = given.take("advantage_estimator", default="gae")
-    if estimator not in ADVANTAGES:
-        why = "there is no critic and no such baseline; algorithm.advantage: group_mean is taken"
+    if estimator not in (*ADVANTAGES, GAE):
+        why = "there is no such baseline; algorithm.advantage: group_mean is taken"
         draft.lacks("advantage_estimator", estimator, why)
     kind, advantage = given.take("policy_loss_type", default="ppo"), ADVANTAGES.get(estimator, "group_mean")
     loss = kind if kind in ("ppo", "gspo") else "ppo"
@@ -178,6 +181,8 @@ def _algorithm(given: Given, draft: Draft) -> None:
         draft.lacks("policy_loss_type", kind, "algorithm.loss: ppo is taken; docs/algorithms.md has others")
     draft.set("algorithm.loss", loss)
     draft.set("algorithm.advantage", advantage)
+    if estimator == GAE:
+        set_critic(given, draft, CRITIC, updates)
     if estimator == "group_norm":
         draft.note(f"GRPO (group_norm) is algorithm.loss: {loss} with algorithm.advantage: {advantage}")
     clip = given.take("eps_clip", default=0.2)

@@ -18,7 +18,12 @@ from configs.migration.draft import (
     set_warmup,
     split_gpus,
 )
+from configs.migration.values import GAE, SHARED, UNUSED, CriticNames, set_critic
 
+CRITIC = CriticNames(
+    "critic.optim.lr", 1e-5, "critic.cliprange_value", "critic.ppo_epochs", "algorithm.lam", "trainer.critic_warmup",
+    "critic.model.path",
+)  # fmt: skip
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 RATIO, STYLE = f"{ACTOR}optim.lr_warmup_steps_ratio", f"{ACTOR}optim.lr_scheduler_type"
 NAMES = {
@@ -60,7 +65,7 @@ AUTO = "= the learner decides it from the GPU's memory"
 COLOCATED = "= servers and learner have GPUs of their own, so nothing is offloaded to make room"
 SHARED_ROWS = "set learner.context_parallel to it if samples are longer than one GPU holds, see docs/long-documents.md"
 REASONS = {
-    "critic.": "there is no critic: the baseline is the group's",
+    "critic.": SHARED,
     "reward_model.": "a reward model is served by `reward.function: reward_model`, see docs/rewards.md",
     "data.filter_overlong_prompts": "= a problem with a longer prompt is always dropped, with that reason",
     "data.truncation": "= prompts are never cut; longer ones are dropped with that reason",
@@ -93,8 +98,8 @@ REASONS = {
     f"{ROLLOUT}multi_turn.": "turns and tools are a task of your own: docs/tasks.md and docs/agents.md",
     f"{ROLLOUT}agent.": "turns and tools are a task of your own: docs/tasks.md and docs/agents.md",
     f"{ROLLOUT}val_kwargs.": "set it for the set of data.eval, see docs/evaluation.md",
-    "algorithm.lam": "= there is no critic",
-    "trainer.critic_warmup": "there is no critic",
+    "algorithm.lam": UNUSED,
+    "trainer.critic_warmup": UNUSED,
     "trainer.project_name": "= trackers have the run's name",
     "trainer.val_before_train": "= eval.every evaluates version 0 too",
     "trainer.default_local_dir": "= runs are in run.folder",
@@ -119,12 +124,13 @@ def convert(given: Given, draft: Draft) -> None:
     prompts = int(given.take("data.train_batch_size", "data.gen_batch_size", default=1024))
     mini = min(prompts, int(given.take(f"{ACTOR}ppo_mini_batch_size", default=256)))
     steps = Steps(prompts, max(1, prompts // mini))
+    least = 2 if given.settings.get("algorithm.adv_estimator", GAE) == GAE else 8
     if samples < 2:
-        draft.lacks(f"{ROLLOUT}n", samples, "a group needs 2 answers or more for its baseline; 8 are taken")
+        draft.lacks(f"{ROLLOUT}n", samples, f"a group needs 2 answers or more; {least} are taken")
     counted = f"data.train_batch_size {prompts} and ppo_mini_batch_size {mini} (both count prompts)"
-    set_steps(draft, steps, samples if samples > 1 else 8, counted)
+    set_steps(draft, steps, samples if samples > 1 else least, counted)
     _data(given, draft)
-    _algorithm(given, draft)
+    _algorithm(given, draft, steps.updates)
     _schedule(given, draft, steps)
     _adapter(given, draft)
     set_sampling(given, draft, ROLLOUT)
@@ -156,13 +162,13 @@ def _data(given: Given, draft: Draft) -> None:
         draft.lacks("reward by data_source", "verl's own", "reward.function: math is taken; docs/rewards.md has others")
 
 
-def _algorithm(given: Given, draft: Draft) -> None:
+def _algorithm(given: Given, draft: Draft, updates: int) -> None:
     estimator = given.take("algorithm.adv_estimator", default="gae")
     by_spread = given.take("algorithm.norm_adv_by_std_in_grpo", default=True)
     advantage = ADVANTAGES.get(estimator, "group_mean")
     advantage = "group_mean" if estimator == "grpo" and not by_spread else advantage
-    if estimator not in ADVANTAGES:
-        why = "there is no critic and no such baseline; algorithm.advantage: group_mean is taken"
+    if estimator not in (*ADVANTAGES, GAE):
+        why = "there is no such baseline; algorithm.advantage: group_mean is taken"
         draft.lacks("algorithm.adv_estimator", estimator, why)
     mode = given.take(f"{ACTOR}policy_loss.loss_mode", default="vanilla")
     loss = LOSSES.get(mode, "ppo")
@@ -170,6 +176,8 @@ def _algorithm(given: Given, draft: Draft) -> None:
         draft.lacks(f"{ACTOR}policy_loss.loss_mode", mode, "ppo is taken; docs/algorithms.md has others")
     draft.set("algorithm.loss", loss)
     draft.set("algorithm.advantage", advantage)
+    if estimator == GAE:
+        set_critic(given, draft, CRITIC, updates)
     if estimator == "grpo":
         draft.note(f"GRPO is algorithm.loss: {loss} with algorithm.advantage: {advantage}")
     clip = given.take(f"{ACTOR}clip_ratio", default=0.2)

@@ -24,7 +24,7 @@ class LossInputs:
     behaviour: Tensor
     """float: log-probability recorded by the server that sampled it."""
     advantages: Tensor
-    """float: advantage of the token's sample, or of its turn."""
+    """float: advantage of the token's sample, of its turn or, by a critic, of the token."""
     sampled: Tensor
     """bool: sampled by the policy, hence trained. All other tokens are context."""
     sequence: Tensor

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.critic import GAE
 from configs.load import ConfigError
 from configs.schema import AlgorithmConfig
 from learner.algorithms.advantages import ADVANTAGES
@@ -38,7 +39,7 @@ def check_own(config: AlgorithmConfig, answer: int, has_segments: bool) -> Itera
     `answer`: `sampling.max_tokens`. `has_segments`: a sample may have several segments, in several microbatches.
     """
     config = config.model_copy(update={"constant_length": config.constant_length or answer})
-    if config.advantage not in ADVANTAGES:
+    if config.advantage not in (*ADVANTAGES, GAE):
         _refusing("algorithm.advantage", config.advantage, lambda: check_advantage(config))
         yield f"algorithm.advantage: {config.advantage} was tried on a batch of 9 samples"
     if config.loss not in LOSSES:

@@ -32,6 +32,8 @@ Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter of that name at version 0."""
 ADAPTER = ("lora_A", "lora_B")
 """Last words of the names of an adapter's parameters."""
+VALUE_HEAD = "value_head"
+"""Last word of the name of a critic's parameter that no file has."""
 
 WRONG_VALUES = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError)
 """What transformers raises for a config.json with a value of the wrong type, or with values that contradict."""
@@ -137,7 +139,7 @@ def distribute_weights(
     empty: PreTrainedModel, model: ModelConfig, device: torch.device, offload: bool, initial: Initial
 ) -> None:
     """Fill `empty`, sharded and on meta, with the weights that rank 0 reads, tensor by tensor, and with `initial` ones
-    where the model has parameters that the files lack: an adapter's."""
+    where the model has parameters that the files lack: an adapter's, and a critic's head, which begins as zeros."""
     source = _read(model) if dist.get_rank() == 0 else {}
     first_name = {id(parameter): name for name, parameter in empty.named_parameters()}
     filled: dict[str, nn.Parameter] = {}
@@ -146,6 +148,7 @@ def distribute_weights(
         if first not in filled:
             assert isinstance(parameter, DTensor)
             given = initial(first, parameter.shape) if first.endswith(ADAPTER) else source.get(first)
+            given = torch.zeros(parameter.shape) if first.endswith(VALUE_HEAD) else given
             like: dict[str, Any] = {"dtype": parameter.dtype, "device": device}
             full = torch.empty(parameter.shape, **like) if given is None else given.to(**like)
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from configs.checks import max_sample_tokens
 from configs.context_parallel import parts_of
+from configs.critic import STATE_BYTES, keeps_critic
 from configs.load import ConfigError
 from configs.publishing import COPIES_SHARE, held, publishes_rows, remedy
 from configs.schema import Config, LearnerConfig, ModelConfig
@@ -35,6 +36,7 @@ from learner.model.host_copies import INPUTS_HELD
 from learner.model.idle_parts import idle_modules
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
+from learner.model.value_head import replace_head
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
 
 log = logging.getLogger(__name__)
@@ -129,13 +131,14 @@ def choose_gather(
     tokens: int,
     reference: bool = False,
     sends: int = 0,
+    critic: bool = False,
 ) -> LearnerConfig:
     """`learner` with its `gather: auto` decided, and logged, for a rank with `memory` bytes (None: on CPU) and
     microbatches of at least `tokens`. The other arguments as in `estimate`."""
     if learner.gather != "auto":
         return learner
     ways = [learner.model_copy(update={"gather": gather}) for gather in ("pass", "batch")]
-    each, once = (estimate(model, way, shards, reference, sends) for way in ways)
+    each, once = (estimate(model, way, shards, reference, sends, critic) for way in ways)
     more = once.total(tokens) - each.total(tokens)
     if memory is None:
         room = True
@@ -170,7 +173,7 @@ def budget_in(
     too small.
     """
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
-    expected = estimate(config.model, config.learner, shards, reference, sends)
+    expected = estimate(config.model, config.learner, shards, reference, sends, keeps_critic(config))
     if available is None:
         return expected, max(AUTO_TOKENS_ON_CPU, least) if wanted == "auto" else wanted
     budget = min(expected.fit(int(SHARE * available)), share_of_batch(config)) if wanted == "auto" else wanted
@@ -184,7 +187,8 @@ def budget_in(
         more = "learner.ranks" if shards == config.learner.ranks else "learner.shard"
         more += " or learner.context_parallel" * (shards % (2 * config.learner.context_parallel) == 0 and not patches)
         less = "learner.gather: pass, " if config.learner.gather == "batch" else ""
-        change = f"set {less}learner.activation_checkpointing: block or learner.cpu_offload, or raise {more}"
+        apart = "algorithm.advantage: group_mean" if keeps_critic(config) else "learner.cpu_offload"
+        change = f"set {less}learner.activation_checkpointing: block or {apart}, or raise {more}"
         change += ", or lower data.max_pixels" if patches else ""
         raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {change}"])
     return expected, budget
@@ -221,12 +225,18 @@ def check_copies(expected: Estimate, available: int, config: Config, shards: int
 
 
 def estimate(
-    model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False, sends: int = 0
+    model: ModelConfig,
+    learner: LearnerConfig,
+    shards: int,
+    reference: bool = False,
+    sends: int = 0,
+    critic: bool = False,
 ) -> Estimate:
     """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too.
     `sends`: over how many ranks the copies for the servers are spread, of which this GPU holds a share
-    (`learner.weights.buckets.DoubleBuffer`); 0: it holds none. As in
-    `Policy`, keys that are still `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
+    (`learner.weights.buckets.DoubleBuffer`); 0: it holds none. `critic`: one is trained too; its gradients come
+    after the policy's are gone, and its passes keep no more than the policy's. As in `Policy`, keys that are still
+    `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
     size, width = sizes_of(model, learner.context_parallel), getattr(torch, model.dtype).itemsize
     held, parameters, trained = size.held, size.parameters, size.trained
     block, changed, root = size.block, size.changed, size.parameters - size.blocks - size.idle
@@ -241,6 +251,8 @@ def estimate(
         "gradients": 4 * trained * on_gpu // shards,
         "optimizer": 8 * trained * on_gpu // shards,
     }
+    if critic:
+        always["critic"] = STATE_BYTES * size.critic // shards
     if once:  # whole until the last backward pass, in which shards take their place
         always["gradients"] = 4 * trained
     if sends:  # twice what is trained, once what is frozen; of a model with an adapter, the adapter alone
@@ -303,6 +315,8 @@ class ModelSizes:
     """Whether the head bends its logits."""
     idle: int = 0
     """Parameters of parts that text does not pass, which no pass gathers."""
+    critic: int = 0
+    """Parameters of a critic: of a value head in place of an output embedding that is not tied."""
 
 
 def sizes_of(model: ModelConfig, context_parallel: int = 1) -> ModelSizes:
@@ -343,7 +357,14 @@ def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSiz
         ends,
         Epilogue.of(empty.config).softcap is not None,
         sum(p.numel() for part in idle_modules(empty) for p in part.parameters()),
+        _critic_parameters(empty),
     )
+
+
+def _critic_parameters(empty: PreTrainedModel) -> int:
+    """Replaces the head of `empty`, so that it must be counted before."""
+    replace_head(empty)
+    return int(empty.num_parameters())
 
 
 def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: int) -> Traced:

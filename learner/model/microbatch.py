@@ -114,6 +114,9 @@ class Microbatch:
     """None: the row has no image."""
     routes: Tensor | None = None
     """uint8 or int32 [layers with experts, tokens, k]: ids of the experts that the server chose; None: not replayed."""
+    advantages: Tensor | None = None
+    """float32 advantage of each token, by a critic, 0 for tokens that were given; None: tokens have that of their
+    turn."""
     own: RowSlice | None = None
     """None: this rank computes the whole row."""
 

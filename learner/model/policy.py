@@ -36,6 +36,7 @@ from learner.model.idle_parts import idle_modules, idle_names, sees
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.microbatch import Microbatch, one_document
 from learner.model.unshard import is_sharded, own_rows, unshard
+from learner.model.value_head import replace_head, values
 from learner.weights.plan import Spec
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ it a block would run uncompiled."""
 
 
 class Policy(nn.Module):
-    """`policy(microbatch)` computes log-probabilities. `frozen`: a reference model, without gradients.
+    """`policy(microbatch)` computes log-probabilities. `frozen`: a reference model, without gradients. `valued`: a
+    critic's body, which computes values instead (`learner/critic/`).
 
     The initial weights are read once, by rank 0, and sharded tensor by tensor: no other rank ever holds the whole
     model, and rank 0 holds it only in its file's dtype in host memory. `random` initialises them instead. `replay`:
@@ -72,6 +74,7 @@ class Policy(nn.Module):
         random: bool = False,
         seed: int = 0,
         replay: bool = False,
+        valued: bool = False,
     ) -> None:
         """`seed` of the adapter at version 0."""
         super().__init__()
@@ -88,6 +91,9 @@ class Policy(nn.Module):
         self.head = HeadOptions(temperature, chunk_tokens(learner), entropy_gradient, Epilogue.of(config))
         self.attention = attention.choose(learner.attention, self.device, self.dtype, config)
         self.model = loading.build_on_meta(model, attention.registered(self.attention))
+        self.valued = valued
+        if valued:
+            replace_head(self.model)
         self.form = FileForm(self.model)
         self.model.requires_grad_(not frozen)
         if model.lora:
@@ -102,7 +108,7 @@ class Policy(nn.Module):
         unshared = self.unshared
         self.share_prompts = learner.share_prompts and unshared is None
         self.most_copied = attention.most_copied(self.model.config)
-        if learner.share_prompts and unshared and not frozen:
+        if learner.share_prompts and unshared and not (frozen or valued):
             log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", unshared)
         offload = learner.cpu_offload and on_gpu
         if not frozen:
@@ -139,14 +145,18 @@ class Policy(nn.Module):
 
         Both are 0 where `microbatch.sampled` is false: the head skips these tokens. With `loss`, a function of slices
         of `microbatch.scored`, they have no gradient; its sum, [] float32 with gradient, is the third result.
+
+        A critic's body has one result: the value of the state after each token, [tokens] float32 with gradient.
         """
         hidden = hidden_states(self.model, self.sight, self.mixture, microbatch)
+        if self.valued:
+            return (values(self.model, hidden),)
         options = self.head if temperature is None else self.head._replace(temperature=temperature)
         return apply_head(self.model, hidden, microbatch, options, loss)
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch, temperature: float | None = None) -> Tensor:
-        """Log-probabilities as in `forward`, without gradient: [tokens] float32."""
+        """Log-probabilities, or a critic's values, as in `forward`, without gradient: [tokens] float32."""
         logprobs: Tensor = self(microbatch, temperature)[0]
         if not self._stays_gathered:
             self._reshard_all()  # only a backward pass does it by itself, and readers of the weights want shards

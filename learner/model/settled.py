@@ -7,6 +7,7 @@ file and the bytes of a GPU; reads config.json, waits for nothing. `actors/docto
 
 from dataclasses import dataclass
 
+from configs.critic import keeps_critic
 from configs.publishing import copies_over
 from configs.schema import Config, LearnerConfig
 from learner.algorithms.losses import needs_reference
@@ -62,14 +63,14 @@ def settle_speed(config: Config, memory: int, patches: int) -> Config:
     """As `decide_speed` of the learner does: all ranks take what fits the fullest."""
     ways = fastest_first(config.learner, True, config.run.versions)
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
-    taken = max(choose(config.model, ways, *sizes, sends=sends) for sends in roles(config))
+    taken = max(choose(config.model, ways, *sizes, sends, keeps_critic(config)) for sends in roles(config))
     return config.model_copy(update={"learner": ways[taken]})
 
 
 def settle_gather(config: Config, memory: int, patches: int) -> Config:
     """As `decide_gather` of the learner does: `batch` only if every rank has room for it."""
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
-    own = [choose_gather(config.model, config.learner, *sizes, sends=sends) for sends in roles(config)]
+    own = [choose_gather(config.model, config.learner, *sizes, sends, keeps_critic(config)) for sends in roles(config)]
     return config.model_copy(update={"learner": next((way for way in own if way.gather == "pass"), own[0])})
 
 

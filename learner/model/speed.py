@@ -62,6 +62,7 @@ def choose(
     tokens: int,
     reference: bool = False,
     sends: int = 0,
+    critic: bool = False,
 ) -> int:
     """Return the index of the first of `ways` that fits a rank with `memory` bytes, else of the last one.
 
@@ -71,7 +72,8 @@ def choose(
     if memory is None:
         return 0
     for index, way in enumerate(ways[:-1]):
-        if estimate(model, way, shards, reference, sends).fit(int(SHARE * memory)) >= wanted_tokens(way, tokens):
+        expected = estimate(model, way, shards, reference, sends, critic)
+        if expected.fit(int(SHARE * memory)) >= wanted_tokens(way, tokens):
             return index
     return len(ways) - 1
 

@@ -21,10 +21,13 @@ FLOOR = 0.1
 
 
 class Optimizer:
-    """Wraps torch's AdamW, as `adamw`. Each version is one `update`, applied or skipped."""
+    """Wraps torch's AdamW, as `adamw`. Each version is one `update`, applied or skipped, or a `hold`.
 
-    def __init__(self, policy: Policy, config: LearnerConfig, versions: int) -> None:
-        self.config, self.versions = config, versions
+    `held`: versions at the beginning in which the weights stay as they are; the schedule begins after them.
+    """
+
+    def __init__(self, policy: Policy, config: LearnerConfig, versions: int, held: int = 0) -> None:
+        self.config, self.versions, self.held = config, versions - held, held
         self.adamw = torch.optim.AdamW(
             [parameter for parameter in policy.parameters() if parameter.requires_grad],
             lr=config.lr,
@@ -36,7 +39,7 @@ class Optimizer:
 
     def learning_rate(self, version: int) -> float:
         """Learning rate of the step from `version` to `version + 1`."""
-        warmup = self.config.warmup_versions
+        warmup, version = self.config.warmup_versions, version - self.held
         if version < warmup:
             return self.config.lr * (version + 1) / warmup
         progress = min((version - warmup) / max(self.versions - 1 - warmup, 1), 1.0)
@@ -61,13 +64,28 @@ class Optimizer:
         skipped["gradient/zero"] = float(finite and not norm)
         return {"lr": rate} | skipped | ({"gradient/norm": float(norm)} if finite else {})
 
+    def hold(self) -> dict[str, float]:
+        """As `update`, but the weights stay as they are, and the learning rate is 0."""
+        norm = self._cleared()
+        finite = bool(norm.isfinite())
+        skipped = {"gradient/skipped": float(not finite), "gradient/overflowed": 0.0, "gradient/zero": float(not norm)}
+        return {"lr": 0.0} | skipped | ({"gradient/norm": float(norm)} if finite else {})
+
     def discard(self) -> bool:
         """Clear the gradients without applying them; returns whether their norm is finite, on all ranks alike."""
+        return bool(self._cleared().isfinite())
+
+    def _cleared(self) -> torch.Tensor:
+        """Clear the gradients; returns the norm that they had: [] float32."""
         parameters = [p for group in self.adamw.param_groups for p in group["params"]]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.adamw.zero_grad()
-        return bool(norm.isfinite())
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def restore_options(self) -> None:
+        """Take betas, eps and weight decay from the run file: a checkpoint's state has those that it was made with."""
+        for group in self.adamw.param_groups:
+            group.update({name: self.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
 
     def _overflowed(self, parameters: Sequence[torch.nn.Parameter]) -> float:
         """Return 1 if every part of the gradient is finite on every rank but the norm is not. A collective."""

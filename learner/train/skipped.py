@@ -21,6 +21,11 @@ NOTHING_LEFT = "the model gives every trained token the probability 1; end the r
 """Why supervised fine-tuning has a gradient of zero."""
 
 
+CRITIC_UNFIT = "the critic's gradient is not finite; lower algorithm.critic.learning_rate, and look at its rewards"
+CRITIC_RIGHT = "each value of the critic is the return already, as at the start where every reward is 0"
+"""Why the critic's gradient was zero."""
+
+
 class StepsSkipped(RuntimeError):
     """The run no longer trains. The text gives the version, the cause and the remedy."""
 
@@ -43,6 +48,10 @@ class SkippedSteps:
         """Note a step of supervised fine-tuning."""
         sums = {UNFIT_ADVANTAGES: 0.0}
         self._note(version, metrics, lambda: why_skipped((0.0, 0.0), metrics, sums), lambda: NOTHING_LEFT)
+
+    def note_critic(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Note an update of a critic."""
+        self._note(version, metrics, lambda: CRITIC_UNFIT, lambda: CRITIC_RIGHT)
 
     def _note(
         self, version: int, metrics: Mapping[str, float], why: Callable[[], str], why_none: Callable[[], str]

@@ -24,6 +24,7 @@ from learner.algorithms.diagnostics import combine, is_max, per_sample_sums, sam
 from learner.algorithms.inputs import LossContext, LossInputs
 from learner.algorithms.losses import is_tokenwise, needs_first_pass
 from learner.algorithms.own import advantage_of, loss_of
+from learner.critic.critic import Critic
 from learner.model.context import check_same
 from learner.model.experts.mixture import load_metrics
 from learner.model.lora.base import Base
@@ -49,8 +50,8 @@ class Algorithm:
     """Loss, advantages and optimizer. `reference` is the initial model, if the loss needs one.
 
     `budget`: tokens per microbatch. `max_tokens`: the longest answer, from which the soft overlong penalty and, by
-    default, `aggregation: constant` count. `form`: how a vision-language model sees images. `beside`: texts that are
-    trained beside the samples.
+    default, `aggregation: constant` count. `form`: how a vision-language model sees images. `critic`: gives each token
+    its advantage, with `advantage: gae`. `beside`: texts that are trained beside the samples.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class Algorithm:
         max_tokens: int,
         reference: Policy | Base | None = None,
         form: ImageFormat | None = None,
+        critic: Critic | None = None,
         beside: TrainedBeside | None = None,
     ) -> None:
         self.config = config.model_copy(update={"constant_length": config.constant_length or max_tokens})
         self.optimizer, self.budget, self.max_tokens, self.reference = optimizer, budget, max_tokens, reference
         self.form, self.beside, self.skipped = form, beside, SkippedSteps()
-        self.loss, self.advantage = loss_of(config), advantage_of(config)
+        self.loss, self.critic = loss_of(config), critic
+        self.advantage = None if critic else advantage_of(config)
         # A tokenwise loss is differentiated chunk by chunk while the head's logits exist: three matmuls of the
         # vocabulary's size instead of four, 1.7 % of a 1.5B step (docs/design/learner.md).
         self.forward = self.by_chunk if is_tokenwise(config) else self.at_once
@@ -87,17 +90,20 @@ class Algorithm:
         sums = sums if policy.counts else _uncounted(sums)
         totals = _all_reduce(sums)  # waits for the GPU
         times.append(time.perf_counter())
-        demonstrated = drawn.metrics(totals.pop(TOTAL)) if drawn else {}
-        metrics = (
-            demonstrated | batch_metrics(batch, totals) | _loads(policy, tally) | self.optimizer.update(batch.version)
-        )
+        held = self.critic is not None and self.critic.warms_up(batch.version)
+        updated = self.optimizer.hold() if held else self.optimizer.update(batch.version)
+        metrics = drawn.metrics(totals.pop(TOTAL)) if drawn else {}
+        metrics |= batch_metrics(batch, totals) | _loads(policy, tally) | updated
         times.append(time.perf_counter())
         rewards = batch.rows.reward.numpy()
         self.skipped.note(batch.version + 1, (float(rewards.min()), float(rewards.max())), metrics, totals)
         metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
         metrics |= buffer_metrics(part) | problem_metrics(part)
-        flops = policy.costs.total(totals["row_tokens"], metrics["tokens_sampled"], totals["squares"])
-        computed_tokens = totals["row_tokens"]
+        work = totals["row_tokens"], metrics["tokens_sampled"], totals["squares"]
+        flops, computed_tokens = policy.costs.total(*work), totals["row_tokens"]
+        if self.critic:
+            metrics |= self.critic.learn(batch.version)
+            flops += self.critic.flops(*work)
         if drawn:
             flops, computed_tokens = flops + drawn.flops(policy), computed_tokens + drawn.tokens
         metrics |= {name: totals[name] for name in ("images", "patches") if name in totals}
@@ -114,7 +120,11 @@ class Algorithm:
         shared, replayed = policy.share_prompts, policy.replayed
         if policy.context_group is not None:
             check_same(_digest(part), policy.context_group)
-        return Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed)
+        batch = Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed)
+        if self.critic:
+            rewards = turn_rewards(batch, self._rewards(batch))
+            batch = self.critic.judge(batch, rewards, masked=self.config.overlong == "mask")
+        return batch
 
     def backward(self, policy: Policy, batch: Batch, drawn: DrawnBeside | None = None) -> dict[str, Tensor]:
         """Leave the gradient of the batch's loss, and of what was drawn beside it, in the parameters; returns this
@@ -172,7 +182,7 @@ class Algorithm:
 
     def shared_context(self, batch: Batch, device: torch.device, counts: bool = True) -> dict[str, Any]:
         """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`, but
-        `advantages`, which are of this rank's turns. `counts`: as in `Policy`."""
+        `advantages`, which are of this rank's turns or, by a critic, of its tokens. `counts`: as in `Policy`."""
         _, item, sampled, _ = _tensors(batch.rows)
         _, group = item.unique(return_inverse=True)
         group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)
@@ -188,15 +198,23 @@ class Algorithm:
             "scattered": batch.scattered,
         }
 
+    def _rewards(self, batch: Batch) -> Tensor:
+        """Reward of each sample of the batch, less the penalty for its length: [samples] float64."""
+        config, (rewards, _, lengths, _) = self.config, _tensors(batch.rows)
+        if config.overlong != "soft":
+            return rewards
+        return soft_overlong(rewards, lengths, self.max_tokens, config.overlong_buffer, config.overlong_factor)
+
     def _advantages(self, batch: Batch, counts: bool = True) -> Tensor:
-        """Advantage of each of this rank's turns, then a 0 for what was given: [turns + 1] float32.
+        """Advantage of each of this rank's turns, then a 0 for what was given: [turns + 1] float32. By a critic, of
+        each of its tokens.
 
         Every rank computes those of all samples of the batch: it is cheap and exact.
         """
+        if self.advantage is None:
+            return torch.cat([each.advantages for each in batch.microbatches if each.advantages is not None])
         config, turns = self.config, torch.from_numpy(batch.turns.rows)
-        rewards, items, lengths, truncated = _tensors(batch.rows)
-        if config.overlong == "soft":
-            rewards = soft_overlong(rewards, lengths, self.max_tokens, config.overlong_buffer, config.overlong_factor)
+        rewards, (_, items, lengths, truncated) = self._rewards(batch), _tensors(batch.rows)
         later = torch.zeros(())
         if config.turn_discount is not None:
             returns, rewards = discounted(batch, rewards, config.turn_discount, counts)
@@ -220,6 +238,15 @@ class Algorithm:
         return m2_limit(torch.cat(every), self.config.m2_budget)
 
 
+def turn_rewards(batch: Batch, rewards: Tensor) -> Tensor:
+    """Reward of each of this rank's turns: [turns] float64. `rewards` [samples] are those of the rows, or less: a
+    penalty is the last turn's."""
+    turns, of_turns = map(torch.from_numpy, batch.turns)
+    last = turns.diff(append=turns.new_tensor([-1])) != 0
+    penalties = rewards - torch.tensor(batch.rows.reward.numpy())
+    return of_turns + torch.where(last, penalties[turns], 0)
+
+
 def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = True) -> tuple[Tensor, Tensor]:
     """The return of each of this rank's turns, and the first return of each sample of the batch: [turns] and [samples]
     float64.
@@ -227,10 +254,9 @@ def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = Tr
     `rewards` [samples] are those of the rows, or less: a penalty is the last turn's. A collective: the rows know
     nothing of turns, so each rank that `counts` contributes the returns of its own samples.
     """
-    turns, turn_rewards = map(torch.from_numpy, batch.turns)
-    last, first = turns.diff(append=turns.new_tensor([-1])) != 0, turns.diff(prepend=turns.new_tensor([-1])) != 0
-    penalties = rewards - torch.tensor(batch.rows.reward.numpy())
-    returns = turn_returns(turn_rewards + torch.where(last, penalties[turns], 0), turns, discount)
+    turns = torch.from_numpy(batch.turns.rows)
+    first = turns.diff(prepend=turns.new_tensor([-1])) != 0
+    returns = turn_returns(turn_rewards(batch, rewards), turns, discount)
     mine = torch.zeros_like(rewards).index_put((turns[first],), returns[first])
     return returns, collectives.all_reduce_sum(mine if counts else torch.zeros_like(mine))
 
@@ -274,7 +300,8 @@ def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
 def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:
     """What is known of a microbatch's tokens before its forward pass; `shared` as in `Algorithm.shared_context`."""
     known = {name: x[microbatch.sequence] if name in PER_SAMPLE else x for name, x in shared.items()}
-    known["advantages"] = shared["advantages"][microbatch.turn]
+    own = microbatch.advantages
+    known["advantages"] = shared["advantages"][microbatch.turn] if own is None else own
     fields = ("behaviour", "sampled", "sequence", "versions")
     return LossContext(known | {name: getattr(microbatch, name) for name in fields})
 

@@ -75,6 +75,8 @@ def test_interpolation_reaches_keys_and_defaults(tmp_path: Path) -> None:
         ("learner.tokens_per_microbach", "learner.tokens_per_microbatch"),
         ("trainer.total_epochs", "data.epochs"),
         ("optim.learning_rte", "learner.lr"),
+        ("optim.learning_rate", "learner.lr"),
+        ("algorithm.critic.learning_rte", "algorithm.critic.learning_rate"),
         ("rollout.gpu_memory_utilization", "rollout.engine.gpu_memory_utilization"),
     ],
 )
@@ -200,10 +202,10 @@ def test_keys_are_listed_with_type_default_and_meaning(
         assert isinstance(model, type)
         assert issubclass(model, Section)
         fields = dict(model.model_fields)
-        if section == "rollout":  # a section in a section
-            for inside in ("chat", "agent", "environment"):
-                keys = fields.pop(inside).annotation.model_fields  # type: ignore[union-attr]
-                fields |= {f"{inside}.{name}": inner for name, inner in keys.items()}
+        inside_of = {"rollout": ("chat", "agent", "environment"), "algorithm": ("critic",)}  # sections in a section
+        for inside in inside_of.get(section, ()):
+            keys = fields.pop(inside).annotation.model_fields  # type: ignore[union-attr]
+            fields |= {f"{inside}.{name}": inner for name, inner in keys.items()}
         for name, inner in fields.items():
             assert f"--{section}.{name} " in words
             assert " ".join((inner.description or "missing").split()) in words

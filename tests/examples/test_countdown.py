@@ -174,6 +174,15 @@ def test_the_quickstart_of_an_adapter_differs_in_what_is_trained_only():
     assert adapter.model.model_copy(update={"lora": None}) == full.model
 
 
+def test_the_run_file_with_a_critic_differs_in_the_algorithm_only():
+    plain, valued = (load([str(QUICKSTART), *more]) for more in ([], [str(QUICKSTART.with_name("ppo.yaml"))]))
+    check(valued, files=())
+    assert (
+        valued.algorithm.advantage == "gae" and valued.algorithm.loss == "ppo" and valued.algorithm.critic.updates > 1
+    )
+    assert valued.model_copy(update={"algorithm": plain.algorithm}) == plain
+
+
 def test_a_toy_without_an_adapter_says_so(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         quickstart.main(["shapes", "--lora"])

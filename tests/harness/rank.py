@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from buffer.wire.client import LearnerClient
 from buffer.wire.values import Bounds
 from configs.load import ConfigError
-from configs.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig
+from configs.schema import AlgorithmConfig, Config, CriticConfig, LoraConfig, ModelConfig
 from learner import watchdog
 from learner.checkpoint import Checkpoints
 from learner.mesh import make_mesh, replica, shards
@@ -44,6 +44,8 @@ from tests.harness.expert_batches import SIZES, random_routes, routed
 from tests.harness.keys import client_keys
 from tests.harness.pictured import form_of, make_pictured
 from tests.harness.published_rows import rows
+from tests.harness.valued import actor_critic, critic_of, gradients_of_both
+from tests.harness.valued import run as run_valued
 
 
 def gradients(
@@ -382,6 +384,28 @@ def run(
     return {"records": records, "weights": world.weights(policy)}
 
 
+def valued(folder: Path, copies: list[int], cuts: list[int], budget: int) -> None:
+    """For each number of ranks that share a copy and each `learner.gather`: gradients of policy and critic for one
+    batch of episodes, and the critic's figures, saved as `FOLDER/valued.pt`."""
+    rank, model, found = dist.get_rank(), ModelConfig(path=str(folder / "model"), dtype="float32"), {}
+    config = AlgorithmConfig(advantage="gae", critic=CriticConfig(gamma=0.9, gae_lambda=0.5))
+    for number, gather in product(copies, ("pass", "batch")):
+        mesh, learner = make_mesh("cpu", number), world.LEARNER.model_copy(update={"gather": gather})
+        policy, critic = world.policy_of(model, mesh, learner), critic_of(model, mesh, config.critic, learner)
+        part = world.cut(make_episodes(), 3, cuts, rank)
+        found[number, gather] = gradients_of_both(actor_critic(policy, critic, budget, config), policy, part)
+    if rank == 0:
+        torch.save(found, folder / "valued.pt")
+
+
+def valued_runs(folder: Path, name: str, start: int, stop: int, cuts: list[int]) -> None:
+    """`tests.harness.valued.run`, saved as `FOLDER/NAME.pt`."""
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    found = run_valued(folder, mesh, rank, start, stop, cuts)
+    if rank == 0:
+        torch.save(found, folder / f"{name}.pt")
+
+
 def unrouted(folder: Path) -> None:
     """A sample of rank 1 has no routes; what each rank says of it is saved as `FOLDER/unrouted-RANK.txt`."""
     entries, rank = routed(world.make_samples()), dist.get_rank()
@@ -461,6 +485,8 @@ CASES: dict[str, Callable[..., None]] = {
         absent,
         failing,
         beside,
+        valued,
+        valued_runs,
     )
 }
 

@@ -164,6 +164,25 @@ def test_two_ranks_that_share_rows_take_the_same_part(tmp_path: Path, fork) -> N
     assert record["tokens_sampled"] == sum(int(sample.sampled.numpy().sum()) for sample in samples)
 
 
+@pytest.mark.xdist_group("ranks")
+def test_a_run_with_a_critic_drains_and_resumes(tmp_path: Path, fork) -> None:
+    """The policy stays as it is in version 1, the critic's warm-up, and both go on from the checkpoint."""
+    keys = ["advantage=gae", "critic.warmup_versions=1", "critic.learning_rate=1e-3"]
+    for batches in (1, 3):
+        with Canned(batches=batches) as buffer:
+            (rank,) = fork([*command(tmp_path, buffer.address), *(f"--algorithm.{key}" for key in keys)])
+            if batches == 1:
+                assert buffer.waiting.wait(300)
+                rank.send_signal(signal.SIGTERM)
+            code, errors = rank.ended()
+        assert code == 0, errors
+        assert errors.count("critic warm-up: from version 0 to 1 the critic learns") == (batches == 1)
+    records = list(read(tmp_path / "run" / "metrics.jsonl"))
+    assert [record["version"] for record in records] == [1, 2, 3]
+    assert records[0]["lr"] == 0 < records[1]["lr"] and all(record["critic/lr"] == 1e-3 for record in records)
+    assert complete(tmp_path / "run" / "checkpoints")[-1] == 3
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[[list[str]], subprocess.Popen]]:
     """Starts processes that do not outlive the test."""

@@ -203,12 +203,29 @@ def test_servers_that_keep_the_learner_busy(folders: dict[str, str]) -> None:
     assert four.speed.version_s >= 0.9 * max(four.speed.train_s, four.speed.batch_s)
 
 
+def test_a_critic_costs_a_pass_and_a_step_of_its_own(folders: dict[str, str]) -> None:
+    """A head to 150,000 words costs the policy more than a value head, and the passes through both models are alike."""
+    argv = [str(ROOT / "configs/eight_gpus.yaml"), "--learner.activation_checkpointing=block"]
+    plain, valued, twice = (
+        forecast_of("H200", folders["7B"], *argv, *more)
+        for more in ([], ["--algorithm.advantage=gae"], ["--algorithm.advantage=gae", "--algorithm.critic.updates=2"])
+    )
+    assert plain.speed and valued.speed and twice.speed
+    one = twice.speed.train_s - valued.speed.train_s
+    assert 0.8 * plain.speed.train_s < one < plain.speed.train_s
+    assert valued.speed.train_s == pytest.approx(plain.speed.train_s + 4 / 3 * one)
+
+
 @pytest.mark.parametrize(
     ("card", "model", "changes", "said"),
     [
         ("4090", "1.5B", (), ("a GPU has 23.0 GiB", "these fit: ", "model.lora: {rank: 32}", "--gpu A100-80G")),
         ("L4", "7B", ("--learner.ranks=4",), ("two copies of", "these fit: an adapter, model.lora: {rank: 32}")),
         ("H100", "7B", ("--learner.ranks=1",), ("learner.ranks: 4",)),
+        (
+            *("H100", "7B", ("--learner.ranks=4", "--algorithm.advantage=gae")),
+            ("critic", "these fit: learner.ranks: 8; or algorithm.advantage: group_mean, without a critic"),
+        ),
         ("H100", "7B", ("--learner.ranks=1", "--learner.tokens_per_microbatch=4096"), (" with learner.tokens_per",)),
     ],
 )

@@ -8,12 +8,13 @@ import pytest
 
 from configs.__main__ import main
 from configs.checks import check
+from configs.critic import rules
 from configs.load import ConfigError, load
 from configs.migration import easyr1, openrlhf, trl, verl
 from configs.migration.convert import convert
 from configs.migration.draft import UNKNOWN
 from configs.migration.settings import read_settings
-from configs.schema import Config
+from configs.schema import Config, CriticConfig
 
 GIVEN = Path(__file__).parent / "given"
 PAGE = Path(__file__).parents[3] / "docs/from-other-systems.md"
@@ -72,6 +73,30 @@ def test_what_a_run_file_cannot_say_is_listed(settings: str, key: str, keys: dic
     _, draft = convert(tmp_path / "run.sh")
     assert any(line.startswith(f"{key}: ") for line in draft.missing) == bool(key)
     assert keys.items() <= draft.tree["learner"].items()
+
+
+TINY_ZERO = (
+    "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m critic.model.path={critic} algorithm.lam={lam} "
+    "data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=64 critic.optim.lr=2e-5 "
+    "critic.cliprange_value=0.4 critic.ppo_epochs={epochs} critic.ppo_micro_batch_size=8 trainer.critic_warmup=10\n"
+)
+
+
+@pytest.mark.parametrize(("epochs", "lam", "critic"), [(1, 1.0, "m"), (2, 0.95, "other")])
+def test_ppo_of_verl_becomes_a_critic(tmp_path: Path, epochs: int, lam: float, critic: str) -> None:
+    """Its estimator is the default, gae; a step has four updates, which are versions."""
+    (tmp_path / "run.sh").write_text(TINY_ZERO.format(epochs=epochs, lam=lam, critic=critic))
+    _, draft = convert(tmp_path / "run.sh")
+    config = Config.model_validate(draft.tree | {"data": {"train": "d"}, "run": {"versions": 400}})
+    assert config.algorithm.advantage == "gae" and config.algorithm.loss == "ppo"
+    clip = 0.4 if epochs > 1 else None
+    assert config.algorithm.critic == CriticConfig(learning_rate=2e-5, warmup_versions=40, updates=epochs, clip=clip)
+    assert list(rules(config)) == [] and config.batch.samples == 2
+    missing = [line.partition(":")[0] for line in draft.missing]
+    assert [name for name in missing if name.startswith("critic") or name.endswith("lam")] == (
+        ["algorithm.lam", "critic.model.path"] if epochs > 1 else []
+    )
+    assert any(line.startswith("critic.ppo_micro_batch_size: the critic is sharded") for line in draft.notes)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +239,7 @@ def test_variables_of_a_script_are_replaced_and_others_stay(tmp_path: Path) -> N
         ("algorithm.loss=grpo", "GRPO is algorithm.loss: ppo with algorithm.advantage: group_std"),
         ("algorithm.loss=GRPO", "GRPO is algorithm.loss: ppo with algorithm.advantage: group_std"),
         ("algorithm.loss=dapo", "DAPO is algorithm.loss: ppo with clip_high 0.28"),
-        ("algorithm.advantage=gae", "there is no critic"),
+        ("algorithm.advantage=ppo", "PPO's is gae, with algorithm.loss: ppo"),
         ("algorithm.aggregation=token-mean", "verl's token-mean is token"),
     ],
 )

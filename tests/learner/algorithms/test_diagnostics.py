@@ -178,6 +178,7 @@ HEALTHY = {
     "gradient/skipped": 0.0,
     "gradient/zero": 0.0,
     "gradient/norm": 0.2,
+    "critic/explained_variance": 0.4,
     "groups/solved_all": 0.2,
     "groups/solved_none": 0.3,
 }
@@ -197,6 +198,7 @@ ILL = {
     "gradient/skipped": 1.0,
     "gradient/zero": 1.0,
     "gradient/norm": 3.0,
+    "critic/explained_variance": -0.6,
     "groups/solved_all": 0.9,
     "groups/solved_none": 0.9,
 }
@@ -222,7 +224,7 @@ def test_alerts_watch_metrics_that_exist() -> None:
     known = set(MEANS) | set(MAXIMA) | {"ess/token", "ess/sequence", "gradient/norm", "length/truncated"}
     known |= {"gradient/skipped", "gradient/zero"}
     known |= {"groups/solved_all", "groups/solved_none", "buffer/failed_share", "buffer/quarantined"}
-    known |= {"problems/left_out_share"}
+    known |= {"problems/left_out_share", "critic/explained_variance"}
     assert {key for key, *_ in ALERTS} <= known
     assert list(K3_BY_AGE.values()) == list(BUCKETS)
     assert set(ILL) == {key for key, *_ in ALERTS} - set(K3_BY_AGE) | {"mismatch/k3_fresh"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import Config, WeightsConfig
+from configs.schema import AlgorithmConfig, Config, WeightsConfig
 from learner.model.memory import GIB, SHARE, budget_in, estimate
 from learner.model.settled import roles, settle, settle_speed, shards_of
 from learner.model.speed import fastest_first
@@ -46,6 +46,19 @@ def test_all_ranks_take_what_fits_rank_0(tmp_path: Path) -> None:
     assert settled.learner.activation_checkpointing == "block"
     assert settled.others and settled.others.tokens > settled.first.tokens
     assert settled.first.total > settled.others.estimate.total(settled.first.tokens)
+
+
+def test_a_critic_takes_its_room_here_as_it_does_there(tmp_path: Path, mesh) -> None:
+    """Its bytes come off the microbatch, on each rank's share; both sides decide alike."""
+    plain, taken = config_of(tmp_path), set()
+    valued = plain.model_copy(update={"algorithm": AlgorithmConfig(advantage="gae")})
+    held = estimate(plain.model, plain.learner, 1, critic=True).candidates[0].fixed["critic"]
+    for config in (plain, valued):
+        settled = settle(config, 4 * GIB)
+        assert settle_speed(config, 4 * GIB, 0).learner == decide_speed(config, 4 * GIB, mesh, 0).learner
+        assert settled.first.estimate.candidates[0].fixed.get("critic", 0) == (held if config is valued else 0)
+        taken.add(settled.first.tokens)
+    assert len(taken) == 2 and "critic" in settled.first.describe()
 
 
 def test_a_budget_is_the_learner_s(tmp_path: Path) -> None:
