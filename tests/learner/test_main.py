@@ -160,7 +160,8 @@ def test_two_ranks_that_share_rows_take_the_same_part(tmp_path: Path, fork) -> N
     (record,) = read(tmp_path / "run" / "metrics.jsonl")
     samples = [Sample.unpack(entry.sample) for entry in make_samples(0)]
     assert record["samples"] == len(samples)
-    assert record["tokens_computed"] == record["tokens"] == sum(len(sample.tokens.numpy()) for sample in samples)
+    assert record["tokens"] == sum(len(sample.tokens.numpy()) for sample in samples)
+    assert record["tokens_sampled"] < record["tokens_computed"] <= record["tokens"]
     assert record["tokens_sampled"] == sum(int(sample.sampled.numpy().sum()) for sample in samples)
 
 
