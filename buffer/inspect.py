@@ -234,7 +234,9 @@ def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
     heads = ["position", "token", "version", "   logprob"] + ["   teacher"] * (taught is not None)
     yield "    " + " ".join(f"{head:>8}" for head in heads) + ("  text" if tokenizer else "")
     columns = (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs, taught or sample.sampled)
-    for position, (token, sampled, version, logprob, score) in enumerate(zip(*(a.numpy() for a in columns), strict=True)):
+    for position, (token, sampled, version, logprob, score) in enumerate(
+        zip(*(a.numpy() for a in columns), strict=True)
+    ):
         own = "" if taught is None else f" {score:>10.4f}" if sampled else f" {'':>10}"
         figures = (f"{version:>8} {logprob:>10.4f}" if sampled else f"{'given':>8} {'':>10}") + own
         known = [token] if token >= 0 else []  # a group in quarantine may have others

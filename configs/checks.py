@@ -32,7 +32,14 @@ TEACHER_BYTES = 4
 FILES = (
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
     *("algorithm.loss", "algorithm.advantage"),
-    *("reward.function", "reward.model", "teacher.model", "rollout.task", "rollout.agent.command", "rollout.environment.python"),
+    *(
+        "reward.function",
+        "reward.model",
+        "teacher.model",
+        "rollout.task",
+        "rollout.agent.command",
+        "rollout.environment.python",
+    ),
     *("run.folder", "log.trackers"),
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""

@@ -167,7 +167,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
             gpus = world if device.type == "cuda" else 0
             parts.enter_context(Observer(config, buffer_keys, gpus, metrics.log_servers))
         with StopSignals(draining.begin):
-            sound = SoundSteps(algorithm, draining, bounds_of(policy, form))
+            sound = SoundSteps(algorithm, draining, bounds_of(policy, form, algorithm.teachers))
             loop.run(policy, sound, draining, weights, checkpoints, metrics, versions)
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()
@@ -192,7 +192,8 @@ def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | Non
         placed += f", {mesh.size(0)} copies over {mesh.size(1)} ranks each"
     log.info("%s: %.1f M parameters on %s", config.model.path, parameters, placed)
     optimizer = Optimizer(policy, config.learner, config.run.versions)
-    return policy, Algorithm(config.algorithm, optimizer, budget, config.sampling.max_tokens, reference, form)
+    weights = {source: teacher.weight for source, teacher in config.teacher.teachers.items()}
+    return policy, Algorithm(config.algorithm, optimizer, budget, config.sampling.max_tokens, reference, form, weights)
 
 
 def open_weights_wire(

@@ -7,12 +7,14 @@ that FSDP's collectives match. Used by `step.py`.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from buffer.images import ImageFormat, SeenImage
 from buffer.wire.protocol import Part, SampleRows
@@ -40,6 +42,8 @@ class Document:
     """With their places in the document."""
     routes: np.ndarray | None = None
     """[tokens, layers with experts, k] integers: experts that the server chose; None: not replayed."""
+    teacher: np.ndarray | None = None
+    """[tokens] float32: log-probabilities of its teacher, 0 for tokens that were given; None: it has no teacher."""
 
     @property
     def tokens(self) -> int:
@@ -112,6 +116,10 @@ class Batch:
     """Of this rank's rows: what attention costs (`Unit.squares`)."""
     undone: tuple[int, int] = (0, 0)
     """The fields `restored` and `reached` of `Part`."""
+    teachers: Mapping[int, str] = field(default_factory=dict)
+    """The teacher of each of this rank's samples that has one, by index of the sample in `rows`."""
+    teacher_kl: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Of this rank's samples: see `learner.algorithms.teachers.kl_sums`."""
 
     @classmethod
     def from_part(
@@ -159,7 +167,27 @@ class Batch:
         microbatches = [pack([units[i] for i in chosen]) for chosen in balance(sizes, costs, budget, number)]
         versions = [_num_versions(sample) for sample in samples]
         known = (part.version, part.rows, versions, segments, turns, most > 1 and number > 1)
-        return cls(*known, microbatches, sum(lengths), sum(squares), (part.restored, part.reached))
+        undone = part.restored, part.reached
+        taught = teachers_of(samples, part.positions.numpy().tolist()), teacher_kl(samples)
+        return cls(*known, microbatches, sum(lengths), sum(squares), undone, *taught)
+
+
+def teachers_of(samples: Sequence[Sample], rows: Sequence[int]) -> dict[int, str]:
+    """The teacher of each sample that has one, by its index in `Batch.rows`."""
+    both = zip(samples, rows, strict=True)
+    return {row: sample.teacher for sample, row in both if sample.teacher_logprobs is not None}
+
+
+def teacher_kl(samples: Sequence[Sample]) -> dict[str, tuple[float, int]]:
+    """By teacher the sum of log mu - log q over the sampled tokens of its samples, and their number."""
+    found = dict[str, tuple[float, int]]()
+    for sample in samples:
+        if sample.teacher_logprobs is not None:
+            sampled = sample.sampled.numpy() != 0
+            gap = sample.behaviour_logprobs.numpy().astype(float) - sample.teacher_logprobs.numpy()
+            total, number = found.get(sample.teacher, (0.0, 0))
+            found[sample.teacher] = total + float(gap[sampled].sum()), number + int(sampled.sum())
+    return found
 
 
 def documents_of(
@@ -184,7 +212,8 @@ def documents_of(
             images = [image._replace(start=image.start - start) for image in seen.get(row, ()) if image.start >= start]
             inside = [image for image in images if image.start < stop - start]
             own = None if routed is None else routed[start:stop]
-            documents.append(Document(row, [column[start:stop] for column in columns], inside, own))
+            taught = None if sample.teacher_logprobs is None else sample.teacher_logprobs.numpy()[start:stop]
+            documents.append(Document(row, [column[start:stop] for column in columns], inside, own, taught))
     return documents, Turns(np.array(turn_rows, np.int64), np.array(rewards, np.float64))
 
 
@@ -239,9 +268,26 @@ def pack(units: Sequence[Unit]) -> Microbatch:
     rows, groups = [document.row for document, _ in pieces], [len(unit.documents) for unit in shared]
     packed = lay_out(tokens, sampled, behaviour, versions, rows, groups, turns)
     routes = [document.routes if document.routes is None else document.routes[part] for document, part in pieces]
-    packed = replace(packed, routes=laid_out(routes))
+    taught = [None if document.teacher is None else document.teacher[part] for document, part in pieces]
+    packed = replace(packed, routes=laid_out(routes), teacher=teacher_row(taught, pieces_of(packed)))
     pictured = [Piece(document.images, document.tokens, part) for document, part in pieces]
     return show(packed, pictured)
+
+
+def pieces_of(packed: Microbatch) -> list[int]:
+    """Tokens of each piece of a row."""
+    return packed.cu_seqlens.diff().tolist()  # type: ignore[no-any-return]
+
+
+def teacher_row(taught: Sequence[np.ndarray | None], lengths: Sequence[int]) -> Tensor | None:
+    """The teachers' log-probabilities of a row of pieces: [tokens] float32, 0 in a piece without a teacher; None where
+    no piece has one."""
+    if all(each is None for each in taught):
+        return None
+    whole = [
+        np.zeros(length, np.float32) if each is None else each for each, length in zip(taught, lengths, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(whole).astype(np.float32))
 
 
 def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:

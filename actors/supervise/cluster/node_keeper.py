@@ -36,7 +36,7 @@ class NodeKeeper:
                 process, shared = settle(process, delivery, address)
             self._keeper = Keeper(process)
         except UnfitNode as error:
-            kind: EventKind = "gave_up" if process.role in ("rollout", "reward") else "refused"  # others may do
+            kind: EventKind = "gave_up" if process.role in SERVERS else "refused"  # others may do
             self._unfit = [Event(1, kind, f"{address}: {error}")]
         self._place = Whereabouts(secrets.token_hex(8), node, address, shared)
 

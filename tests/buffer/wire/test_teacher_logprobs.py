@@ -15,7 +15,11 @@ from buffer.wire.sample import Sample, sample_stats
 from buffer.wire.values import ANY, Bounds, WrongValue
 from tests.harness.buffer_process import sample
 
-ONE, ALL, NO = Bounds(teachers=frozenset({"math"})), Bounds(teachers=frozenset({"", "math"})), Bounds(teachers=frozenset())
+ONE, ALL, NO = (
+    Bounds(teachers=frozenset({"math"})),
+    Bounds(teachers=frozenset({"", "math"})),
+    Bounds(teachers=frozenset()),
+)
 
 
 def taught(values: list[float], name: str = "math", dtype: str = "float32", **fields: Any) -> bytes:
@@ -38,7 +42,11 @@ def test_a_taught_sample_takes_the_short_way_and_keeps_its_bytes() -> None:
 @pytest.mark.parametrize(
     ("data", "bounds", "words"),
     [
-        (taught([0, 0, 0, -0.25, float("nan"), 0]), ANY, "teacher_logprobs: nan at token 4; that of a sampled token is"),
+        (
+            taught([0, 0, 0, -0.25, float("nan"), 0]),
+            ANY,
+            "teacher_logprobs: nan at token 4; that of a sampled token is",
+        ),
         (taught([0, 0, 0, -0.25, float("-inf"), 0]), ANY, "teacher_logprobs: -inf at token 4"),
         (taught([0, 0, 0, -0.25, -9999.0, 0]), ANY, "teacher_logprobs: -9999.0 at token 4"),
         (taught([0, 0, 0, 0.5, 0, 0]), ANY, "teacher_logprobs: 0.5 at token 3"),
@@ -69,7 +77,9 @@ def test_rows_of_no_teacher_are_taken_where_not_every_row_has_one() -> None:
 VALUES = st.sampled_from([0.0, -0.0, -0.5, -1000.0, -1000.5, 5e-4, 2e-3, float("nan"), float("inf"), float("-inf")])
 
 
-@given(st.lists(VALUES, min_size=4, max_size=8), st.sampled_from(["", "math", "x"]), st.sampled_from([ANY, ONE, ALL, NO]))
+@given(
+    st.lists(VALUES, min_size=4, max_size=8), st.sampled_from(["", "math", "x"]), st.sampled_from([ANY, ONE, ALL, NO])
+)
 def test_the_short_way_takes_nothing_that_the_long_way_refuses(values: list[float], name: str, bounds: Bounds) -> None:
     data = taught(values, name)
     try:
