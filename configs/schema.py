@@ -287,7 +287,7 @@ class TeacherModel(Section):
     """Address of a vLLM server that serves the teacher, such as `http://127.0.0.1:8000` without `/v1`, or several of
     the same model; null: the run's own servers do (`servers`)."""
     tokenizer: str | None = None
-    """Folder or hub name whose tokenizer the teacher has, to compare its vocabulary with the policy's; null: `model`."""
+    """Folder or hub name of the teacher's tokenizer, whose vocabulary is compared with the policy's; null: `model`."""
     servers: Annotated[int, Field(ge=0)] = 0
     """Teacher servers that `python -m actors launch` starts, each with a copy of `model`."""
     weight: Annotated[float, Field(gt=0, le=1e3)] = 1.0
@@ -320,8 +320,8 @@ class TeacherConfig(TeacherModel):
     """On-policy distillation: a teacher says how probable each token is that the policy sampled. docs/teachers.md."""
 
     by_source: list[SourceTeacher] = []
-    """Further teachers, each of the rows of one `data_source`, as `{data_source: math, model: ..., servers: 1}`. Rows of
-    no such source have the teacher that `teacher.model` or `teacher.url` names, if any."""
+    """Further teachers, each of the rows of one `data_source`, as `{data_source: math, model: ..., servers: 1}`. Other
+    rows have the teacher that `teacher.model` or `teacher.url` names, if any."""
     host: str = "127.0.0.1"
     """Address of this machine on which the teacher servers listen, and at which rollout servers reach them."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5800
@@ -336,6 +336,11 @@ class TeacherConfig(TeacherModel):
         """All teachers by the `data_source` of their rows; "" is the teacher of all other rows."""
         own: dict[str, TeacherModel] = {"": self} if self.named else {}
         return own | {each.data_source: each for each in self.by_source}
+
+    @property
+    def all_gpus(self) -> int:
+        """GPUs of all the run's own teacher servers, where there are any."""
+        return sum(each.servers * each.gpus for each in self.teachers.values())
 
     @property
     def served(self) -> list[str]:

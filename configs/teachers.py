@@ -49,7 +49,7 @@ def _without_reward(config: Config) -> Iterator[str]:
     """Without a reward all rewards are 0: what needs them has no effect, or an effect that nobody wants."""
     none = f"reward.function is {NO_REWARD}, so all rewards are 0"
     if not config.teacher.teachers:
-        yield f"reward.function: {NO_REWARD} leaves nothing to learn from; {SET_REWARD}, or name a teacher in teacher.model"
+        yield f"reward.function: {NO_REWARD} leaves nothing to learn from; name a reward, or a teacher in teacher.model"
     if config.eval.every is not None:
         yield f"eval.every: {config.eval.every}, but {none}, in evaluations too; {SET_REWARD}, or eval.every: null"
     if config.data.difficulty is not None:
@@ -133,4 +133,4 @@ def _algorithm(config: Config) -> Iterator[str]:
     if algorithm.opsm_delta is not None:
         yield f"algorithm.opsm_delta: {algorithm.opsm_delta:g} masks whole samples, and {own}; set it to null"
     if config.batch.skip_zero_variance:
-        yield "batch.skip_zero_variance: true leaves out groups that the teacher has something to say about; set it to false"
+        yield "batch.skip_zero_variance: true leaves out groups that a teacher can teach; set it to false"

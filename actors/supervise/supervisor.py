@@ -2,8 +2,8 @@
 
 Consumes the keepers' events and the launcher's signals, in one queue, and waits for nothing else. The first event that
 ends the run (the learner is done, a process refuses its input or cannot be kept, a signal) gives its verdict; then
-learner, servers, reward and teacher servers and buffer are drained in this order. A signal during the drain kills them. While the
-run goes on, `fleet.py` has servers added and drained. Built by `launch.py`.
+learner, servers, reward and teacher servers and buffer are drained in this order. A signal during the drain kills them.
+While the run goes on, `fleet.py` has servers added and drained. Built by `launch.py`.
 """
 
 import asyncio
@@ -193,6 +193,10 @@ class Supervisor:
         if process.role in SERVERS and (keeper := self._keepers.pop(process.name, None)):
             keeper.release()  # else it holds its GPUs, and on a cluster Ray makes another one, which starts it again
         return None
+
+    def _others(self, process: Process) -> list[Process]:
+        """Processes that go on and do the same."""
+        return [other for other in self._alive(process.role) if other.pool == process.pool]
 
     def _alive(self, role: str) -> list[Process]:
         """Processes that go on, those that are drained apart."""

@@ -77,8 +77,8 @@ MIGRATIONS = {
     """,
     5: "",
 }
-"""By schema: what brings a file to the next one. Samples of schema 6 may have a teacher: the tables are those of 5, and an
-older release, which could not read such samples, refuses the file."""
+"""By schema: what brings a file to the next one. Samples of schema 6 may have a teacher: the tables are those of 5, and
+an older release, which could not read such samples, refuses the file."""
 NO_PLACES = "CREATE TEMP VIEW problems AS SELECT *, NULL AS place FROM main.problems"
 NO_ROWS = ROWS.replace("CREATE TABLE", "CREATE TEMP TABLE")
 AS_NOW = {

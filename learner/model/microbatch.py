@@ -94,7 +94,7 @@ class Microbatch:
     routes: Tensor | None = None
     """uint8 or int32 [layers with experts, tokens, k]: ids of the experts that the server chose; None: not replayed."""
     teacher: Tensor | None = None
-    """float32: log-probability that the token's teacher gave it, 0 where there is none; None: no token has a teacher."""
+    """float32: the teacher's log-probability of the token, 0 where there is none; None: no token has a teacher."""
 
     def copying(self, most: float) -> "Microbatch":
         """With the keys of its prompts copied for their answers, if that is at most `most` keys a token; on the CPU."""

@@ -1,8 +1,8 @@
 """An episode: from a dispatched item to its group. Run by `loop.roll`, many at a time.
 
-Consumes items of the buffer; waits for the engine's tokens, the reward workers and the teachers. `Episodes.run` returns a `Group`, or
-a `Failure` if the attempt failed: a failure never becomes a reward of zero. One server makes all samples of a group.
-When the buffer takes a lease back, its generation is aborted.
+Consumes items of the buffer; waits for the engine's tokens, the reward workers and the teachers. `Episodes.run` returns
+a `Group`, or a `Failure` if the attempt failed: a failure never becomes a reward of zero. One server makes all samples
+of a group. When the buffer takes a lease back, its generation is aborted.
 """
 
 import asyncio

@@ -5,7 +5,6 @@ long as it takes to start again, for one behind an address as long as `teacher.r
 nothing is a TeacherError, so that the item is dispatched again; no token ever gets a 0 in its place.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path

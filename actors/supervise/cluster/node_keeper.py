@@ -7,7 +7,7 @@ before it starts, with a last event that names the machine.
 import secrets
 from typing import NamedTuple
 
-from actors.process import Event, EventKind, Process
+from actors.process import SERVERS, Event, EventKind, Process
 from actors.supervise.cluster.arrival import Delivery, UnfitNode, settle
 from actors.supervise.keeper import Keeper
 

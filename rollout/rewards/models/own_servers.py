@@ -1,7 +1,7 @@
 """Whether the run's own reward or teacher servers answer: what a call waits for before it is made.
 
-Part of a rollout server's reward pool and teachers. Starting such a server takes a minute, at the beginning of a run or after it
-was killed; only its port shows that it is there, which is asked every second while somebody waits.
+Part of a rollout server's reward pool and teachers. Starting such a server takes a minute, at the beginning of a run or
+after it was killed; only its port shows that it is there, which is asked every second while somebody waits.
 """
 
 import asyncio

@@ -19,7 +19,9 @@ TOKENS = st.lists(
 
 
 @given(TOKENS)
-def test_an_advantage_gains_weight_times_teacher_less_behaviour(tokens: list[tuple[float, float, float, float]]) -> None:
+def test_an_advantage_gains_weight_times_teacher_less_behaviour(
+    tokens: list[tuple[float, float, float, float]],
+) -> None:
     columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True)]
     found = with_teacher(*columns).tolist()
     expected = [advantage + weight * (teacher - own) for advantage, teacher, own, weight in tokens]

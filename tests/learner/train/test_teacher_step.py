@@ -31,7 +31,7 @@ OPEN = ALGORITHM.model_copy(update={"tv_low": None, "tv_high": None})
 
 
 def taught(entries: list[Entry], every: bool = False, reward: float = 1.0) -> list[Entry]:
-    """The same samples: a third of them without a teacher, unless `every`, a third of `math`; rewards times `reward`."""
+    """The same samples: a third without a teacher, unless `every`, and a third of `math`; rewards times `reward`."""
     draw, made = np.random.default_rng(5), []
     for entry in entries:
         sample = Sample.unpack(entry.sample)
