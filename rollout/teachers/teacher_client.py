@@ -54,9 +54,11 @@ class TeacherClient(HttpModel):
         found = np.zeros(len(text), np.float32)
         for place, (token, entry) in enumerate(zip(text[1:], entries[1:], strict=True), 1):
             try:
-                found[place] = logprob = entry[str(token)]["logprob"]
-            except (KeyError, TypeError, ValueError):
+                logprob = entry[str(token)]["logprob"]
+            except (KeyError, TypeError):
                 raise TeacherError(f"{self._name}: no log-probability of token {token} at {place}") from None
-            if not math.isfinite(logprob):
-                raise TeacherError(f"{self._name}: the log-probability of token {token} at {place} is {logprob}")
+            if type(logprob) not in (int, float) or not math.isfinite(logprob):
+                shown = repr(logprob)[:SHOWN_CHARS]
+                raise TeacherError(f"{self._name}: the log-probability of token {token} at {place} is {shown}")
+            found[place] = logprob
         return found

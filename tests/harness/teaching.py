@@ -1,5 +1,7 @@
-"""A stand-in teacher: a function of the texts it is asked about, behind vLLM's `/v1/completions`; in this process, or as
-`python -m tests.harness.teaching PORT` in one of its own."""
+"""A stand-in teacher: a function of the texts it is asked about, behind vLLM's `/v1/completions`, in this process.
+
+`python -m tests.harness.teaching PORT` runs it in a process of its own.
+"""
 
 import asyncio
 import sys

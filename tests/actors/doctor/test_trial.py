@@ -244,9 +244,9 @@ def test_rows_without_a_teacher_are_counted(tmp_path: Path) -> None:
         f"note: {found}: they are trained by their reward alone"
     ]
     alone = config(tmp_path, *given, "reward.function=none")
+    remedy = "set teacher.model for them, or leave them out of the data"
     assert try_out(["teacher"], alone, rows).warnings == [
-        f"teacher.by_source: {found}: nothing is learned from them; set teacher.model for them, or leave them out of the "
-        "data"
+        f"teacher.by_source: {found}: nothing is learned from them; {remedy}"
     ]
     (line,) = try_out(["teacher"], alone, rows[1:]).refused
     assert line.startswith("teacher.by_source: 2 of 2 rows looked at have a data_source without a teacher")

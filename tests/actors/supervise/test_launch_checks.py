@@ -218,7 +218,8 @@ def test_teacher_servers_are_started_each_with_its_gpus(words: list[str], tmp_pa
     needed = "the run needs 11 GPUs (learner 1, servers 1, teacher servers 9), here are 4"
     assert gpus_missing(config, 4, "here are") == needed
     assert without_place(config, [8, 8]) == "teacher.servers: 9 GPUs of this machine, which has 8"
-    assert [process.gpus for process in launch.processes(load([*words, "--rollout.device=cpu"]))] == [0] * 3
+    on_cpu = load([*words, "--teacher.model=m", "--teacher.servers=2", "--rollout.device=cpu"])
+    assert [process.gpus for process in launch.processes(on_cpu)[2:]] == [0] * 3
 
 
 def test_teacher_servers_that_cannot_start_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,132 @@
+"""Launched runs with a teacher on a real vLLM: its numbers are transformers', a killed teacher costs time only, and a
+student learns from it."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from buffer.wire.sample import Sample
+from examples.countdown.make_model import make_tokenizer
+from examples.countdown.make_problems import render
+from examples.countdown.solver import solutions
+from examples.warm_start import END, make_model
+from tests.harness.ports import free_port
+from tests.harness.toy import ROOT, Run, Toy, python
+from tests.system.test_run import until
+
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(1800)]
+ENGINE = "{dtype: float32, kv_cache_memory_bytes: 67108864}"
+
+
+def make_teacher(data: Path, folder: Path, steps: int) -> Path:
+    """A model that was shown right answers only."""
+    truths = [row["reward_model"]["ground_truth"] for row in pq.read_table(data).to_pylist()]
+    draw = random.Random(7)
+
+    def texts():  # type: ignore[no-untyped-def]
+        while True:
+            truth = draw.choice(truths)
+            numbers = draw.sample(truth["numbers"], len(truth["numbers"]))
+            right = draw.choice(solutions(truth["numbers"], truth["target"], "+-"))
+            yield render("short", numbers, truth["target"]), f"<answer>{right}</answer>{END}"
+
+    make_model(folder, {"seed": 7, "steps": steps, "right": True}, make_tokenizer(), texts())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(toy: Toy) -> Path:
+    return make_teacher(toy.folder / "data" / "train.parquet", toy.folder / "teacher", 2500)
+
+
+def launch(toy: Toy, name: str, *more: str) -> "subprocess.Popen[str]":
+    line = [sys.executable, "-m", "actors", "launch", *toy.settings(name, *more)]
+    return subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def own(teacher: Path, port: int) -> list[str]:
+    return [f"--teacher.model={teacher}", "--teacher.servers=1", f"--teacher.port={port}", f"--teacher.engine={ENGINE}"]
+
+
+def samples_of(run: Run) -> list[Sample]:
+    rows = run.query("select data_of(segment, position, samples.bytes) from items join samples using (item)")
+    return [Sample.unpack(data) for (data,) in rows]
+
+
+def by_transformers(folder: Path, sample: Sample) -> np.ndarray:
+    """Log-probabilities of the sampled tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor(sample.tokens.numpy()).long()
+    with torch.no_grad():
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+    return logprobs.numpy()[sample.sampled.numpy()[1:] != 0]
+
+
+def test_a_killed_teacher_costs_time_and_no_sample(toy: Toy, teacher: Path) -> None:
+    """SIGKILL to the teacher server: groups wait for its restart, and each sample has its teacher's own numbers."""
+    run, versions, port = toy.run("teacher-killed"), 24, free_port()
+    with launch(
+        toy, "teacher-killed", f"--run.versions={versions}", "--rollout.attempts=1", *own(teacher, port)
+    ) as launcher:
+        try:
+            until(lambda: len(run.metrics()) >= 3, "third version")
+            (server,) = [process for process in run.processes("rollout") if "teacher" in process.cmdline()]
+            children = server.children(recursive=True)
+            server.kill()
+            assert not psutil.wait_procs(children, timeout=120)[1]
+            version = len(run.metrics())
+            shown = python("actors", "status", run.path).stdout
+            assert f"teacher server teacher-0 ({teacher}) at http://127.0.0.1:{port}: does not answer" in shown
+            until(lambda: len(run.metrics()) > version + 6, "version by the new teacher server")
+            output, _ = launcher.communicate(timeout=900)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0, output[-4000:]
+    assert [record["version"] for record in run.metrics()] == list(range(1, versions + 1))
+    assert "--- teacher-0 failed: exit code 137" in run.log("teacher-0")
+    assert run.log("teacher-0").count("--- teacher-0 started") == 2
+    assert "scoring waits for a teacher server at" in run.log("rollout-0")
+    assert run.query("select item from items where state = 'dropped' or attempts > 1") == []
+    samples = samples_of(run)
+    assert len(samples) >= versions * 16
+    for sample in samples:
+        assert sample.teacher_logprobs is not None and sample.teacher == ""
+        assert (sample.teacher_logprobs.numpy()[sample.sampled.numpy() != 0] < 0).all()
+    for sample in samples[:: len(samples) // 20]:
+        found = sample.teacher_logprobs.numpy()[sample.sampled.numpy() != 0]  # type: ignore[union-attr]
+        np.testing.assert_allclose(found, by_transformers(teacher, sample), atol=2e-3)
+    assert all(record["teacher/share"] == 1.0 for record in run.metrics())
+    assert run.left_behind() == []
+
+
+def test_a_student_learns_the_task_from_its_teacher_alone(toy: Toy, teacher: Path) -> None:
+    """Without a reward: the reverse KL falls, and held-out problems, which no reward was given for, are solved."""
+    run, versions = toy.run("teacher-alone"), 120
+    words = (f"--run.versions={versions}", "--batch.groups=16", "--batch.samples=8", "--rollout.sequences=128")
+    words += ("--rollout.engine.max_num_seqs=128", "--reward.function=none", "--weights.probe_every=20")
+    with launch(toy, "teacher-alone", *words, "--learner.lr=2e-3", *own(teacher, free_port())) as launcher:
+        try:
+            output, _ = launcher.communicate(timeout=1200)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0, output[-4000:]
+    kl = [record["teacher/reverse_kl"] for record in run.metrics()]
+    assert mean(kl[-10:]) < 0.2 * mean(kl[:5])
+    assert {sample.reward for sample in samples_of(run)} == {0.0}
+    models = [toy.folder / "model", run.path / "checkpoints" / f"v{versions:06d}" / "huggingface"]
+    file = run.path / "evaluation.json"
+    made = python("rollout", "evaluate", *toy.settings("judged"), "--models", *models, "--out", file, timeout_s=600)
+    assert made.returncode == 0, made.stderr
+    import json
+
+    before, after = (each["solved"] for each in json.loads(file.read_text())["models"])
+    assert after > 0.4 > before
