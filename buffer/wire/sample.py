@@ -372,6 +372,6 @@ def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
 
 
 HEAD_OF_SCALARS = msgpack.Packer().pack_map_header(len(SCALARS) - 1)
-"""Of all of them but the last, `teacher_logprobs`."""
+"""The head of a map of these fields without the last one, `teacher_logprobs`."""
 NUM_TOKENS_AT = 1 + len(msgpack.packb({"tokens": {"dtype": Sample.DTYPES["tokens"], "shape": None}})[1:-1]) + 1
 """Position of the number of tokens: after the header of the map and that of `shape`."""

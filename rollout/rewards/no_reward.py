@@ -17,7 +17,7 @@ class NoReward:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Nothing was started."""
+        """Does nothing: there are no workers to end."""
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
         """0 for each answer."""

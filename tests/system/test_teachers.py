@@ -1,7 +1,7 @@
 """Launched runs with a teacher on a real vLLM: its numbers are transformers', a killed teacher costs time only, and a
 student learns from it."""
 
-import random
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,16 +9,11 @@ from statistics import mean
 
 import numpy as np
 import psutil
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from buffer.wire.sample import Sample
-from examples.countdown.make_model import make_tokenizer
-from examples.countdown.make_problems import render
-from examples.countdown.solver import solutions
-from examples.warm_start import END, make_model
 from tests.harness.ports import free_port
 from tests.harness.toy import ROOT, Run, Toy, python
 from tests.system.test_run import until
@@ -27,25 +22,14 @@ pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(1800)]
 ENGINE = "{dtype: float32, kv_cache_memory_bytes: 67108864}"
 
 
-def make_teacher(data: Path, folder: Path, steps: int) -> Path:
-    """A model that was shown right answers only."""
-    truths = [row["reward_model"]["ground_truth"] for row in pq.read_table(data).to_pylist()]
-    draw = random.Random(7)
-
-    def texts():  # type: ignore[no-untyped-def]
-        while True:
-            truth = draw.choice(truths)
-            numbers = draw.sample(truth["numbers"], len(truth["numbers"]))
-            right = draw.choice(solutions(truth["numbers"], truth["target"], "+-"))
-            yield render("short", numbers, truth["target"]), f"<answer>{right}</answer>{END}"
-
-    make_model(folder, {"seed": 7, "steps": steps, "right": True}, make_tokenizer(), texts())
-    return folder
-
-
 @pytest.fixture(scope="module")
 def teacher(toy: Toy) -> Path:
-    return make_teacher(toy.folder / "data" / "train.parquet", toy.folder / "teacher", 2500)
+    """A model that was shown right answers only."""
+    folder, problems = toy.folder / "teacher", toy.folder / "data" / "train.parquet"
+    words = ("--problems", problems, "--out", folder, "--right-only", "--steps", "2500", "--seed", "7")
+    made = python("examples.countdown.make_model", *words, timeout_s=900)
+    assert made.returncode == 0, made.stderr
+    return folder
 
 
 def launch(toy: Toy, name: str, *more: str) -> "subprocess.Popen[str]":
@@ -126,7 +110,5 @@ def test_a_student_learns_the_task_from_its_teacher_alone(toy: Toy, teacher: Pat
     file = run.path / "evaluation.json"
     made = python("rollout", "evaluate", *toy.settings("judged"), "--models", *models, "--out", file, timeout_s=600)
     assert made.returncode == 0, made.stderr
-    import json
-
     before, after = (each["solved"] for each in json.loads(file.read_text())["models"])
     assert after > 0.4 > before
