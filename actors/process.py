@@ -59,8 +59,8 @@ class Process:
     nodes: int = 1
     """Nodes that a learner's ranks are spread over, evenly: each runs the command and has `gpus / nodes` GPUs."""
     pool: str = ""
-    """Of a teacher server: its teacher, by the `data_source` of its rows. Only servers of one pool can replace each
-    other."""
+    """The teacher that a teacher server serves, by the `data_source` of its rows. Only servers of one pool can replace
+    each other."""
     drain_s: float = 30.0
     """Timeout between SIGTERM and SIGKILL when the process is drained."""
     restarts: Restarts = Restarts()

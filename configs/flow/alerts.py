@@ -8,6 +8,10 @@ from statistics import median
 
 Rule = Callable[[float, float], bool]
 """(value, median of the history) -> whether to warn."""
+TAUGHT = "teacher/share"
+"""The metric of a run with a teacher, which teaches groups whose rewards are equal too."""
+BY_REWARD_ALONE = ("groups/solved_all", "groups/solved_none")
+"""Metrics that are no sign of trouble where a teacher teaches."""
 
 
 def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]], least: int = 5) -> list[str]:
@@ -19,6 +23,8 @@ def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]],
     for key, relative, rule, remedy in ALERTS:
         past = [record[key] for record in history[-20:] if key in record]
         if key not in metrics or (relative and len(past) < least):
+            continue
+        if key in BY_REWARD_ALONE and metrics.get(TAUGHT):
             continue
         usual = median(past) if past else 0.0
         if rule(metrics[key], usual):

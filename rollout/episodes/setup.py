@@ -53,7 +53,7 @@ class RolloutSetup:
     sessions: Sessions | None = None
     """Sessions of the task; None: it needs none."""
     teachers: Teachers | None = None
-    """Of the samples that are trained on; evaluations ask no teacher."""
+    """Teachers of samples that are trained on; evaluations ask none. None: the run has no teacher."""
     _entered: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod

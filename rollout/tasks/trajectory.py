@@ -109,7 +109,7 @@ class Trajectory:
     routes: np.ndarray | None = None
     """[tokens, layers, k], of the finished trajectory; no attribute of one that a task makes."""
     taught: Taught | None = None
-    """Of the finished trajectory, in a run with a teacher of its row."""
+    """What its teacher gave the finished trajectory; None: its row has no teacher."""
     columns: dict[str, np.ndarray] | None = None
     """`arrays()` as they were checked, of the finished trajectory: what is sent."""
 
