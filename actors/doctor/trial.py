@@ -456,10 +456,16 @@ def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def teacher(trial: Trial, config: Config, rows: Rows, number: int) -> None:
-    """Compare the vocabulary of each teacher with the policy's, and count the rows that have no teacher."""
+    """Compare the vocabulary of each teacher with the policy's, and count the rows that have no teacher. No teacher is
+    asked."""
     from rollout.episodes.prompts import load_tokenizer
+    from rollout.teachers.scoring import Teachers
     from rollout.teachers.vocabulary import other_vocabularies
 
+    try:
+        Teachers(config.teacher, config.run.path / "keys")
+    except ValueError as error:
+        trial.found.refused.append(one_line(error))
     late = f"teacher: its tokenizer was not loaded within {TEACHER_S:g} s, so its vocabulary is not compared here"
     with trial.limit(TEACHER_S, trial.found.warnings, late):
         try:

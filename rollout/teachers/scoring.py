@@ -7,6 +7,7 @@ nothing is a TeacherError, so that the item is dispatched again; no token ever g
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ class Teachers:
         with Stay(self._waiting, len(made)):
             found = await teacher.score([segments(trajectory) for trajectory in made])
         for trajectory, logprobs in zip(made, found, strict=True):
-            sampled = np.asarray(trajectory.sampled, bool)
+            sampled = columns_of(trajectory)["sampled"].astype(bool)
             trajectory.taught = Taught(teacher.source, np.where(sampled, logprobs, np.float32(0)))
-        self._tokens += sum(len(trajectory.tokens) for trajectory in made)
+        self._tokens += sum(map(len, found))
 
     def stats(self) -> dict[str, float]:
         """Figures for a heartbeat: samples that wait for a teacher, the longest wait in seconds, and tokens that
@@ -119,5 +120,10 @@ class Teacher:
 
 def segments(trajectory: Trajectory) -> list[list[int]]:
     """The texts of a sample, each a context by itself: usually one."""
-    ends = [*trajectory.starts[1:], len(trajectory.tokens)]
-    return [list(trajectory.tokens[start:end]) for start, end in zip(trajectory.starts, ends, strict=True)]
+    tokens = columns_of(trajectory)["tokens"].tolist()
+    return [tokens[start:end] for start, end in pairwise([*trajectory.starts, len(tokens)])]
+
+
+def columns_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    """The arrays of a trajectory as they were checked: a task may have left other kinds of sequences in it."""
+    return trajectory.columns or trajectory.arrays()

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from buffer.keys import READS
 from configs.checks import check, max_group_bytes
 from configs.explain import explain
 from configs.load import ConfigError, load, write
+from configs.origins import variables
+from configs.plain_text import visible
 from configs.resume import changes, fingerprint, settings
 from configs.schema import Config
 
@@ -194,3 +197,18 @@ def test_the_run_is_explained_with_its_teachers() -> None:
     ]
     (line,) = (line for line in explain(config(*OWN, REWARD, "weight=0.25")) if line.startswith("teacher of all rows"))
     assert "adds to its reward's advantage 0.25 x" in line
+
+
+def test_the_variable_of_a_key_goes_to_every_node_and_into_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHERS_KEY", "a-long-secret-0815")
+    monkeypatch.setenv("CODE_KEY", "another-secret-4711")
+    sources = "by_source=[{data_source: code, url: 'http://h:1', tokenizer: t, api_key_env: CODE_KEY}]"
+    given = config("url=http://h:2", "tokenizer=t", "api_key_env=TEACHERS_KEY", sources)
+    assert variables(given) == ["TEACHERS_KEY", "CODE_KEY"]
+    assert "secret" not in visible("said a-long-secret-0815 and another-secret-4711")
+
+
+def test_every_role_has_the_keys_that_it_reads() -> None:
+    from actors.process import PROGRESS
+
+    assert set(PROGRESS) == set(READS)

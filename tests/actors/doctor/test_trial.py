@@ -235,6 +235,13 @@ def test_a_teacher_with_another_vocabulary_is_refused_with_the_token_that_differ
     assert line.startswith(f"teacher.model: {tmp_path}/none: no tokenizer can be loaded: ")
 
 
+def test_a_teacher_whose_key_is_not_there_is_refused(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    given = ["teacher.url=http://h:1", f"teacher.tokenizer={tmp_path}", "teacher.api_key_env=NO_SUCH_KEY"]
+    (line,) = try_out(["teacher"], config(tmp_path, f"model.path={tmp_path}", *given), [(0, ROW)]).refused
+    assert line.startswith("teacher: ") and "there is no environment variable NO_SUCH_KEY; export it" in line
+
+
 def test_rows_without_a_teacher_are_counted(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     given = [f"model.path={tmp_path}", f"teacher.by_source=[{{data_source: a, model: {tmp_path}, servers: 1}}]"]

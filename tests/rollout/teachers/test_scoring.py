@@ -86,6 +86,17 @@ async def test_of_several_turns_and_segments_only_sampled_tokens_count_in_their_
     assert len(server.requests[0][2]["prompt"]) == 6
 
 
+async def test_tokens_that_a_task_left_as_numpy_s_are_sent_as_numbers() -> None:
+    async def numpy_s(problem: Problem, generate: Generate) -> Trajectory:
+        made = await single_turn(problem, generate)
+        made.tokens = list(np.array(made.tokens, np.int64))
+        return made
+
+    async with teacher_server() as server, episodes(TeacherConfig(url=server.url), task=numpy_s) as made:
+        outcome = await made.run(item())
+    assert isinstance(outcome, Group) and server.requests[0][2]["prompt"][0] == [49, 43, 49, 61, 50, 46]
+
+
 async def test_each_row_has_the_teacher_of_its_data_source() -> None:
     async with teacher_server(lambda text, place: -1.5) as math, teacher_server(lambda text, place: -3.0) as rest:
         by_source = [{"data_source": "math", "url": math.url}]
