@@ -16,6 +16,14 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from benchmarks.weights.seeing import ARCHITECTURES, SEEING, SPECIAL_WORDS, config_of, processor_files
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen2.5-14B": {
+        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+    "8B": {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False,
+    },
     "Qwen2.5-7B": {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
@@ -34,6 +42,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "num_experts": 128, "num_experts_per_tok": 8,
+    },
     "Qwen3-30B-A3B-8": {
         "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 8,
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
@@ -45,7 +58,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.2,
     },
 }  # fmt: skip
-"""Mixtures of experts, which `known.py` does not silence: the first has 8 of the 48 layers of Qwen3-30B-A3B."""
+"""Mixtures of experts, which `known.py` does not silence. `Qwen3-30B-A3B-8` has 8 of the 48 layers of Qwen3-30B-A3B."""
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,
     "tie_word_embeddings": False,
