@@ -20,11 +20,17 @@ def test_the_goal_is_reached_by_a_mean_of_several_versions(rewards: list[float],
     assert reached(rewards) == version
 
 
-def test_a_run_on_rewards_alone_that_never_reaches_it_counts_with_all_its_versions() -> None:
-    alone = [{"reward/mean": 0.5}] * 120
-    taught = [
-        {"reward/mean": 0.9, "teacher/reverse_kl": kl} for kl in (1.0, 0.9, 0.8, 0.7, 0.6, 0.2, 0.2, 0.2, 0.2, 0.2)
-    ]
-    versions, share, came, kl = rows_of(1, alone, taught)
-    assert (versions.value, versions.against_value, share.value) == (5, 120, pytest.approx(5 / 120))
-    assert came.value == 0 and (kl.value, kl.against_value) == (pytest.approx(0.2), pytest.approx(0.8))
+KL = [1.0, 0.9, 0.8, 0.7, 0.6, 0.2, 0.2, 0.2, 0.2, 0.2]
+TAUGHT = [{"reward/mean": 0.9, "teacher/reverse_kl": kl} for kl in KL]
+
+
+def test_versions_are_compared_where_both_runs_reached_the_goal() -> None:
+    alone = [{"reward/mean": 0.5}] * 15 + [{"reward/mean": 0.9}] * 5
+    versions, share, kl = rows_of(1, alone, TAUGHT)
+    assert (versions.value, versions.against_value, share.value) == (5, 19, pytest.approx(5 / 19))
+    assert (kl.value, kl.against_value) == (pytest.approx(0.2), pytest.approx(0.8))
+
+
+def test_a_run_that_never_reached_it_is_shown_with_its_last_rewards() -> None:
+    never, _ = rows_of(1, [{"reward/mean": 0.5}] * 20, TAUGHT)
+    assert never.what.startswith("never to a mean reward of 0.8") and (never.value, never.against_value) == (0.9, 0.5)
