@@ -5,7 +5,6 @@ Runs on the event loop of a rollout server. One request holds the texts of a who
 side. vLLM samples one token after each text, because it must sample some; nobody reads it.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from rollout.rewards.models.http_model import HttpModel
 PATH = "/v1/completions"
 SAMPLING = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "add_special_tokens": False}
 """`prompt_logprobs: 0`: of the text's own tokens only, at temperature 1."""
+LARGEST = float(np.finfo(np.float32).max)
 SHOWN_CHARS = 200
 """Most characters of an answer that an error repeats."""
 
@@ -38,11 +38,12 @@ class TeacherClient(HttpModel):
         reply = await self.post(PATH, {"prompt": [list(text) for text in texts], **SAMPLING})
         try:
             choices = sorted(reply["choices"], key=lambda one: one["index"])
-            found = [each["prompt_logprobs"] for each in choices]
+            numbers, found = [each["index"] for each in choices], [each["prompt_logprobs"] for each in choices]
         except (KeyError, TypeError):
             raise TeacherError(f"{self._name}: no completions but {str(reply)[:SHOWN_CHARS]}") from None
-        if len(found) != len(texts):
-            raise TeacherError(f"{self._name}: {len(found)} completions of {len(texts)} texts")
+        if numbers != list(range(len(texts))):
+            given = f"{len(found)} completions, of texts {numbers!r:.80}"
+            raise TeacherError(f"{self._name}: {given}, for {len(texts)} texts")
         return [self._of_tokens(text, entries) for text, entries in zip(texts, found, strict=True)]
 
     def _of_tokens(self, text: Sequence[int], entries: Any) -> np.ndarray:
@@ -57,7 +58,7 @@ class TeacherClient(HttpModel):
                 logprob = entry[str(token)]["logprob"]
             except (KeyError, TypeError):
                 raise TeacherError(f"{self._name}: no log-probability of token {token} at {place}") from None
-            if type(logprob) not in (int, float) or not math.isfinite(logprob):
+            if type(logprob) not in (int, float) or not abs(logprob) <= LARGEST:  # NaN is not
                 shown = repr(logprob)[:SHOWN_CHARS]
                 raise TeacherError(f"{self._name}: the log-probability of token {token} at {place} is {shown}")
             found[place] = logprob

@@ -164,7 +164,9 @@ def at_last(answer: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda answer: answer["choices"].pop(), "teacher: 2 completions of 3 texts"),
+        (lambda answer: answer["choices"].pop(), "2 completions, of texts [1, 2], for 3 texts"),
+        (lambda answer: answer["choices"][0].update(index=0), "3 completions, of texts [0, 0, 1], for 3 texts"),
+        (lambda answer: answer["choices"][0].update(index="x"), "teacher: no completions but {'object'"),
         (lambda answer: answer.pop("choices"), "teacher: no completions but {'object'"),
         (lambda answer: answer["choices"][1].update(prompt_logprobs=None), "0 tokens for 6; does its server know"),
         (lambda answer: answer["choices"][1]["prompt_logprobs"].pop(), "of 5 tokens for 6; it cuts texts"),
@@ -172,6 +174,8 @@ def at_last(answer: dict[str, Any]) -> dict[str, Any]:
         (lambda answer: at_last(answer)["46"].update(logprob=None), "token 46 at 5 is None"),
         (lambda answer: at_last(answer)["46"].update(logprob="-0.5"), "token 46 at 5 is '-0.5'"),
         (lambda answer: at_last(answer)["46"].update(logprob=True), "token 46 at 5 is True"),
+        (lambda answer: at_last(answer)["46"].update(logprob=-(10**400)), "token 46 at 5 is -1000"),
+        (lambda answer: at_last(answer)["46"].update(logprob=-1e300), "token 46 at 5 is -1e+300"),
         (lambda answer: at_last(answer)["46"].update(logprob=float("nan")), "token 46 at 5 is nan"),
         (lambda answer: at_last(answer)["46"].update(logprob=float("-inf")), "token 46 at 5 is -inf"),
     ],
