@@ -334,8 +334,9 @@ class TeacherConfig(TeacherModel):
     @property
     def teachers(self) -> dict[str, TeacherModel]:
         """All teachers by the `data_source` of their rows; "" is the teacher of all other rows."""
-        own: dict[str, TeacherModel] = {"": self} if self.named else {}
-        return own | {each.data_source: each for each in self.by_source}
+        found: dict[str, TeacherModel] = {"": self} if self.named else {}
+        found.update({each.data_source: each for each in self.by_source})
+        return found
 
     @property
     def all_gpus(self) -> int:

@@ -85,9 +85,10 @@ class RolloutSetup:
             entered.callback(self.prompts.close)
             if self.sessions:
                 entered.callback(self.sessions.template.close)
-            for judge in (self.rewards, self.teachers):
-                if judge:
-                    await entered.enter_async_context(judge)
+            if self.rewards:
+                await entered.enter_async_context(self.rewards)
+            if self.teachers:
+                await entered.enter_async_context(self.teachers)
             if isinstance(self.task, UserTask):
                 await entered.enter_async_context(self.task)
             self._entered.push_async_exit(entered.pop_all())

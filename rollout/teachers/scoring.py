@@ -76,9 +76,10 @@ class Teacher:
     def __init__(self, config: TeacherConfig, source: str) -> None:
         self.source, given, urls = source, config.teachers[source], config.urls_of(source)
         key = key_of(config, source)
-        client = {"url": urls, "model": given.model, "timeout_s": config.timeout_s, "retries": config.retries}
+        asked = {"url": urls, "model": given.model, "api_key_env": given.api_key_env}
         try:
-            self._client = TeacherClient(**client, api_key_env=given.api_key_env).called(key)
+            limits = {"timeout_s": config.timeout_s, "retries": config.retries}
+            self._client = TeacherClient.model_validate(asked | limits).called(key)
         except ValueError as error:
             raise ValueError(f"{key}: {' '.join(str(error).split())}") from None
         self._servers = OwnServers(urls, "teacher") if given.servers else None

@@ -19,7 +19,7 @@ def other_vocabularies(config: Config, own: "PreTrainedTokenizerBase") -> Iterat
     from transformers import AutoTokenizer  # takes seconds to import: only a run with a teacher pays
 
     for source, teacher in config.teacher.teachers.items():
-        key, name = key_of(config.teacher, source), tokenizer_of(teacher)
+        key, name = key_of(config.teacher, source), tokenizer_of(teacher) or ""
         key = f"{key}.{'tokenizer' if teacher.tokenizer else 'model'}"
         try:
             theirs = AutoTokenizer.from_pretrained(name)
