@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from buffer.keys import load_token
 from configs.schema import TeacherConfig
@@ -80,8 +81,9 @@ class Teacher:
         try:
             limits = {"timeout_s": config.timeout_s, "retries": config.retries}
             self._client = TeacherClient.model_validate(asked | limits).called(key)
-        except ValueError as error:
-            raise ValueError(f"{key}: {' '.join(str(error).split())}") from None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ValueError(f"{key}.{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}") from None
         self._servers = OwnServers(urls, "teacher") if given.servers else None
 
     def open(self, keys: Path) -> None:

@@ -239,7 +239,8 @@ def test_a_teacher_whose_key_is_not_there_is_refused(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     given = ["teacher.url=http://h:1", f"teacher.tokenizer={tmp_path}", "teacher.api_key_env=NO_SUCH_KEY"]
     (line,) = try_out(["teacher"], config(tmp_path, f"model.path={tmp_path}", *given), [(0, ROW)]).refused
-    assert line.startswith("teacher: ") and "there is no environment variable NO_SUCH_KEY; export it" in line
+    key = "teacher.api_key_env: there is no environment variable NO_SUCH_KEY"
+    assert line == f"{key}; export it where the run is started"
 
 
 def test_rows_without_a_teacher_are_counted(tmp_path: Path) -> None:
