@@ -58,14 +58,14 @@ class Process:
     gpus: int = 0
     nodes: int = 1
     """Nodes that a learner's ranks are spread over, evenly: each runs the command and has `gpus / nodes` GPUs."""
-    pool: str = ""
-    """The teacher that a teacher server serves, by the `data_source` of its rows. Only servers of one pool can replace
-    each other."""
     drain_s: float = 30.0
     """Timeout between SIGTERM and SIGKILL when the process is drained."""
     restarts: Restarts = Restarts()
     concealed: Mapping[str, str] = field(default_factory=concealed, repr=False)
     """Credentials of the run, and what stands in their place in the process's log (`configs.plain_text.conceal`)."""
+    pool: str = ""
+    """The teacher that a teacher server serves, by the `data_source` of its rows. Only servers of one pool can replace
+    each other."""
 
 
 @dataclass(frozen=True)

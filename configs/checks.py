@@ -554,9 +554,9 @@ def _files(config: Config, files: Collection[str]) -> Iterator[str]:
         yield from _model("model.path", config.model.path)
     if config.reward.model is not None and "reward.model" in files:
         yield from _reward_model(config)
-    for source, teacher in config.teacher.teachers.items() if "teacher.model" in files else ():
+    for rows, teacher in config.teacher.teachers.items() if "teacher.model" in files else ():
         if teacher.servers and teacher.model is not None:
-            yield from _model(f"{teachers.key_of(config.teacher, source)}.model", teacher.model)
+            yield from _model(f"{teachers.key_of(config.teacher, rows)}.model", teacher.model)
     data = config.data
     for key, source in data.sources().items():
         if f"data.{key.partition('.')[0]}" in files:

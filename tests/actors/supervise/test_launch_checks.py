@@ -210,6 +210,7 @@ def test_teacher_servers_are_started_each_with_its_gpus(words: list[str], tmp_pa
     assert [process.argv[1:] for process in found] == [
         ("-m", "rollout", "teacher", file, "--name", f"teacher-{number}") for number in range(3)
     ]
+    assert [process.drain_s for process in launch.processes(config)[1:3]] == [600.0, 40.0]
     assert [(process.role, process.gpus, process.pool) for process in found] == [
         ("teacher", 1, ""),
         ("teacher", 4, "math"),
