@@ -11,7 +11,7 @@ from typing import Literal
 
 from configs.plain_text import concealed
 
-Role = Literal["buffer", "learner", "rollout", "reward"]
+Role = Literal["buffer", "learner", "rollout", "reward", "teacher"]
 EventKind = Literal["line", "started", "failed", "ended", "refused", "gave_up"]
 FINAL: tuple[EventKind, ...] = ("ended", "refused", "gave_up")
 """After an event of these kinds the process is not started again."""
@@ -20,8 +20,13 @@ PROGRESS: dict[Role, str] = {
     "learner": "trained a new version",
     "rollout": "delivered a group",
     "reward": "scored an answer",
+    "teacher": "scored a group",
 }
 """What counts as progress of a process: its code calls `configs.entrypoint.made_progress` there."""
+SERVERS: tuple[Role, ...] = ("rollout", "reward", "teacher")
+"""Roles with several processes: the run goes on as long as one of them is kept."""
+JUDGES: tuple[Role, ...] = ("reward", "teacher")
+"""Roles of vLLM's API servers, which `python -m rollout ROLE` runs and rollout servers ask."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,9 @@ class Process:
     restarts: Restarts = Restarts()
     concealed: Mapping[str, str] = field(default_factory=concealed, repr=False)
     """Credentials of the run, and what stands in their place in the process's log (`configs.plain_text.conceal`)."""
+    pool: str = ""
+    """The teacher that a teacher server serves, by the `data_source` of its rows. Only servers of one pool can replace
+    each other."""
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def limits_of(config: Config) -> Limits:
         max_bytes=int(config.buffer.max_gib * 2**30),
         max_message=config.buffer.max_message_mib * 2**20,
         keep=config.buffer.keep,
-        bounds=Bounds.of_model(config.model.path, config.rollout.routing_replay),
+        bounds=Bounds.of_model(config.model.path, config.rollout.routing_replay, config.teacher.teachers),
     )
 
 

@@ -59,6 +59,7 @@ COLUMNS = pa.schema(
         ("behaviour_logprobs", pa.list_(pa.float32())), ("versions", pa.list_(pa.int32())), ("metrics", pa.string()),
         ("images", pa.list_(pa.struct([("start", pa.int32()), ("digest", pa.string()), ("data", pa.binary())]))),
         ("starts", pa.list_(pa.int32())), ("turn_rewards", pa.list_(pa.float64())),
+        ("teacher", pa.string()), ("teacher_logprobs", pa.list_(pa.float32())),
     ]
 )  # fmt: skip
 
@@ -229,10 +230,15 @@ def _sample(
 
 def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
     """A line for each token."""
-    yield f"    {'position':>8} {'token':>8} {'version':>8} {'logprob':>10}{'  text' if tokenizer else ''}"
-    columns = (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs)
-    for position, (token, sampled, version, logprob) in enumerate(zip(*(a.numpy() for a in columns), strict=True)):
-        figures = f"{version:>8} {logprob:>10.4f}" if sampled else f"{'given':>8} {'':>10}"
+    taught = sample.teacher_logprobs
+    heads = ["position", "token", "version", "   logprob"] + ["   teacher"] * (taught is not None)
+    yield "    " + " ".join(f"{head:>8}" for head in heads) + ("  text" if tokenizer else "")
+    columns = (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs, taught or sample.sampled)
+    for position, (token, sampled, version, logprob, score) in enumerate(
+        zip(*(a.numpy() for a in columns), strict=True)
+    ):
+        own = "" if taught is None else f" {score:>10.4f}" if sampled else f" {'':>10}"
+        figures = (f"{version:>8} {logprob:>10.4f}" if sampled else f"{'given':>8} {'':>10}") + own
         known = [token] if token >= 0 else []  # a group in quarantine may have others
         text = json.dumps(tokenizer.decode(known, skip_special_tokens=False), ensure_ascii=False) if tokenizer else ""
         yield f"    {position:>8} {token:>8} {figures}  {visible(text)}".rstrip()
@@ -270,4 +276,6 @@ def _row(*fields: Any) -> dict[str, Any]:
         "images": [image.model_dump() for image in sample.images],
     }
     further |= {"starts": sample.starts, "turn_rewards": sample.turn_rewards}
+    if sample.teacher_logprobs is not None:
+        further |= {"teacher": sample.teacher, "teacher_logprobs": sample.teacher_logprobs.numpy()}
     return dict(zip(COLUMNS.names, fields[:-1], strict=False)) | scalars | arrays | further

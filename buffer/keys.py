@@ -1,4 +1,4 @@
-"""The keys of a run: a CURVE pair for each role, and the token that its reward servers ask for.
+"""The keys of a run: a CURVE pair for each role, and the token that its reward and teacher servers ask for.
 
 `<run>/keys/` (mode 0700) holds `ROLE.public` and `ROLE.secret`, 40 characters of Z85 each, and `reward.token`, all with
 mode 0600. The process that starts first makes them (`curve.ready`); all others read the files that their role needs.
@@ -34,6 +34,7 @@ READS: dict[str, tuple[str, ...]] = {
     "learner": ("learner.public", "learner.secret", "buffer.public", "rollout.public"),
     "rollout": ("rollout.public", "rollout.secret", "buffer.public", "learner.public", TOKEN),
     "reward": (TOKEN,),
+    "teacher": (TOKEN,),
 }
 """The files that a process on another machine needs, by its role. On one machine, where a Unix socket is used, the
 buffer also reads the clients' secrets, which are their passwords there."""
@@ -127,7 +128,7 @@ def load_client_keys(folder: Path, role: Role, server: Role = "buffer") -> Clien
 
 
 def load_token(folder: Path) -> str:
-    """The token of the run's reward servers. Raises KeysError."""
+    """The token of the run's reward and teacher servers. Raises KeysError."""
     return read_key(folder / TOKEN).decode()
 
 

@@ -15,22 +15,25 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
-from configs import context_parallel, critic, publishing, sft, variables
+from configs import context_parallel, critic, publishing, sft, teachers, variables
 from configs.data.sources import INSTALL, problems_with, source_name
 from configs.load import ConfigError
 from configs.model_facts import model_facts
 from configs.own_packages import shadows
-from configs.schema import Config
+from configs.schema import NO_REWARD, Config
 
 OWN_RAY = "local"
 """The `cluster.address`, or RAY_ADDRESS, with which the launcher starts a Ray on this machine, as in Ray itself."""
 TOKEN_BYTES = 13
 """Bytes per token of a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
+TEACHER_BYTES = 4
+"""Further bytes per token with a teacher: its float32 log-probability."""
 
 FILES = (
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
     *("data.demonstrations", "algorithm.loss", "algorithm.advantage"),
-    *("reward.function", "reward.model", "rollout.task", "rollout.agent.command", "rollout.environment.python"),
+    *("reward.function", "reward.model", "teacher.model"),
+    *("rollout.task", "rollout.agent.command", "rollout.environment.python"),
     *("run.folder", "log.trackers"),
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
@@ -111,7 +114,7 @@ def check(
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
         *publishing.contradictions(config), *context_parallel.contradictions(config), *sft.beside(config),
-        *_nodes(config), *_trackers(config, files), *_lora(config),
+        *_nodes(config), *_trackers(config, files), *_lora(config), *teachers.rules(config, max_sample_tokens(config)),
         *_variables(config), *_shadows(config), *further,
     ]  # fmt: skip
     if found:
@@ -175,6 +178,7 @@ def own_hosts(config: Config) -> list[str]:
     """Hosts of the run's own processes, which are never reached through a proxy."""
     given = [config.buffer.host or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
+    given += [config.teacher.host] if config.teacher.served else []
     return [host for host in dict.fromkeys(given) if host not in ("", "*", "0.0.0.0", "::")]
 
 
@@ -192,7 +196,8 @@ def max_sample_tokens(config: Config) -> int:
 def max_group_bytes(config: Config) -> int:
     """Bytes of the largest possible group, as stored and sent."""
     routes = model_facts(config.model.path).route_bytes if config.rollout.routing_replay else 0
-    return config.batch.samples * _stored_tokens(config) * (TOKEN_BYTES + routes)
+    taught = TEACHER_BYTES if config.teacher.teachers else 0
+    return config.batch.samples * _stored_tokens(config) * (TOKEN_BYTES + routes + taught)
 
 
 def _stored_tokens(config: Config) -> int:
@@ -448,6 +453,8 @@ def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
             yield from _defined(key, file, function)
     for key, value in (*rewards, ("rollout.task", config.rollout.task)):
         file, _, function = value.rpartition(":")
+        if value == NO_REWARD:  # `teachers.py` judges it
+            continue
         if value == "task" and not isinstance(config.reward.function, str):
             yield "reward.function: task stands alone; remove it from the list, its score is the metric task_score"
         elif value not in BUILT_IN[key] and not file.endswith(".py"):
@@ -550,6 +557,9 @@ def _files(config: Config, files: Collection[str]) -> Iterator[str]:
         yield from _model("model.path", config.model.path)
     if config.reward.model is not None and "reward.model" in files:
         yield from _reward_model(config)
+    for rows, teacher in config.teacher.teachers.items() if "teacher.model" in files else ():
+        if teacher.servers and teacher.model is not None:
+            yield from _model(f"{teachers.key_of(config.teacher, rows)}.model", teacher.model)
     data = config.data
     for key, source in data.sources().items():
         if f"data.{key.partition('.')[0]}" in files:

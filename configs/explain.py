@@ -18,7 +18,7 @@ from configs.flow.sequences import MEAN_SHARE, admitted_staleness, mean_tokens, 
 from configs.flow.simulation import LEARNER_SHARE, Flow, expected, most_running
 from configs.model_facts import BYTES, checkpoint_bytes, model_facts
 from configs.publishing import copies, is_loopback, most_parameters, unpublishable
-from configs.schema import Config
+from configs.schema import NO_REWARD, Config
 
 NEARLY_FULL = 0.85
 """Share of its places with sequences from which on a server counts as full."""
@@ -189,6 +189,7 @@ def _machines(config: Config) -> Iterator[str]:
         each = f"{config.reward.gpus} GPU{'s' * (config.reward.gpus > 1)} each where there are any"
         served = f"{config.reward.servers} of {config.reward.model}, from {config.reward.urls[0]} on"
         yield f"reward servers: {served}, {each}"
+    yield from _teachers(config)
     sharing, who = learner.context_parallel, "a rank trains"
     if sharing > 1:
         yield f"long documents: {sharing} ranks share each microbatch, each with 1/{sharing} of its tokens"
@@ -198,6 +199,20 @@ def _machines(config: Config) -> Iterator[str]:
         number = ceil(samples / max(1, budget // max_sample_tokens(config)))
         passes = f"{number:,} of {budget:,} tokens if all samples are as long as they may be"
     yield f"microbatches: {who} about {samples:,.0f} samples per version, packed into forward passes, {passes}"
+
+
+def _teachers(config: Config) -> Iterator[str]:
+    """Each teacher: who has it, where it is, and what its log-probabilities are worth."""
+    alone = config.reward.function == NO_REWARD
+    for source, teacher in config.teacher.teachers.items():
+        rows = f"rows of {source}" if source else "rows of no other teacher" if config.teacher.by_source else "all rows"
+        where = " or ".join(config.teacher.urls_of(source))
+        if teacher.servers:
+            gpus = f"{teacher.gpus} GPU{'s' * (teacher.gpus > 1)} each where there are any"
+            where = f"{teacher.servers} server{'s' * (teacher.servers > 1)} of the run's own at {where}, {gpus}"
+        gains = f"{teacher.weight:g} x (teacher's log-probability - policy's)"
+        to = "has the advantage" if alone else "adds to its reward's advantage"
+        yield f"teacher of {rows}: {teacher.model or teacher.url}, {where}; a sampled token {to} {gains}"
 
 
 def _publishing(config: Config, gpu_bytes: int) -> Iterator[str]:

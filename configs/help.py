@@ -26,6 +26,7 @@ EXAMPLES = {
     f"data.eval.{NAME}.path": "data/countdown/eval.parquet",
     "reward.function": "countdown",
     f"reward.function.{NAME}.function": "countdown",
+    f"teacher.by_source.{NAME}.data_source": "openai/gsm8k",
     "rollout.servers.max": "8",
 }
 """Example values of the required keys."""

@@ -125,9 +125,10 @@ def traced(config: Config, origins: Mapping[Place, Origin], environment: Mapping
 
 
 def _named_variables(config: Config) -> Iterator[str]:
-    """Variables that arguments such as a judge's `api_key_env` name."""
+    """Variables that keys such as `api_key_env` of a judge or a teacher name."""
     for part in config.reward.parts:
         yield from (value for key, value in part.kwargs.items() if key.endswith("_env") and isinstance(value, str))
+    yield from (each.api_key_env for each in config.teacher.teachers.values() if each.api_key_env)
 
 
 def variables(config: Config) -> list[str]:

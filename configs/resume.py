@@ -22,6 +22,8 @@ CHANGEABLE = (
     *("data.eval", "data.eval.*", "data.epochs"),
     *("reward.timeout_s", "reward.workers", "reward.memory_gib", "reward.max_calls", "reward.concurrency"),
     *("reward.servers", "reward.host", "reward.port", "reward.engine"),
+    *("teacher.url", "teacher.servers", "teacher.host", "teacher.port", "teacher.engine"),
+    *("teacher.timeout_s", "teacher.retries", "teacher.api_key_env"),
     *("batch.max_staleness", "batch.target_staleness"),
     *("learner.lr", "learner.schedule", "learner.warmup_versions", "learner.max_grad_norm"),
     *("learner.betas", "learner.eps", "learner.weight_decay", "algorithm.critic.learning_rate"),

@@ -25,7 +25,7 @@ BUFFER_PORT = 5600
 """Port of a buffer whose address a launch on a cluster chooses."""
 MOST_MESSAGE_MIB = 4096
 NO_REWARD = "none"
-"""`reward.function` of a run file of supervised fine-tuning, which scores nothing."""
+"""`reward.function` of a run without a reward: supervised fine-tuning, or training by a teacher alone."""
 PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 1.0
 
 
@@ -296,6 +296,85 @@ class RewardConfig(Section):
     def urls(self) -> list[str]:
         """Where the run's own reward servers are."""
         return [f"http://{self.host}:{self.port + number}" for number in range(self.servers)]
+
+
+class TeacherModel(Section):
+    """A fixed model whose log-probabilities of the sampled tokens the policy learns from."""
+
+    model: str | None = None
+    """The teacher: a folder in Hugging Face format, or its name on the hub. An earlier export of the policy will do. Of
+    a `url`: the name under which that server knows it."""
+    url: str | Annotated[list[str], Field(min_length=1)] | None = None
+    """Address of a vLLM server that serves the teacher, such as `http://127.0.0.1:8000` without `/v1`, or several of
+    the same model; null: the run's own servers do (`servers`)."""
+    tokenizer: str | None = None
+    """Folder or hub name of the teacher's tokenizer, whose vocabulary is compared with the policy's; null: `model`."""
+    servers: Annotated[int, Field(ge=0)] = 0
+    """Teacher servers that `python -m actors launch` starts, each with a copy of `model`."""
+    weight: Annotated[float, Field(gt=0, le=1e3)] = 1.0
+    """What a token's advantage gains: this times the teacher's log-probability of the token less the policy's."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the API key of `url`; null: no key is sent."""
+    engine: dict[str, Any] = {}
+    """Arguments of vLLM for the teacher's servers, e.g. `{gpu_memory_utilization: 0.9}`; with `tensor_parallel_size`
+    each takes so many GPUs."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one server, where there are any."""
+        return int(self.engine.get("tensor_parallel_size", 1))
+
+    @property
+    def named(self) -> bool:
+        """Whether a model or a server is named."""
+        return self.model is not None or self.url is not None
+
+
+class SourceTeacher(TeacherModel):
+    """The teacher of some rows of the data."""
+
+    data_source: Annotated[str, Field(pattern=r"^[!-~][ -~]{0,199}$", examples=["openai/gsm8k"])]
+    """The rows whose column `data_source` has this value."""
+
+
+class TeacherConfig(TeacherModel):
+    """On-policy distillation: a teacher says how probable each token is that the policy sampled. docs/teachers.md."""
+
+    by_source: list[SourceTeacher] = []
+    """Further teachers, each of the rows of one `data_source`, as `{data_source: math, model: ..., servers: 1}`. Other
+    rows have the teacher that `teacher.model` or `teacher.url` names, if any."""
+    host: str = "127.0.0.1"
+    """Address of this machine on which the teacher servers listen, and at which rollout servers reach them."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 5800
+    """Port of the first teacher server; each further one takes the next."""
+    timeout_s: Seconds = 300.0
+    """Time limit of one request, which scores a whole group; then it is tried again."""
+    retries: Annotated[int, Field(ge=0)] = 4
+    """How often a request is tried again; then the attempt at the group has failed, and is never taken as 0."""
+
+    @property
+    def teachers(self) -> dict[str, TeacherModel]:
+        """All teachers by the `data_source` of their rows; "" is the teacher of all other rows."""
+        found: dict[str, TeacherModel] = {"": self} if self.named else {}
+        found.update({each.data_source: each for each in self.by_source})
+        return found
+
+    @property
+    def all_gpus(self) -> int:
+        """GPUs of all the run's own teacher servers, where there are any."""
+        return sum(each.servers * each.gpus for each in self.teachers.values())
+
+    @property
+    def served(self) -> list[str]:
+        """For each of the run's own teacher servers, by number, the `data_source` of its rows."""
+        return [source for source, each in self.teachers.items() for _ in range(each.servers)]
+
+    def urls_of(self, source: str) -> list[str]:
+        """Where the servers of a teacher are."""
+        given = self.teachers[source].url
+        if given is not None:
+            return [given] if isinstance(given, str) else given
+        return [f"http://{self.host}:{self.port + number}" for number, own in enumerate(self.served) if own == source]
 
 
 class SamplingConfig(Section):
@@ -725,6 +804,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig
+    teacher: TeacherConfig = TeacherConfig()
     sampling: SamplingConfig = SamplingConfig()
     batch: BatchConfig = BatchConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -742,10 +822,13 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _no_reward(cls, given: Any) -> Any:
-        """Supervised fine-tuning needs no `reward.function`. `load` names every section."""
+        """Supervised fine-tuning and a teacher need no `reward.function`. `load` names every section."""
         match given:
             case {"sft": {"rows": int()}, "reward": {**reward}} if "function" not in reward:
                 return {**given, "reward": {**reward, "function": NO_REWARD}}
+            case {"teacher": {**teacher}, "reward": {**reward}} if "function" not in reward:
+                if any(teacher.get(key) for key in ("model", "url", "by_source")):
+                    return {**given, "reward": {**reward, "function": NO_REWARD}}
         return given
 
     @model_validator(mode="before")

@@ -15,7 +15,7 @@ from configs.schema import NO_REWARD, Config
 
 LOCK = "sft.lock"
 """The file in the run's folder that the process holds which trains it."""
-WITHOUT = ("reward", "sampling", "batch", "algorithm", "rollout", "weights", "buffer", "cluster")
+WITHOUT = ("reward", "teacher", "sampling", "batch", "algorithm", "rollout", "weights", "buffer", "cluster")
 """Sections that only reinforcement learning reads."""
 READ_HERE = ("rollout.chat.template_kwargs",)
 """Keys of WITHOUT that supervised fine-tuning reads too."""

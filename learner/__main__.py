@@ -173,7 +173,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
             gpus = world if device.type == "cuda" else 0
             parts.enter_context(Observer(config, buffer_keys, gpus, metrics.log_servers))
         with StopSignals(stopping.begin):
-            sound = SoundSteps(algorithm, batches, bounds_of(policy, form))
+            sound = SoundSteps(algorithm, batches, bounds_of(policy, form, algorithm.teachers))
             loop.run(policy, sound, batches, stopping, weights, checkpoints, metrics, versions)
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()
@@ -202,8 +202,9 @@ def build(
     critic = build_critic(config, mesh) if keeps_critic(config) else None
     held = config.algorithm.critic.warmup_versions if critic else 0
     optimizer = Optimizer(policy, config.learner, config.run.versions, held)
+    teachers = {source: teacher.weight for source, teacher in config.teacher.teachers.items()}
     given = config.algorithm, optimizer, budget, config.sampling.max_tokens
-    return policy, Algorithm(*given, reference, form, critic, beside)
+    return policy, Algorithm(*given, reference, form, critic, beside, teachers)
 
 
 def build_critic(config: Config, mesh: DeviceMesh) -> Critic:

@@ -10,7 +10,7 @@ it end again, the buffer knows with which group.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from zlib import crc32
 
 import numpy as np
@@ -92,8 +92,8 @@ class SoundSteps:
         collectives.meet()
 
 
-def bounds_of(policy: Policy, form: ImageFormat | None) -> Bounds:
-    """What a policy allows; `form`: how it sees images."""
+def bounds_of(policy: Policy, form: ImageFormat | None, teachers: Iterable[str] | None = None) -> Bounds:
+    """What a policy allows; `form`: how it sees images; `teachers`: the run's, by the `data_source` of their rows."""
     sizes = policy.mixture.sizes if policy.mixture else None
     return Bounds(
         vocabulary=policy.model.config.get_text_config().vocab_size,
@@ -101,6 +101,7 @@ def bounds_of(policy: Policy, form: ImageFormat | None) -> Bounds:
         routed=(sizes.layers, sizes.top_k) if sizes else None,
         placeholder=form.image_token if form else None,
         replayed=policy.replayed is not None,
+        teachers=None if teachers is None else frozenset(teachers),
     )
 
 

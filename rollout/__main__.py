@@ -1,5 +1,5 @@
 """`python -m rollout CONFIG [--name rollout-0]`: a rollout server. (`python -m rollout evaluate`: see `evaluate.py`;
-`python -m rollout reward`: see `engine/reward_server.py`.)
+`python -m rollout reward`: see `engine/reward_server.py`; `python -m rollout teacher`: `engine/teacher_server.py`.)
 
 Waits, in this order: for reward and task to be loaded in their workers, for the buffer to accept it, for vLLM to start,
 for the learner's first policy (vLLM starts with dummy weights, which never generate). Then it makes groups and loads
@@ -43,7 +43,7 @@ from configs.variables import around_proxy
 from rollout import evaluate
 from rollout.concurrency import SparePlaces, start
 from rollout.drain import FORCED, REPORT_S, Drain
-from rollout.engine import reward_server
+from rollout.engine import reward_server, teacher_server
 from rollout.engine.arguments import on_cpu
 from rollout.episodes.episode import Failure
 from rollout.episodes.first_shown import FirstShown
@@ -67,7 +67,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`; returns the exit code."""
     configure_logging()
     try:
-        command = {"evaluate": evaluate.main, "reward": reward_server.main}.get(argv[0] if argv else "")
+        command = {"evaluate": evaluate.main, "reward": reward_server.main, "teacher": teacher_server.main}.get(
+            argv[0] if argv else ""
+        )
         return command(argv[1:]) if command else run_server(argv)
     except (ValueError, KeysError) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
@@ -96,7 +98,8 @@ def run_server(argv: Sequence[str]) -> int:
     config = read(rest, f"{PROG} [--name rollout-0]", check_server)
     os.environ.update(around_proxy(os.environ, own_hosts(config)))
     sets = load_sets(config) if config.eval.every else []
-    return uvloop.run(serve(config, flags.name, RolloutSetup.load(config, flags.name), sets))
+    setup = RolloutSetup.load(config, flags.name).with_teachers(config)
+    return uvloop.run(serve(config, flags.name, setup, sets))
 
 
 async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[ProblemSet]) -> int:
@@ -146,7 +149,7 @@ async def work(
     receiver = Receiver(buffer.where, engine, connection.name, config.weights, form=form, keys=keys)
     updates = PolicyUpdates(receiver, config.run.versions)
     episodes = setup.episodes(config, engine, config.sampling.temperature, config.batch.samples)
-    episodes.first = FirstShown(setup.prompts)
+    episodes.first, episodes.teachers = FirstShown(setup.prompts), setup.teachers
     revoke = partial(episodes.abandon, failure=REVOKED)
     drain.episodes = episodes
 
@@ -159,7 +162,8 @@ async def work(
         rule.adapt(time.monotonic(), places, measured, buffer.learner_waits and engine.version > 0)
         numbers = {"places": places.limit, "places_taken": places.taken, "parked": places.parked, **rule.limits(places)}
         evaluating = {"evaluating": spare.taken} if spare.taken else {}
-        return {**measured, **episodes.stages.stats(), **numbers, **evaluating}
+        taught = setup.teachers.stats() if setup.teachers else {}
+        return {**measured, **episodes.stages.stats(), **numbers, **evaluating, **taught}
 
     async with asyncio.TaskGroup() as tasks:
         others = [

@@ -38,9 +38,25 @@ class PromptError(EpisodeError):
 
 
 class RewardError(EpisodeError):
-    """An answer could not be scored. Its group fails; it never gets a reward of 0 instead."""
+    """An answer could not be scored. Its group fails; it never gets a reward of 0 instead.
+
+    `temporary`: a server could not answer, and may later.
+    """
 
     kind = "reward"
+    temporary = False
+
+
+class TeacherError(EpisodeError):
+    """A teacher gave no log-probabilities of a group. The group fails; no token gets a 0 instead.
+
+    A server that could not answer is a failure of the infrastructure. An answer that cannot be used counts against the
+    run, which is given up if there are only such answers.
+    """
+
+    def __init__(self, reason: str, temporary: bool = False, origin: str = "") -> None:
+        super().__init__(reason, origin=origin)
+        self.kind = "infrastructure" if temporary else "engine"
 
 
 class TruthError(ValueError):

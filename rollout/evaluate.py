@@ -9,7 +9,6 @@ for the engine and the reward workers only.
 import json
 import os
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from configs.schema import Config
 from configs.variables import open_private
 from rollout.concurrency import Places, SparePlaces
 from rollout.engine.arguments import on_cpu
-from rollout.episodes.setup import RolloutSetup, check_server
+from rollout.episodes.setup import RolloutSetup, check_scored, check_server
 from rollout.evaluation.players import Played, ProblemSet, load_sets, play
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`; returns the exit code. Raises ValueError for input that cannot be used."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the table is what is wanted, not vLLM's log
     flags, rest = split_flags(argv, PROG, **FLAGS)
-    config = read(rest, f"{PROG} {FLAGS_SHOWN}", partial(check_server, files=["data.eval"]))
+    config = read(rest, f"{PROG} {FLAGS_SHOWN}", check_evaluated)
     sets = chosen_sets(config, flags.models, flags.sets)
     config = served(config, flags.models)
     results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), sets, flags.models))
@@ -60,6 +59,12 @@ def main(argv: Sequence[str]) -> int:
         with open(flags.out, "w", encoding="utf-8", opener=open_private) as file:
             file.write(json.dumps(report, indent=1) + "\n")
     return DONE
+
+
+def check_evaluated(config: Config) -> None:
+    """Raise ConfigError for a run file whose models cannot be evaluated."""
+    check_server(config, files=["data.eval"])
+    check_scored(config)
 
 
 def chosen_sets(config: Config, models: Sequence[Path], names: Sequence[str] = ()) -> list[ProblemSet]:

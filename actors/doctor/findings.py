@@ -17,7 +17,7 @@ from typing import Literal
 from actors.doctor.host import TABLES, Machine, judge_visible_gpus, read_machine
 from actors.doctor.mend_torchvision import MEND_TORCHVISION, fitting
 from actors.doctor.price import judge_price
-from actors.doctor.run_file import gpus_missing, gpus_needed, judge
+from actors.doctor.run_file import GPU_KEYS, gpus_missing, gpus_needed, judge
 from actors.doctor.trial import Judgement
 from buffer.resources import REMEDY
 from configs.checks import OWN_RAY, named_by
@@ -253,8 +253,7 @@ def _run(config: Config, machine: Machine, judgement: Judgement) -> Iterator[Fin
         remedy = f"the cluster at {cluster} ({named_by(config)}) must have the rest"
         yield Finding("warn", "GPUs of the run", missing, remedy)
     elif missing:
-        keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
-        remedy = f"lower {keys}, or name a Ray cluster in cluster.address or RAY_ADDRESS"
+        remedy = f"lower {GPU_KEYS}, or name a Ray cluster in cluster.address or RAY_ADDRESS"
         yield Finding("fail", "GPUs of the run", missing, remedy)
     elif needed := sum(gpus_needed(config, count).values()):
         least, most = config.rollout.least_servers, config.rollout.most_servers

@@ -37,17 +37,21 @@ from configs.model_facts import SPARE_BYTES, model_facts
 from configs.origins import credentials
 from configs.plain_text import print_visible, visible_line
 from configs.publishing import unpublishable
-from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
+from configs.schema import NO_REWARD, BufferConfig, Config, RewardConfig, TeacherConfig, WeightsConfig
 from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers, unserved_shapes
 from rollout.engine.arguments import problems as engine_problems
+from rollout.engine.teacher_server import unknown_arguments
 from rollout.engine.vllm_variables import unreadable_variables
 
 LOOPBACK = {
     "buffer.address": BufferConfig().address,
     "weights.host": WeightsConfig().host,
     "reward.host": RewardConfig.model_fields["host"].default,
+    "teacher.host": TeacherConfig().host,
 }
 """Defaults that a launch on a cluster replaces by an address of this machine."""
+GPU_KEYS = "learner.ranks, rollout.servers, rollout.tensor_parallel, reward.servers or teacher.servers"
+"""Keys that say how many GPUs a run takes."""
 ROWS = 1000
 """Rows of data.train that are made prompts."""
 IMAGE_BYTES = 32 * 2**20
@@ -92,7 +96,7 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     gpus = find_gpus()
     further += unserved_shapes(config, config.rollout.device == "cpu" or (config.rollout.device == "auto" and not gpus))
     further += unpublishable(config, gpu_bytes() if gpus else None)
-    further += unknown_fields(config.reward.engine, "reward")
+    further += unknown_fields(config.reward.engine, "reward") + unknown_arguments(config)
     further += unknown_parsers(config)
     further += unreadable_variables()
     most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], open_files(config)
@@ -107,6 +111,8 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
         further += _socket(config) if address == LOCAL else _port("buffer.address", address)
         for url in config.reward.urls:
             further += _port("reward.port", url.removeprefix("http://"))
+        for number in range(len(config.teacher.served)):
+            further += _port("teacher.port", f"{config.teacher.host}:{config.teacher.port + number}")
     further += disk_space(config, shutil.disk_usage(existing(config.run.path)).free)
     refused, warned = addresses(config, cluster_of(config))
     judgement.warnings += warned
@@ -200,7 +206,8 @@ def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
 def hosts(config: Config) -> dict[str, str]:
     """Where the processes of this machine listen for those of others, by key."""
     found = {"buffer.address": config.buffer.address, "weights.host": config.weights.host}
-    return found | ({"reward.host": config.reward.host} if config.reward.servers else {})
+    found |= {"reward.host": config.reward.host} if config.reward.servers else {}
+    return found | ({"teacher.host": config.teacher.host} if config.teacher.served else {})
 
 
 def unreachable(config: Config) -> dict[str, str]:
@@ -224,13 +231,16 @@ def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
         "prompts": ("model.path", "data.chat_template", "data.format_prompt"),
         "reward": ("reward.function", "reward.kwargs", "reward.model"),
         "task": ("rollout.task", "rollout.environment"),
+        "teacher": ("model.path", "teacher"),
         "architecture": ("model.path",),
         "algorithm": ("algorithm.",),
     }
     if config.rollout.task in ("single_turn", "agent"):
         del keys["task"]
-    if config.reward.function == "task":
+    if config.reward.function in ("task", NO_REWARD):
         del keys["reward"]
+    if not config.teacher.teachers:
+        del keys["teacher"]
     if ":" not in config.algorithm.loss + config.algorithm.advantage:
         del keys["algorithm"]
     if model_facts(config.model.path).proven:
@@ -252,12 +262,13 @@ def disk_space(config: Config, free: int) -> Iterator[str]:
 def gpus_needed(config: Config, available: int) -> dict[str, int]:
     """GPUs that the run takes if there are so many `available`: with none, the device `auto` means CPU.
 
-    Example: `{"learner": 2, "servers": 4, "reward servers": 0}`
+    Example: `{"learner": 2, "servers": 4, "reward servers": 0, "teacher servers": 1}`
     """
     learner, rollout = config.learner, config.rollout
     needed = {"learner": learner.ranks, "servers": rollout.least_servers * rollout.tensor_parallel}
     needed["reward servers"] = config.reward.servers * config.reward.gpus
-    devices = {"learner": learner.device, "servers": rollout.device, "reward servers": rollout.device}
+    needed["teacher servers"] = config.teacher.all_gpus
+    devices = dict.fromkeys(needed, rollout.device) | {"learner": learner.device}
     return {
         name: gpus if devices[name] == "cuda" or (devices[name] == "auto" and available) else 0
         for name, gpus in needed.items()
@@ -280,21 +291,22 @@ def misfits(config: Config, gpus: int) -> Iterator[str]:
     if config.learner.nodes > 1:
         yield f"learner.nodes: {config.learner.nodes} take a machine each; {cluster}, or set learner.nodes 1"
     if missing := gpus_missing(config, gpus, "here are"):
-        keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
-        yield f"{missing}: lower {keys}, set their device to cpu, or {cluster}"
+        yield f"{missing}: lower {GPU_KEYS}, set their device to cpu, or {cluster}"
 
 
 def without_place(config: Config, nodes: Sequence[int]) -> str | None:
     """What finds no place on nodes with so many GPUs each, the first of them this machine; None: all do.
 
-    A server's GPUs are on one node, and so are those of the learner's ranks of a node; reward servers are here.
+    A server's GPUs are on one node, and so are those of the learner's ranks of a node; reward and teacher servers are
+    here.
     """
     needed, free = gpus_needed(config, sum(nodes)), list(nodes)
     ranks, tensor_parallel = config.learner.nodes, config.rollout.tensor_parallel
     has = f"the nodes have {', '.join(map(str, nodes))} GPUs"
-    if needed["reward servers"] > free[0]:
-        return f"reward.servers: {needed['reward servers']} GPUs of this machine, which has {free[0]}"
-    free[0] -= needed["reward servers"]
+    for kind in ("reward", "teacher"):
+        if (here := needed[f"{kind} servers"]) > free[0]:
+            return f"{kind}.servers: {here} GPUs of this machine, which has {free[0]}"
+        free[0] -= here
     share = needed["learner"] // ranks
     fit = sorted((gpus, node) for node, gpus in enumerate(free) if gpus >= share)
     if len(fit) < ranks:

@@ -30,7 +30,7 @@ from configs.data.sources import source_name
 from configs.inner_command import inner_words
 from configs.load import ConfigError, dump, parse
 from configs.own_packages import command
-from configs.schema import Config
+from configs.schema import NO_REWARD, Config
 
 if TYPE_CHECKING:
     from rollout.episodes.prompts import Prompts
@@ -42,6 +42,8 @@ IMPORT_S = 7.0
 """Seconds for the import of a user's file, or 0.7 `reward.timeout_s` if that is more."""
 TOKENIZER_S = 6.0
 """Seconds to load the tokenizer, which may have to be downloaded."""
+TEACHER_S = 120.0
+"""Seconds to load the tokenizers of policy and teachers, which may have to be downloaded."""
 ROWS_S = 3.0
 """Seconds to make prompts of rows; the rest of them is not looked at."""
 START_S = 180.0
@@ -455,12 +457,44 @@ def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
         trial.found.warnings.append(f"rollout.task: {name} is no `async def`; it must return an awaitable")
 
 
+def teacher(trial: Trial, config: Config, rows: Rows, number: int) -> None:
+    """Compare the vocabulary of each teacher with the policy's, and count the rows that have no teacher. No teacher is
+    asked."""
+    from rollout.episodes.prompts import load_tokenizer
+    from rollout.teachers.scoring import Teachers
+    from rollout.teachers.vocabulary import other_vocabularies
+
+    try:
+        Teachers(config.teacher, config.run.path / "keys")
+    except ValueError as error:
+        trial.found.refused.append(one_line(error))
+    late = f"teacher: its tokenizer was not loaded within {TEACHER_S:g} s, so its vocabulary is not compared here"
+    with trial.limit(TEACHER_S, trial.found.warnings, late):
+        try:
+            trial.found.refused += other_vocabularies(config, load_tokenizer(config))
+        except ValueError:  # the trial of the prompts reports the policy's tokenizer
+            return
+    known = config.teacher.teachers
+    without = [n for n, row in rows if str(row.get("data_source", "")) not in known and "" not in known]
+    if not without:
+        return
+    share = f"{len(without):,} of {len(rows):,} rows looked at have a data_source without a teacher"
+    share = f"{share}, such as row {without[0]}"
+    if config.reward.function == NO_REWARD:
+        remedy = "nothing is learned from them; set teacher.model for them, or leave them out of the data"
+        found = trial.found.refused if len(without) == len(rows) else trial.found.warnings
+        found.append(f"teacher.by_source: {share}: {remedy}")
+    else:
+        trial.found.facts.append(f"note: {share}: they are trained by their reward alone")
+
+
 PARTS: dict[str, tuple[str, Callable[[Trial, Config, Rows, int], None]]] = {
     "prompts": ("model.path", prompts),
     "architecture": ("model.path", architecture),
     "algorithm": ("algorithm.loss", algorithm),
     "reward": ("reward.function", reward),
     "task": ("rollout.task", task),
+    "teacher": ("teacher.model", teacher),
 }
 """What can be tried, with the key that names it."""
 

@@ -1,7 +1,7 @@
 """Figures of a run in Prometheus's text format (version 0.0.4): the last record, the servers, the buffer. Pure.
 
 All are gauges but the counters of failed attempts and dropped items. `reward/mean` becomes `headrace_reward_mean`; what
-there is once for each server, evaluation set or reward metric has that as a label.
+there is once for each server, evaluation set, teacher or reward metric has that as a label.
 """
 
 import math
@@ -16,7 +16,7 @@ from configs.plain_text import visible
 
 MOST_LABEL = 300
 """Most characters of a label's value."""
-LABELLED = {"weights": "server", "server": "server", "eval": "set"}
+LABELLED = {"weights": "server", "server": "server", "eval": "set", "teacher": "data_source"}
 """Keys `FIRST/NAME/FIGURE`, and what their NAME is."""
 
 
@@ -66,6 +66,8 @@ def _of_record(record: Mapping[str, Any]) -> Iterator[Figure]:
         if key in ("version", "time", "eval/version", "eval/due") or not isinstance(value, int | float):
             continue
         first, name, figure = [*key.split("/", 2), "", ""][:3]
+        if figure and first == "teacher":  # a data_source may have slashes
+            name, _, figure = key.partition("/")[2].rpartition("/")
         if figure and first in LABELLED:
             yield Figure(_name(first, figure), {LABELLED[first]: name}, value)
         elif first == "sample":

@@ -10,6 +10,7 @@ let D = JSON.parse($("data").textContent);
 const CHARTS = {
   learn: [
     { t: "reward", p: "mean of a batch; bold: mean of 20 versions", s: [["reward/mean", 0, { w: 1, a: .35 }], ["~reward/mean", 0, { w: 2.5 }]] },
+    { t: "reverse KL to the teacher, nat", p: "mean of log policy - log teacher over sampled tokens; bold: mean of 20 versions; right axis: share of tokens with a teacher", only: "teacher/share", s: [["teacher/reverse_kl", 0, { w: 1, a: .35 }], ["~teacher/reverse_kl", 0, { w: 2.5 }], ["teacher/share", 7, { y2: true }]] },
     { t: "loss", p: "mean over trained tokens of a batch; bold: mean of 20 versions", only: "tokens_trained", s: [["loss", 0, { w: 1, a: .35 }], ["~loss", 0, { w: 2.5 }]] },
     { t: "evaluation", p: "on problems kept out of training", x: "evaluations", dots: true },
     { t: "groups all right, none right", p: "what is left between them is what teaches", s: [["groups/solved_all", 2], ["groups/solved_none", 5]], range: [0, 1] },
@@ -32,6 +33,7 @@ const CHARTS = {
     { t: "memory of rank 0, GiB", p: "peak", s: [["memory/host_gib", 0], ["memory/gpu_gib", 2]] }],
   servers: [
     { t: "sampled tokens/s", p: "of each server", x: "looks", each: "tokens_per_s" },
+    { t: "teacher", p: "samples that wait for it; right axis: tokens/s that it scores", x: "looks", s: [["servers/teacher", 5], ["servers/teacher_tokens_per_s", 0, { y2: true }]] },
     { t: "sequences", p: "of all servers", x: "looks", s: [["servers/places", 7], ["servers/running", 0, { w: 2 }], ["servers/waiting", 5]] },
     { t: "KV cache in use, preemptions", p: "right axis: preemptions so far", x: "looks", each: "kv_usage", also: [["servers/preempted", 5, { y2: true }]] },
     { t: "servers", p: "known, heard, asked for", x: "looks", s: [["servers/known", 7], ["servers/heard", 2, { w: 2 }], ["servers/wanted", 1]] },

@@ -18,7 +18,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import BinaryIO
 
-from actors.process import FINAL, PROGRESS, Event, EventKind, Process
+from actors.process import FINAL, JUDGES, PROGRESS, Event, EventKind, Process
 from actors.supervise.guard import Guarded
 from configs import entrypoint
 from configs.entrypoint import ABOVE, BAD_INPUT, DONE, ENDINGS, PARENT
@@ -211,7 +211,7 @@ class Ends:
         role, restarts = self.process.role, self.process.restarts
         if role == "learner" and code in ENDINGS.values() and code != DONE:  # its last words say why the run ended
             return "ended", "\n".join(last_words(lines)), 0.0
-        if code == DONE and role not in ("buffer", "reward"):  # the run needs those until they are drained
+        if code == DONE and role not in ("buffer", *JUDGES):  # the run needs those until they are drained
             return "ended", f"exit code {code}", 0.0
         self.worked |= progressed
         if code == BAD_INPUT and not self.worked:  # another start would end the same way

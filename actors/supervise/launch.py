@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.doctor.run_file import check_here
-from actors.process import Process, Role
+from actors.process import JUDGES, Process, Role
 from actors.supervise import accept
 from actors.supervise.cluster.addresses import on_cluster
 from actors.supervise.cluster.arrival import handed_over
@@ -131,7 +131,15 @@ def processes(config: Config, servers: int | None = None) -> list[Process]:
             _process(config, name, "reward", ["--name", name], 0 if on_cpu else reward.gpus)
             for name in (f"reward-{number}" for number in range(reward.servers))
         ),
+        *(teacher_server(config, number) for number in range(len(config.teacher.served))),
     ]
+
+
+def teacher_server(config: Config, number: int) -> Process:
+    """Teacher server `number`."""
+    source, name = config.teacher.served[number], f"teacher-{number}"
+    gpus = 0 if config.rollout.device == "cpu" else config.teacher.teachers[source].gpus
+    return replace(_process(config, name, "teacher", ["--name", name], gpus), pool=source)
 
 
 def server(config: Config, number: int) -> Process:
@@ -148,7 +156,7 @@ def _process(
     given = handed_over(os.environ, [*config.cluster.env, *variables(config)]) if cluster_of(config) else os.environ
     cleaned = for_children(given, own_hosts(config))
     env = {key: value for key, value in cleaned.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
-    module = ("rollout", "reward") if role == "reward" else (role,)
+    module = ("rollout", role) if role in JUDGES else (role,)
     argv, nodes = command(*module, file, *flags), config.learner.nodes if role == "learner" else 1
     return Process(name, role, argv, log, os.getcwd(), env, gpus, nodes, drain_s)
 

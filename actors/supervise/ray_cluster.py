@@ -23,7 +23,7 @@ from weakref import WeakSet
 
 import psutil
 
-from actors.doctor.run_file import gpus_missing, unreachable, without_place
+from actors.doctor.run_file import GPU_KEYS, gpus_missing, unreachable, without_place
 from actors.process import Process
 from actors.supervise.cluster.arrival import Delivery
 from actors.supervise.cluster.gang_member import GangMember
@@ -80,8 +80,7 @@ class Cluster:
 
     def check(self) -> None:
         """Raise ConfigError with all that keeps the run from this cluster."""
-        keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
-        remedy = f"lower {keys}, or set their device to cpu"
+        remedy = f"lower {GPU_KEYS}, or set their device to cpu"
         found = []
         ray = f"Ray ({named_by(self.config)}: {self.named})" if self.named else "Ray"
         if missing := gpus_missing(self.config, sum(self.gpus), f"{ray} sees"):
@@ -121,8 +120,8 @@ class Cluster:
     async def place(self, process: Process) -> "RemoteKeeper | Gang":
         """A keeper of `process`, on a node with its GPUs.
 
-        Buffer and reward servers listen on addresses of this machine, so their keepers stay on it, and so does the
-        learner unless it takes several nodes, or GPUs that this one lacks.
+        Buffer, reward and teacher servers listen on addresses of this machine, so their keepers stay on it, and so does
+        the learner unless it takes several nodes, or GPUs that this one lacks.
         """
         elsewhere = process.gpus > self.gpus[0]
         if process.role == "learner" and (process.nodes > 1 or elsewhere):

@@ -2,8 +2,8 @@
 
 Consumes the keepers' events and the launcher's signals, in one queue, and waits for nothing else. The first event that
 ends the run (the learner is done, a process refuses its input or cannot be kept, a signal) gives its verdict; then
-learner, servers, reward servers and buffer are drained in this order. A signal during the drain kills them. While the
-run goes on, `fleet.py` has servers added and drained. Built by `launch.py`.
+learner, servers, reward and teacher servers and buffer are drained in this order. A signal during the drain kills them.
+While the run goes on, `fleet.py` has servers added and drained. Built by `launch.py`.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from traceback import extract_tb
 
-from actors.process import FINAL, Event, Process
+from actors.process import FINAL, SERVERS, Event, Process
 from actors.supervise.nodes import in_a_line
 from actors.supervise.placement import Placed
 from buffer.wire.protocol import ServerLife
@@ -25,7 +25,7 @@ LAST_EVENTS_S = 5.0
 """Time for the last events of processes that have ended."""
 LOST_S = 15.0
 """A keeper that does not answer for so long after the end of a drain is lost, with its machine."""
-DRAIN_ORDER = ("learner", "rollout", "reward", "buffer")
+DRAIN_ORDER = ("learner", *SERVERS, "buffer")
 """The learner's last version may still need servers and buffer."""
 
 
@@ -182,7 +182,7 @@ class Supervisor:
             return Verdict(BAD_INPUT, f"{process.name} refused its input:\n{event.text}")
         if event.kind in ("gave_up", "refused"):
             why = f"{process.name} could not be kept: {event.text}"
-            if process.role not in ("rollout", "reward") or not self._alive(process.role):
+            if process.role not in SERVERS or not self._others(process):
                 return Verdict(FAILED, why)
             self._say(f"{why}\nthe run goes on with the other servers")
         if process.role == "learner" and event.kind == "ended":
@@ -190,9 +190,13 @@ class Supervisor:
                 why = "the learner ended the run; draining servers and buffer"
                 return Verdict(FAILED if event.code == GIVEN_UP else DATA_ENDED, why, event.text)
             return Verdict(DONE, "the learner is done; draining servers and buffer")
-        if process.role in ("rollout", "reward") and (keeper := self._keepers.pop(process.name, None)):
+        if process.role in SERVERS and (keeper := self._keepers.pop(process.name, None)):
             keeper.release()  # else it holds its GPUs, and on a cluster Ray makes another one, which starts it again
         return None
+
+    def _others(self, process: Process) -> list[Process]:
+        """Processes that go on and do the same."""
+        return [other for other in self._alive(process.role) if other.pool == process.pool]
 
     def _alive(self, role: str) -> list[Process]:
         """Processes that go on, those that are drained apart."""

@@ -15,6 +15,7 @@ from actors.watch import figures
 from actors.watch.metrics_log import Records
 from actors.watch.run_state import failures, servers_lines, silent
 from buffer.wire.protocol import State
+from configs.flow.alerts import TAUGHT
 from configs.flow.alerts import alerts as metric_alerts
 from configs.schema import Config
 
@@ -64,7 +65,7 @@ class Situation:
     """Servers that the run asks for, where they scale."""
     none_solved: float = 0.0
     all_solved: float = 0.0
-    """Share of groups of which no sample, or every one, is right."""
+    """Share of groups of which no sample, or every one, is right; 0 where a teacher teaches these too."""
     gradient: float | None = None
     """Norm, the largest of the last versions."""
     gain: float | None = None
@@ -92,6 +93,7 @@ def situation(config: Config, records: Records, state: State | None, waiting: st
     looks = [figures.stats_of(look) for _, look in sorted(records.servers.items())[-figures.LAST :]]
     stats = [one for look in looks for one in look.values()]
     now, before = figures.rewards(records)
+    taught = bool(mean(TAUGHT))
     gradients = [float(one["gradient/norm"]) for one in recent if "gradient/norm" in one]
     return Situation(
         versions=len(records.by_version),
@@ -100,8 +102,8 @@ def situation(config: Config, records: Records, state: State | None, waiting: st
         parked=figures.parked_share(stats or (_present(state) if state else [])),
         servers=_heard(config, records, state),
         wanted=getattr(state, "wanted_servers", None),
-        none_solved=mean("groups/solved_none") or 0.0,
-        all_solved=mean("groups/solved_all") or 0.0,
+        none_solved=0.0 if taught else mean("groups/solved_none") or 0.0,
+        all_solved=0.0 if taught else mean("groups/solved_all") or 0.0,
         gradient=max(gradients) if gradients else None,
         gain=None if now is None or before is None else now - before,
         flat=_flat_share(state, config.batch.groups),

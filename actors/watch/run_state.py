@@ -304,7 +304,7 @@ def _percent(share: float) -> str:
 def _stages(server: Mapping[str, Any]) -> str:
     """` (scoring 12 for 8 s, generating 4)`: what the samples of a server wait for, the most frequent first."""
     stats = server.get("stats", {})
-    counts = {stage: stats[stage] for stage in ("generating", "scoring", "task") if stats.get(stage)}
+    counts = {stage: stats[stage] for stage in ("generating", "scoring", "teacher", "task") if stats.get(stage)}
     lines = []
     for stage in sorted(counts, key=lambda stage: -counts[stage]):
         longest_s = f" for {stats[f'{stage}_s']:.0f} s" if f"{stage}_s" in stats else ""

@@ -44,7 +44,16 @@ from configs.plain_text import visible_line, visible_lines
 from configs.schema import Config
 
 REWARD_S = 2.0
-SHOWN = ("reward/mean", "length/mean", "tokens_per_s", "age/mean", "age/max", "time/wait_s", "time/version_s")
+SHOWN = (
+    "reward/mean",
+    "teacher/reverse_kl",
+    "length/mean",
+    "tokens_per_s",
+    "age/mean",
+    "age/max",
+    "time/wait_s",
+    "time/version_s",
+)
 """Metrics of the last record."""
 IN_WORDS = {*LIMITS, "running", "places", "places_taken"}
 """Figures of a server that `fullness` puts into words."""
@@ -97,6 +106,7 @@ def main(argv: Sequence[str]) -> int:
         return DONE
     for number, url in enumerate(config.reward.urls):
         show(f"reward server reward-{number} at {url}: {'answers' if is_well(url) else 'does not answer'}")
+    show(*teacher_lines(config))
     if answer is None:
         show(*_last_log_lines(run))
         return FAILED
@@ -115,8 +125,17 @@ def _tuned(config: Config, run: Path, show: Callable[..., None]) -> int:
     return DONE if process or ended else FAILED
 
 
+def teacher_lines(config: Config) -> Iterator[str]:
+    """Whether the run's own teacher servers answer, a line each."""
+    teacher = config.teacher
+    for number, source in enumerate(teacher.served):
+        url, name = f"http://{teacher.host}:{teacher.port + number}", teacher.teachers[source].model
+        rows, answer = f" for rows of {source}" if source else "", "answers" if is_well(url) else "does not answer"
+        yield f"teacher server teacher-{number} ({name}{rows}) at {url}: {answer}"
+
+
 def is_well(url: str) -> bool:
-    """Whether a reward server answers within REWARD_S that it is well."""
+    """Whether a reward or teacher server answers within REWARD_S that it is well."""
     try:
         with build_opener(ProxyHandler({})).open(f"{url}/health", timeout=REWARD_S) as response:  # without a proxy
             return bool(response.status == 200)

@@ -9,8 +9,8 @@ from configs.schema import Config
 
 PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "keys-run.md": (
-        "run, model, data, sampling, batch, reward",
-        ("run", "model", "data", "sampling", "batch", "reward"),
+        "run, model, data, sampling, batch, reward, teacher",
+        ("run", "model", "data", "sampling", "batch", "reward", "teacher"),
     ),
     "keys-learner.md": ("algorithm, learner, sft, eval", ("algorithm", "learner", "sft", "eval")),
     "keys-servers.md": ("rollout, weights, buffer, cluster, log", ("rollout", "weights", "buffer", "cluster", "log")),

@@ -1,7 +1,8 @@
 """What each metric means, by name, for docs/reference/metrics*.md. Pure.
 
 A name may have parts that stand for others: `B` a bucket of ages (`0`, `1`, `2-3` ... `64+`), `SIGN`, `NAME` of a
-server, `SET` of `data.eval`, `STATE` of an item, `KIND` of a failure or request, `KEY` of a user's own figure.
+server, `SET` of `data.eval`, `SOURCE` of rows, `STATE` of an item, `KIND` of a failure or request, `KEY` of a user's
+own figure.
 """
 
 import re
@@ -14,6 +15,7 @@ PLACEHOLDERS = {
     "SIGN": "(?:positive|negative)",
     "NAME": r"[^/]+",
     "SET": r"[^/]+",
+    "SOURCE": r".+",
     "STATE": r"\w+",
     "KIND": r"\w+",
     "KEY": r".+",
@@ -104,6 +106,9 @@ METRICS: Mapping[str, Sequence[Described]] = {
         D("loss/behaviour_kl", "-", "term of `algorithm.behaviour_kl`"),
         D("loss/reference_kl", "-", "term of `algorithm.reference_kl`"),
         D("loss/entropy", "-", "term of `algorithm.entropy_bonus`"),
+        D("teacher/reverse_kl", "nat", "with `teacher`: mean of log mu - log q over the sampled tokens that have one"),
+        D("teacher/SOURCE/reverse_kl", "nat", "the same, of the teacher of one `data_source`"),
+        D("teacher/share", "share", "sampled tokens that have a teacher"),
         D(
             "critic/explained_variance",
             "-",
@@ -218,7 +223,7 @@ METRICS: Mapping[str, Sequence[Described]] = {
             "servers/KEY",
             "-",
             "sums over the servers that are alive: `waiting`, `tokens_per_s`, `preempted`, `parked` ...; the largest of"
-            " `kv_usage`, `stall_s`, `scoring_s`, `task_s`",
+            " `kv_usage`, `stall_s`, `scoring_s`, `teacher_s`, `task_s`",
         ),
         D(
             "server/NAME/KEY",

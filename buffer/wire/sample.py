@@ -28,7 +28,9 @@ from buffer.wire.values import (
     WrongValue,
     judge,
     judge_rewards,
+    judge_teacher,
     plausible,
+    plausible_logprobs,
 )
 
 
@@ -81,6 +83,11 @@ class Sample(Message):
     """[tokens, layers, k], uint8 or, of more than 256 experts, uint16: the k experts that the server chose for each
     token in each layer with experts, in order; zeros for a token that it did not compute, as the last one of a segment.
     None without `rollout.routing_replay`."""
+    teacher: str = ""
+    """The teacher that scored it, by the `data_source` of its rows: "" is the teacher of all other rows, or none."""
+    teacher_logprobs: Array | None = None
+    """float32 [tokens]: the teacher's log-probability of each sampled token in the same context, at temperature 1; 0
+    elsewhere. None: the sample has no teacher."""
 
     DTYPES: ClassVar[dict[str, str]] = {
         "tokens": "int32",
@@ -111,6 +118,8 @@ class Sample(Message):
             before = image.start
         if self.routes is not None and (wrong := wrong_routes(self.routes, sampled.size)):
             raise ValueError(wrong)
+        if wrong := self._wrong_teacher():
+            raise ValueError(wrong)
         usual = self.starts == [0] and not sampled[0] and not self.turn_rewards
         if not usual and (wrong := wrong_segments(self.starts, sampled) or self._wrong_rewards(sampled)):
             raise ValueError(wrong)
@@ -123,6 +132,15 @@ class Sample(Message):
             return f"{len(rewards)} turn_rewards for {number} turns; one for each run of sampled tokens, or none"
         if rewards and abs(sum(rewards) - total) > MOST_OFF * max(1.0, abs(total)):
             return f"turn_rewards sum to {sum(rewards):g}, and reward is {total:g}; it is their sum"
+        return ""
+
+    def _wrong_teacher(self) -> str:
+        """Why `teacher` and `teacher_logprobs` do not fit; "" where they do."""
+        array, shape = self.teacher_logprobs, self.tokens.shape
+        if array is None:
+            return f"teacher is {self.teacher!r:.60}, but there are no teacher_logprobs" if self.teacher else ""
+        if array.dtype != LOGPROB or array.shape != shape:
+            return f"teacher_logprobs must be {LOGPROB}{shape}, one-dimensional; is {array.dtype}{array.shape}"
         return ""
 
     @property
@@ -179,12 +197,13 @@ def num_turns(sampled: np.ndarray) -> int:
 
 
 ROUTE_DTYPES = ("uint8", "uint16")
+LOGPROB, TAUGHT = "float32", "teacher_logprobs"
 SCALARS = [name for name in Sample.model_fields if name not in Sample.DTYPES]
 """The fields that follow the arrays."""
 ZEROS, ONES = bytes(2**18), b"\xff" * 2**18
 """What given tokens have: log-probabilities of 0, versions of -1."""
-NO_ROUTES = msgpack.packb({"routes": None})[1:]
-"""How a sample without them ends."""
+NO_TEACHER = msgpack.packb({TAUGHT: None})[1:]
+"""How a sample without a teacher ends."""
 MOST_OFF = 1e-6
 """Largest difference of the sum of `turn_rewards` from `reward`: relative, or absolute below 1."""
 BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values())
@@ -211,9 +230,9 @@ def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[Sample
 
 def _parse_fast(data: bytes, bounds: Bounds = ANY) -> SampleStats | None:
     """The same for what `Sample.pack` wrote of a sample of one segment, without images or routes; None: look closer."""
-    if not data.endswith(NO_ROUTES) or bounds.replayed:
-        return None
     number = _num_tokens(data)
+    if bounds.replayed or (last := _last_field(data, number)) is None:
+        return None
     headers, places, end = _layout(number)
     for position, fixed in headers:
         if not data.startswith(fixed, position):
@@ -221,7 +240,7 @@ def _parse_fast(data: bytes, bounds: Bounds = ANY) -> SampleStats | None:
     flags = data[places["sampled"] : places["sampled"] + number]
     versions = np.frombuffer(data, SIGNED, number, places["versions"])
     try:
-        rest = msgpack.unpackb(HEAD_OF_SCALARS + data[end:], **LIMITS)
+        rest = msgpack.unpackb(HEAD_OF_SCALARS + data[end:last], **LIMITS)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
         return None
     if not _sound(rest) or (versions >= 0).tobytes() != flags or 1 not in flags or flags[0]:
@@ -233,9 +252,29 @@ def _parse_fast(data: bytes, bounds: Bounds = ANY) -> SampleStats | None:
         return None
     if own is not None and ((tokens == own) > np.frombuffer(flags, np.bool_)).any():
         return None
+    if not _teacher_fits(data, number, last, rest["teacher"], flags, bounds):
+        return None
     oldest = int(np.minimum.reduce(versions.view(UNSIGNED)))  # of those that are not -1
     newest, truncated = int(np.maximum.reduce(versions)), rest["finish"] == "length"
     return SampleStats(number, trainable, rest["reward"], truncated, oldest, rest["metrics"], prompt, newest=newest)
+
+
+def _last_field(data: bytes, number: int) -> int | None:
+    """Where `teacher_logprobs` begin, None or an array of `number` tokens; None where neither ends the sample."""
+    if data.endswith(NO_TEACHER):
+        return len(data) - len(NO_TEACHER)
+    header = _array_header(TAUGHT, LOGPROB, number)
+    start = len(data) - 4 * number - len(header)
+    return start if start > 0 and data.startswith(header, start) else None
+
+
+def _teacher_fits(data: bytes, number: int, last: int, name: str, flags: bytes, bounds: Bounds) -> bool:
+    """Whether the teacher's log-probabilities, which begin with their header at `last`, cannot be refused."""
+    if len(data) - last == len(NO_TEACHER):
+        return not name and not bounds.always_taught
+    logprobs = np.frombuffer(data, UNSIGNED, number, len(data) - 4 * number)
+    given = np.frombuffer(flags, np.uint8) == 0
+    return plausible_logprobs(logprobs) and not logprobs[given].any() and bounds.has_teacher(name)
 
 
 def _blank(data: bytes, flags: bytes, places: Mapping[str, int], prompt: int, trainable: int) -> bool:
@@ -265,6 +304,7 @@ def _parse_checked(data: bytes, bounds: Bounds = ANY) -> SampleStats:
     columns = Columns(tokens, sampled, logprobs, versions)
     judge_rewards([sample.reward, *sample.turn_rewards])
     judge(columns, bounds, [image.start for image in sample.images], sample.starts, routes)
+    judge_teacher(sample.teacher_logprobs, sample.teacher, sampled, bounds)
     oldest, newest = int(versions[sampled].min()), int(versions.max())
     trainable = int(sampled.sum())  # none of them is a segment's first token, which nothing predicts
     truncated, prompt = sample.finish == "length", int(sampled.argmax())
@@ -285,7 +325,7 @@ def _sound(rest: dict[str, Any]) -> bool:
     """Whether these are the scalar fields of a sample, each of its type."""
     metrics, reward = rest.get("metrics"), rest.get("reward")
     return (
-        list(rest) == SCALARS
+        list(rest) == SCALARS[:-1]
         and type(reward) is float
         and abs(reward) <= MOST_REWARD  # NaN is not
         and rest["finish"] in ("stop", "length")
@@ -295,6 +335,7 @@ def _sound(rest: dict[str, Any]) -> bool:
         and type(rest["starts"][0]) is int  # False is equal to 0
         and rest["turn_rewards"] == []
         and rest["routes"] is None
+        and type(rest["teacher"]) is str
         and type(metrics) is dict
         and all(type(name) is str and type(value) is float and isfinite(value) for name, value in metrics.items())
     )
@@ -309,9 +350,9 @@ def _num_tokens(data: bytes) -> int:
     return number if number * BYTES_PER_TOKEN < len(data) else 0
 
 
-def _array_header(name: str, number: int) -> bytes:
+@lru_cache(4096)
+def _array_header(name: str, dtype: str, number: int) -> bytes:
     """The bytes before the data of an array."""
-    dtype = Sample.DTYPES[name]
     size = number * np.dtype(dtype).itemsize
     field = msgpack.packb({name: {"dtype": dtype, "shape": [number], "data": bytes(size)}})
     return bytes(field[1 : len(field) - size])
@@ -323,13 +364,14 @@ def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
     places, position = dict[str, int](), 1
     headers = [(0, msgpack.Packer().pack_map_header(len(Sample.model_fields)))]
     for name, dtype in Sample.DTYPES.items():
-        before = _array_header(name, number)
+        before = _array_header(name, dtype, number)
         headers.append((position, before))
         places[name] = position + len(before)
         position = places[name] + number * np.dtype(dtype).itemsize
     return headers, places, position
 
 
-HEAD_OF_SCALARS = msgpack.Packer().pack_map_header(len(SCALARS))
+HEAD_OF_SCALARS = msgpack.Packer().pack_map_header(len(SCALARS) - 1)
+"""The head of a map of these fields without the last one, `teacher_logprobs`."""
 NUM_TOKENS_AT = 1 + len(msgpack.packb({"tokens": {"dtype": Sample.DTYPES["tokens"], "shape": None}})[1:-1]) + 1
 """Position of the number of tokens: after the header of the map and that of `shape`."""

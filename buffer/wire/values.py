@@ -5,13 +5,14 @@ it is about to train (`learner/sound.py`), both by `sample.sample_stats`. That c
 has unpacked, and `plausible` for one in the usual layout: pure functions of arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from buffer.ledger.types import FailureKind
+from buffer.wire.message import Array
 from configs.model_facts import model_facts
 
 ROUNDING = 1e-3
@@ -59,12 +60,23 @@ class Bounds:
     """Token that stands for a token of an image; None: unknown, or none."""
     replayed: bool = False
     """Every sample needs routes (`rollout.routing_replay`)."""
+    teachers: frozenset[str] | None = None
+    """The teachers of the run, by the `data_source` of their rows; None: unknown."""
 
     @classmethod
-    def of_model(cls, path: str, replayed: bool = False) -> "Bounds":
+    def of_model(cls, path: str, replayed: bool = False, teachers: Iterable[str] | None = None) -> "Bounds":
         """Bounds of the model in this folder; of a hub name only the learner knows them."""
-        facts = model_facts(path)
-        return cls(facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token, replayed)
+        facts, known = model_facts(path), None if teachers is None else frozenset(teachers)
+        return cls(facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token, replayed, known)
+
+    @property
+    def always_taught(self) -> bool:
+        """Whether every sample needs a teacher: there is one of all rows that have no other."""
+        return bool(self.teachers) and "" in (self.teachers or ())
+
+    def has_teacher(self, name: str) -> bool:
+        """Whether the run may have a teacher of this name."""
+        return self.teachers is None or name in self.teachers
 
 
 ANY = Bounds()
@@ -82,22 +94,38 @@ class Columns:
 
 
 def plausible(tokens: np.ndarray, logprobs: np.ndarray, bounds: Bounds) -> bool:
-    """Whether no token and no log-probability is out of its range, by the largest of each; both [tokens] UNSIGNED.
+    """Whether no token and no log-probability is out of its range, by the largest of each: both [tokens] UNSIGNED.
 
     False also for a log-probability that is larger than 0 within ROUNDING. As an integer without a sign, a negative
     token is larger than all others, and so is a NaN with the sign; with one, every log-probability is 0 or less.
     """
+    return bool(np.maximum.reduce(tokens) < bounds.vocabulary) and plausible_logprobs(logprobs)
+
+
+def plausible_logprobs(logprobs: np.ndarray) -> bool:
+    """The same for log-probabilities alone, [tokens] UNSIGNED."""
     largest = np.maximum.reduce
-    return bool(
-        largest(tokens) < bounds.vocabulary and largest(logprobs) <= LEAST_BITS and largest(logprobs.view(SIGNED)) <= 0
-    )
+    return bool(largest(logprobs) <= LEAST_BITS and largest(logprobs.view(SIGNED)) <= 0)
+
+
+def judge_teacher(logprobs: Array | None, name: str, sampled: np.ndarray, bounds: Bounds) -> None:
+    """Raise WrongValue for what the teacher `name` cannot have given, or for a sample that needs a teacher and has
+    none."""
+    if logprobs is None:
+        if bounds.always_taught:
+            raise WrongValue("teacher_logprobs", "there are none; every row of this run has a teacher (teacher.model)")
+        return
+    if not bounds.has_teacher(name):
+        known = ", ".join(map(repr, sorted(bounds.teachers or ()))) or "none"
+        raise WrongValue("teacher", f"{name!r:.60}; the run has {known}")
+    _judge_logprobs("teacher_logprobs", logprobs.numpy(), sampled)
 
 
 def judge(columns: Columns, bounds: Bounds, images: Sequence[int], starts: Sequence[int], routes: Any) -> None:
     """Raise WrongValue for the first value that cannot be. `images`: where each begins; `starts`: where each segment
     begins; `routes`: [tokens, layers, k] or None."""
     _judge_tokens(columns, bounds)
-    _judge_logprobs(columns)
+    _judge_logprobs("behaviour_logprobs", columns.logprobs, columns.sampled)
     _judge_versions(columns)
     if bounds.placeholder is not None:
         given = np.flatnonzero((columns.tokens == bounds.placeholder) & ~columns.sampled)
@@ -121,12 +149,11 @@ def _judge_tokens(columns: Columns, bounds: Bounds) -> None:
     _require((tokens >= 0) & (tokens < bounds.vocabulary), "tokens", tokens, f"a token is 0 to {bounds.vocabulary - 1}")
 
 
-def _judge_logprobs(columns: Columns) -> None:
-    name, logprobs = "behaviour_logprobs", columns.logprobs
+def _judge_logprobs(name: str, logprobs: np.ndarray, sampled: np.ndarray) -> None:
     rule = f"that of a sampled token is {LEAST_LOGPROB:g} to 0, rounded by {ROUNDING:g} at most"
     with np.errstate(invalid="ignore"):
         _require((logprobs >= LEAST_LOGPROB) & (logprobs <= ROUNDING), name, logprobs, rule)
-    _require((logprobs == 0) | columns.sampled, name, logprobs, "that of a token that was given is 0")
+    _require((logprobs == 0) | sampled, name, logprobs, "that of a token that was given is 0")
 
 
 def _judge_versions(columns: Columns) -> None:

@@ -25,7 +25,7 @@ INSTALL = 'pip install "reasoning-gym>=0.1.25,<0.2"'
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 GZIPPED = ".gz"
 """Ends the names of text files that gzip has packed."""
-TRUTHLESS = ("task", "judge", "reward_model", "reasoning_gym", "regex", "length")
+TRUTHLESS = ("none", "task", "judge", "reward_model", "reasoning_gym", "regex", "length")
 """Rewards that need no ground truth in the rows."""
 READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
 """Parameters by which a reward function of a user gets the ground truth."""

@@ -20,6 +20,10 @@ K3_BY_AGE = {FRESH: "0"} | {f"offpolicy/k3_age_{ages}": ages for ages in BUCKETS
 """Metrics with the k3 of tokens of one age, the youngest first, and the age."""
 FEW_TOKENS = 0.01
 """Share of the batch's tokens below which the k3 of an age is chance."""
+TAUGHT = "teacher/share"
+"""The metric of a run with a teacher, which teaches groups whose rewards are equal too."""
+BY_REWARD_ALONE = ("groups/solved_all", "groups/solved_none")
+"""Metrics that are no sign of trouble where a teacher teaches."""
 
 
 def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]], least: int = 5) -> list[str]:
@@ -33,6 +37,8 @@ def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]],
     for key, relative, rule, remedy in ALERTS:
         past = [record[key] for record in history[-LOOKED_BACK:] if key in record][-COMPARED:]
         if key not in metrics or (relative and len(past) < least) or (key in K3_BY_AGE and key != k3):
+            continue
+        if key in BY_REWARD_ALONE and metrics.get(TAUGHT):
             continue
         usual = median(past) if past else 0.0
         if rule(metrics[key], usual):

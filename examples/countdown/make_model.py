@@ -5,7 +5,8 @@ reads the training problems only; the model never sees the held-out ones. Takes 
 arguments give the same weights, and an existing model is kept.
 
 The warm start is corrupted on purpose, to leave reinforcement learning something to do: 40 % of the expressions are
-random ones over the given numbers, and 40 % of the answers lack their tags.
+random ones over the given numbers, and 40 % of the answers lack their tags. With `--right-only` it is not: that makes
+a teacher of the task (docs/teachers.md).
 """
 
 import argparse
@@ -31,18 +32,21 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer(TAGS, TEMPLATE)
 
 
-def examples(rows: list[dict[str, Any]], operations: str, source: random.Random) -> Iterator[tuple[str, str]]:
-    """Endless pairs of prompt and answer, corrupted as the module says, the answer with its end token; the numbers of a
-    prompt are in random order."""
+def examples(
+    rows: list[dict[str, Any]], operations: str, source: random.Random, right_only: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Endless pairs of prompt and answer, corrupted as the module says unless `right_only`, the answer with its end
+    token; the numbers of a prompt are in random order."""
+    random_share, untagged_share = (0.0, 0.0) if right_only else (RANDOM_SHARE, UNTAGGED_SHARE)
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     possible = [list(expressions(truth["numbers"], operations)) for truth in truths]
     right = [solutions(truth["numbers"], truth["target"], operations) for truth in truths]
     while True:
         index = source.randrange(len(rows))
         numbers = source.sample(truths[index]["numbers"], len(truths[index]["numbers"]))
-        corrupt = not right[index] or source.random() < RANDOM_SHARE
+        corrupt = not right[index] or source.random() < random_share
         expression = source.choice(possible[index] if corrupt else right[index])
-        tagged = source.random() >= UNTAGGED_SHARE
+        tagged = source.random() >= untagged_share
         yield (
             render("short", numbers, truths[index]["target"]),
             (f"<answer>{expression}</answer>" if tagged else expression) + END,
@@ -53,7 +57,8 @@ def write(args: argparse.Namespace) -> str:
     """Make the model unless one with the same arguments exists; returns one line for people."""
     rows = pq.read_table(args.problems).to_pylist()
     asked = {"seed": args.seed, "steps": args.steps, "operations": args.operations, "problems": rows}
-    texts = examples(rows, args.operations, random.Random(args.seed))
+    asked |= {"right_only": True} if args.right_only else {}
+    texts = examples(rows, args.operations, random.Random(args.seed), args.right_only)
     return make_model(args.out, asked, make_tokenizer(), texts)
 
 
@@ -65,6 +70,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1300, help=f"steps of the warm start, {BATCH} examples each")
     parser.add_argument("--operations", default="+-", help="as given to make_problems")
+    parser.add_argument("--right-only", action="store_true", help="imitate right answers only: for a teacher")
     args = parser.parse_args(argv)
     if not args.problems.is_file():
         parser.error(

@@ -117,6 +117,8 @@ class Microbatch:
     advantages: Tensor | None = None
     """float32 advantage of each token, by a critic, 0 for tokens that were given; None: tokens have that of their
     turn."""
+    teacher: Tensor | None = None
+    """float32: the teacher's log-probability of the token, 0 where there is none; None: no token has a teacher."""
     own: RowSlice | None = None
     """None: this rank computes the whole row."""
 

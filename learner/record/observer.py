@@ -24,7 +24,7 @@ MISSED_HEARTBEATS = 5
 """After so many the buffer ends a server's leases: it counts as gone."""
 MOST_SERVERS = 64
 """Servers with figures of their own; of more there are only the sums."""
-EXTREMES = ("kv_usage", "stall_s", "scoring_s", "task_s")
+EXTREMES = ("kv_usage", "stall_s", "scoring_s", "task_s", "teacher_s")
 """Figures of servers of which the largest counts, not the sum."""
 NOT_SUMMED = "limit_"
 """Beginning of the figures that say what bounds one server."""
@@ -104,7 +104,8 @@ def servers_record(state: State, now: float, config: Config, learner_gpus: int =
         figures = {key: one[key] for key in ("version", "leases", "silent_s") if one.get(key) is not None}
         record |= {f"server/{name}/{key}": value for key, value in (figures | one.get("stats", {})).items()}
     on_gpus = learner_gpus > 0 and config.rollout.device != "cpu"
-    servers_gpus = len(heard) * config.rollout.tensor_parallel + config.reward.servers * config.reward.gpus
+    judges = config.reward.servers * config.reward.gpus + config.teacher.all_gpus
+    servers_gpus = len(heard) * config.rollout.tensor_parallel + judges
     return record | {"gpus": learner_gpus + servers_gpus * on_gpus}
 
 

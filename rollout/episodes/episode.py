@@ -1,8 +1,8 @@
 """An episode: from a dispatched item to its group. Run by `loop.roll`, many at a time.
 
-Consumes items of the buffer; waits for the engine's tokens and the reward workers. `Episodes.run` returns a `Group`, or
-a `Failure` if the attempt failed: a failure never becomes a reward of zero. One server makes all samples of a group.
-When the buffer takes a lease back, its generation is aborted.
+Consumes items of the buffer; waits for the engine's tokens, the reward workers and the teachers. `Episodes.run` returns
+a `Group`, or a `Failure` if the attempt failed: a failure never becomes a reward of zero. One server makes all samples
+of a group. When the buffer takes a lease back, its generation is aborted.
 """
 
 import asyncio
@@ -24,8 +24,10 @@ from rollout.episodes.sampler import Sampler
 from rollout.episodes.stages import Stages
 from rollout.errors import EngineDead, EpisodeError, all_errors, first_error
 from rollout.rewards.convention import Answer, Score, Turn
+from rollout.rewards.no_reward import NoReward
 from rollout.rewards.workers import RewardPool
 from rollout.tasks.trajectory import Problem, Recorded, Task, Trajectory
+from rollout.teachers.scoring import Teachers
 
 REASON_CHARS = 300
 Ended = Callable[["asyncio.Task[Recorded]"], object]
@@ -76,13 +78,15 @@ class Episodes:
     prompts: Prompts
     task: Task
     sampler: Sampler
-    rewards: RewardPool | None
+    rewards: RewardPool | NoReward | None
     """None: the task itself scores (`reward.function: task`)."""
     samples: int
     sample_attempts: int = 1
     """How often one sample is tried before its group has failed."""
     failures: FailureLog = field(default_factory=FailureLog)
     stages: Stages = field(default_factory=Stages)
+    teachers: Teachers | None = None
+    """Asked for the log-probabilities of sampled tokens; None: the run has no teacher, or evaluates."""
     first: FirstShown | None = None
     """Shows the first prompt and answer; None: they are not shown."""
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
@@ -133,8 +137,7 @@ class Episodes:
                 sample.add_done_callback(ended)
         recorded = [task.result() for task in playing]
         answers = [self._answer(each.trajectory, without_images(row)) for each in recorded]
-        with self.stages("scoring", len(answers)):
-            scores = await self._scores(recorded, answers)
+        scores = await self._judged(row, recorded, answers)
         if self.first:
             self.first.answer(recorded[0].trajectory, scores[0])
         made = zip(recorded, scores, answers, strict=True)
@@ -143,6 +146,21 @@ class Episodes:
         except (ValueError, OverflowError) as error:  # a user's numbers and names end the attempt, not the server
             reason = f"its sample cannot be stored: {' '.join(str(error).split())}"
             raise EpisodeError(reason, origin=type(error).__name__) from error
+
+    async def _judged(
+        self, row: dict[str, Any], recorded: Sequence[Recorded], answers: Sequence[Answer]
+    ) -> list[Score]:
+        """The scores; meanwhile the row's teacher, if it has one, scores the tokens."""
+        if self.teachers is None:
+            return await self._scored(recorded, answers)
+        async with asyncio.TaskGroup() as judging:
+            scoring = judging.create_task(self._scored(recorded, answers))
+            judging.create_task(self.teachers.score(row, [each.trajectory for each in recorded]))
+        return scoring.result()
+
+    async def _scored(self, recorded: Sequence[Recorded], answers: Sequence[Answer]) -> list[Score]:
+        with self.stages("scoring", len(answers)):
+            return await self._scores(recorded, answers)
 
     async def _scores(self, recorded: Sequence[Recorded], answers: Sequence[Answer]) -> list[Score]:
         """By the run's reward function, which makes the task's own score a metric; or by the task."""

@@ -5,12 +5,14 @@ Used at start by `rollout/__main__.py` and `rollout/evaluate.py`, so that errors
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from buffer.data.images import ImageFormat
 from configs.checks import check, max_episode_tokens, max_sample_tokens
-from configs.schema import Config
+from configs.load import ConfigError
+from configs.schema import NO_REWARD, Config
 from rollout.cage.user_task import UserTask
 from rollout.chat.session import ChatLimits, Sessions, TextParser
 from rollout.chat.template import ChatTemplate
@@ -20,8 +22,11 @@ from rollout.engine.vllm_variables import unreadable_variables
 from rollout.episodes.episode import Episodes
 from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.episodes.sampler import Sampler
+from rollout.rewards.no_reward import NoReward
 from rollout.rewards.workers import RewardPool
 from rollout.tasks import TASKS, Task
+from rollout.teachers.scoring import Teachers
+from rollout.teachers.vocabulary import other_vocabularies
 
 if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
@@ -43,10 +48,12 @@ class RolloutSetup:
 
     prompts: Prompts
     task: Task
-    rewards: RewardPool | None
+    rewards: RewardPool | NoReward | None
     """None: the task itself scores."""
     sessions: Sessions | None = None
     """Sessions of the task; None: it needs none."""
+    teachers: Teachers | None = None
+    """Teachers of samples that are trained on; evaluations ask none. None: the run has no teacher."""
     _entered: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
@@ -58,11 +65,20 @@ class RolloutSetup:
         """
         log, built_in = config.run.path / "logs" / name, TASKS.get(config.rollout.task)
         prompts = Prompts(load_tokenizer(config), config, ImageFormat.of(config.model.path, config.data))
-        pool = None if config.reward.function == "task" else RewardPool(config.reward, log, config.run.path / "keys")
+        rewards = load_rewards(config, log)
         if built_in:
-            return cls(prompts, built_in, pool)
+            return cls(prompts, built_in, rewards)
         sessions = open_sessions(config, prompts)
-        return cls(prompts, UserTask(config, sessions, log), pool, sessions)
+        return cls(prompts, UserTask(config, sessions, log), rewards, sessions)
+
+    def with_teachers(self, config: Config) -> "RolloutSetup":
+        """The same with the teachers of the run, for a server that makes groups to train on. Raises ConfigError for a
+        teacher whose vocabulary is not the policy's, or ValueError, in one line, for one that cannot be asked."""
+        if not config.teacher.teachers:
+            return self
+        if lines := list(other_vocabularies(config, self.prompts.tokenizer)):
+            raise ConfigError(lines)
+        return replace(self, teachers=Teachers(config.teacher, config.run.path / "keys"))
 
     async def __aenter__(self) -> "RolloutSetup":
         async with AsyncExitStack() as entered:
@@ -71,6 +87,8 @@ class RolloutSetup:
                 entered.callback(self.sessions.template.close)
             if self.rewards:
                 await entered.enter_async_context(self.rewards)
+            if self.teachers:
+                await entered.enter_async_context(self.teachers)
             if isinstance(self.task, UserTask):
                 await entered.enter_async_context(self.task)
             self._entered.push_async_exit(entered.pop_all())
@@ -91,6 +109,13 @@ class RolloutSetup:
         return Episodes(self.prompts, self.task, sampler, self.rewards, samples, config.rollout.sample_attempts)
 
 
+def load_rewards(config: Config, log: Path) -> RewardPool | NoReward | None:
+    """What scores answers; None: the task itself does. `log`: path without its end of the workers' files."""
+    if config.reward.function == NO_REWARD:
+        return NoReward()
+    return None if config.reward.function == "task" else RewardPool(config.reward, log, config.run.path / "keys")
+
+
 def open_sessions(config: Config, prompts: Prompts) -> Sessions:
     """How episodes of messages are recorded. Raises ValueError, in one line, for parsers that cannot be used."""
     chat, parser = config.rollout.chat, None
@@ -107,6 +132,13 @@ def open_sessions(config: Config, prompts: Prompts) -> Sessions:
         timeout_s=chat.timeout_s,
     )
     return Sessions(template, parser or TextParser(template), limits)
+
+
+def check_scored(config: Config) -> None:
+    """Raise ConfigError for a run without a reward: its evaluations would say 0."""
+    if config.reward.function == NO_REWARD:
+        problem = f"reward.function: {NO_REWARD}, so nothing says which answers are right"
+        raise ConfigError([f"{problem}; name a reward, e.g. --reward.function=math"])
 
 
 def check_server(config: Config, files: Sequence[str] = ()) -> None:

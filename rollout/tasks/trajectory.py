@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import fsum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -94,11 +94,22 @@ class Problem:
         return len(self.prompt) + self.max_tokens - len(tokens)
 
 
+class Taught(NamedTuple):
+    """What a teacher gave a sample."""
+
+    teacher: str
+    """The `data_source` of the teacher's rows; "" is the teacher of all other rows."""
+    logprobs: np.ndarray
+    """[tokens] float32: log-probability of each sampled token, 0 for those that were given."""
+
+
 class Trajectory:
     """The tokens of one sample in order: the prompt, what the policy sampled, what the environment answered."""
 
     routes: np.ndarray | None = None
     """[tokens, layers, k], of the finished trajectory; no attribute of one that a task makes."""
+    taught: Taught | None = None
+    """What its teacher gave the finished trajectory; None: its row has no teacher."""
     columns: dict[str, np.ndarray] | None = None
     """`arrays()` as they were checked, of the finished trajectory: what is sent."""
 
@@ -167,6 +178,8 @@ class Trajectory:
             starts=self.starts,
             turn_rewards=turns,
             routes=None if self.routes is None else Array.of(self.routes),
+            teacher=self.taught.teacher if self.taught else "",
+            teacher_logprobs=Array.of(self.taught.logprobs) if self.taught else None,
         )
 
 

@@ -233,7 +233,7 @@ def test_any_text_survives_writing(tmp_path_factory: pytest.TempPathFactory, tex
     assert load([str(path)]).data.system_prompt == text
 
 
-@pytest.mark.parametrize("name", ["two_gpus", "eight_gpus", "geometry_vl"])
+@pytest.mark.parametrize("name", ["two_gpus", "eight_gpus", "geometry_vl", "teacher"])
 def test_templates_are_valid(name: str) -> None:
     config = load([str(Path(__file__).parents[2] / "configs" / f"{name}.yaml")])
     check(config, files=())

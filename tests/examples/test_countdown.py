@@ -187,3 +187,20 @@ def test_a_toy_without_an_adapter_says_so(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         quickstart.main(["shapes", "--lora"])
     assert ended.value.code == 2 and "shapes has no lora.yaml; --lora is for countdown" in capsys.readouterr().err
+
+
+def test_a_teacher_is_shown_right_answers_only(tmp_path: Path):
+    train, _ = made(tmp_path)
+    pairs = make_model.examples(train, "+-", random.Random(0), right_only=True)
+    for _ in range(300):
+        prompt, answer = next(pairs)
+        numbers, target = prompt.strip().split("=")
+        truth = {"numbers": list(map(int, numbers.split())), "target": int(target)}
+        assert compute_score(answer.removesuffix(warm_start.END), truth)["solved"] == 1
+
+
+def test_the_quickstart_with_a_teacher_differs_in_the_teacher_only():
+    plain, taught = (load([str(QUICKSTART), *more]) for more in ([], [str(QUICKSTART.with_name("teacher.yaml"))]))
+    check(taught, files=())
+    assert list(taught.teacher.teachers) == [""] and taught.teacher.served == [""]
+    assert taught.model_copy(update={"teacher": plain.teacher}) == plain

@@ -7,7 +7,7 @@ before it starts, with a last event that names the machine.
 import secrets
 from typing import NamedTuple
 
-from actors.process import Event, EventKind, Process
+from actors.process import SERVERS, Event, EventKind, Process
 from actors.supervise.cluster.arrival import Delivery, UnfitNode, settle
 from actors.supervise.keeper import Keeper
 
@@ -36,7 +36,7 @@ class NodeKeeper:
                 process, shared = settle(process, delivery, address)
             self._keeper = Keeper(process)
         except UnfitNode as error:
-            kind: EventKind = "gave_up" if process.role in ("rollout", "reward") else "refused"  # others may do
+            kind: EventKind = "gave_up" if process.role in SERVERS else "refused"  # others may do
             self._unfit = [Event(1, kind, f"{address}: {error}")]
         self._place = Whereabouts(secrets.token_hex(8), node, address, shared)
 

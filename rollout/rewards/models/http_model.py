@@ -1,6 +1,7 @@
-"""Calls of a model server over HTTP, for the rewards `judge` and `reward_model`.
+"""Calls of a model server over HTTP, for the rewards `judge` and `reward_model` and for teachers.
 
-Used in a reward worker, on its event loop: all calls share one aiohttp session. Temporary failures (no connection, a
+Used on the event loop of a reward worker, or of a rollout server that asks a teacher: all calls share one aiohttp
+session. Temporary failures (no connection, a
 timeout, status 429 or 5xx) are tried again with growing waits. Any other failure, and the last one, is a RewardError
 with the first line of the server's answer. Servers on other machines are called through the proxy of the environment
 (`http_proxy`, `https_proxy`, `all_proxy`, `no_proxy`).
@@ -106,6 +107,7 @@ class HttpModel(Section):
                 return await self._post_once(self._session, path, body)
             except TryAgain as error:
                 if attempt >= self.retries or (self._own and isinstance(error.failure, ServersAway)):
+                    error.failure.temporary = True
                     raise error.failure from None
                 wait_s = min(MOST_WAIT_S, self._first_wait_s * 2**attempt) * random.uniform(0.75, 1.25)
                 await asyncio.sleep(max(wait_s, error.wait_s))

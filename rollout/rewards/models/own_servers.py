@@ -1,7 +1,7 @@
-"""Whether the run's own reward servers answer: what a call of `reward_model` waits for before it is made.
+"""Whether the run's own reward or teacher servers answer: what a call waits for before it is made.
 
-Part of a rollout server's reward pool. Starting a reward server takes a minute, at the beginning of a run or after it
-was killed; only its port shows that it is there, which is asked every second while somebody waits.
+Part of a rollout server's reward pool and teachers. Starting such a server takes a minute, at the beginning of a run or
+after it was killed; only its port shows that it is there, which is asked every second while somebody waits.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ ASK_EVERY_S, ANSWER_S = 1.0, 2.0
 
 
 class OwnServers:
-    """The servers at `urls`."""
+    """The servers at `urls`, of `kind` `reward` or `teacher`."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.urls = urls
+    def __init__(self, urls: Sequence[str], kind: str = "reward") -> None:
+        self.urls, self.kind = urls, kind
         self._asking: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
@@ -41,12 +41,13 @@ class OwnServers:
         waited = False
         while not any(await asyncio.gather(*map(answers, self.urls))):
             if not waited:
-                where = "`python -m actors launch` starts them, `python -m rollout reward RUN.yaml` one by hand"
-                log.warning("scoring waits for a reward server at %s; %s", " or ".join(self.urls), where)
+                by_hand = f"`python -m rollout {self.kind} RUN.yaml` one by hand"
+                where = f"`python -m actors launch` starts them, {by_hand}"
+                log.warning("scoring waits for a %s server at %s; %s", self.kind, " or ".join(self.urls), where)
             waited = True
             await asyncio.sleep(ASK_EVERY_S)
         if waited:
-            log.warning("a reward server answers, scoring goes on")
+            log.warning("a %s server answers, scoring goes on", self.kind)
 
 
 async def answers(url: str) -> bool:

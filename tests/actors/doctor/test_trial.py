@@ -10,6 +10,7 @@ from actors.doctor.trial import Judgement, Trial, architecture, judge_failures, 
 from configs.architecture import PROVEN
 from configs.load import load
 from configs.schema import Config
+from examples.countdown.make_model import make_tokenizer
 
 ROW = {"problem": "1+1", "answer": "2"}
 CODE = """
@@ -213,3 +214,54 @@ def test_only_untested_model_types_are_tried(tmp_path: Path) -> None:
         assert ("architecture" in parts_to_try(run, [])) is (kind == "cohere")
     assert "architecture" in parts_to_try(config(tmp_path, "model.path=org/name"), [])
     assert parts_to_try(run, ["model.path: nope: no such folder"]) == ["reward"]
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_with_the_token_that_differs(tmp_path: Path) -> None:
+    for name in ("policy", "same", "other"):
+        make_tokenizer().save_pretrained(tmp_path / name)
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"<|unused111|>"', '"<|changed|>"'))
+    by_source = f"teacher.by_source=[{{data_source: a, url: 'http://h:1', tokenizer: {tmp_path}/other}}]"
+    model = f"model.path={tmp_path}/policy"
+    rows = [(0, ROW), (1, ROW | {"data_source": "b"})]
+    run = config(tmp_path, model, f"teacher.model={tmp_path}/same", "teacher.servers=1", by_source)
+    judgement = try_out(["teacher"], run, rows)
+    (line,) = judgement.refused
+    assert line.startswith(f"teacher.by_source.0.tokenizer: {tmp_path}/other: its vocabulary is not that of model.path")
+    assert "token 111 is '<|unused111|>' there and '<|changed|>' here (112 and 112 tokens); name a teacher" in line
+    assert judgement.facts == judgement.warnings == []
+    gone = config(tmp_path, model, f"teacher.model={tmp_path}/none", "teacher.servers=1")
+    (line,) = try_out(["teacher"], gone, rows).refused
+    assert line.startswith(f"teacher.model: {tmp_path}/none: no tokenizer can be loaded: ")
+
+
+def test_a_teacher_whose_key_is_not_there_is_refused(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    given = ["teacher.url=http://h:1", f"teacher.tokenizer={tmp_path}", "teacher.api_key_env=NO_SUCH_KEY"]
+    (line,) = try_out(["teacher"], config(tmp_path, f"model.path={tmp_path}", *given), [(0, ROW)]).refused
+    key = "teacher.api_key_env: there is no environment variable NO_SUCH_KEY"
+    assert line == f"{key}; export it where the run is started"
+
+
+def test_rows_without_a_teacher_are_counted(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    given = [f"model.path={tmp_path}", f"teacher.by_source=[{{data_source: a, model: {tmp_path}, servers: 1}}]"]
+    rows = [(0, ROW | {"data_source": "a"}), (1, ROW | {"data_source": "b"}), (2, ROW)]
+    found = "2 of 3 rows looked at have a data_source without a teacher, such as row 1"
+    assert try_out(["teacher"], config(tmp_path, *given), rows).facts == [
+        f"note: {found}: they are trained by their reward alone"
+    ]
+    alone = config(tmp_path, *given, "reward.function=none")
+    remedy = "set teacher.model for them, or leave them out of the data"
+    assert try_out(["teacher"], alone, rows).warnings == [
+        f"teacher.by_source: {found}: nothing is learned from them; {remedy}"
+    ]
+    (line,) = try_out(["teacher"], alone, rows[1:]).refused
+    assert line.startswith("teacher.by_source: 2 of 2 rows looked at have a data_source without a teacher")
+
+
+def test_a_teacher_is_tried_where_there_is_one_and_a_reward_where_there_is_one(tmp_path: Path) -> None:
+    taught = config(tmp_path, "teacher.model=t", "teacher.servers=1", "reward.function=none")
+    assert {"teacher", "reward"} & set(parts_to_try(taught, [])) == {"teacher"}
+    assert "teacher" not in parts_to_try(taught, ["teacher.model: t: no such folder"])
+    assert {"teacher", "reward"} & set(parts_to_try(config(tmp_path), [])) == {"reward"}

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,22 @@ def test_reward_servers_are_drained_after_the_servers_that_ask_them(tmp_path: Pa
     assert story.go() == 0
     drained = story.lines("drained")
     assert (drained[0], drained[-1]) == ("rollout_0", "buffer") and sorted(drained[1:3]) == ["reward_0", "reward_1"]
+
+
+@pytest.mark.parametrize(("pools", "code"), [(("", ""), 0), (("math", "code"), 1)])
+def test_only_a_server_of_the_same_teacher_replaces_a_teacher_server(
+    pools: tuple[str, str], code: int, tmp_path: Path
+) -> None:
+    """Rows of the other teacher would wait for ever."""
+    learner = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)"
+    story = Story(tmp_path, buffer=STAYS, learner=learner, rollout_0=STAYS, teacher_0=FAILS, teacher_1=STAYS)
+    of_pool = zip(story.processes[3:], pools, strict=True)
+    story.processes[3:] = [replace(each, pool=pool) for each, pool in of_pool]
+    story.supervisor.processes[:] = story.processes
+    story.when = [("goes on with the other servers", (tmp_path / "go").touch)]
+    assert story.go() == code
+    (gave_up,) = [said for said in story.said if "teacher_0 could not be kept" in said]
+    assert ("the run goes on with the other servers" in gave_up) is (code == 0)
 
 
 def test_the_last_reward_server_that_cannot_be_kept_stops_the_run(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.doctor.run_file import gpus_missing, misfits
+from actors.doctor.run_file import gpus_missing, misfits, without_place
 from actors.supervise import launch
 from actors.supervise.ray_cluster import connect
 from configs.checks import cluster_of, starts_ray
@@ -200,6 +200,37 @@ def test_reward_servers_are_started_each_with_its_gpus(words: list[str], tmp_pat
     assert [process.gpus for process in launch.processes(load([*words, *SERVED, "--rollout.device=cpu"]))[2:]] == [
         0
     ] * 3
+
+
+def test_teacher_servers_are_started_each_with_its_gpus(words: list[str], tmp_path: Path) -> None:
+    sources = "[{data_source: math, model: b, servers: 2, engine: {tensor_parallel_size: 4}}]"
+    config = load([*words, "--teacher.model=m", "--teacher.servers=1", f"--teacher.by_source={sources}"])
+    file = str(tmp_path / "runs" / "run" / "config.yaml")
+    found = launch.processes(config)[3:]
+    assert [process.argv[1:] for process in found] == [
+        ("-m", "rollout", "teacher", file, "--name", f"teacher-{number}") for number in range(3)
+    ]
+    assert [process.drain_s for process in launch.processes(config)[1:3]] == [600.0, 40.0]
+    assert [(process.role, process.gpus, process.pool) for process in found] == [
+        ("teacher", 1, ""),
+        ("teacher", 4, "math"),
+        ("teacher", 4, "math"),
+    ]
+    needed = "the run needs 11 GPUs (learner 1, servers 1, teacher servers 9), here are 4"
+    assert gpus_missing(config, 4, "here are") == needed
+    assert without_place(config, [8, 8]) == "teacher.servers: 9 GPUs of this machine, which has 8"
+    on_cpu = load([*words, "--teacher.model=m", "--teacher.servers=2", "--rollout.device=cpu"])
+    assert [process.gpus for process in launch.processes(on_cpu)[2:]] == [0] * 3
+
+
+def test_teacher_servers_that_cannot_start_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        given = [f"--teacher.port={port}", "--teacher.servers=1", "--teacher.model=./none"]
+        lines = refused([*words, *given, "--teacher.engine.max_model_length=9"], capsys)
+    assert any(f"teacher.port: cannot listen on 127.0.0.1:{port}" in line for line in lines)
+    assert any("teacher.model: ./none: no such folder" in line for line in lines)
+    assert any("teacher.engine.max_model_length" in line and "did you mean" in line for line in lines)
 
 
 def test_reward_servers_that_cannot_start_are_refused(

@@ -90,6 +90,18 @@ def test_the_situation_is_read_off_records_and_state(config: Config) -> None:
     assert situation(config, records_of(config), None).servers == 2, "as the last look has it"
 
 
+@pytest.mark.parametrize("share", [None, 1.0])
+def test_groups_without_a_right_answer_are_no_trouble_where_a_teacher_teaches_them(
+    config: Config, share: float | None
+) -> None:
+    none = {"groups/solved_none": 1.0, "reward/mean": 0.0} | ({} if share is None else {"teacher/share": share})
+    append(config.run.path, *(record(version, **none) for version in range(1, 60)))
+    said = recommend(situation(config, records_of(config), None))
+    assert ("Nothing is learned: 100 % of the groups have no right answer" in said) is (share is None)
+    alerts = find_alerts(config, records_of(config), None, 1.0, live=True)
+    assert any("groups/solved_none" in one.text for one in alerts) is (share is None)
+
+
 def test_a_lost_server_is_named_with_what_happens_and_where_to_look(config: Config) -> None:
     append(config.run.path, *(record(version) for version in range(1, 9)))
     (first, *_) = find_alerts(config, records_of(config), state(), 1.0, live=True)

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import socket
 import sqlite3
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from actors.scaling.command import lives
-from actors.watch import status
+from actors.watch import run_state, status
 from actors.watch.advice import Alert, find_alerts
 from actors.watch.metrics_log import Records
 from actors.watch.overview import SERVER_COLUMNS, _server_rows
@@ -27,6 +29,7 @@ from configs.load import load, write
 from configs.schema import Config
 from rollout.concurrency import Auto, Fixed, Places
 from tests.harness.keys import give_keys
+from tests.harness.ports import free_port
 
 LAUNCH = "python -m actors launch"
 WAITERS = [
@@ -453,3 +456,29 @@ def test_a_server_that_its_keeper_has_started_does_not_run_before_it_asks_for_wo
         "starting: rollout-3, rollout-4 (silent for 40 s); has not said Hello yet: rollout-5, rollout-6"
     )
     assert list(servers_lines(now, settings)) == [f"servers: 7 wanted, 1 run; {others}"]
+
+
+def test_status_says_which_teacher_servers_answer(tmp_path: Path) -> None:
+    port = free_port()
+    sources = "[{data_source: math, model: small, servers: 1}]"
+    given = [f"--run.folder={tmp_path}", "--model.path=m", "--data.train=d.jsonl", f"--teacher.port={port}"]
+    taught = load([*given, f"--teacher.by_source={sources}"])
+    line = f"teacher server teacher-0 (small for rows of math) at http://127.0.0.1:{port}: "
+    with socket.create_server(("127.0.0.1", port)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert list(status.teacher_lines(taught)) == [line + "answers"]
+        thread.join()
+    assert list(status.teacher_lines(taught)) == [line + "does not answer"]
+
+
+def test_samples_that_wait_for_a_teacher_are_a_stage() -> None:
+    stats = {"generating": 4.0, "teacher": 12.0, "teacher_s": 8.2, "scoring": 0.0}
+    assert run_state._stages({"stats": stats}) == " (teacher 12 for 8 s, generating 4)"

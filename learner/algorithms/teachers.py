@@ -1,0 +1,52 @@
+"""On-policy distillation: what a teacher adds to the advantage of each token, and what is reported of it.
+
+The policy-gradient form: A of a token gains weight (log q - log mu), where q is the teacher and mu the behaviour policy
+that sampled the token. Its expectation under mu is minus the reverse KL of mu to q, of which the mean of log mu - log q
+over sampled tokens is an unbiased estimate (arXiv:2306.13649; Thinking Machines, On-Policy Distillation, 2025). Pure
+functions, used by `learner/train/step.py`; ratio, caps and masks are those of the loss.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import Tensor
+
+SHARE, KL = "teacher/share", "teacher/reverse_kl"
+"""Metrics: share of sampled tokens that have a teacher, and the estimate of the reverse KL over these, in nats."""
+
+
+def with_teacher(advantages: Tensor, teacher: Tensor, behaviour: Tensor, weights: Tensor) -> Tensor:
+    """A + weight (log q - log mu): [tokens] float.
+
+    `advantages`, `teacher` log-probabilities and `behaviour` ones: [tokens] float. `weights` [tokens] float: of the
+    token's teacher; 0 for tokens without one, whose other entries may be anything that is finite.
+    """
+    return advantages + weights * (teacher - behaviour)
+
+
+def kl_sums(kl: Mapping[str, tuple[float, int]], names: Iterable[str]) -> dict[str, float]:
+    """Sums over a rank's samples for `kl_metrics`, the same keys on all ranks.
+
+    `kl`: by teacher the sum of log mu - log q over its tokens, and their number. `names`: all teachers of the run.
+    """
+    sums = dict[str, float]()
+    for name in names:
+        sums[_key(name, "kl")], sums[_key(name, "tokens")] = kl.get(name, (0.0, 0))
+    return sums
+
+
+def kl_metrics(sums: Mapping[str, float], names: Collection[str], sampled: float) -> dict[str, float]:
+    """Metrics from the sums of the whole batch, with `sampled` tokens. A teacher of no token has no metric of its own;
+    without teachers there are none."""
+    if not names:
+        return {}
+    tokens = {name: sums[_key(name, "tokens")] for name in names}
+    kl = {name: sums[_key(name, "kl")] for name in names}
+    metrics = {SHARE: sum(tokens.values()) / max(sampled, 1.0)}
+    if total := sum(tokens.values()):
+        metrics[KL] = sum(kl.values()) / total
+    named = {name: number for name, number in tokens.items() if number and len(names) > 1}
+    return metrics | {f"teacher/{name or 'other'}/reverse_kl": kl[name] / number for name, number in named.items()}
+
+
+def _key(name: str, what: str) -> str:
+    return f"teacher_{what}/{name}"

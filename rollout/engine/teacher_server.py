@@ -1,0 +1,83 @@
+"""`python -m rollout teacher RUN.yaml [--name teacher-0]`: a teacher server, vLLM's own API server over a teacher.
+
+Started by the launcher (`teacher.servers`) or by hand; `--name` ends in the number that its port and its teacher follow
+from. Rollout servers ask it over HTTP (`rollout/teachers/`), with the token of the run (`keys/reward.token`). Runs
+until a signal; exit codes: 0 ended by a signal, 1 failed, 2 refused. vLLM's processes die with it, as `tie_children`
+has them do.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from buffer.curve import ready
+from buffer.keys import load_token
+from configs.checks import check, max_sample_tokens
+from configs.entrypoint import DONE, split_flags
+from configs.flow.kv_room import CPU_KV_BYTES
+from configs.load import read
+from configs.schema import Config
+from configs.teachers import key_of
+from rollout.engine.arguments import HEAD, on_cpu, unknown_fields
+from rollout.engine.door.leant_on import moved
+from rollout.engine.reward_limits import HEAD_LIMITS
+from rollout.engine.reward_server import LEVEL, TokenGate, command_line, run_api_server
+from rollout.engine.vllm_variables import unreadable_variables
+from rollout.teachers.teacher_client import PATH
+
+PROG = "python -m rollout teacher"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until a signal comes; returns the exit code."""
+    flags, rest = split_flags(argv, PROG, name={"default": "teacher-0"})
+    config = read(rest, f"{PROG} [--name teacher-0]", check_teacher_server)
+    number, last = flags.name.rpartition("-")[2], len(config.teacher.served) - 1
+    if not number.isdigit() or int(number) > last:
+        names = f"name one of teacher-0 to teacher-{last}" if last >= 0 else "set teacher.servers"
+        raise ValueError(f"--name: {flags.name} is no teacher server of this run; {names}")
+    folder = ready(config.buffer.address, config.run.path)
+    load_token(folder)  # refused here, in one line
+    cpu = on_cpu(config)
+    TokenGate.host, TokenGate.scores = config.teacher.host, PATH
+    run_api_server(folder, command_line(arguments(config, int(number), cpu)), cpu)
+    return DONE
+
+
+def check_teacher_server(config: Config) -> None:
+    """Check the run file for a teacher server. Raises ConfigError with every contradiction."""
+    check(config, files=("teacher.model",), further=[*unknown_arguments(config), *unreadable_variables(), *moved()])
+
+
+def unknown_arguments(config: Config) -> list[str]:
+    """A line for each engine argument of a teacher that the installed vLLM does not have."""
+    lines = []
+    for source, each in config.teacher.teachers.items():
+        key = key_of(config.teacher, source)
+        lines += [
+            line.replace("teacher.engine.", f"{key}.engine.", 1) for line in unknown_fields(each.engine, "teacher")
+        ]
+    return lines
+
+
+def arguments(config: Config, number: int, cpu: bool) -> dict[str, Any]:
+    """The arguments of vLLM's server: our defaults, then the teacher's `engine`, then what Headrace depends on."""
+    teacher = config.teacher.teachers[config.teacher.served[number]]
+    defaults: dict[str, Any] = {
+        "max_model_len": max_sample_tokens(config) + 1,
+        "generation_config": "vllm",
+        "hf_overrides": HEAD,
+        "enable_prefix_caching": False,  # vLLM reads nothing from it for prompt_logprobs
+    }
+    defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES} if cpu else {}
+    return {
+        **defaults,
+        **teacher.engine,
+        "model": teacher.model,
+        "runner": "generate",
+        "host": config.teacher.host,
+        "port": config.teacher.port + number,
+        "middleware": f"{TokenGate.__module__}.TokenGate",
+        "uvicorn_log_level": LEVEL,
+        "disable_uvicorn_access_log": True,
+        **HEAD_LIMITS,
+    }

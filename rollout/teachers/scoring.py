@@ -1,0 +1,132 @@
+"""The run's teachers, as a rollout server asks them: each group goes to the teacher of its row's `data_source`.
+
+An async context manager, part of `RolloutSetup`. `score` waits for a server of the teacher: for one of the run's own as
+long as it takes to start again, for one behind an address as long as `teacher.retries` says. A teacher that gives
+nothing is a TeacherError, so that the item is dispatched again; no token ever gets a 0 in its place.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from buffer.keys import load_token
+from configs.schema import TeacherConfig
+from configs.teachers import key_of
+from rollout.episodes.stages import Stay
+from rollout.errors import RewardError, TeacherError
+from rollout.rewards.models.http_model import ServersAway
+from rollout.rewards.models.own_servers import OwnServers
+from rollout.tasks.trajectory import Taught, Trajectory
+from rollout.teachers.teacher_client import TeacherClient
+
+MOST_LOSSES = 3
+"""How often one request may lose the run's teacher servers before the attempt has failed: it may be what ends them."""
+
+
+class Teachers:
+    """All teachers of the run. `keys`: folder of the run's keys, for its own servers, read when the context is entered,
+    which raises KeysError. Raises ValueError, in one line, for a teacher that cannot be asked."""
+
+    def __init__(self, config: TeacherConfig, keys: Path) -> None:
+        self._by_source, self._keys = {source: Teacher(config, source) for source in config.teachers}, keys
+        self._waiting: set[Stay] = set()
+        self._tokens, self._since = 0, time.monotonic()
+
+    async def __aenter__(self) -> "Teachers":
+        for teacher in self._by_source.values():
+            teacher.open(self._keys)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for teacher in self._by_source.values():
+            await teacher.close()
+
+    async def score(self, row: dict[str, Any], made: Sequence[Trajectory]) -> None:
+        """Set `taught` of all trajectories of a row, if the row has a teacher. Raises TeacherError."""
+        source = str(row.get("data_source", ""))
+        teacher = self._by_source.get(source) or self._by_source.get("")
+        if teacher is None:
+            return
+        with Stay(self._waiting, len(made)):
+            found = await teacher.score([segments(trajectory) for trajectory in made])
+        for trajectory, logprobs in zip(made, found, strict=True):
+            sampled = columns_of(trajectory)["sampled"].astype(bool)
+            trajectory.taught = Taught(teacher.source, np.where(sampled, logprobs, np.float32(0)))
+        self._tokens += sum(map(len, found))
+
+    def stats(self) -> dict[str, float]:
+        """Figures for a heartbeat: samples that wait for a teacher, the longest wait in seconds, and tokens that
+        teachers scored per second since the last call."""
+        now = time.monotonic()
+        found = {"teacher": float(sum(each.samples for each in self._waiting))}
+        found["teacher_tokens_per_s"] = self._tokens / max(now - self._since, 1e-3)
+        if self._waiting:
+            found["teacher_s"] = now - min(each.since for each in self._waiting)
+        self._tokens, self._since = 0, now
+        return found
+
+
+class Teacher:
+    """One teacher: its servers, and how often a lost one is waited for."""
+
+    def __init__(self, config: TeacherConfig, source: str) -> None:
+        self.source, given, urls = source, config.teachers[source], config.urls_of(source)
+        key = key_of(config, source)
+        asked = {"url": urls, "model": given.model, "api_key_env": given.api_key_env}
+        try:
+            limits = {"timeout_s": config.timeout_s, "retries": config.retries}
+            self._client = TeacherClient.model_validate(asked | limits).called(key)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ValueError(f"{key}.{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}") from None
+        self._servers = OwnServers(urls, "teacher") if given.servers else None
+
+    def open(self, keys: Path) -> None:
+        """Read the token that the run's own servers ask for. Raises KeysError."""
+        if self._servers:
+            self._client.wait_elsewhere()
+            self._client.show(load_token(keys))
+
+    async def close(self) -> None:
+        """Ask no more."""
+        if self._servers:
+            self._servers.close()
+        await self._client.close()
+
+    async def score(self, samples: Sequence[Sequence[list[int]]]) -> list[np.ndarray]:
+        """For each sample, which is a list of its segments, [tokens] float32. Raises TeacherError."""
+        texts = [segment for sample in samples for segment in sample]
+        found = iter(await self._asked(texts))
+        return [np.concatenate([next(found) for _ in sample]) for sample in samples]
+
+    async def _asked(self, texts: Sequence[list[int]]) -> list[np.ndarray]:
+        """One request, again when the run's own servers were lost meanwhile and have come back."""
+        losses = 0
+        while True:
+            if self._servers:
+                await self._servers.ready()
+            try:
+                return await self._client.logprobs(texts)
+            except TeacherError:
+                raise
+            except RewardError as error:
+                losses += 1
+                if self._servers is None or not isinstance(error, ServersAway) or losses >= MOST_LOSSES:
+                    raise TeacherError(str(error), temporary=error.temporary, origin=error.origin) from None
+                self._servers.lost()
+
+
+def segments(trajectory: Trajectory) -> list[list[int]]:
+    """The texts of a sample, each a context by itself: usually one."""
+    tokens = columns_of(trajectory)["tokens"].tolist()
+    return [tokens[start:end] for start, end in pairwise([*trajectory.starts, len(tokens)])]
+
+
+def columns_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    """The arrays of a trajectory as they were checked: a task may have left other kinds of sequences in it."""
+    return trajectory.columns or trajectory.arrays()

@@ -1,0 +1,51 @@
+"""A stand-in teacher: a function of the texts it is asked about, behind vLLM's `/v1/completions`, in this process.
+
+`python -m tests.harness.teaching PORT` runs it in a process of its own.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.harness.model_server import ModelServer
+
+Opinion = Callable[[Sequence[int], int], float]
+"""From a text and a place in it to the log-probability of the token there."""
+
+
+def by_context(text: Sequence[int], place: int) -> float:
+    """Depends on the token and on all before it, so that a wrong context shows; multiples of 1/64, exact in float32."""
+    return -(1 + (sum((1 + at) * token for at, token in enumerate(text[: place + 1])) % 200)) / 64
+
+
+def completions(body: dict[str, Any], opinion: Opinion = by_context) -> dict[str, Any]:
+    """What vLLM answers to a request of TeacherClient, the last choice first."""
+    assert body["prompt_logprobs"] == 0 and body["max_tokens"] == 1
+    choices = [
+        {
+            "index": index,
+            "text": "x",
+            "prompt_logprobs": [
+                {str(token): {"logprob": opinion(text, place), "rank": 1, "decoded_token": "x"}} if place else None
+                for place, token in enumerate(text)
+            ],
+        }
+        for index, text in enumerate(body["prompt"])
+    ]
+    return {"object": "text_completion", "choices": choices[::-1]}
+
+
+def teacher_server(opinion: Opinion = by_context, **options: Any) -> ModelServer:
+    """A server that answers every request."""
+    return ModelServer(lambda body, number: (200, completions(body, opinion)), **options)
+
+
+async def serve(port: int) -> None:
+    """Serve until killed; each request takes a moment, so that a kill meets some."""
+    async with teacher_server(port=port, delay_s=0.02):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[1])))

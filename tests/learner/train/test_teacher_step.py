@@ -1,0 +1,124 @@
+"""A step with teachers: its gradient is the formula's, computed by transformers alone, whatever the packing."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from buffer.wire.message import Array
+from buffer.wire.sample import Sample
+from learner.algorithms.advantages import ADVANTAGES
+from learner.sound import bounds_of, judged
+from learner.train.batch import Batch, pack
+from tests.harness.world import (
+    ALGORITHM,
+    Entry,
+    algorithm_of,
+    cut,
+    gradients,
+    make_groups,
+    make_samples,
+    plain,
+    policy_of,
+    tiny_model,
+)
+from tests.learner.train.test_step import close
+
+WEIGHTS = {"": 0.5, "math": 2.0}
+OPEN = ALGORITHM.model_copy(update={"tv_low": None, "tv_high": None})
+
+
+def taught(entries: list[Entry], every: bool = False, reward: float = 1.0) -> list[Entry]:
+    """The same samples: a third without a teacher, unless `every`, and a third of `math`; rewards times `reward`."""
+    draw, made = np.random.default_rng(5), []
+    for entry in entries:
+        sample = Sample.unpack(entry.sample)
+        sampled = sample.sampled.numpy() != 0
+        logprobs = Array.of(np.where(sampled, -draw.exponential(2.0, sampled.size), 0).astype(np.float32))
+        changes: dict[str, Any] = {"reward": reward * sample.reward}
+        if every or entry.item % 3:
+            changes |= {"teacher": "math" if entry.item % 3 == 1 else "", "teacher_logprobs": logprobs}
+        rewards = [reward * one for one in entry.rewards]
+        made.append(Entry(entry.item, entry.dispatched, rewards, sample.model_copy(update=changes).pack()))
+    return made
+
+
+def by_hand(model: Any, entries: list[Entry], cap: float, mask: bool = False) -> dict[str, torch.Tensor]:
+    """The gradient of `dppo` without trust region, sample by sample: A is the reward's plus weight (log q - log mu)."""
+    samples = [Sample.unpack(entry.sample) for entry in entries]
+    rewards = torch.tensor([sample.reward for sample in samples])
+    advantages = ADVANTAGES["group_mean"](rewards, torch.tensor([entry.item for entry in entries]))
+    total, loss = sum(int(sample.sampled.numpy().sum()) for sample in samples), torch.zeros(())
+    for sample, advantage in zip(samples, advantages, strict=True):
+        ids, behaviour = torch.tensor(sample.tokens.numpy()).long(), torch.tensor(sample.behaviour_logprobs.numpy())[1:]
+        logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+        gains = torch.zeros(len(ids) - 1)
+        if sample.teacher_logprobs is not None:
+            gains = WEIGHTS[sample.teacher] * (torch.tensor(sample.teacher_logprobs.numpy())[1:] - behaviour)
+        own = torch.zeros(len(gains)) if mask and sample.finish == "length" else advantage + gains
+        ratio = (logp - behaviour).exp().detach().clamp(max=cap)
+        loss = loss - (ratio * own * logp)[torch.tensor(sample.sampled.numpy()[1:] == 1)].sum() / total
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("reward", "mask"), [(1.0, False), (1.0, True), (0.0, False)])
+def test_the_gradient_is_the_formula_s(tmp_path: Path, mesh: Any, reward: float, mask: bool) -> None:
+    """Added to the reward's advantage, masked where overlong samples are, and alone."""
+    model, entries = tiny_model(tmp_path), taught(make_samples(), reward=reward)
+    algorithm = OPEN.model_copy(update={"overlong": "mask" if mask else "keep"})
+    policy = policy_of(model, mesh)
+    step = algorithm_of(policy, 64, algorithm, teachers=WEIGHTS)
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 64, policy.attention_cost)
+    sums = step.backward(policy, batch)
+    assert sums["advantages_nonzero"] > 0
+    close(gradients(policy), by_hand(plain(model), entries, algorithm.is_cap, mask))
+
+
+def test_shared_prompts_and_several_turns_change_nothing(tmp_path: Path, mesh: Any) -> None:
+    model, entries = tiny_model(tmp_path), taught(make_groups())
+    expected = by_hand(plain(model), entries, OPEN.is_cap)
+    policy = policy_of(model, mesh)
+    for budget, share in ((10**6, True), (64, True), (64, False)):
+        step = algorithm_of(policy, budget, OPEN, teachers=WEIGHTS)
+        batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.attention_cost, share)
+        step.backward(policy, batch)
+        close(gradients(policy), expected, tolerance=2e-5)
+        step.optimizer.adamw.zero_grad()
+
+
+def test_metrics_of_a_step_count_tokens_by_teacher(tmp_path: Path, mesh: Any) -> None:
+    entries = taught(make_samples())
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    step = algorithm_of(policy, 64, OPEN, teachers=WEIGHTS)
+    metrics = step.step(policy, cut(entries, 3, [len(entries)], 0))
+    gaps: dict[str, list[float]] = {"": [], "math": []}
+    tokens = 0
+    for sample in (Sample.unpack(entry.sample) for entry in entries):
+        sampled = sample.sampled.numpy() != 0
+        tokens += int(sampled.sum())
+        if sample.teacher_logprobs is not None:
+            gap = sample.behaviour_logprobs.numpy().astype(float) - sample.teacher_logprobs.numpy()
+            gaps[sample.teacher] += gap[sampled].tolist()
+    every = gaps[""] + gaps["math"]
+    assert metrics["teacher/share"] == pytest.approx(len(every) / tokens)
+    assert metrics["teacher/reverse_kl"] == pytest.approx(np.mean(every), rel=1e-6)
+    assert metrics["teacher/math/reverse_kl"] == pytest.approx(np.mean(gaps["math"]), rel=1e-6)
+    assert metrics["teacher/other/reverse_kl"] == pytest.approx(np.mean(gaps[""]), rel=1e-6)
+
+
+def test_a_batch_without_teachers_has_none_in_its_rows(tmp_path: Path, mesh: Any) -> None:
+    entries = make_samples()
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 64)
+    assert all(row.teacher is None for row in batch.microbatches) and not batch.teachers and pack([]).teacher is None
+
+
+def test_the_learner_refuses_a_sample_of_a_teacher_that_the_run_has_not(tmp_path: Path, mesh: Any) -> None:
+    policy, part = policy_of(tiny_model(tmp_path), mesh), cut(taught(make_samples(), every=True), 3, [24], 0)
+    assert judged(part, bounds_of(policy, None, WEIGHTS)) == {}
+    found = judged(part, bounds_of(policy, None, {"": 1.0}))
+    assert found and all("teacher: 'math'; the run has ''" in why for why in found.values())
+    plain_part = cut(make_samples(), 3, [24], 0)
+    assert "there are none; every row" in next(iter(judged(plain_part, bounds_of(policy, None, WEIGHTS)).values()))

@@ -1,0 +1,64 @@
+"""The arguments of a teacher server, what it refuses, and that its gate counts its own requests as progress."""
+
+from pathlib import Path
+
+import pytest
+
+from configs.load import ConfigError, load
+from rollout.engine import teacher_server
+from rollout.engine.reward_server import TokenGate, command_line
+from rollout.evaluate import check_evaluated
+from rollout.teachers.teacher_client import PATH
+
+NEEDED = ["--model.path=m", "--data.train=d.jsonl", "--data.max_prompt_tokens=10", "--sampling.max_tokens=20"]
+SOURCES = (
+    "--teacher.by_source=[{data_source: math, model: small, servers: 2, engine: {max_model_len: 99, dtype: half}}]"
+)
+TAUGHT = [*NEEDED, "--teacher.model=big", "--teacher.servers=1", "--teacher.port=6000", SOURCES]
+
+
+def test_each_server_has_its_teacher_its_port_and_room_for_a_sample_and_one_token_more() -> None:
+    config = load(TAUGHT)
+    first, last = (teacher_server.arguments(config, number, cpu=False) for number in (0, 2))
+    assert (first["model"], first["port"], first["max_model_len"]) == ("big", 6000, 31)
+    assert (last["model"], last["port"], last["max_model_len"], last["dtype"]) == ("small", 6002, 99, "half")
+    assert first["runner"] == "generate" and first["middleware"].endswith("reward_server.TokenGate")
+    words = command_line(teacher_server.arguments(config, 0, cpu=True))
+    assert '--hf-overrides={"head_dtype": "float32"}' in words and "--enforce-eager" in words
+    assert "--no-enable-prefix-caching" in words and TokenGate.scores == "/classify" and PATH == "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("teacher-3", "teacher-3 is no teacher server of this run; name one of teacher-0 to teacher-2"),
+        ("teacher", "teacher is no teacher server of this run; name one of teacher-0 to teacher-2"),
+    ],
+)
+def test_a_name_of_no_server_is_refused(name: str, words: str, tmp_path: Path) -> None:
+    for folder in ("big", "small"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    given = [word.replace("=big", f"={tmp_path}/big").replace("small", f"{tmp_path}/small") for word in TAUGHT]
+    with pytest.raises(ValueError, match=words):
+        teacher_server.main(["--name", name, *given])
+
+
+def test_a_run_without_teacher_servers_has_none_to_start() -> None:
+    with pytest.raises(ValueError, match=r"--name: teacher-0 is no teacher server of this run; set teacher\.servers"):
+        teacher_server.main([*NEEDED, "--reward.function=math"])
+
+
+def test_an_argument_that_vllm_lacks_is_named_with_its_key() -> None:
+    config = load([*TAUGHT[:-1], SOURCES.replace("max_model_len", "max_modell_len")])
+    (line,) = teacher_server.unknown_arguments(config)
+    assert line.startswith(
+        "teacher.by_source.0.engine.max_modell_len: vLLM's AsyncEngineArgs has no such field; did you"
+    )
+
+
+def test_a_run_without_a_reward_evaluates_nothing() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^reward\.function: none, so nothing says which answers are right; name a rew"
+    ):
+        check_evaluated(load([*NEEDED, "--model.path=org/m", "--teacher.url=http://h:1", "--teacher.tokenizer=t"]))

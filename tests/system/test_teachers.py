@@ -1,0 +1,90 @@
+"""A launched run with a teacher on a real vLLM, which is killed while the run works: its numbers are transformers', and
+the kill costs time only."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from buffer.wire.sample import Sample
+from tests.harness.ports import free_port
+from tests.harness.toy import ROOT, Run, Toy, python
+from tests.system.test_run import until
+
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(1800)]
+ENGINE = "{dtype: float32, kv_cache_memory_bytes: 67108864}"
+
+
+@pytest.fixture(scope="module")
+def teacher(toy: Toy) -> Path:
+    """A model that was shown right answers only."""
+    folder, problems = toy.folder / "teacher", toy.folder / "data" / "train.parquet"
+    words = ("--problems", problems, "--out", folder, "--right-only", "--steps", "2500", "--seed", "7")
+    made = python("examples.countdown.make_model", *words, timeout_s=900)
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def launch(toy: Toy, name: str, *more: str) -> "subprocess.Popen[str]":
+    line = [sys.executable, "-m", "actors", "launch", *toy.settings(name, *more)]
+    return subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def own(teacher: Path, port: int) -> list[str]:
+    return [f"--teacher.model={teacher}", "--teacher.servers=1", f"--teacher.port={port}", f"--teacher.engine={ENGINE}"]
+
+
+def samples_of(run: Run) -> list[Sample]:
+    rows = run.query("select data_of(segment, position, samples.bytes) from items join samples using (item)")
+    return [Sample.unpack(data) for (data,) in rows]
+
+
+def by_transformers(folder: Path, sample: Sample) -> np.ndarray:
+    """Log-probabilities of the sampled tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor(sample.tokens.numpy()).long()
+    with torch.no_grad():
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+    return logprobs.numpy()[sample.sampled.numpy()[1:] != 0]
+
+
+def test_a_killed_teacher_costs_time_and_no_sample(toy: Toy, teacher: Path) -> None:
+    """SIGKILL to the teacher server: groups wait for its restart, and each sample has its teacher's own numbers."""
+    run, versions, port = toy.run("teacher-killed"), 24, free_port()
+    with launch(
+        toy, "teacher-killed", f"--run.versions={versions}", "--rollout.attempts=1", *own(teacher, port)
+    ) as launcher:
+        try:
+            until(lambda: len(run.metrics()) >= 3, "third version")
+            (server,) = [process for process in run.processes("rollout") if "teacher" in process.cmdline()]
+            children = server.children(recursive=True)
+            server.kill()
+            assert not psutil.wait_procs(children, timeout=120)[1]
+            version = len(run.metrics())
+            shown = python("actors", "status", run.path).stdout
+            assert f"teacher server teacher-0 ({teacher}) at http://127.0.0.1:{port}: does not answer" in shown
+            until(lambda: len(run.metrics()) > version + 6, "version by the new teacher server")
+            output, _ = launcher.communicate(timeout=900)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0, output[-4000:]
+    assert [record["version"] for record in run.metrics()] == list(range(1, versions + 1))
+    assert "--- teacher-0 failed: exit code 137" in run.log("teacher-0")
+    assert run.log("teacher-0").count("--- teacher-0 started") == 2
+    assert "scoring waits for a teacher server at" in run.log("rollout-0")
+    assert run.query("select item from items where state = 'dropped' or attempts > 1") == []
+    samples = samples_of(run)
+    assert len(samples) >= versions * 16
+    for sample in samples:
+        assert sample.teacher_logprobs is not None and sample.teacher == ""
+        assert (sample.teacher_logprobs.numpy()[sample.sampled.numpy() != 0] < 0).any()
+    for sample in samples[:: len(samples) // 20]:
+        found = sample.teacher_logprobs.numpy()[sample.sampled.numpy() != 0]  # type: ignore[union-attr]
+        np.testing.assert_allclose(found, by_transformers(teacher, sample), atol=2e-3)
+    assert all(record["teacher/share"] == 1.0 for record in run.metrics())
+    assert run.left_behind() == []
