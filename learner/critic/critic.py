@@ -28,7 +28,7 @@ from learner.train.skipped import SkippedSteps
 
 log = logging.getLogger(__name__)
 KEY = "critic"
-"""Of a checkpoint's state."""
+"""The key of a checkpoint's state below which the critic is."""
 ALL_EQUAL = 1e-12
 """Variance of returns, beside their square, below which they are equal but for rounding: nothing is to be explained."""
 SHOWN = ("gradient/norm", "gradient/skipped", "lr")

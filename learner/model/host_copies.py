@@ -29,7 +29,7 @@ class HostCopy:
     host: Tensor
     device: torch.device
     before: "weakref.ref[HostCopy] | None"
-    """That of the block before it, which the backward pass needs next."""
+    """The copy of the block before it, which the backward pass needs next."""
     back: Tensor | None = None
     """On the device again, once its fetch has begun."""
 

@@ -124,7 +124,7 @@ class Batch:
     teachers: Mapping[int, str] = field(default_factory=dict)
     """The teacher of each of this rank's samples that has one, by index of the sample in `rows`."""
     teacher_kl: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Of this rank's samples: see `learner.algorithms.teachers.kl_sums`."""
+    """Sums over this rank's samples, as `learner.algorithms.teachers.kl_sums` has them."""
 
     @classmethod
     def from_part(

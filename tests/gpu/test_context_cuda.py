@@ -110,7 +110,7 @@ def test_inputs_in_host_memory_change_nothing(tmp_path: Path, gpu: DeviceMesh) -
 
 
 def test_inputs_leave_the_gpu(gpu: DeviceMesh) -> None:
-    """Of eight blocks' inputs of 64 MiB about three are there at a time, and those that come back are the ones that
+    """About three of eight blocks' inputs of 64 MiB are there at a time, and those that come back are the ones that
     went."""
     copies, size, width = HostCopies(), 64 << 20, 1024
     weights = [torch.nn.Parameter(torch.eye(width, device="cuda") * (1 + i / 8)) for i in range(8)]

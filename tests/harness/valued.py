@@ -112,8 +112,8 @@ class NaiveCritic(nn.Module):
 def naive_advantages(
     critic: NaiveCritic, samples: Sequence[Sample], config: CriticConfig
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Of each sample the advantages of its sampled tokens, before they are whitened, and their values: [sampled]
-    float64 each."""
+    """The advantages of each sample's sampled tokens, before they are whitened, and their values: [sampled] float64
+    each."""
     advantages, values = [], []
     for sample in samples:
         steps, own = critic.steps(sample)

@@ -90,7 +90,7 @@ def test_a_run_of_one_rank(tmp_path: Path, fork) -> None:
 
 @pytest.mark.xdist_group("ranks")
 def test_demonstrations_are_trained_beside_the_batches_and_may_not_change(tmp_path: Path, fork) -> None:
-    """Their place in the checkpoint tells whether a resumed run goes on with the same ones."""
+    """The checkpoint notes their place, so a resumed run is refused if they are others."""
     file, line = tmp_path / "shown.jsonl", command(tmp_path, "")
     rows = [{"problem": "ab", "answer": letter} for letter in "abcde"]
     chatml_model(tmp_path / "model")

@@ -17,7 +17,7 @@ from tests.learner.model.test_families import FAMILIES, config_of, row_of, saved
 from tests.learner.model.test_families import LEARNER as OF_FAMILIES
 
 CHANCES = (0.1, 0.4, 0.6, 0.9)
-"""Of a reward of 1 after each prompt, whatever the answer is."""
+"""Chance of a reward of 1 after each prompt, whatever the answer is."""
 FAST = ("gemma2", "qwen3_5", "lfm2", "falcon_h1")
 LATER = [
     name
@@ -28,7 +28,7 @@ LATER = [
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.long) for name in LATER)])
 def test_values_of_a_family_are_its_own_hidden_states_product(name: str, tmp_path: Path, mesh: Any) -> None:
-    """Of packed documents, with windows, softcaps and layers that keep a state; and their gradients."""
+    """Documents are packed, with windows, softcaps and layers that keep a state; gradients are compared too."""
     model = saved(config_of(name), tmp_path)
     body = Policy(ModelConfig(path=str(tmp_path), dtype="float32"), OF_FAMILIES, mesh, valued=True)
     weight = body.model.get_output_embeddings().weight

@@ -100,8 +100,8 @@ def test_ranks_with_other_samples_are_refused(two: list, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_two_groups_of_two_ranks_and_one_of_four_train_as_one(folder: Path, alone: Alone) -> None:
-    """Each pair gets half of the samples, or all four share every row, with up to four ranks to a head of keys. Of the
-    pairs, each has a copy of the model too."""
+    """Each pair gets half of the samples, or all four share every row, with up to four ranks to a head of keys. Each
+    of the pairs has a copy of the model too."""
     for size, shards in ((2, 4), (2, 2), (4, 4)):
         world.together("share_rows", 4, folder, cases=list(CASES.values()), size=size, shards=shards)
         for rank in range(4):
