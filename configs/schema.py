@@ -302,8 +302,8 @@ class TeacherModel(Section):
     """A fixed model whose log-probabilities of the sampled tokens the policy learns from."""
 
     model: str | None = None
-    """The teacher: a folder in Hugging Face format, or its name on the hub. An earlier export of the policy will do. With
-    `url`, the name under which that server knows it."""
+    """The teacher: a folder in Hugging Face format, or its name on the hub. An earlier export of the policy will do.
+    With `url`, the name under which that server knows it."""
     url: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Address of a vLLM server that serves the teacher, such as `http://127.0.0.1:8000` without `/v1`, or several of
     the same model; null: the run's own servers do (`servers`)."""

@@ -1,8 +1,8 @@
 """`python -m tests.sentences [PATH ...]`: lists sentences that readers must decode.
 
 Looks at docstrings, comments and messages of core, at docstrings of tests, and at pages (`.md`). Two things are
-forbidden: a sentence that begins without its subject, and a verb of narration (`tell`, `hear`) where nobody speaks. Prints
-`file:line: kind: sentence` for each, then a count by folder and kind; exit code 1 if there are any.
+forbidden: a sentence that begins without its subject, and a verb of narration (`tell`, `hear`) where nobody speaks.
+Prints `file:line: kind: sentence` for each, then a count by folder and kind; exit code 1 if there are any.
 """
 
 import argparse
