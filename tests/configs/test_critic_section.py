@@ -42,6 +42,8 @@ def test_all_defaults_are_accepted() -> None:
         ([GAE, "algorithm.critic.warmup_versions=100"], "warmup_versions: 100 is not below run.versions 100"),
         ([GAE, "model.lora={}"], "algorithm.advantage: gae with model.lora: a critic is trained in full"),
         ([GAE, "learner.cpu_offload=true"], "algorithm.advantage: gae with learner.cpu_offload: true"),
+        ([GAE, "learner.context_parallel=2", "learner.ranks=2"], "gae with learner.context_parallel: 2: a critic comp"),
+        ([GAE, "data.demonstrations.path=a.jsonl"], "gae with data.demonstrations: nobody has trained both"),
         ([GAE, "algorithm.loss=topr"], "algorithm.loss: topr weights whole samples"),
         ([GAE, "algorithm.opsm_delta=0.1"], "algorithm.opsm_delta: 0.1 masks whole samples"),
         ([GAE, "algorithm.turn_discount=0.9"], "set turn_discount: null; algorithm.critic.gamma discounts turns"),

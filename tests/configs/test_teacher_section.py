@@ -138,6 +138,14 @@ OWN = ["model=big", "servers=1"]
         ([*OWN, "--algorithm.loss=gspo"], "algorithm.loss: gspo weights whole samples, and a teacher gives each token"),
         ([*OWN, "--algorithm.loss=topr"], "algorithm.loss: topr weights whole samples"),
         ([*OWN, "--algorithm.opsm_delta=0.1"], "algorithm.opsm_delta: 0.1 masks whole samples"),
+        (
+            [*OWN, REWARD, "--algorithm.advantage=gae"],
+            "algorithm.advantage: gae with a teacher: nobody has trained bot",
+        ),
+        (
+            [*OWN, "--learner.context_parallel=2", "--learner.ranks=2"],
+            "learner.context_parallel: 2 with a teacher: nobody has trained both",
+        ),
         ([*OWN, REWARD, "--batch.skip_zero_variance=true"], "batch.skip_zero_variance: true leaves out groups that a"),
         (
             [*OWN, "--eval.every=5", "--data.eval=e.parquet"],
