@@ -56,6 +56,8 @@ def _unproven(config: Config) -> Iterator[str]:
         yield f"{key} with model.lora: a critic is trained in full, beside full weights alone; {without} or lora: null"
     if facts.image_token is not None or facts.tower:
         yield f"{key}: {config.model.path} reads images, and a critic reads text alone; {without}"
+    elif facts.text_alone:
+        yield f"{key}: {config.model.path} is multimodal, and a critic is of text models; {without}"
     if facts.experts:
         yield f"{key}: {config.model.path} has {facts.experts} experts, and a critic is of dense models; {without}"
     if config.learner.context_parallel > 1:

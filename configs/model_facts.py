@@ -81,6 +81,8 @@ class ModelFacts:
     """Whether the tests cover models of this type."""
     delta_rule: bool = False
     """Whether some of its layers are gated delta rules."""
+    text_alone: bool = False
+    """Whether it is a multimodal model of which the text model alone is trained."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         """Parameters of the adapter `model.lora`."""
@@ -152,6 +154,7 @@ def model_facts(path: str) -> ModelFacts:
         idle,
         is_proven(config),
         text.get("linear_num_value_heads") is not None,
+        alone,
     )
 
 

@@ -169,7 +169,7 @@ def test_what_is_no_contradiction() -> None:
 
 def test_a_policy_that_reads_images_and_a_short_teacher_are_refused(tmp_path: Path) -> None:
     for name, facts in (
-        ("seeing", {"vision_config": {"patch_size": 14}, "image_token_id": 5}),
+        ("seeing", {"vision_config": {"patch_size": 14}, "image_token_id": 5, "model_type": "qwen3_vl"}),
         ("short", {"max_position_embeddings": 8}),
     ):
         (tmp_path / name).mkdir()

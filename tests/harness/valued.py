@@ -126,7 +126,7 @@ def gradients_of_both(algorithm: Algorithm, policy: Policy, part: Any) -> dict[s
     """Gradients of one batch, of the policy and of its critic, before any step; and the critic's figures."""
     critic = algorithm.critic
     assert critic is not None
-    algorithm.backward(policy, algorithm._packed(policy, part))
+    algorithm.backward(policy, algorithm.pack(policy, part))
     found = {"policy": world.gradients(policy)}
     algorithm.optimizer.adamw.zero_grad()
     clipped = critic._backward()

@@ -80,7 +80,7 @@ def test_values_advantages_and_gradients_are_the_formula_s(tmp_path: Path, mesh,
         policy, critic = policy_of(model, mesh, learner), critic_of(model, mesh, config.critic, learner)
         algorithm = actor_critic(policy, critic, budget, config)
         part = cut(entries, 3, [len(entries)], 0)
-        batch = algorithm._packed(policy, part)
+        batch = algorithm.pack(policy, part)
         given = torch.cat([each.advantages[each.scored] for each in batch.microbatches])
         torch.testing.assert_close(given.double().sort()[0], wanted["advantages"].sort()[0], rtol=1e-4, atol=2e-5)
         assert all(not each.advantages[~each.sampled].any() for each in batch.microbatches)
@@ -102,7 +102,7 @@ def test_an_answer_that_is_too_long_is_masked_or_punished(tmp_path: Path, mesh) 
         config = gae(whiten=False).model_copy(update={"overlong": overlong, "overlong_buffer": 20})
         critic.config = config.critic
         algorithm = actor_critic(policy, critic, 10**6, config)
-        batch = algorithm._packed(policy, cut(entries, 3, [len(entries)], 0))
+        batch = algorithm.pack(policy, cut(entries, 3, [len(entries)], 0))
         (row,) = batch.microbatches
         given[overlong] = torch.stack([row.advantages[row.sequence.eq(n) & row.sampled].sum() for n in range(24)])
     cut_off = torch.tensor([sample.finish == "length" for sample in samples])
@@ -118,7 +118,7 @@ def test_a_dummy_reaches_every_parameter_with_zeros(tmp_path: Path, mesh) -> Non
     model = tiny_model(tmp_path)
     policy, critic = policy_of(model, mesh), critic_of(model, mesh)
     algorithm = actor_critic(policy, critic, 10**6, gae())
-    algorithm._packed(policy, cut(make_samples(), 3, [24], 0))
+    algorithm.pack(policy, cut(make_samples(), 3, [24], 0))
     (judged,) = critic._judged
     dummy = critic.body.place(pack([]))
     critic._judged = [judged._replace(microbatch=dummy, before=torch.zeros(0), targets=torch.zeros(0))]
@@ -210,7 +210,7 @@ def test_a_value_that_is_not_finite_skips_the_critic_s_step(tmp_path: Path, mesh
     model = tiny_model(tmp_path)
     policy, critic = policy_of(model, mesh), critic_of(model, mesh)
     algorithm = actor_critic(policy, critic, 200, gae())
-    algorithm.backward(policy, algorithm._packed(policy, cut(make_samples(), 3, [24], 0)))
+    algorithm.backward(policy, algorithm.pack(policy, cut(make_samples(), 3, [24], 0)))
     critic._judged = [each._replace(targets=each.targets * float("inf")) for each in critic._judged]
     before = world.weights(critic.body)
     with caplog.at_level(logging.WARNING):
