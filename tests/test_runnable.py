@@ -81,9 +81,9 @@ def test_help_of_all_others(module: str) -> None:
 
 def test_too_few_and_too_many_words_are_refused(tmp_path: Path) -> None:
     for words, count in (((), "0 words"), (("a", "b"), "2 words")):
-        done = run("tests.harness.notebook", *words)
+        done = run("tests.harness.teaching", *words)
         assert (
             done.returncode == 2
             and done.stderr
-            == f"python -m tests.harness.notebook: {count}; usage: python -m tests.harness.notebook FILE\n"
+            == f"python -m tests.harness.teaching: {count}; usage: python -m tests.harness.teaching PORT\n"
         )

@@ -29,9 +29,6 @@ import psutil
 if __name__ == "__main__":  # isolated, so Python does not look here by itself
     sys.path.insert(0, os.fspath(Path(__file__).parents[2]))
 
-from configs.inner_command import inner_words
-from configs.parent_death import adopt_orphans, end_with_parent
-
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a scheduler or a terminal may send to all processes of a run. A guard leaves them to its owner."""
 GRACE_S = 2.0
@@ -110,6 +107,9 @@ class Guard:
         send(self.owner, {"code": LOST if self.code is None else self.code})
 
     def start(self, argv: list[str]) -> None:
+        # here, because `headrace` loads this file beside a user's own package `configs`, for `Guarded` alone
+        from configs.parent_death import adopt_orphans, end_with_parent
+
         guard = os.getpid()
 
         def die_with_guard() -> None:
@@ -207,5 +207,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from configs.inner_command import inner_words
+
     inner_words("NAME")
     main()

@@ -1,5 +1,6 @@
 """`python -m benchmarks.reference_pages`: writes docs/reference/keys-*.md and docs/reference/metrics*.md."""
 
+import argparse
 from pathlib import Path
 
 from benchmarks.reference_pages.keys import keys_pages
@@ -14,6 +15,7 @@ def written() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for path, text in written().items():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(FOLDER.parents[1]))

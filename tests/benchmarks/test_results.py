@@ -13,7 +13,7 @@ RESULTS = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("*.json
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
 def test_results_name_a_command_that_is_there(file: Path) -> None:
     command = json.loads(file.read_text(encoding="utf-8"))["command"]
-    modules = re.findall(r"python -m ((?:benchmarks|tests)\.[\w.]+)", command)
+    modules = re.findall(r"-m ((?:benchmarks|tests)\.[\w.]+)", command)
     assert modules
     assert [module for module in modules if find_spec(module) is None] == []
 

@@ -1,15 +1,15 @@
 """Runs the code cells of a notebook in this process, as a kernel does: `python -m tests.harness.notebook FILE`.
 
-The names live in `__main__`, the current folder is the first in `sys.path`, and `inspect` finds the text of each cell.
+It imports nothing of Headrace, whose packages may be hidden by a user's where it runs. The names live in `__main__`,
+the current folder is the first in `sys.path`, and `inspect` finds the text of each cell.
 """
 
+import argparse
 import json
 import linecache
 import sys
 from pathlib import Path
 from types import ModuleType
-
-from configs.inner_command import inner_words
 
 
 def main(file: str) -> None:
@@ -24,5 +24,6 @@ def main(file: str) -> None:
 
 
 if __name__ == "__main__":
-    inner_words("FILE")
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file")
+    main(parser.parse_args().file)

@@ -4,10 +4,10 @@
 """
 
 import asyncio
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from configs.inner_command import inner_words
 from tests.harness.model_server import ModelServer
 
 Opinion = Callable[[Sequence[int], int], float]
@@ -48,4 +48,4 @@ async def serve(port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1])))
+    asyncio.run(serve(int(inner_words("PORT")[0])))

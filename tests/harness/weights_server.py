@@ -282,7 +282,7 @@ async def servers(addresses, *names, **keys):
 
 def config(**keys: Any) -> WeightsConfig:
     """Small buckets and short timeouts."""
-    return WeightsConfig(**{"bucket_mib": 1, "timeout_s": 4.0, "probe_every": 1, "probe_tolerance": 0.02} | keys)
+    return WeightsConfig(**{"bucket_mib": 1, "timeout_s": 6.0, "probe_every": 1, "probe_tolerance": 0.02} | keys)
 
 
 async def serve(address: str, name: str, mode: str, device: str = "cpu", staging: str = "auto") -> None:

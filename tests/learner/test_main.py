@@ -301,7 +301,7 @@ def test_a_model_whose_certificate_fails_is_refused(tmp_path: Path, capsys, monk
     line, path = command(tmp_path, "tcp://127.0.0.1:9"), str(tmp_path / "model")
     check = judged("two ranks = one", 1.0, 1e-4, fault="its Qwen2Attention (layers.0.self_attn) differs")
     made = Certificate(model=path, kind="qwen2", checks=(check,), remedy="take another")
-    monkeypatch.setattr(process, "made", lambda model, share: made)
+    monkeypatch.setattr(process, "made", lambda model, share, splits: made)
     problem = refused(line, capsys)
     why = "two ranks = one: its Qwen2Attention (layers.0.self_attn) differs; take another"
     assert f"python -m learner: model.path: {path} (qwen2): {why}\n" in problem
@@ -311,9 +311,9 @@ def test_a_model_whose_certificate_fails_is_refused(tmp_path: Path, capsys, monk
 def test_another_vision_architecture_is_refused(tmp_path: Path, capsys) -> None:
     """By name, before anything starts."""
     line = command(tmp_path, "tcp://127.0.0.1:9")
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mllama"}))
     problem = refused(line, capsys)
-    assert "model.path" in problem and "llava" in problem and "qwen2_5_vl" in problem
+    assert "model.path" in problem and "mllama" in problem and "attend to images alone" in problem
 
 
 def test_a_text_model_has_nothing_to_freeze(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_the_bounds_of_a_model_are_read_off_its_config(tmp_path: Path) -> None:
     config = {"model_type": "qwen3_moe", "vocab_size": 99, "num_experts": 8, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "mlp_only_layers": [0]}))
     assert Bounds.of_model(str(tmp_path), True) == Bounds(99, 8, (2, 2), None, True)
-    seeing = {"text_config": {"vocab_size": 77}, "vision_config": {}, "image_token_id": 5}
+    seeing = {"model_type": "qwen3_vl", "text_config": {"vocab_size": 77}, "vision_config": {}, "image_token_id": 5}
     (tmp_path / "config.json").write_text(json.dumps(seeing | {"vision_config": {"patch_size": 14}}))
     assert Bounds.of_model(str(tmp_path)) == Bounds(77, placeholder=5)
 

@@ -353,7 +353,7 @@ def test_a_rank_waits_for_a_version_that_it_has_not_published_yet():
 
 
 def test_what_ends_a_thread_of_a_rank_ends_its_next_publication():
-    with row_learner(2) as learner:
+    with row_learner(2, timeout_s=PATIENT_S) as learner:
         learner.others[0]._guard(lambda: 1 / 0)
         policy = learner.policies(0)[1]
         with pytest.raises(ZeroDivisionError):

@@ -77,7 +77,7 @@ def vllm_config(is_moe: bool = True, lora: object = None, device: str = "cpu", *
         (
             lambda: Qwen3MoeForCausalLM(Fp8MoEMethod()),
             vllm_config(),
-            "rollout.engine.quantization: experts are held by vLLM's",
+            "rollout.engine.quantization: vLLM's ",
         ),
         (
             lambda: Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("FLASHINFER_TRTLLM")),

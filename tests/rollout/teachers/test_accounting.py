@@ -38,7 +38,7 @@ async def test_a_killed_teacher_costs_time_and_no_group(tmp_path: Path) -> None:
     )
     port, engine = free_port(), FakeEngine(lambda prompt: [ord(letter) for letter in "ok."])
     config = TeacherConfig(model="big", servers=1, port=port)
-    stored = lambda: requests.handlers.ledger.counts().get("stored", 0)  # noqa: E731
+    stored = lambda: requests.handlers.ledger.view.counts().get("stored", 0)  # noqa: E731
     running = server(port)
     try:
         async with (
@@ -54,10 +54,10 @@ async def test_a_killed_teacher_costs_time_and_no_group(tmp_path: Path) -> None:
                 running.wait()
                 running = server(port)
             await until(lambda: stored() == ITEMS)
-            assert requests.handlers.ledger.counts()["stored"] == ITEMS and not rolling.done()
+            assert requests.handlers.ledger.view.counts()["stored"] == ITEMS and not rolling.done()
             rolling.cancel()
             await asyncio.gather(rolling, return_exceptions=True)
-            assert requests.handlers.ledger.failed() == {}
+            assert requests.handlers.ledger.view.failed() == {}
             for item in range(ITEMS):
                 for data in samples_of(requests.handlers.store, item):
                     sample = Sample.unpack(data)
