@@ -329,7 +329,7 @@ def test_a_model_whose_copies_fill_rank_0_is_refused(
     shape = [parameters * 10**6, 1000]
     header = json.dumps({"model.layers.0.q_proj.weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}})
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     run = config(f"model.path={tmp_path}", *(["model.lora={rank: 8}"] if lora else []))
     lines = list(unpublishable(run, gpu_gib << 30))
     assert bool(lines) is refused and not list(unpublishable(run, None))
@@ -374,7 +374,7 @@ def test_ranks_that_publish_their_rows_divide_the_copies(
     """70 G parameters: 261 GiB of copies."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [70 * 10**9], "data_offsets": [0, 0]}})
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     lines = list(unpublishable(config(f"model.path={tmp_path}", *keys), 80 << 30))
     assert [who in line and f"; {remedy}" in line for line in lines] == [True] * bool(who)
 
@@ -391,7 +391,8 @@ def test_explain_names_the_largest_model_that_can_be_published() -> None:
         return most_parameters(config(*keys), 80 * 10**9)
 
     assert most() == most("learner.ranks=8", "weights.publish=gather") == 18 * 10**9
-    eight = ("learner.ranks=8",)
+    assert most("learner.ranks=8") == most()
+    eight = ("learner.ranks=8", "weights.publish=rows")
     assert most(*eight) == 8 * most() and most(*eight, "model.dtype=float32") == 4 * most()
 
 
@@ -419,11 +420,22 @@ def test_auto_publishes_rows_where_that_saves_memory(
     """A server's worker needs 700 MiB for each further rank that sends, and rank 0 keeps its share of two copies."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [megabytes * 10**6 // 4], "data_offsets": [0, 0]}})
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     run = config(f"model.path={tmp_path}", *keys)
     assert choice(run, shards_of(run)).startswith(f"weights.publish: auto takes {chosen}")
     assert publishes_rows(run, shards_of(run)) == chosen.startswith("rows")
     assert not choice(config(f"model.path={tmp_path}", *keys, "weights.publish=gather"), 2)
+
+
+@pytest.mark.parametrize("given", [{"model_type": "gemma3"}, {"model_type": "qwen3_moe", "num_experts": 8}, {}])
+def test_auto_gathers_what_the_files_may_hold_in_another_form(tmp_path: Path, given: dict[str, object]) -> None:
+    """Rows of these are refused, and whoever wrote nothing must not meet that refusal."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [4 * 10**9], "data_offsets": [0, 0]}})
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    run = config(f"model.path={tmp_path}", "learner.ranks=2")
+    assert not publishes_rows(run, 2) and copies_over(run, 2, 1) == 0
+    assert choice(run, 2).startswith("weights.publish: auto takes gather: the model's files may hold weights in anoth")
 
 
 def test_rows_are_refused_where_only_rank_0_can_publish() -> None:
@@ -440,7 +452,7 @@ def test_rows_are_refused_where_only_rank_0_can_publish() -> None:
 def test_without_a_gpu_a_model_too_large_for_80_gb_is_noted(tmp_path: Path) -> None:
     header = json.dumps({"w": {"dtype": "BF16", "shape": [31 * 10**9], "data_offsets": [0, 0]}})
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     text = "\n".join(explain(config(f"model.path={tmp_path}")))
     assert f"note: {tmp_path}: learner rank 0 holds two copies of trained weights for the servers, 115.5 GiB" in text
 
