@@ -22,7 +22,7 @@ SELECT MIN(batch), MIN(batch) FILTER (WHERE bytes > 0), MAX(batch) FILTER (WHERE
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, and why nothing older is."""
+    """The samples that are compared, and the reason why nothing older is."""
 
     title: str = ""
     note: str = ""

@@ -90,7 +90,7 @@ class ImageRows:
         self.sizes: list[tuple[int, int]] = []
         """Height and width of the images that were looked at."""
         self.broken: list[str] = []
-        """What is wrong with those whose size cannot be read."""
+        """Faults of the images whose size cannot be read."""
         self._folder, self._most, self._every = folder, most, every
         self._places: dict[int, list[ImagePlace]] = {}
         self._copy: mmap.mmap | bytes = b""

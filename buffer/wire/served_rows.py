@@ -29,7 +29,7 @@ class ServedRows:
     def __init__(self, problems: Sequence[Mapping[str, Any]]) -> None:
         self._rows, self._problems = problems, problems if isinstance(problems, Problems) else None
         self.away = ""
-        """What is wrong with an image file that cannot be read now; "" while no request waits for one."""
+        """The fault of an image file that cannot be read now; "" while no request waits for one."""
         self._away_until = self._warned_at = -math.inf
         self._returns = 0
 
