@@ -120,7 +120,7 @@ class Processes:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, module: str, *words: str, **env: str) -> None:
-        """Start `python -m module FILE WORDS` under a name."""
+        """Start `python -m MODULE FILE WORDS` under a name; MODULE may have a command, as `rollout teacher`."""
         gpu = self.gpus.get(name)
         seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(FIRST_GPU + gpu)}
         if gpu is not None and list(self.gpus.values()).count(gpu) > 1:
@@ -133,7 +133,7 @@ class Processes:
 
         with log.open("ab") as out:
             self._running[name] = subprocess.Popen(
-                [sys.executable, "-m", module, str(self.file), *words],
+                [sys.executable, "-m", *module.split(), str(self.file), *words],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=tied,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **tie, **seen, **env},
 
