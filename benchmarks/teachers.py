@@ -2,8 +2,9 @@
 
 `python -m benchmarks.teachers --work DIR` runs the real processes on two CPU cores, an hour long: per seed a student as
 the quickstart makes it, trained on rewards alone, and with `examples/countdown/teacher.yaml` laid over. The teacher was
-shown right answers to the training problems (`make_model --right-only`), and is the same for all seeds. With `--gpus 0 1
-2 3` all runs go side by side: server and teacher of a run share one GPU, its learner has the next, all in bfloat16.
+shown right answers to the training problems (`make_model --right-only`), and is the same for all seeds. With
+`--gpus 0 1 2 3` all runs go side by side: server and teacher of a run share one GPU, its learner has the next, all in
+bfloat16.
 `--set learner.lr=4e-3` changes a key of the runs with the teacher, `--only rewards` or `teacher` leaves the others out,
 which count if they were made before: what is in DIR is kept. A run has reached the goal at the first version at which
 the mean reward of the last WINDOW versions is that high, and ends there. Prints one table; writes
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from benchmarks.runs.processes import Died, Processes, free_port
+from benchmarks.runs.processes import FIRST_GPU, Died, Processes, free_port
 from benchmarks.weights.table import ResultRow, progress, write
 
 GOAL, WINDOW = 0.8, 5
@@ -113,7 +114,7 @@ def run_of(args: argparse.Namespace, plan: Plan) -> Processes:
     (work / name).mkdir(parents=True, exist_ok=True)
     file = work / name / "given.yaml"
     file.write_text(yaml.safe_dump(config, sort_keys=False))
-    return Processes(file, {"rollout": plan.gpu, "teacher": plan.gpu, "learner": plan.learner_gpu})
+    return Processes(file, {"rollout": plan.gpu, "learner": plan.learner_gpu})
 
 
 def play(args: argparse.Namespace, plan: Plan) -> list[dict[str, float]]:
@@ -126,13 +127,11 @@ def play(args: argparse.Namespace, plan: Plan) -> list[dict[str, float]]:
 
         wanted = args.only in (None, "teacher" if plan.taught else "rewards")
         if wanted and not done():
-            for name, module, words in (
-                ("buffer", "buffer", ()),
-                *((("teacher", "rollout teacher", ("--name", "teacher-0")),) if plan.taught else ()),
-                ("rollout", "rollout", ()),
-                ("learner", "learner", ()),
-            ):
-                run.start(name, module, *words)
+            if plan.taught:  # no end of the weights wire: it may share the server's GPU as it is
+                seen = {} if plan.gpu is None else {"CUDA_VISIBLE_DEVICES": str(FIRST_GPU + plan.gpu)}
+                run.start("teacher", "rollout teacher", "--name", "teacher-0", **seen)
+            for name in ("buffer", "rollout", "learner"):
+                run.start(name, name)
             try:
                 run.wait("the goal, or the last version", done, args.budget_s)
             except (Died, TimeoutError) as error:

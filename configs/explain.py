@@ -211,7 +211,8 @@ def _teachers(config: Config) -> Iterator[str]:
             gpus = f"{teacher.gpus} GPU{'s' * (teacher.gpus > 1)} each where there are any"
             where = f"{teacher.servers} server{'s' * (teacher.servers > 1)} of the run's own at {where}, {gpus}"
         gains = f"{teacher.weight:g} x (teacher's log-probability - policy's)"
-        gained = f"a sampled token {'has the advantage' if alone else "adds to its reward's advantage"} {gains}"
+        to = "has the advantage" if alone else "adds to its reward's advantage"
+        gained = f"a sampled token {to} {gains}"
         if top_k := config.teacher.top_k:
             gained = f"the loss gains {teacher.weight:g} x the forward KL over its {top_k} most probable tokens"
             gained += f", {top_k * TOP_BYTES} bytes a sampled token as stored and sent"

@@ -53,8 +53,8 @@ class SampleImage(Message):
 class TopTeacher(Message):
     """A teacher that gave its k most probable tokens in place of each sampled one (`teacher.top_k`).
 
-    Example: of two sampled tokens with k = 2: `name` "", `ids` int32 [[7, 3], [2, 9]], `logprobs` float32 [[-0.1, -2.5],
-    [-0.7, -0.7]].
+    Example: of two sampled tokens with k = 2: `name` "", `ids` int32 [[7, 3], [2, 9]],
+    `logprobs` float32 [[-0.1, -2.5], [-0.7, -0.7]].
     """
 
     name: str = ""

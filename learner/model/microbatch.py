@@ -120,8 +120,8 @@ class Microbatch:
     teacher: Tensor | None = None
     """float32: the teacher's log-probability of the token, 0 where there is none; None: no token has a teacher."""
     teacher_ids: Tensor | None = None
-    """int64 [trainable tokens, k]: the teacher's k most probable tokens in place of each of `scored`, zeros where there is
-    no teacher; None: no token has them."""
+    """int64 [trainable tokens, k]: the teacher's k most probable tokens in place of each of `scored`, zeros where there
+    is no teacher; None: no token has them."""
     teacher_top: Tensor | None = None
     """float32 [trainable tokens, k]: the teacher's log-probabilities of these."""
     own: RowSlice | None = None

@@ -57,8 +57,8 @@ class Algorithm:
     `budget`: tokens per microbatch. `max_tokens`: the longest answer, from which the soft overlong penalty and, by
     default, `aggregation: constant` count. `form`: how a vision-language model sees images. `critic`: gives each token
     its advantage, with `advantage: gae`. `beside`: texts that are trained beside the samples. `teachers`: the weight of
-    each teacher, by the `data_source` of its rows; `top_k`: whether they gave their most probable tokens, for a loss that
-    `is_tokenwise`.
+    each teacher, by the `data_source` of its rows; `top_k`: whether they gave their most probable tokens, for a loss
+    that `is_tokenwise`.
     """
 
     def __init__(
