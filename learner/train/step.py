@@ -177,8 +177,8 @@ class Algorithm:
 
     def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
         """The loss of all tokens together, after the head; the head recomputes its logits in the backward pass. Ranks
-        that share the row compute the same loss, and each differentiates it by the tokens that it predicts. The run file
-        was checked: there is no `top`."""
+        that share the row compute the same loss, and each differentiates it by the tokens that it predicts. There is no
+        `top`: the run file was checked."""
         assert top is None
         logprobs, entropy = policy(microbatch)
         loss, sums = self.loss(context.inputs(logprobs, entropy), self.config)

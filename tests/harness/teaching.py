@@ -10,6 +10,8 @@ from typing import Any
 from configs.inner_command import inner_words
 from tests.harness.model_server import ModelServer
 
+OTHERS = 1000
+"""The first of the tokens that are given besides a text's own."""
 Opinion = Callable[[Sequence[int], int], float]
 """From a text and a place in it to the log-probability of the token there."""
 
@@ -17,6 +19,12 @@ Opinion = Callable[[Sequence[int], int], float]
 def by_context(text: Sequence[int], place: int) -> float:
     """Depends on the token and on all before it, so that a wrong context shows; multiples of 1/64, exact in float32."""
     return -(1 + (sum((1 + at) * token for at, token in enumerate(text[: place + 1])) % 200)) / 64
+
+
+def entry(token: int, logprob: float, others: int) -> dict[str, Any]:
+    """What vLLM answers of one token: its own log-probability, and so many others, here less probable ones."""
+    known = {token: logprob} | {OTHERS + number: -8.0 - number for number in range(others)}
+    return {str(one): {"logprob": each, "rank": 1, "decoded_token": "x"} for one, each in known.items()}
 
 
 def completions(body: dict[str, Any], opinion: Opinion = by_context) -> dict[str, Any]:
@@ -27,7 +35,7 @@ def completions(body: dict[str, Any], opinion: Opinion = by_context) -> dict[str
             "index": index,
             "text": "x",
             "prompt_logprobs": [
-                {str(token): {"logprob": opinion(text, place), "rank": 1, "decoded_token": "x"}} if place else None
+                entry(token, opinion(text, place), body["prompt_logprobs"]) if place else None
                 for place, token in enumerate(text)
             ],
         }

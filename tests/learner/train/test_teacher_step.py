@@ -128,7 +128,7 @@ TOP = 3
 
 
 def topped(entries: list[Entry], vocabulary: int) -> list[Entry]:
-    """Each sample with a teacher has the TOP most probable tokens of a random distribution in place of each sampled one."""
+    """Each sample with a teacher has the TOP most probable tokens of random distributions in place of sampled ones."""
     draw, made = torch.Generator().manual_seed(7), []
     for entry in entries:
         sample = Sample.unpack(entry.sample)
