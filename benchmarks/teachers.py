@@ -146,12 +146,13 @@ def rows_of(seed: int, alone: list[dict[str, float]], taught: list[dict[str, flo
     kl = [one["teacher/reverse_kl"] for one in taught]
     goal = f"to a mean reward of {GOAL:g}"
     rows = [ResultRow("reverse KL, last 5 versions", mean(kl[-5:]), "nat", "first 5 versions", mean(kl[:5]), case)]
-    if by_both is None or by_rewards is None:
+    if by_both is None:
         ends = [mean([one["reward/mean"] for one in each[-WINDOW:]]) for each in (taught, alone)]
-        trains = f"{len(taught)} versions with a teacher, {len(alone)} alone"
-        return [ResultRow(f"not both {goal} ({trains}): the last mean", ends[0], "", "alone", ends[1], case), *rows]
-    share = ResultRow("  as a share", by_both / by_rewards, "", "target", TARGET, case)
-    versions = float(by_both), "", "rewards alone", float(by_rewards), case
+        what = f"not {goal} in {len(taught)} versions: the last mean"
+        return [ResultRow(what, ends[0], "", f"alone, after {len(alone)}", ends[1], case), *rows]
+    least, bound = by_rewards or len(alone), "" if by_rewards else ", less than"
+    share = ResultRow(f"  as a share{bound}", by_both / least, "", "target", TARGET, case)
+    versions = float(by_both), "", f"rewards alone{'' if by_rewards else ', more than'}", float(least), case
     return [ResultRow(f"versions {goal}, with a teacher", *versions), share, *rows]
 
 

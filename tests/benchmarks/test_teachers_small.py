@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.teachers import reached, rows_of
+from benchmarks.teachers import Plan, laid_over, plans, reached, rows_of, setting
 
 
 @pytest.mark.parametrize(
@@ -32,5 +32,28 @@ def test_versions_are_compared_where_both_runs_reached_the_goal() -> None:
 
 
 def test_a_run_that_never_reached_it_is_shown_with_its_last_rewards() -> None:
-    never, _ = rows_of(1, [{"reward/mean": 0.5}] * 20, TAUGHT)
-    assert never.what.startswith("never to a mean reward of 0.8") and (never.value, never.against_value) == (0.9, 0.5)
+    weak = [one | {"reward/mean": 0.6} for one in TAUGHT]
+    never, _ = rows_of(1, [{"reward/mean": 0.5}] * 20, weak)
+    assert never.what == "not to a mean reward of 0.8 in 10 versions: the last mean"
+    assert (never.value, never.against, never.against_value) == (pytest.approx(0.6), "alone, after 20", 0.5)
+
+
+def test_rewards_that_never_reached_it_bound_the_share() -> None:
+    versions, share, _ = rows_of(1, [{"reward/mean": 0.5}] * 20, TAUGHT)
+    assert (versions.value, versions.against, versions.against_value) == (5, "rewards alone, more than", 20)
+    assert share.what == "  as a share, less than" and share.value == 0.25
+
+
+def test_runs_take_gpus_in_turn_and_a_learner_another_one_than_its_server() -> None:
+    made = plans([0, 1, 2], [4, 5])
+    assert [(plan.seed, plan.taught) for plan in made] == [(s, t) for t in (False, True) for s in range(3)]
+    assert all(plan.gpu != plan.learner_gpu and {plan.gpu, plan.learner_gpu} == {4, 5} for plan in made)
+    assert plans([0], []) == [Plan(0, False, None, None), Plan(0, True, None, None)]
+
+
+def test_a_setting_is_laid_over_key_by_key() -> None:
+    config = {"learner": {"lr": 1e-3, "device": "cpu"}, "data": {"eval": "file"}}
+    for change in ({"data": {"eval": {}}}, setting("learner.lr=4e-3"), setting("teacher.engine.dtype=float32")):
+        laid_over(config, change)
+    assert config["learner"] == {"lr": "4e-3", "device": "cpu"} and config["data"] == {"eval": {}}
+    assert config["teacher"] == {"engine": {"dtype": "float32"}}
