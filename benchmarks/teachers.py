@@ -5,7 +5,7 @@ the quickstart makes it, trained on rewards alone, and with `examples/countdown/
 shown right answers to the training problems (`make_model --right-only`), and is the same for all seeds. With
 `--gpus 0 1 2 3` all runs go side by side: server and teacher of a run share one GPU, its learner has the next, all in
 bfloat16.
-`--set learner.lr=4e-3` changes a key of the runs with the teacher, `--only rewards` or `teacher` leaves the others out,
+`--set learner.lr=4e-3` changes a key of the runs with the teacher, `--only rewards`, `teacher` or `nothing` leaves others out,
 which count if they were made before: what is in DIR is kept. A run has reached the goal at the first version at which
 the mean reward of the last WINDOW versions is that high, and ends there. Prints one table; writes
 `benchmarks/results/teachers.json`.
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--versions", type=int, default=120, help="of a run, at most")
     parser.add_argument("--gpus", type=int, nargs="+", default=[], help="at least two; none: on the CPU")
-    parser.add_argument("--only", choices=("rewards", "teacher"), help="make no other runs")
+    parser.add_argument("--only", choices=("rewards", "teacher", "nothing"), help="make no other runs")
     parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="of runs with the teacher")
     parser.add_argument("--budget-s", type=float, default=LONGEST_S, help="of a run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "teachers.json")
