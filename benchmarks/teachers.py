@@ -4,11 +4,10 @@
 the quickstart makes it, trained on rewards alone, and with `examples/countdown/teacher.yaml` laid over. The teacher was
 shown right answers to the training problems (`make_model --right-only`), and is the same for all seeds. With
 `--gpus 0 1 2 3` all runs go side by side: server and teacher of a run share one GPU, its learner has the next, all in
-bfloat16.
-`--set learner.lr=4e-3` changes a key of the runs with the teacher; `--only rewards`, `teacher` or `nothing` leaves other
-runs out, which count if they were made before: what is in DIR is kept. A run has reached the goal at the first version
-at which the mean reward of the last WINDOW versions is that high, and ends there. Prints one table; writes
-`benchmarks/results/teachers.json`.
+bfloat16. `--set learner.lr=4e-3` changes a key of the runs with the teacher; `--only rewards`, `teacher` or `nothing`
+leaves other runs out, which count if they were made before: what is in DIR is kept. A run has reached the goal at the
+first version at which the mean reward of the last WINDOW versions is that high, and ends there. Prints one table;
+writes `benchmarks/results/teachers.json`.
 """
 
 import argparse
