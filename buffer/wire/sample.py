@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgpack
 import numpy as np
-from pydantic import Field, FiniteFloat, ValidationError, model_validator
+from pydantic import Discriminator, Field, FiniteFloat, Tag, ValidationError, model_validator
 
 from buffer.ledger.types import SampleStats
 from buffer.wire.message import LIMITS, TEXT, Array, Count, Message, in_words, open_map
@@ -109,7 +109,10 @@ class Sample(Message):
     """[tokens, layers, k], uint8 or, of more than 256 experts, uint16: the k experts that the server chose for each
     token in each layer with experts, in order; zeros for a token that it did not compute, as the last one of a segment.
     None without `rollout.routing_replay`."""
-    teacher: str | TopTeacher = ""
+    teacher: Annotated[
+        Annotated[str, Tag("name")] | Annotated[TopTeacher, Tag("top")],
+        Discriminator(lambda given: "top" if isinstance(given, dict | TopTeacher) else "name"),
+    ] = ""
     """The teacher that scored it, by the `data_source` of its rows: "" is the teacher of all other rows, or none; with
     its most probable tokens, where they were asked for."""
     teacher_logprobs: Array | None = None

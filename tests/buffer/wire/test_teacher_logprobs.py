@@ -56,7 +56,7 @@ def test_a_taught_sample_takes_the_short_way_and_keeps_its_bytes() -> None:
         (taught(GOOD, "code"), ONE, "teacher: 'code'; the run has 'math'"),
         (taught(GOOD, ""), ONE, "teacher: ''; the run has 'math'"),
         (taught(GOOD), NO, "teacher: 'math'; the run has none"),
-        (taught(GOOD, teacher=3), ANY, "teacher.str: 3; Input should be a valid string"),
+        (taught(GOOD, teacher=3), ANY, "teacher.name: 3; Input should be a valid string"),
         (taught(GOOD, teacher_logprobs=None), ANY, "teacher is 'math', but there are no teacher_logprobs"),
         (sample(tokens=6).pack(), ALL, "teacher_logprobs: there are none; every row of this run has a teacher"),
     ],
@@ -133,7 +133,7 @@ def test_most_probable_tokens_travel_with_their_teacher_and_keep_their_bytes() -
         (topped(IDS, [[-0.1, 0.5], *TOP[1:]]), OF_TWO, "teacher.logprobs: 0.5 at token 1"),
         (topped(IDS, [[-0.1, -0.1], *TOP[1:]]), OF_TWO, "the probabilities in one place sum to 1 at most"),
         (topped(name="code"), OF_TWO, "teacher: 'code'; the run has 'math'"),
-        (topped(extra=1), ANY, "teacher"),
+        (topped(extra=1), ANY, "teacher.top.extra: "),
     ],
 )
 def test_tokens_that_no_teacher_can_have_given_are_refused_in_one_line(data: bytes, bounds: Bounds, words: str) -> None:
