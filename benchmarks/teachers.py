@@ -31,6 +31,8 @@ FILES = Path(__file__).parents[1] / "examples" / "countdown"
 TEACHER_STEPS = 4000
 ALONE = {"learner": {"lr": 4e-4, "schedule": "constant"}}
 """What the runs on rewards alone change of the quickstart: its own schedule ends at its last version."""
+TAUGHT = {"teacher": {"top_k": 16, "weight": 10}, "learner": {"lr": 2e-3}}
+"""What the runs with the teacher change of the quickstart and `teacher.yaml`, before `--set`."""
 ON_GPU: dict[str, dict[str, Any]] = {
     "model": {"dtype": "bfloat16"},
     "learner": {"device": "cuda", "attention": "sdpa", "compile": False},
@@ -103,7 +105,7 @@ def run_of(args: argparse.Namespace, plan: Plan) -> Processes:
     buffer = {"address": f"tcp://127.0.0.1:{free_port()}"}
     own = {"run": run, "model": {"path": f"{work}/model-seed{plan.seed}"}, "data": data, "buffer": buffer}
     laid_over(config, own)
-    for change in map(setting, args.set) if plan.taught else [ALONE]:
+    for change in [TAUGHT, *map(setting, args.set)] if plan.taught else [ALONE]:
         laid_over(config, change)
     if plan.taught:
         laid_over(config, {"teacher": {"model": str(work / "teacher"), "port": free_port()}})

@@ -199,9 +199,8 @@ def test_a_teacher_is_shown_right_answers_only(tmp_path: Path):
         assert compute_score(answer.removesuffix(warm_start.END), truth)["solved"] == 1
 
 
-def test_the_quickstart_with_a_teacher_differs_in_the_teacher_and_the_learning_rate_only():
+def test_the_quickstart_with_a_teacher_differs_in_the_teacher_only():
     plain, taught = (load([str(QUICKSTART), *more]) for more in ([], [str(QUICKSTART.with_name("teacher.yaml"))]))
     check(taught, files=())
     assert list(taught.teacher.teachers) == [""] and taught.teacher.served == [""]
-    learner = taught.learner.model_copy(update={"lr": plain.learner.lr})
-    assert taught.model_copy(update={"teacher": plain.teacher, "learner": learner}) == plain
+    assert taught.model_copy(update={"teacher": plain.teacher}) == plain
