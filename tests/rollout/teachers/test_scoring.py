@@ -98,7 +98,7 @@ async def test_the_most_probable_tokens_come_in_place_of_each_sampled_one_of_all
     ]
     own = sample.teacher_logprobs.numpy()[sampled].tolist()
     assert top.logprobs.numpy().tolist() == [[logprob, -8.0, -9.0] for logprob in own]
-    assert sample_stats(sample.pack(), Bounds(teachers=frozenset({""}), top_k=3)).reward == 1.0
+    assert sample_stats(sample.pack(), Bounds(teachers=frozenset({""}), top_k=3)).sampled == 6
 
 
 def spoiled(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any], int], tuple[int, Any]]:
