@@ -214,7 +214,7 @@ def _teachers(config: Config) -> Iterator[str]:
         to = "has the advantage" if alone else "adds to its reward's advantage"
         gained = f"a sampled token {to} {gains}"
         if top_k := config.teacher.top_k:
-            gained = f"the loss gains {teacher.weight:g} x the forward KL over its {top_k} most probable tokens"
+            gained = f"the loss gains {teacher.weight:g} x the reverse KL over its {top_k} most probable tokens"
             gained += f", {top_k * TOP_BYTES} bytes a sampled token as stored and sent"
         yield f"teacher of {rows}: {teacher.model or teacher.url}, {where}; {gained}"
 

@@ -346,7 +346,7 @@ class TeacherConfig(TeacherModel):
     rows have the teacher that `teacher.model` or `teacher.url` names, if any."""
     top_k: Annotated[int, Field(ge=1, le=64)] | None = None
     """Learn from the teachers' so many most probable tokens in place of each sampled one: the loss gains `weight` times
-    the forward KL of the policy to the teacher over these and all others as one, and the advantages gain nothing. null:
+    the reverse KL of the policy to the teacher over these and all others as one, and the advantages gain nothing. null:
     the policy-gradient form, with the sampled tokens alone."""
     host: str = "127.0.0.1"
     """Address of this machine on which the teacher servers listen, and at which rollout servers reach them."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 SHARE, KL = "teacher/share", "teacher/reverse_kl"
 """Metrics: share of sampled tokens that have a teacher, and the estimate of the reverse KL over these, in nats."""
-FORWARD, FORWARD_SUM = "teacher/forward_kl", "teacher_forward_kl"
+DIVERGENCE, DIVERGENCE_SUM = "teacher/divergence", "teacher_divergence"
 """With `teacher.top_k`: the mean divergence over the tokens that have a teacher, in nats, and its sum."""
 
 
@@ -47,7 +47,7 @@ def kl_metrics(sums: Mapping[str, float], names: Collection[str], sampled: float
     metrics = {SHARE: sum(tokens.values()) / max(sampled, 1.0)}
     if total := sum(tokens.values()):
         metrics[KL] = sum(kl.values()) / total
-        metrics |= {FORWARD: sums[FORWARD_SUM] / total} if FORWARD_SUM in sums else {}
+        metrics |= {DIVERGENCE: sums[DIVERGENCE_SUM] / total} if DIVERGENCE_SUM in sums else {}
     named = {name: number for name, number in tokens.items() if number and len(names) > 1}
     return metrics | {f"teacher/{name or 'other'}/reverse_kl": kl[name] / number for name, number in named.items()}
 

@@ -1,9 +1,10 @@
 """The teacher's k most probable tokens: a divergence of the policy from them, and its gradient at the logits.
 
-With q the teacher's probabilities of its k tokens, p the policy's of the same tokens, and t the rest of the vocabulary
-as one token: D = sum q log(q/p) + q_t log(q_t/p_t), the forward KL of Agarwal et al. (GKD, arXiv:2306.13649) over k + 1
-outcomes; verl calls it `forward_kl_topk_tail`. At k = vocabulary it is the whole forward KL. Pure functions, used by
-the head (`head.py`) while a chunk's logits exist; nothing here is as large as they are.
+With p the policy's probabilities of the k tokens, q the teacher's, and t all other tokens as one:
+D = sum p log(p/q) + p_t log(p_t/q_t), the reverse KL over k + 1 outcomes. Distilling by the reverse KL on the policy's
+own samples is MiniLLM (arXiv:2306.08543) and Thinking Machines' On-Policy Distillation (2025); one outcome for all
+other tokens is as in verl's `forward_kl_topk_tail`. At k = vocabulary it is the whole reverse KL. Pure functions, used
+by the head (`head.py`) while a chunk's logits exist; nothing here is as large as they are.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from typing import NamedTuple
 from torch import Tensor, cat, where
 
 LEAST_TAIL = 1e-6
-"""The policy's probability of all other tokens counts as this much at least, because 1 - sum p is rounded; below it the
-tail has no gradient."""
+"""Inside the logarithms, the probability of all other tokens is at least this, the teacher's and the policy's: 1 - sum
+is rounded in float32. So log(p_t/q_t) lies within 13.9 of 0."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,23 @@ class TopTokens:
 
 
 class Divergence(NamedTuple):
-    """D of each token, and what its gradient needs: with respect to logit j of the k tokens it is `inside` p_j - q_j,
-    with respect to that of any other `outside` p_j. All [tokens]."""
+    """D of each token, and its gradient with respect to the logits."""
 
     value: Tensor
+    """[tokens]"""
     inside: Tensor
+    """[tokens, k]: the gradient at the logits of the k tokens, p (log(p/q) - D)."""
     outside: Tensor
+    """[tokens]: log(p_t/q_t) - D; times its probability, the gradient at the logit of any other token."""
 
 
 def divergence(teacher: Tensor, policy: Tensor) -> Divergence:
     """D of the log-probabilities of the same tokens, [tokens, k] each."""
-    q, p = teacher.exp(), policy.exp()
-    held = q.sum(-1)
-    rest, own = (1 - held).clamp(min=0), 1 - p.sum(-1)
-    value = (q * (teacher - policy)).sum(-1)
-    logs = rest.clamp(min=1e-30).log() - own.clamp(min=LEAST_TAIL).log()
-    fixed = (rest <= 0) | (own < LEAST_TAIL)
-    inside = where(fixed, held, 1)
-    return Divergence(value + rest * logs, inside, inside - where(fixed, 0, rest / own.clamp(min=LEAST_TAIL)))
+    p, ratios = policy.exp(), policy - teacher
+    rest, own = ((1 - each.exp().sum(-1)).clamp(min=0) for each in (teacher, policy))
+    of_tail = own.clamp(min=LEAST_TAIL).log() - rest.clamp(min=LEAST_TAIL).log()
+    value = (p * ratios).sum(-1) + own * of_tail
+    return Divergence(value, p * (ratios - value[:, None]), of_tail - value)
 
 
 class TopGradient(NamedTuple):
@@ -88,7 +88,7 @@ def top_gradient(
     (ids, own), (slope, of_entropy), weights = target, grads, top.weights.to(policy.dtype)
     hits = top.ids == ids[:, None]
     outside = weights * found.outside
-    values = weights[:, None] * (found.inside[:, None] * policy.exp() - top.logprobs.to(policy.dtype).exp())
+    values = weights[:, None] * found.inside
     sampled = where(hits.any(-1), (values * hits).sum(-1), outside * own.exp())
     values = values + slope[:, None] * (hits.to(policy.dtype) - policy.exp())
     sampled = sampled + slope * (1 - own.exp())

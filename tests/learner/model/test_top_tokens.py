@@ -21,20 +21,20 @@ def case(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def buckets(policy: Tensor, teacher: Tensor, ids: Tensor) -> Tensor:
-    """The forward KL over the tokens `ids` and all others as one, by its definition."""
+    """The reverse KL over the tokens `ids` and all others as one, by its definition."""
     inside = torch.zeros_like(policy, dtype=torch.bool).scatter_(-1, ids, True)
-    total = torch.where(inside, teacher.exp() * (teacher - policy), 0).sum(-1)
+    total = torch.where(inside, policy.exp() * (policy - teacher), 0).sum(-1)
     if ids.shape[-1] == policy.shape[-1]:
         return total
     q, p = (torch.where(inside, 0, each.exp()).sum(-1) for each in (teacher, policy))
-    return total + q * (q / p).log()
+    return total + p * (p / q).log()
 
 
 @pytest.mark.parametrize("bonus", [False, True])
 @pytest.mark.parametrize("k", [1, 4, VOCABULARY])
 def test_loss_and_gradient_are_those_of_the_definition(k: int, bonus: bool) -> None:
     """With another loss of the sampled token, tokens of weight 0, a temperature, chunks of 3; at k = vocabulary it is
-    the whole forward KL."""
+    the whole reverse KL."""
     hidden, weight, targets, teacher = case()
     logprobs, ids = teacher.topk(k)
     targets[0] = ids[0, 0]
@@ -57,26 +57,41 @@ def test_loss_and_gradient_are_those_of_the_definition(k: int, bonus: bool) -> N
     torch.testing.assert_close(total, whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(distances[weights != 0], expected[weights != 0].detach(), rtol=1e-9, atol=1e-12)
     if k == VOCABULARY:
-        of_all = torch.nn.functional.kl_div(policy, teacher, reduction="none", log_target=True).sum(-1)
+        of_all = torch.nn.functional.kl_div(teacher, policy, reduction="none", log_target=True).sum(-1)
         torch.testing.assert_close(distances[weights != 0], of_all[weights != 0].detach(), rtol=1e-12, atol=1e-12)
     for one, other in zip(found, torch.autograd.grad(whole, plain), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_a_policy_with_nothing_left_for_other_tokens_has_a_finite_gradient() -> None:
-    """In float32 1 - sum p is a rounding error; the teacher's tail then has no gradient."""
-    hidden, weight = torch.eye(3)[:1] * 60, torch.eye(3)
-    teacher = torch.tensor([[-0.1, -2.5]])
-    leaf = hidden.clone().requires_grad_()
-    top = TopTokens(torch.tensor([[0, 1]]), teacher, torch.ones(1))
+def gradient_of(logits: Tensor, teacher: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """D of one token in float32 through the head, and its gradient at the logits."""
+    leaf = logits[None].clone().requires_grad_()
+    top, width = TopTokens(ids[None], teacher[None], torch.ones(1)), len(logits)
     zero = lambda logp, entropy, chunk: 0 * logp.sum()  # noqa: E731
-    *_, total, distances = chunked_loss(leaf, weight, torch.tensor([2]), zero, HeadOptions(), top=top)
-    (gradient,) = torch.autograd.grad(total, leaf)
-    assert total.isfinite() and distances[0] > 0
-    held = teacher.exp().sum()
-    torch.testing.assert_close(
-        gradient, torch.tensor([[float(held - teacher[0, 0].exp()), -float(teacher[0, 1].exp()), 0.0]])
-    )
+    last = torch.tensor([width - 1])
+    *_, total, distances = chunked_loss(leaf, torch.eye(width), last, zero, HeadOptions(), top=top)
+    return distances[0], torch.autograd.grad(total, leaf)[0][0]
+
+
+def test_a_policy_with_nothing_left_for_other_tokens_has_a_finite_gradient() -> None:
+    """In float32 1 - sum p is a rounding error, larger as logits are."""
+    teacher = torch.tensor([-0.1, -2.5])
+    value, gradient = gradient_of(torch.tensor([60.0, 59.0, 0.0]), teacher, torch.tensor([0, 1]))
+    p = torch.tensor([60.0, 59.0]).log_softmax(-1)
+    expected = (p.exp() * (p - teacher)).sum()
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(gradient[:2], p.exp() * (p - teacher - expected), rtol=0, atol=1e-4)
+    assert gradient[2].abs() < 1e-20
+
+
+@pytest.mark.parametrize("excess", [0.0, 1e-7])
+def test_a_teacher_with_nothing_left_for_other_tokens_pulls_the_policy_from_them(excess: float) -> None:
+    """Their rounded probability may be below 0: it counts as the least one, and no gradient exceeds its logarithm."""
+    teacher = torch.tensor([0.7, 0.3 + excess]).log()
+    value, gradient = gradient_of(torch.tensor([1.0, 0.0, 2.0, 2.0]), teacher, torch.tensor([0, 1]))
+    assert 0 < value < 13.9 and gradient.isfinite().all()
+    assert (gradient[2:] > 1).all() and (gradient[:2] < 0).all()
+    torch.testing.assert_close(gradient.sum(), torch.zeros(()), atol=1e-5, rtol=0)
 
 
 def test_a_policy_that_is_its_teacher_has_no_divergence_and_no_gradient() -> None:
@@ -85,4 +100,4 @@ def test_a_policy_that_is_its_teacher_has_no_divergence_and_no_gradient() -> Non
     found = divergence(top, top)
     torch.testing.assert_close(found.value, torch.zeros(TOKENS).double(), atol=1e-12, rtol=0)
     torch.testing.assert_close(found.outside, torch.zeros(TOKENS).double(), atol=1e-12, rtol=0)
-    torch.testing.assert_close(found.inside, torch.ones(TOKENS).double())
+    torch.testing.assert_close(found.inside, torch.zeros(TOKENS, 4).double(), atol=1e-12, rtol=0)
