@@ -11,17 +11,20 @@ writes `benchmarks/results/teachers.json`.
 """
 
 import argparse
+import fcntl
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
 import yaml
 
-from benchmarks.runs.processes import FIRST_GPU, Died, Processes, free_port
+from benchmarks.runs.ports import free_port
+from benchmarks.runs.processes import FIRST_GPU, Died, Processes, records_in
 from benchmarks.weights.table import ResultRow, progress, write
 
 GOAL, WINDOW = 0.8, 5
@@ -94,7 +97,7 @@ def name_of(plan: Plan, given: Sequence[str]) -> str:
 
 
 def run_of(args: argparse.Namespace, plan: Plan) -> Processes:
-    """The processes of a run, not started yet."""
+    """The processes of a run, not started yet, whose folder exists."""
     work, name, on_gpu = args.work, name_of(plan, args.set), plan.gpu is not None
     sources = ["quickstart.yaml", *(["teacher.yaml"] if plan.taught else [])]
     config: dict[str, Any] = {}
@@ -112,32 +115,50 @@ def run_of(args: argparse.Namespace, plan: Plan) -> Processes:
     if on_gpu:
         laid_over(config, ON_GPU | {"rollout": {"device": "cuda", "engine": ENGINE_ON_GPU}})
         laid_over(config, {"teacher": {"engine": {**ENGINE_ON_GPU, "dtype": "bfloat16"}}} if plan.taught else {})
-    (work / name).mkdir(parents=True, exist_ok=True)
     file = work / name / "given.yaml"
     file.write_text(yaml.safe_dump(config, sort_keys=False))
     return Processes(file, {"rollout": plan.gpu, "learner": plan.learner_gpu})
 
 
+@contextmanager
+def only_maker(folder: Path) -> Iterator[None]:
+    """Raises Died if another benchmark makes the run in `folder` now: it would read a run file of ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "benchmark.lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Died(f"another benchmark makes the run in {folder} now; wait for its end") from None
+        yield
+
+
 def play(args: argparse.Namespace, plan: Plan) -> list[dict[str, float]]:
-    """Run until the goal is reached or the versions are trained; the records. One that was made before is kept."""
+    """Run until the goal is reached or the versions are trained; the records. A run that was made before, or that
+    `--only` leaves out, is only read."""
+    folder = args.work / name_of(plan, args.set)
+
+    def done() -> bool:
+        records = trained(records_in(folder / "metrics.jsonl"))
+        return len(records) >= args.versions or reached([one["reward/mean"] for one in records]) is not None
+
+    if args.only in (None, "teacher" if plan.taught else "rewards") and not done():
+        try:
+            with only_maker(folder):
+                make_run(args, plan, done)
+        except (Died, TimeoutError) as error:
+            progress(f"{folder.name}: {error}")
+    return trained(records_in(folder / "metrics.jsonl"))
+
+
+def make_run(args: argparse.Namespace, plan: Plan, done: Callable[[], bool]) -> None:
+    """Start the processes of a run, and stop them when it is `done`. Raises Died and TimeoutError."""
     with run_of(args, plan) as run:
-
-        def done() -> bool:
-            records = trained(run.records())
-            return len(records) >= args.versions or reached([one["reward/mean"] for one in records]) is not None
-
-        wanted = args.only in (None, "teacher" if plan.taught else "rewards")
-        if wanted and not done():
-            if plan.taught:  # no end of the weights wire: it may share the server's GPU as it is
-                seen = {} if plan.gpu is None else {"CUDA_VISIBLE_DEVICES": str(FIRST_GPU + plan.gpu)}
-                run.start("teacher", "rollout teacher", "--name", "teacher-0", **seen)
-            for name in ("buffer", "rollout", "learner"):
-                run.start(name, name)
-            try:
-                run.wait("the goal, or the last version", done, args.budget_s)
-            except (Died, TimeoutError) as error:
-                progress(f"{name_of(plan, args.set)}: {error}")
-        return trained(run.records())
+        if plan.taught:  # no end of the weights wire: it may share the server's GPU as it is
+            seen = {} if plan.gpu is None else {"CUDA_VISIBLE_DEVICES": str(FIRST_GPU + plan.gpu)}
+            run.start("teacher", "rollout teacher", "--name", "teacher-0", **seen)
+        for name in ("buffer", "rollout", "learner"):
+            run.start(name, name)
+        run.wait("the goal, or the last version", done, args.budget_s)
 
 
 def rows_of(seed: int, alone: list[dict[str, float]], taught: list[dict[str, float]]) -> list[ResultRow]:

@@ -1,8 +1,12 @@
-"""The benchmark of teachers: when a run has reached its goal, and the rows of a seed."""
+"""The benchmark of teachers: when a run has reached its goal, the rows of a seed, and several benchmarks at a time."""
+
+import argparse
+from pathlib import Path
 
 import pytest
 
-from benchmarks.teachers import Plan, laid_over, plans, reached, rows_of, setting
+from benchmarks.runs.ports import FIRST, LAST, free_port
+from benchmarks.teachers import Plan, laid_over, only_maker, plans, play, reached, rows_of, setting
 
 
 @pytest.mark.parametrize(
@@ -57,3 +61,37 @@ def test_a_setting_is_laid_over_key_by_key() -> None:
         laid_over(config, change)
     assert config["learner"] == {"lr": "4e-3", "device": "cpu"} and config["data"] == {"eval": {}}
     assert config["teacher"] == {"engine": {"dtype": "float32"}}
+
+
+def plan_in(work: Path, only: str | None) -> tuple[argparse.Namespace, Plan, Path]:
+    """A run on rewards alone, whose run file and one record exist."""
+    folder = work / "rewards-seed0"
+    folder.mkdir()
+    (folder / "given.yaml").write_text("of another process")
+    (folder / "metrics.jsonl").write_text('{"version": 1, "reward/mean": 0.5}\n{"version": 2, "rew')
+    args = argparse.Namespace(work=work, set=[], only=only, versions=10, budget_s=5.0)
+    return args, Plan(0, False, None, None), folder / "given.yaml"
+
+
+@pytest.mark.parametrize("only", ["teacher", "nothing"])
+def test_a_run_that_only_leaves_out_is_read_and_its_run_file_kept(tmp_path: Path, only: str) -> None:
+    """Another benchmark may have begun it a moment ago: its processes read the address of their buffer there."""
+    args, plan, file = plan_in(tmp_path, only)
+    assert [one["reward/mean"] for one in play(args, plan)] == [0.5]
+    assert file.read_text() == "of another process"
+
+
+def test_a_run_that_another_benchmark_makes_is_not_made_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args, plan, file = plan_in(tmp_path, None)
+    with only_maker(file.parent):
+        assert [one["reward/mean"] for one in play(args, plan)] == [0.5]
+    assert file.read_text() == "of another process"
+    assert f"another benchmark makes the run in {file.parent} now" in "".join(capsys.readouterr())
+
+
+def test_a_port_is_given_once_and_never_one_of_outgoing_connections() -> None:
+    """Searches that begin at the same port find different ones, as searches of other processes would."""
+    ports = [free_port(20_000) for _ in range(5)] + [free_port() for _ in range(5)]
+    assert len(set(ports)) == 10 and all(FIRST <= port < LAST for port in ports)
