@@ -2,6 +2,7 @@
 
 import random
 import socket
+from itertools import chain
 
 FIRST, LAST = 12_000, 32_000
 """Below the ports that Linux gives to outgoing connections: any client may hold one of these at any moment."""
@@ -16,8 +17,8 @@ def free_port(start: int | None = None) -> int:
     The reservation is a name of an abstract Unix socket, which one socket of a network namespace can have. The search
     begins at `start`; None: anywhere between FIRST and LAST. Raises RuntimeError if no port is left.
     """
-    start = random.SystemRandom().randrange(FIRST, LAST) if start is None else start
-    for port in (*range(start, LAST), *range(FIRST, start)):
+    first = random.SystemRandom().randrange(FIRST, LAST) if start is None else start
+    for port in chain(range(first, LAST), range(FIRST, first)):
         reservation = socket.socket(socket.AF_UNIX)
         try:
             reservation.bind(f"\0headrace-benchmark-port-{port}")

@@ -140,8 +140,10 @@ def segments(trajectory: Trajectory) -> list[Text]:
 
 def joined(opinions: Sequence[Opinion]) -> Opinion:
     """What a teacher gave for a sample, from that of its segments."""
-    columns = [[part for part in parts if part is not None] for parts in zip(*opinions, strict=True)]
-    return Opinion(*(np.concatenate(parts) if parts else None for parts in columns))
+    ids = [each.ids for each in opinions if each.ids is not None]
+    top = [each.top for each in opinions if each.top is not None]
+    tops = (np.concatenate(ids), np.concatenate(top)) if ids and top else ()
+    return Opinion(np.concatenate([each.logprobs for each in opinions]), *tops)
 
 
 def columns_of(trajectory: Trajectory) -> dict[str, np.ndarray]:

@@ -61,8 +61,8 @@ class TeacherClient(HttpModel):
         if numbers != list(range(len(texts))):
             given = f"{len(found)} completions, of texts {numbers!r:.80}"
             raise TeacherError(f"{self._name}: {given}, for {len(texts)} texts")
-        given = zip(texts, found, sampled, strict=True)
-        return [Opinion(self._of_tokens(*each[:2]), *self._tops(*each[1:])) for each in given]
+        each = zip(texts, found, sampled, strict=True)
+        return [Opinion(self._of_tokens(text, entries), *self._tops(entries, of)) for text, entries, of in each]
 
     def _tops(self, entries: Any, sampled: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The `top_k` most probable tokens in place of each sampled one, of `entries` that `_of_tokens` has read."""
