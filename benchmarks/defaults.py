@@ -53,7 +53,7 @@ LIMIT = 0.97
 HOLDER = """
 import sys, torch
 free, _ = torch.cuda.mem_get_info()
-held = torch.empty(free - int(float(sys.argv[1]) * 2**30), dtype=torch.uint8, device="cuda")
+held = torch.empty(max(free - int(float(sys.argv[1]) * 2**30), 0), dtype=torch.uint8, device="cuda")
 print(held.numel(), flush=True)
 sys.stdin.read()
 """
