@@ -582,8 +582,11 @@ class ChatConfig(Section):
     """vLLM's parser that finds tool calls in an answer, such as `hermes` or `llama3_json`; null: they stay text."""
     reasoning_parser: str | None = None
     """vLLM's parser that parts reasoning from an answer, such as `qwen3` or `deepseek_r1`; null: it stays text."""
+    thinking: Literal["auto", "on", "off"] = "auto"
+    """Whether the model thinks before it answers, in the words of its own chat template: `off` is `enable_thinking:
+    false` for Qwen 3 and `thinking: false` for DeepSeek-V3.1; `auto`: as the template does by itself. For every task."""
     template_kwargs: dict[str, Any] = {}
-    """Further arguments of the chat template, such as `{enable_thinking: false}`, for every task, whether it sends
+    """Further arguments of the chat template, such as `{reasoning_effort: low}`, for every task, whether it sends
     messages or gets the prompt of a row, as `single_turn` does."""
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""

@@ -317,20 +317,18 @@ def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> 
 
 
 def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
-    """What ends an answer, which a base model seldom does by itself."""
-    closing = made.closing()
-    ends, most = made.tokenizer.convert_ids_to_tokens(made.stops), f"sampling.max_tokens {config.sampling.max_tokens}"
+    """What ends an answer, which a base model seldom does by itself, and what names each token that does."""
+    most = f"sampling.max_tokens {config.sampling.max_tokens}"
+    sources = dict.fromkeys(made.stops, "sampling.stop") | made.end_sources
+    names = made.tokenizer.convert_ids_to_tokens(list(sources))
+    ends = ", ".join(f"{name} ({source})" for name, source in zip(names, sources.values(), strict=True))
     if not ends:
         found.warnings.append(f"sampling.stop: []: nothing ends an answer but {most}; name a token of the tokenizer")
     elif made.plain and not config.sampling.stop:
-        where = f"data.chat_template: none: answers end at {' '.join(ends)} or after {most} only"
+        where = f"data.chat_template: none: answers end at {ends} or after {most} only"
         found.facts.append(f"note: {where}; a base model may go on for ever: name its end in sampling.stop")
     else:
-        found.facts.append(f"answers end at {' '.join(ends)} or after {most}")
-    if closing is not None and closing not in made.stops:
-        token = made.tokenizer.convert_ids_to_tokens(closing)
-        problem = f"the chat template closes an answer with {token}, but generation does not stop at it"
-        found.warnings.append(f"sampling.stop: {config.sampling.stop}: {problem}; add it")
+        found.facts.append(f"answers end at {ends} or after {most}")
 
 
 def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:

@@ -125,12 +125,10 @@ def test_a_template_that_fits_the_model_is_no_warning(template: str):
     assert judged(template).warnings == []
 
 
-def test_a_closing_token_that_does_not_stop_generation_is_warned_of():
-    (warning,) = judged("base").warnings
-    problem = "the chat template closes an answer with <|im_end|>, but generation does not stop at it; add it"
-    assert warning == f"sampling.stop: []: {problem}"
-    assert judged("base", "--sampling.stop=['<|im_end|>']").warnings == []
-    assert judged("base", "--data.chat_template=none").warnings == []
+def test_what_ends_an_answer_is_named_with_its_source():
+    (line,) = [line for line in judged("base", "--sampling.stop=['</answer>']").facts if line.startswith("answers")]
+    ends = "</answer> (sampling.stop), <|endoftext|> (tokenizer), <|im_end|> (chat template)"
+    assert line == f"answers end at {ends} or after sampling.max_tokens 1024"
 
 
 def test_an_argument_that_the_template_does_not_know_is_warned_of():
