@@ -61,7 +61,9 @@ def main() -> int:
 
     def alone(kind: torch.dtype) -> torch.Tensor:
         parts = (
-            torch_chunk_gated_delta_rule(*(x[:, a:b].to(kind) for x in (query, key, value)), g=g[:, a:b], beta=beta[:, a:b])
+            torch_chunk_gated_delta_rule(
+                *(x[:, a:b].to(kind) for x in (query, key, value)), g=g[:, a:b], beta=beta[:, a:b]
+            )
             for a, b in spans
         )
         return torch.cat([output for output, _ in parts], 1)
@@ -69,7 +71,9 @@ def main() -> int:
     exact = alone(torch.float32).float()
     whole = torch_chunk_gated_delta_rule(query, key, value, g=g, beta=beta)[0].float()
     size = exact.norm()
-    print(f"document by document, bfloat16 in: {float((alone(torch.bfloat16).float() - exact).norm() / size):.2e} of the norm")
+    print(
+        f"document by document, bfloat16 in: {float((alone(torch.bfloat16).float() - exact).norm() / size):.2e} of the norm"
+    )
     print(f"without bounds, as one sequence:   {float((whole - exact).norm() / size):.2e} of the norm")
     print(f"document by document, torch:       {milliseconds(lambda: alone(torch.bfloat16)):.2f} ms", flush=True)
     if (found := kernel()) is None:

@@ -31,6 +31,8 @@ from learner.model.policy import Policy
 
 LENGTHS, SHORT = (300, 1500, 37, 640, 333), (30, 70, 4, 64, 33)
 """Tokens of the compared documents, on a GPU and on a CPU."""
+PLAIN: dict[str, Any] = {"compile": False, "activation_checkpointing": "block", "gather": "pass"}
+"""Keys of the learner: the least memory, and no minute of compilation."""
 KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
 """Packages whose kernels transformers takes for layers that keep a state, where they are installed."""
 
@@ -45,7 +47,7 @@ def compare(folder: Path, mesh: DeviceMesh) -> None:
     """Show how far the learner's log-probabilities are from transformers' ones, packed and alone."""
     gpu = mesh.device_type == "cuda"
     model = ModelConfig(path=str(folder), dtype="bfloat16" if gpu else "float32")
-    policy = Policy(model, LearnerConfig(compile=False, gather="pass"), mesh)
+    policy = Policy(model, LearnerConfig(**PLAIN, head_chunk_tokens=1024), mesh)
     kinds = state.kinds(policy.model)
     installed = [name for name in KERNELS if importlib.util.find_spec(name)]
     way = "document by document, documents of similar length as a batch" if kinds else "none"
@@ -53,7 +55,10 @@ def compare(folder: Path, mesh: DeviceMesh) -> None:
     show("  computed", f"{way}; kernels installed: {', '.join(installed) or 'none, torch alone'}")
     show("attention", str(policy.attention))
     draw = np.random.default_rng(0)
-    texts = [draw.integers(3, policy.model.config.get_text_config().vocab_size, length) for length in (LENGTHS if gpu else SHORT)]
+    texts = [
+        draw.integers(3, policy.model.config.get_text_config().vocab_size, length)
+        for length in (LENGTHS if gpu else SHORT)
+    ]
     scores = []
     for some in ([*texts], *([text] for text in texts)):
         row = packed_row(some)
@@ -85,7 +90,7 @@ def apart(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def steps(folder: Path, shape: str, samples: int, mesh: DeviceMesh) -> None:
     """Show speed and memory of the learner's steps."""
-    case = Case("ours", shape, samples=samples, steps=2, learner={"compile": False, "activation_checkpointing": "auto"})
+    case = Case("ours", shape, samples=samples, steps=2, learner=PLAIN)
     found = ours.run(case, folder, mesh)
     show("tokens per microbatch", float(found["budget"]))
     show("learner's step", found["seconds"], "s")
@@ -103,7 +108,9 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     print(f"== {args.shape}: {torch.cuda.get_device_name() if gpu else 'cpu'}, torch {torch.__version__}", flush=True)
     folder = weights_of(args.shape, args.work.resolve() / "models", 0.0)
+    gc.collect()
     if gpu:
+        torch.cuda.empty_cache()
         torch.cuda.set_device(0)
     else:
         torch.set_num_threads(1)

@@ -74,7 +74,7 @@ def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Map
         return None
     closing = commonprefix([last, followed])
     both = _added(closing, tokenizer)
-    if both and last == header:  # the template may always write the header of the next answer
+    if both and last == header and closing.strip() != last.strip():  # it always writes the header of the next answer
         return both[0]
     if both:
         return both[-1]
