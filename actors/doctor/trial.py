@@ -246,6 +246,7 @@ def judge_template(found: Judgement, config: Config, made: "Prompts", first: str
     for name in config.rollout.chat.template_kwargs:
         if made.plain or name not in made.template_text:
             found.warnings.append(f"rollout.chat.template_kwargs.{name}: the chat template has no such argument")
+    judge_parsers(found, config, made)
     opened = re.search(r"<(\w+)>\s*$", first)
     if opened is None:
         return
@@ -256,6 +257,27 @@ def judge_template(found: Judgement, config: Config, made: "Prompts", first: str
         if tag in pattern and not re.search(rf"\((\?:)?{tag}\)\?", pattern):
             never = f"needs {tag} in an answer, but prompts already end with it"
             found.warnings.append(f"reward.function: the pattern of {part.metric} {never}; write ({tag})? there")
+
+
+def judge_parsers(found: Judgement, config: Config, made: "Prompts") -> None:
+    """Name what `rollout.chat` switches and chooses for this model."""
+    from rollout.episodes.parser_choice import settled_chat
+
+    given = config.rollout.chat
+    if given.thinking != "auto":
+        switch = made.template_kwargs.keys() - given.template_kwargs.keys()
+        shown = ", ".join(f"{name}: {json.dumps(made.template_kwargs[name])}" for name in switch)
+        found.facts.append(f"thinking: {given.thinking}: the chat template gets {shown}")
+    try:
+        chat = settled_chat(config, made)
+    except ValueError as error:
+        found.refused.append(str(error))
+        return
+    for key, what in (("tool_parser", "tool calls"), ("reasoning_parser", "thinking")):
+        if getattr(given, key) == "auto":
+            name = getattr(chat, key)
+            how = f"vLLM's parser {name} reads the {what}" if name else f"the chat template writes no {what}"
+            found.facts.append(f"rollout.chat.{key}: auto: {how}")
 
 
 def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:

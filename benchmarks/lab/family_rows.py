@@ -1,4 +1,4 @@
-"""Is a shape of another family computed exactly, how fast, and in how much memory? A learner alone, on one GPU or a CPU.
+"""Is a shape of another family computed exactly, how fast, in how much memory? A learner alone, on one GPU or a CPU.
 
 `python -m benchmarks.lab.family_rows SHAPE --work FOLDER`: first documents packed in one row against transformers' own
 eager forward pass of each alone, from the same weights in float32; then the learner's steps on random batches

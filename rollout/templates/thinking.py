@@ -15,9 +15,10 @@ SWITCHES: Mapping[str, tuple[Any, Any]] = {
     "reasoning": (True, False),
     "thinking_budget": (-1, 0),
 }
-"""Arguments of chat templates, with their values for `on` and `off`. Families: `enable_thinking` Qwen 3 and 3.5,
-GLM-4.5, SmolLM3, EXAONE 4, Gemma 4, Nemotron 3 and others; `thinking` DeepSeek-V3.1, Granite 3.2, Kimi K2.5;
-`reasoning` Command A Reasoning; `thinking_budget` Seed-OSS."""
+"""Arguments of chat templates, with their values for `on` and `off`.
+
+`enable_thinking`: Qwen 3 and 3.5, GLM-4.5, SmolLM3, EXAONE 4, Gemma 4, Nemotron 3 and others. `thinking`:
+DeepSeek-V3.1, Granite 3.2, Kimi K2.5. `reasoning`: Command A Reasoning. `thinking_budget`: Seed-OSS."""
 
 
 def thinking_arguments(

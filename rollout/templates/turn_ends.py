@@ -1,11 +1,12 @@
-"""Which tokens end an answer: those that the model's files name, and the token with which its chat template ends a turn.
+"""Finds the tokens that end an answer: those that the model's files name, and the one by which its chat template ends
+a turn.
 
 Used by `rollout/episodes/prompts.py`. Reads the model's folder and renders three short chats; waits for the renderer.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +63,9 @@ def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Map
     chats.
 
     It is the last added token of what stands behind an answer both at the end of a chat and before another message:
-    `<|eot_id|>` for Llama 3, and `<|end|>` for Phi 3, which closes a chat with `<|end|>` and a further token. A template
-    whose closings differ (gpt-oss) ends a turn as it ends a chat, and one that closes nothing (GLM) where the next
-    message begins.
+    `<|eot_id|>` for Llama 3, and `<|end|>` for Phi 3, which closes a chat with `<|end|>` and a further token. A
+    template whose closings differ (gpt-oss) ends a turn as it ends a chat, and one that closes nothing (GLM) where the
+    next message begins.
     """
     try:
         last = _behind(texts.render(CHAT, False, kwargs=kwargs))
@@ -72,13 +73,18 @@ def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Map
         followed = _behind(texts.render([*CHAT, {"role": "user", "content": NEXT}], False, kwargs=kwargs))
     except UNUSABLE:
         return None
-    closing = commonprefix([last, followed])
+    closing = last[: common(last, followed)]
     both = _added(closing, tokenizer)
     if both and last == header and closing.strip() != last.strip():  # it always writes the header of the next answer
         return both[0]
     if both:
         return both[-1]
     return next(iter([*reversed(_added(last, tokenizer)), *_added(followed, tokenizer)]), None)
+
+
+def common(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _behind(text: str) -> str:
