@@ -584,19 +584,12 @@ class ChatConfig(Section):
     reasoning_parser: str | None = None
     """vLLM's parser that parts reasoning from an answer, such as `qwen3` or `deepseek_r1`; `auto`: the one
     that fits; null: it stays text."""
-    thinking: Literal["auto", "on", "off"] = "auto"
+    thinking: bool | Literal["auto"] = "auto"
     """Whether the model thinks before it answers, by the switch of its own chat template: `off` is `enable_thinking:
     false` for Qwen 3 and `thinking: false` for DeepSeek-V3.1; `auto`: the template's default. For every task."""
     template_kwargs: dict[str, Any] = {}
     """Further arguments of the chat template, such as `{reasoning_effort: low}`, for every task, whether it sends
     messages or gets the prompt of a row, as `single_turn` does."""
-
-    @field_validator("thinking", mode="before")
-    @classmethod
-    def _as_written(cls, given: Any) -> Any:
-        """YAML reads a bare `on` as true, and `off` as false."""
-        return ("off", "on")[given] if isinstance(given, bool) else given
-
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""
     max_tokens: Positive | None = None

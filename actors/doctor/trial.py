@@ -267,7 +267,9 @@ def judge_parsers(found: Judgement, config: Config, made: "Prompts") -> None:
     if given.thinking != "auto":
         switch = made.template_kwargs.keys() - given.template_kwargs.keys()
         shown = ", ".join(f"{name}: {json.dumps(made.template_kwargs[name])}" for name in switch)
-        found.facts.append(f"thinking: {given.thinking}: the chat template gets {shown}")
+        found.facts.append(
+            f"rollout.chat.thinking: {'on' if given.thinking else 'off'}: the chat template gets {shown}"
+        )
     try:
         chat = settled_chat(config, made)
     except ValueError as error:

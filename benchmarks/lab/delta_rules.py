@@ -71,9 +71,8 @@ def main() -> int:
     exact = alone(torch.float32).float()
     whole = torch_chunk_gated_delta_rule(query, key, value, g=g, beta=beta)[0].float()
     size = exact.norm()
-    print(
-        f"document by document, bfloat16 in: {float((alone(torch.bfloat16).float() - exact).norm() / size):.2e} of the norm"
-    )
+    rounded = float((alone(torch.bfloat16).float() - exact).norm() / size)
+    print(f"document by document, bfloat16 in: {rounded:.2e} of the norm")
     print(f"without bounds, as one sequence:   {float((whole - exact).norm() / size):.2e} of the norm")
     print(f"document by document, torch:       {milliseconds(lambda: alone(torch.bfloat16)):.2f} ms", flush=True)
     if (found := kernel()) is None:

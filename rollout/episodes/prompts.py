@@ -90,8 +90,8 @@ class Prompts:
         """The tokens that end an answer: those of `sampling.stop`, and `ends`."""
         return list(dict.fromkeys([*self._stops, *self.ends]))
 
-    def _thinking(self, wanted: Literal["on", "off", "auto"]) -> dict[str, Any]:
-        """The argument by which the chat template thinks as `wanted`. Raises ConfigError."""
+    def _thinking(self, wanted: bool | Literal["auto"]) -> dict[str, Any]:
+        """The argument by which the chat template switches thinking as `wanted`. Raises ConfigError."""
         if wanted == "auto":
             return {}
         try:
@@ -99,7 +99,7 @@ class Prompts:
                 raise ValueError("data.chat_template: none has no switch for thinking; remove one of them")
             return thinking_arguments(wanted, self._texts, self.template_kwargs, self.system, self.template_text)
         except ValueError as error:
-            raise ConfigError([f"rollout.chat.thinking: {wanted}: {error}"]) from None
+            raise ConfigError([f"rollout.chat.thinking: {'on' if wanted else 'off'}: {error}"]) from None
 
     def with_pictures(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Picture]]:
         """The row, its image files read, and the pictures that a model sees of them: tens of milliseconds for a photo.

@@ -4,7 +4,7 @@ Used by `rollout/episodes/prompts.py`. Renders a short chat with each argument t
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from rollout.templates.renderer import ChatTexts
 from rollout.templates.turn_ends import UNUSABLE
@@ -15,20 +15,20 @@ SWITCHES: Mapping[str, tuple[Any, Any]] = {
     "reasoning": (True, False),
     "thinking_budget": (-1, 0),
 }
-"""Arguments of chat templates, with their values for `on` and `off`.
+"""Arguments of chat templates, with their values for on and off.
 
 `enable_thinking`: Qwen 3 and 3.5, GLM-4.5, SmolLM3, EXAONE 4, Gemma 4, Nemotron 3 and others. `thinking`:
 DeepSeek-V3.1, Granite 3.2, Kimi K2.5. `reasoning`: Command A Reasoning. `thinking_budget`: Seed-OSS."""
 
 
 def thinking_arguments(
-    wanted: Literal["on", "off"], texts: ChatTexts, kwargs: Mapping[str, Any], system: str | None, template: str
+    wanted: bool, texts: ChatTexts, kwargs: Mapping[str, Any], system: str | None, template: str
 ) -> dict[str, Any]:
     """The arguments of the chat template for `wanted`, such as `{"enable_thinking": False}`. `system`: the run's system
-    prompt, with which some templates ignore their switch. Raises ValueError, in one line, for a template without switch,
-    and for `kwargs` that have one of them already.
+    prompt, with which some templates ignore their switch. Raises ValueError, in one line, for a template without
+    switch, and for `kwargs` that have one of them already.
 
-    An argument is the template's switch if `on` and `off` give different prompts: a template may name it for something
+    An argument is the template's switch if both values give different prompts: a template may name it for something
     else, such as a field of messages.
     """
     if twice := next((name for name in SWITCHES if name in kwargs), None):
@@ -41,7 +41,7 @@ def thinking_arguments(
         except UNUSABLE:
             continue
         if on != off:
-            return {name: values[wanted == "off"]}
+            return {name: values[not wanted]}
     hint = "remove the key"
     if "reasoning_effort" in template:
         hint = "set rollout.chat.template_kwargs: {reasoning_effort: low} or another effort instead"

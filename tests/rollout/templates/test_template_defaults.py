@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from configs.load import ConfigError, load
+from rollout.engine.arguments import unknown_parser
 from rollout.episodes.prompts import Prompts
+from rollout.templates.parsers import REASONING_MARKS, REASONING_TYPES, TOOL_MARKS, TOOL_TYPES, choose
 from rollout.templates.renderer import ChatTexts, Renderer
 from rollout.templates.thinking import thinking_arguments
 from rollout.templates.turn_ends import named_ends, turn_end
+from tests.rollout.chat.chat_templates import TEMPLATES as CHAT
 from tests.rollout.templates.family_templates import CLOSINGS, SWITCHED, family_tokenizer
 
 NEEDED = ["--data.train=d.jsonl", "--reward.function=countdown", "--sampling.stop=[]"]
+THINK, DEEP = "<think></think>", "<\uff5cAssistant\uff5c> <\uff5ctool\u2581calls\u2581begin\uff5c>"
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +54,10 @@ def test_thinking_is_switched_by_each_template_s_own_argument(renderer: Renderer
         texts = ChatTexts(family_tokenizer(template), renderer)
         if off is None:
             with pytest.raises(ValueError, match="the chat template has no switch for thinking"):
-                thinking_arguments("off", texts, {}, None, template)
+                thinking_arguments(False, texts, {}, None, template)
             continue
-        assert thinking_arguments("off", texts, {}, None, template) == off, family
-        ((name, value),) = thinking_arguments("on", texts, {}, None, template).items()
+        assert thinking_arguments(False, texts, {}, None, template) == off, family
+        ((name, value),) = thinking_arguments(True, texts, {}, None, template).items()
         assert name in off and value in (True, -1)
 
 
@@ -82,3 +86,41 @@ def test_a_switch_that_does_nothing_is_refused_by_name(family: str, options: lis
     given = [further.get(option, f"--rollout.chat.{option}") for option in options]
     with pytest.raises(ConfigError, match=rf"rollout.chat.thinking: off: .*{words}"):
         prompts(SWITCHED[family][0], "--rollout.chat.thinking=off", *given)
+
+
+PARSERS = {
+    ("qwen3", CHAT["qwen3"][0] + THINK): ("hermes", "qwen3"),
+    ("qwen3_moe", "tool_calls <tool_call>\n<function={{ name }}>\n<parameter=a>"): ("qwen3_coder", None),
+    ("qwen2", CHAT["qwen2.5"][0]): ("hermes", None),
+    ("llama", "tool_calls ipython {'name': x, \"parameters\": y}"): ("llama3_json", None),
+    ("mistral", CHAT["mistral"][0]): ("mistral", None),
+    ("glm4_moe", "tool_calls <tool_call>{{ n }}\n<arg_key>" + THINK): ("glm45", "glm45"),
+    ("gpt_oss", "tool_calls <|start|>assistant<|channel|>commentary to="): ("openai", "openai_gptoss"),
+    ("deepseek_v3", f"{DEEP} tool_calls {{% if not thinking %}}" + THINK): ("deepseek_v31", "deepseek_v3"),
+    ("deepseek_v3", f"{DEEP} tool_calls \n```json\n" + THINK): ("deepseek_v3", "deepseek_r1"),
+    ("kimi_k2", "tool_calls <|tool_calls_section_begin|>"): ("kimi_k2", None),
+    ("gemma3", CLOSINGS["Gemma 3"][0]): (None, None),
+}
+
+
+def test_parsers_are_chosen_by_template_and_type():
+    for (kind, template), (tools, thinking) in PARSERS.items():
+        assert choose("tool_parser", "auto", kind, template) == tools, kind
+        assert choose("reasoning_parser", "auto", kind, template) == thinking, kind
+    assert choose("tool_parser", None, "qwen3", CHAT["qwen3"][0]) is None
+    assert choose("tool_parser", "pythonic", "qwen3", CHAT["qwen3"][0]) == "pythonic"
+    unknown = (
+        r"rollout.chat.tool_parser: auto: no parser of vLLM is known for the tool calls that the chat template of a"
+    )
+    with pytest.raises(ValueError, match=f"{unknown} new model writes; name one, or set it to null"):
+        choose("tool_parser", "auto", "new", "tool_calls <call>")
+    with pytest.raises(ValueError, match="reasoning_parser: auto: no parser of vLLM is known for the thinking"):
+        choose("reasoning_parser", "auto", "new", "<think>")
+
+
+def test_every_parser_that_auto_chooses_is_one_of_vllm_s():
+    tables = {
+        "tool_parser": {*TOOL_TYPES.values(), *(name for _, name in TOOL_MARKS)},
+        "reasoning_parser": {*REASONING_TYPES.values(), *(name for _, name in REASONING_MARKS)},
+    }
+    assert [line for key, names in tables.items() for name in names for line in unknown_parser(key, name)] == []
