@@ -94,9 +94,7 @@ def test_a_parser_that_auto_chooses_reads_the_call_of_the_template(name: str):
     chosen = choose("tool_parser", "auto", "", made.template_text)
     check_reads_calls(VllmParser(made.tokenizer, ChatConfig(tool_parser=chosen), "model"), template, str(chosen))
     other = VllmParser(made.tokenizer, ChatConfig(tool_parser="pythonic"), "model")
-    with pytest.raises(
-        ValueError, match="rollout.chat.tool_parser: auto: vLLM's parser pythonic does not read the call"
-    ):
+    with pytest.raises(ValueError, match=r"auto: vLLM.s parser pythonic does not read the call"):
         check_reads_calls(other, template, "pythonic")
 
 
