@@ -1,6 +1,6 @@
 """Chat templates in the form of public models' ones, in one line each: how they close a turn and switch thinking."""
 
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = [
@@ -88,5 +88,6 @@ def family_tokenizer(template: str, eos: str = "<|endoftext|>") -> PreTrainedTok
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, chat_template=template)
