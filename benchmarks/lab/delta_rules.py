@@ -86,7 +86,8 @@ def main() -> int:
             initial_state=torch.zeros(len(LENGTHS), HEADS, WIDTH, WIDTH, device=device),
             output_final_state=True, cu_seqlens=starts,
         )  # fmt: skip
-        return output[0] if isinstance(output, tuple) else output
+        made: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return made
 
     print(f"bounds handed to {place}:")
     print(f"  against document by document:    {float((bounded().float() - exact).norm() / size):.2e} of the norm")

@@ -26,8 +26,8 @@ def settled_chat(config: Config, prompts: Prompts) -> ChatConfig:
 
     Raises ValueError, in one line, where `auto` knows no parser, or the installed vLLM has none of that name.
     """
-    kind, chat = model_facts(config.model.path).kind, config.rollout.chat
-    found = {key: choose(key, getattr(chat, key), kind, prompts.template_text) for key in KEYS}
+    kind, chat = model_facts(config.model.path).kind or "", config.rollout.chat
+    found: dict[str, str | None] = {key: choose(key, getattr(chat, key), kind, prompts.template_text) for key in KEYS}
     for key, name in found.items():
         if name and (lines := list(unknown_parser(key, name))):
             raise ValueError(lines[0])
@@ -50,7 +50,7 @@ def check_reads_calls(parser: AnswerParser, template: ChatTemplate, name: str) -
         raise ValueError(f"{key}: {problem}; name a parser, or set it to null") from None
     said = texts[1][common(*texts) :]
     tokens = list(template.tokenizer.encode(said, add_special_tokens=False))
-    while tokens and (tokens[-1] in template.ends or not template.tokenizer.decode(tokens[-1:]).strip()):
+    while tokens and (tokens[-1] in template.ends or not str(template.tokenizer.decode(tokens[-1:])).strip()):
         tokens.pop()
     message, bad_calls = parser.message(tokens, tools)
     calls = [] if bad_calls else [each["function"] for each in message.get("tool_calls", ())]

@@ -5,7 +5,6 @@ Used by `rollout/episodes/prompts.py`. Reads the model's folder and renders thre
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,9 +47,12 @@ def named_ends(model: str, tokenizer: "PreTrainedTokenizerBase") -> dict[int, st
 
 def _model_file(model: str, name: str) -> dict[str, Any] | None:
     """A file of the model; None without it, or if the hub cannot be asked for it. Raises ConfigError."""
-    with nullcontext() if Path(model).is_dir() else suppress(ConfigError):
+    try:
         return read_model_file(model, name)
-    return None
+    except ConfigError:
+        if Path(model).is_dir():
+            raise
+        return None
 
 
 def _ends(config: Mapping[str, Any]) -> list[int]:

@@ -38,7 +38,7 @@ def test_the_token_that_ends_a_turn_is_found_in_the_template_of_each_family(rend
 
 def test_what_the_files_name_counts_and_defaults_of_a_class_do_not(tmp_path: Path):
     tokenizer = family_tokenizer(CLOSINGS["GLM-4"][0])
-    user, end = tokenizer.convert_tokens_to_ids(["<|user|>", "<|endoftext|>"])
+    user, end = (tokenizer.convert_tokens_to_ids(name) for name in ("<|user|>", "<|endoftext|>"))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2, "text_config": {"eos_token_id": [user, 7]}}))
     assert named_ends(str(tmp_path), tokenizer) == {user: "config.json", end: "tokenizer"}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
