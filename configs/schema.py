@@ -579,11 +579,16 @@ class ChatConfig(Section):
     """What a task, program or environment that sends messages may do in one episode, and how messages are read."""
 
     tool_parser: str | None = None
-    """vLLM's parser that finds tool calls in an answer, such as `hermes` or `llama3_json`; null: they stay text."""
+    """vLLM's parser that finds tool calls in an answer, such as `hermes` or `llama3_json`; `auto`: the one that
+    fits the chat template and the type of the model; null: they stay text."""
     reasoning_parser: str | None = None
-    """vLLM's parser that parts reasoning from an answer, such as `qwen3` or `deepseek_r1`; null: it stays text."""
+    """vLLM's parser that parts reasoning from an answer, such as `qwen3` or `deepseek_r1`; `auto`: the one
+    that fits; null: it stays text."""
+    thinking: bool | Literal["auto"] = "auto"
+    """Whether the model thinks before it answers, by the switch of its own chat template: `off` is `enable_thinking:
+    false` for Qwen 3 and `thinking: false` for DeepSeek-V3.1; `auto`: the template's default. For every task."""
     template_kwargs: dict[str, Any] = {}
-    """Further arguments of the chat template, such as `{enable_thinking: false}`, for every task, whether it sends
+    """Further arguments of the chat template, such as `{reasoning_effort: low}`, for every task, whether it sends
     messages or gets the prompt of a row, as `single_turn` does."""
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""

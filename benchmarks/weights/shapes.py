@@ -13,6 +13,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from benchmarks.weights.family_shapes import FAMILIES, family_config, vocabulary_of
 from benchmarks.weights.seeing import ARCHITECTURES, SEEING, SPECIAL_WORDS, config_of, processor_files
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -109,13 +110,15 @@ def folder_of(shape: str, work: Path) -> Path:
         write_seeing(shape, folder)
     else:
         config = text_config(shape)
-        write_tokenizer(folder, config["vocab_size"])
+        write_tokenizer(folder, vocabulary_of(config))
         (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def text_config(shape: str) -> dict[str, Any]:
-    """`config.json` of a text model."""
+    """`config.json` of a model without images."""
+    if shape in FAMILIES:
+        return family_config(shape)
     return COMMON | (MIXTURE | EXPERTS[shape] if shape in EXPERTS else SHAPES[shape])
 
 
