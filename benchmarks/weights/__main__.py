@@ -148,7 +148,7 @@ async def run(case: WeightsCase, args: argparse.Namespace, work: Path) -> dict[s
             env |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks)}
             learners.append(await End.start("learner", given, gpus_of_learner, work / f"learner-{rank}.log", **env))
         ends = [*servers, *learners]
-        hello = await learners[0].answer("address")
+        hello = await learners[0].answer("address", START_S)
         for server in servers:
             await server.answer("started", START_S)
         async with turn(args.turn):

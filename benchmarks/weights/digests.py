@@ -1,7 +1,8 @@
 """What the servers of `benchmarks.weights` report of their workers: a digest of all parameters, and the GPU memory.
 
-A worker extension for `worker_extension_cls`: `benchmarks.weights.digests.DigestingWorker`. Two cases whose learners have as many ranks publish the same weights, so
-their workers' digests are equal, however the weights were sent and staged.
+A worker extension for `worker_extension_cls`: `benchmarks.weights.digests.DigestingWorker`. Two cases whose learners
+have as many ranks publish the same weights, so their workers' digests are equal, however the weights were sent and
+staged.
 """
 
 from typing import Any
