@@ -68,6 +68,6 @@ def lines(config: Config) -> Iterator[str]:
     sliceable = config.rollout.tensor_parallel > 1 and needs.slices < needs.full and not config.model.lora
     size = sizes["full" if wanted == "auto" else wanted]
     if wanted == "auto" and sliceable:
-        size += f", or {sizes['slices']} if it can stage what it loads only"
+        size += f", or {sizes['slices']} if it can stage what it loads only,"
     paused = f"; {sizes['bucket']} are enough for weights.staging: bucket, which pauses" if wanted == "auto" else ""
     yield f"staging: each worker of a server takes about {size} beside vLLM for the next version{paused}"

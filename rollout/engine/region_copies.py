@@ -45,8 +45,10 @@ class RegionCopies:
     def find(self, specs: Sequence[Spec], load: LoadWeights) -> Regions:
         """The regions of the weights of `specs` that `load` copies into the model. Changes no parameter."""
         self._again = lambda: self.find(specs, load)
-        # pages of memory that nothing touches: vLLM's loaders read weights from the processor's memory, too
-        sources = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, shape, dtype in specs}
+        try:  # pages that nothing touches, of the processor's memory, from which vLLM's loaders read files too
+            sources = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, shape, dtype in specs}
+        except RuntimeError as error:
+            return Regions(problem=f"no address space for tensors of this size: {error}")
         parameters = list(self._model.parameters())
         recorder = Recorder(sources.values(), parameters, dry=True)
         try:
