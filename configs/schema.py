@@ -706,8 +706,8 @@ class WeightsConfig(Section):
     publish: Literal["auto", "gather", "rows"] = "auto"
     """Who sends: rank 0, which gathers and holds two whole copies (`gather`); or each learner rank the rows that it
     owns, and holds its share of two copies (`rows`), so that larger models fit. `auto` takes `rows` where several ranks
-    share the model, the memory that rank 0 saves is more than a server needs for the connections, the run has one
-    worker of one server, and the model is a dense Llama, Qwen2 or Qwen3."""
+    share the model, the memory that rank 0 saves is more than a server needs for the connections, and the model is
+    a dense Llama, Qwen2 or Qwen3."""
     staging: Literal["auto", "full", "slices", "bucket"] = "auto"
     """Where a server receives: into a second copy of the weights while the engine generates (`full`), or into a copy
     of what each of its workers loads (`slices`), or bucket by bucket into the engine's weights while it is paused

@@ -14,6 +14,7 @@ from learner.weights.buckets import Buckets
 from learner.weights.plan import Plan, Spec
 from learner.weights.protocol import ServerWelcome, TensorSpec, pack
 from learner.weights.receiver.staging import Staging
+from learner.weights.receiver.workers import Workers
 from learner.weights.rows import scratch_bytes
 from learner.weights.sender.publish import Sender
 from learner.weights.slices import Region, Regions, SlicedCopy, arrival_bytes, staged_bytes
@@ -208,6 +209,35 @@ def test_auto_takes_slices_where_they_need_less_memory():
             found = copies.find(specs, model.load_weights).found
             room = staged_bytes(plan, found) + arrival_bytes(plan, scratch_bytes(plan))
             assert room < plan.total_bytes + 2 * scratch_bytes(plan)
+
+
+class PreparedWorkers:
+    """Workers of which each takes one of its `modes`, or the one that is wanted of all."""
+
+    def __init__(self, *modes):
+        self.modes, self.wanted = modes, []
+
+    async def collective(self, method, welcome, staging, timeout_s):
+        self.wanted.append(staging)
+        return [("whole", "trained", mode if staging == "auto" else staging) for mode in self.modes]
+
+
+@pytest.mark.parametrize(
+    ("modes", "asked", "streams"),
+    [
+        (("slices", "slices"), ["auto"], False),
+        (("slices", "full"), ["auto"], False),
+        (("slices", "bucket"), ["auto", "bucket"], True),
+        (("bucket", "bucket"), ["auto"], True),
+    ],
+)
+def test_a_server_streams_if_one_of_its_workers_has_no_room(modes, asked, streams):
+    engine = PreparedWorkers(*modes)
+    workers = Workers(engine, 1.0, "auto")
+    tensors = [TensorSpec(name="w", shape=[1], dtype="bfloat16")]
+    welcome = ServerWelcome(tensors=tensors, bucket_bytes=1, digest="whole", trained="trained", heartbeat_s=1.0)
+    run(workers.prepare(welcome))
+    assert engine.wanted == asked and workers.streams is streams
 
 
 def test_parameters_that_moved_are_found_again():
