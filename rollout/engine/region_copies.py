@@ -62,7 +62,7 @@ class RegionCopies:
         names = {storage(source): name for name, source in sources.items()}
         targets: dict[Region, list[torch.Tensor]] = {}
         for target, source in recorder.copies:
-            region = Region(names[storage(source)], source.storage_offset(), tuple(source.shape), source.stride())
+            region = Region(names[storage(source)], int(source.storage_offset()), tuple(source.shape), source.stride())
             targets.setdefault(region, []).append(target)
         self._loading = Loading([each.data_ptr() for each in parameters], targets, recorder.fills)
         return Regions(tuple(targets))
