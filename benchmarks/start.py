@@ -61,7 +61,9 @@ def rows_of(case: str, name: str, run: Processes, began: float) -> list[ResultRo
 
 def started(case: str, args: argparse.Namespace) -> Iterator[ResultRow]:
     """Start a run and wait for its first version; after `warm`, restart its server."""
-    run = trained_run(args.work.resolve(), f"{case}-{int(time.time())}", args.shape, 0.0, 512, 512, 16, 16, {}, {}, fast=False)
+    run = trained_run(
+        args.work.resolve(), f"{case}-{int(time.time())}", args.shape, 0.0, 512, 512, 16, 16, {}, {}, fast=False
+    )
     with run:
         began = time.time()
         for process in ("buffer", "rollout", "learner"):

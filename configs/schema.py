@@ -711,11 +711,12 @@ class WeightsConfig(Section):
     publish: Literal["auto", "gather", "rows"] = "auto"
     """Who sends: rank 0, which gathers and holds two whole copies (`gather`); or each learner rank the rows that it
     owns, and holds its share of two copies (`rows`), so that larger models fit. `auto` takes `rows` where several ranks
-    share the model, the memory that rank 0 saves is more than a server needs for the connections, the run has one
-    worker of one server, and the model is a dense Llama, Qwen2 or Qwen3."""
-    staging: Literal["auto", "full", "bucket"] = "auto"
-    """Where a server receives: into a second copy of the weights while the engine generates (`full`), or bucket by
-    bucket into the engine's weights while it is paused (`bucket`); `auto` takes the copy if there is memory for it."""
+    share the model, the memory that rank 0 saves is more than a server needs for the connections, and the model is
+    a dense Llama, Qwen2 or Qwen3."""
+    staging: Literal["auto", "full", "slices", "bucket"] = "auto"
+    """Where a server receives: into a second copy of the weights while the engine generates (`full`), or into a copy
+    of what each of its workers loads (`slices`), or bucket by bucket into the engine's weights while it is paused
+    (`bucket`); `auto` takes the smaller of the two copies that is possible, if there is memory for it."""
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
     """Size of the buckets in which weights travel; a larger tensor gets a bucket to itself. A server without memory for
     a whole copy allocates two buckets. With `publish: rows` buckets are as many times larger as there are ranks, at

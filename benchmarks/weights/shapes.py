@@ -96,6 +96,7 @@ CASES = {
     "d": WeightsCase("Qwen2.5-7B", 2, 1, 2),
     "e": WeightsCase("Qwen2.5-7B", 2, 1, 1, lag_ms=100),
     "f": WeightsCase("Qwen2.5-7B", 3, 1, 1, lag_ms=90),
+    "g": WeightsCase("Qwen2.5-7B", 1, 1, 2),
     "toy": WeightsCase("toy", 1, 1, 1),
     "toy2": WeightsCase("toy", 2, 1, 1),
     "toy3": WeightsCase("toy", 3, 1, 1),
