@@ -394,7 +394,7 @@ def _within(loc: Sequence[int | str], tree: Any, kind: str) -> tuple[int | str, 
     place: list[int | str] = []
     for number, part in enumerate(loc):
         here = isinstance(tree, dict) and (part in tree or (kind == "missing" and number == len(loc) - 1))
-        if here or (isinstance(tree, list) and isinstance(part, int)):
+        if here or (isinstance(tree, list) and isinstance(part, int) and part < len(tree)):
             place.append(part)
             tree = tree.get(part) if isinstance(tree, dict) else tree[part]
     return tuple(place)
@@ -408,7 +408,7 @@ def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: Merge
         wrong = list(_leaves(value, f"{loc}.")) if within else [loc]
         return {key: f"{key}: no such key{merged.where(key) or merged.where(above)}; {suggest(key)}" for key in wrong}
     name = key_of(place)
-    if kind == "missing":
+    if kind == "missing" and name in EXAMPLES:  # else it is an entry of a list that is too short
         return {loc: f"{loc}: missing{merged.where(above)}; set it, e.g. {loc}: {EXAMPLES[name]}"}
     if name not in keys():
         remedy = f"write its keys below it, e.g. {next(key for key in keys() if key.startswith(f'{name}.'))}"
