@@ -223,8 +223,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
             overrides.append((name, value))
         elif rest and not rest[0].startswith("--"):
             overrides.append((name, rest.pop(0)))
-        else:
+        elif "." in name or name in sections():
             problems.append(f"{word}: no value; write {word}=true, or whatever it should be")
+        else:
+            problems.append(f"{word}: no such option; keys of the run file are written --section.key=value")
     if problems:
         raise ConfigError(problems)
     return files, overrides

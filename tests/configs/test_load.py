@@ -144,6 +144,8 @@ def test_options_that_are_none() -> None:
     assert refused(*NEEDED, "--learner.compile") == (
         "--learner.compile: no value; write --learner.compile=true, or whatever it should be"
     )
+    unknown = "no such option; keys of the run file are written --section.key=value"
+    assert refused(*NEEDED, "--verbose") == f"--verbose: {unknown}"
     assert refused(*NEEDED, "--sampling.stop=[a").startswith('--sampling.stop: "[a" is not a YAML value: ')
 
 
