@@ -183,13 +183,14 @@ class Reward:
         return self._read_all([await self.function(**arguments) for arguments in self.calls(answers)], len(answers))
 
     def _read_all(self, returned: Sequence[Any], num_answers: int) -> list[Score]:
-        results = [result for each in returned for result in (self._listed(each, num_answers) if self.batch else [each])]
+        groups = [self._listed(each, num_answers) if self.batch else [each] for each in returned]
+        results = [result for group in groups for result in group]
         if len(results) != num_answers:
             raise RewardError(f"{self.name} returned {len(results)} rewards for {num_answers} answers")
         return [self._read(result) for result in results]
 
     def _listed(self, returned: Any, num_answers: int) -> list[Any]:
-        """What a function of a whole group returned, in order. Raises RewardError for what has no order or no entries."""
+        """What a function of a whole group returned, as a list. Raises RewardError for a value without order."""
         ordered = not isinstance(returned, str | bytes | Mapping | Set) and hasattr(returned, "__iter__")
         if ordered and getattr(returned, "shape", None) != ():  # an array or tensor of one number has no entries
             return list(returned)
@@ -209,7 +210,8 @@ class Reward:
 def finite(value: Any) -> float | None:
     """`value` as a float, if it is a finite real number of any library. Arrays and tensors of several numbers, complex
     ones, and whole numbers above 1.8e308 are none."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__") or "complex" in str(getattr(value, "dtype", "")):
+    is_complex = "complex" in str(getattr(value, "dtype", ""))
+    if isinstance(value, str | bytes) or is_complex or not hasattr(value, "__float__"):
         return None
     try:
         number = float(value)

@@ -27,7 +27,7 @@ def test_a_drift_at_a_steady_age_is_seen_on_the_youngest_tokens() -> None:
 
 
 def test_the_older_ages_of_a_bucket_are_no_drift() -> None:
-    """Versions 40 and 63 of a quickstart whose reward rose from .25 to .84: all tokens of age 3, the median of age 2."""
+    """Versions 40 and 63 of a run whose reward rose from .25 to .84: all tokens of age 3, the median of age 2."""
     key = "offpolicy/k3_age_2-3"
     for now, usual in ((1.09e-2, 2.69e-3), (4.28e-3, 1.16e-3)):
         assert alerts({key: now, "age/share_2-3": 1.0}, [{key: usual, "age/share_2-3": 1.0}] * 20) == []

@@ -222,8 +222,10 @@ async def test_what_no_function_asks_for_is_not_sent(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "result",
-    [None, "1.0", {"accuracy": 1.0}, float("nan"), {"score": float("inf")}, [1.0], np.ones(2), torch.ones(2)]
-    + [10**400, Decimal("sNaN"), np.complex64(1 + 1j), torch.ones((), device="meta")],
+    [
+        *(None, "1.0", {"accuracy": 1.0}, float("nan"), {"score": float("inf")}, [1.0], np.ones(2), torch.ones(2)),
+        *(10**400, Decimal("sNaN"), np.complex64(1 + 1j), torch.ones((), device="meta")),
+    ],
     ids=repr,
 )
 def test_results_that_are_no_rewards_are_refused(result: object):
@@ -235,7 +237,8 @@ def test_results_that_are_no_rewards_are_refused(result: object):
 
 
 def test_entries_of_a_result_that_are_no_numbers_are_left_out_and_names_become_text():
-    extras = {"tokens": np.arange(3), "ids": torch.arange(3), "huge": 10**400, "z": np.complex128(1j), 7: 2, (1, "a"): 3}
+    extras = {"tokens": np.arange(3), "ids": torch.arange(3), "huge": 10**400, "z": np.complex128(1j)}
+    extras |= {7: 2, (1, "a"): 3}
 
     def returns(solution_str):
         return {"score": np.float32(0.5), **extras}
@@ -250,7 +253,7 @@ def test_a_batch_function_that_returns_no_list_is_named(result: object):
     def returns(reward_inputs):
         return result
 
-    with pytest.raises(RewardError, match=r"returns returned .*; a list with a number or dict for each of the 2 answers"):
+    with pytest.raises(RewardError, match=r"returns returned .*; a list with a number or dict for each of the 2"):
         Reward("returns", returns, {}).score(ANSWERS)
 
 
