@@ -45,11 +45,11 @@ USAGE = f"usage: {PROG} RUN.yaml [MORE.yaml ...] {FLAGS_SHOWN} [--section.key=va
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`; returns the exit code. Raises ValueError for input that cannot be used."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the table is what is wanted, not vLLM's log
-    logging.getLogger("vllm").setLevel(logging.ERROR)
     flags, rest = split_flags(argv, PROG, **FLAGS)
     config = read(rest, f"{PROG} {FLAGS_SHOWN}", check_evaluated)
     sets = chosen_sets(config, flags.models, flags.sets)
     say(f"starts vLLM for {len(flags.models)} models, which may take a minute or two")
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # also of this process, which imports it
     config = served(config, flags.models)
     results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), sets, flags.models))
     if flags.out:

@@ -226,7 +226,7 @@ async def test_what_no_function_asks_for_is_not_sent(tmp_path: Path):
         *(None, "1.0", {"accuracy": 1.0}, float("nan"), {"score": float("inf")}, [1.0], np.ones(2), torch.ones(2)),
         *(10**400, Decimal("sNaN"), np.complex64(1 + 1j), torch.ones((), device="meta")),
     ],
-    ids=repr,
+    ids=lambda value: repr(value)[:30],
 )
 def test_results_that_are_no_rewards_are_refused(result: object):
     def returns(solution_str):
