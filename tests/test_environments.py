@@ -112,18 +112,11 @@ CASES: list[tuple[dict[str, str], dict[str, Callable[[Sequence[str]], int]], str
     ({"SLURM_STEP_NUM_TASKS": "many"}, LEARNER, "SLURM_STEP_NUM_TASKS: 'many' is not one of 1 or more; unset"),
 ]
 
-SERVER_CASES = {"GLOO_SOCKET_IFNAME", "VLLM_PORT"}
-"""Variables with which a server is tried in the fast lane: it imports vLLM before it looks, which takes seconds."""
-
 
 @pytest.mark.parametrize(
     ("process", "given", "line"),
     [
-        pytest.param(
-            *(process, given, line),
-            id=f"{'-'.join(given)}={next(iter(given.values()))[:9]}-{name}",
-            marks=[pytest.mark.long] * (name == "rollout" and not SERVER_CASES & given.keys()),
-        )
+        pytest.param(process, given, line, id=f"{'-'.join(given)}={next(iter(given.values()))[:9]}-{name}")
         for given, processes, line in CASES
         for name, process in processes.items()
     ],
