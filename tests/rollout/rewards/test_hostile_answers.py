@@ -204,6 +204,11 @@ def judge() -> Iterator[AnswerJudge]:
     made.close()
 
 
+def test_the_garbage_of_the_worker_is_none_of_the_judge_s(judge: AnswerJudge):
+    """A walk through all objects of a large worker took most of the 2 s of an answer."""
+    assert judge("__import__('gc').get_freeze_count()") > 0
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -86,6 +86,7 @@ def known() -> set[str]:
 
 def test_the_installed_vllm_has_all_that_is_leant_on() -> None:
     assert list(leant_on.moved()) == []
+    assert leant_on.lacking() is leant_on.lacking(), "a second look reads no file"
 
 
 @pytest.mark.parametrize("file", HOLDERS)
