@@ -1,8 +1,8 @@
 """Bad input: one line with key, value and remedy, exit code 2, and nothing is started.
 
 Most rows call a command's `main` in this process; a few start the real process, for its exit code and its stderr.
-`configs`, `doctor` and `launch` share one list of checks: all rows of TOGETHER go through `launch`, one of them through
-`configs`. In the long lane all rows go through all three. Each command prints the seconds it took.
+`configs`, `doctor` and `launch` share one list of checks: in the fast lane rows of TOGETHER go through `launch`, and in
+the long lane all rows go through all three. Each command prints the seconds it took.
 """
 
 import importlib
@@ -198,11 +198,12 @@ def test_launch_names_all_that_is_wrong_at_once(
     all_are_named(lines, words, tmp_path, address)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "commands"),
     [
         pytest.param(TOGETHER[2], COMMANDS[:1], id="one by configs"),
-        *(pytest.param(rows, COMMANDS, id=str(n), marks=pytest.mark.long) for n, rows in enumerate(TOGETHER)),
+        *(pytest.param(rows, COMMANDS, id=str(n)) for n, rows in enumerate(TOGETHER)),
     ],
 )
 def test_every_command_names_all_that_is_wrong_at_once(
@@ -240,6 +241,7 @@ def command_of(process: str) -> str:
         return ""
 
 
+@pytest.mark.long
 def test_what_a_made_up_answer_does_is_only_a_warning(given: list[str], tmp_path: Path) -> None:
     parts = ", ".join(f"{{function: '{tmp_path}/fine.py:{name}', name: {name}}}" for name in ("score", "quiet"))
     ended = python("configs", YAML, *given, f"--reward.function=[{parts}]")
