@@ -154,7 +154,8 @@ def read(
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
         print_visible(f"{usage}\n\nFiles are merged left to right, then the overrides. Values are YAML.")
         print_visible(
-            "${section.key} refers to another key, ${oc.env:NAME} to a variable.\n\n" + overview(text_width())
+            "${section.key} refers to another key, ${oc.env:NAME} to a variable.\n"
+            "Below, `.key` is a key of the same group as the key before it.\n\n" + overview(text_width())
         )
         print_visible(f"\n{KEYS} [SECTION] lists every key with its type, default and meaning")
         sys.exit(0)

@@ -183,9 +183,14 @@ def test_help_is_short_and_names_every_key(capsys: pytest.CaptureFixture[str], m
         and len(shown.splitlines()) < 60
         and "python -m configs --keys [SECTION] lists every key" in shown
     )
-    for key in keys().values():
-        section, _, name = key.name.partition(".")
-        assert re.search(rf"^  {section} .*?\b{re.escape(name)}\b", shown, re.M | re.S), key.name
+    found = set()
+    for section, names in re.findall(r"^  (\w+) +(.*(?:\n {13}.*)*)", shown, re.M):
+        group = ""
+        for name in re.split(r",\s+", names):
+            whole = f"{group}{name}" if name.startswith(".") else name
+            group = whole.rpartition(".")[0]
+            found.add(f"{section}.{whole}")
+    assert found == keys().keys()
 
 
 def test_keys_of_one_section(capsys: pytest.CaptureFixture[str]) -> None:

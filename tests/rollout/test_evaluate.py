@@ -195,6 +195,7 @@ def adapter_of_a_checkpoint(folder: Path) -> tuple[Path, Path, str]:
     return base, folder / "v000001" / "adapter", known
 
 
+@pytest.mark.long
 def test_a_base_that_was_renamed_is_known_by_its_digest(tmp_path: Path):
     base, adapter, _ = adapter_of_a_checkpoint(tmp_path)
     renamed = base.rename(tmp_path / "renamed")

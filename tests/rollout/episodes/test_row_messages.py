@@ -9,6 +9,7 @@ from actors.doctor.trial import Judgement, judge_ends, judge_template
 from configs.load import load
 from rollout.episodes.prompts import Prompts
 from rollout.errors import PromptError
+from tests.harness.lanes import long_but
 from tests.rollout.chat.chat_templates import TEMPLATES, chat_tokenizer
 
 MODEL = f"--model.path={Path(__file__).parent}"
@@ -31,7 +32,7 @@ def chat(*messages: tuple[str, Any]) -> Row:
     return {"prompt": [{"role": role, "content": content} for role, content in messages]}
 
 
-@pytest.mark.parametrize("template", NAMES)
+@pytest.mark.parametrize("template", long_but(NAMES, 0, 2, 3))
 def test_a_last_message_of_the_assistant_is_continued(template: str):
     begun = shown(template, chat(("user", "Name a vowel."), ("assistant", "<answer>")))
     assert begun.endswith("<answer>") and begun.count("<answer>") == 1
@@ -48,7 +49,7 @@ def test_a_last_message_that_cannot_be_continued_is_refused():
         shown("r1", chat(("user", "hi"), ("assistant", "hm</think>")))
 
 
-@pytest.mark.parametrize("template", NAMES)
+@pytest.mark.parametrize("template", long_but(NAMES, 2, 4))
 def test_parts_are_joined_and_keys_that_are_null_left_out(template: str):
     parts = [{"type": "text", "text": "Name "}, {"type": "text", "text": "a vowel.", "image": None}]
     row = {"prompt": [{"role": "user", "content": parts, "tool_calls": None, "name": None}]}
