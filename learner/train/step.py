@@ -91,7 +91,7 @@ class Algorithm:
         times.append(time.perf_counter())
         sums = self.backward(policy, batch, drawn) | per_sample_sums(_of_samples(batch), policy.device)
         tally = sums.pop(TALLY, None)
-        computed = {"row_tokens": batch.tokens, "squares": batch.squares} | _seen(policy, batch)
+        computed = _work(batch) | _seen(policy, batch)
         computed |= kl_sums(batch.teacher_kl, self.teachers)
         sums |= {name: torch.tensor(number, device=policy.device) for name, number in computed.items()}
         sums |= {TOTAL: drawn.total} if drawn else {}
@@ -108,8 +108,10 @@ class Algorithm:
         self.skipped.note(batch.version + 1, (float(rewards.min()), float(rewards.max())), metrics, totals)
         metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
         metrics |= buffer_metrics(part) | problem_metrics(part)
-        work = totals["row_tokens"], metrics["tokens_sampled"], totals["squares"]
+        work = totals["row_tokens"], totals["head_rows"], totals["squares"]
         flops, computed_tokens = policy.costs.total(*work), totals["row_tokens"]
+        apart = policy.costs.total(totals["tokens_alone"], metrics["tokens_sampled"], totals["squares_alone"])
+        metrics["flops_saved"] = apart - flops
         if self.critic:
             metrics |= self.critic.learn(batch.version)
             flops += self.critic.flops(*work)
@@ -129,7 +131,8 @@ class Algorithm:
         shared, replayed = policy.share_prompts, policy.replayed
         if policy.context_group is not None:
             check_same(_digest(part), policy.context_group)
-        batch = Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed)
+        key_room = None if self.critic else policy.key_room  # a critic's values are of the tokens of a row
+        batch = Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed, key_room)
         if self.critic:
             rewards = turn_rewards(batch, self._rewards(batch))
             batch = self.critic.judge(batch, rewards, masked=self.config.overlong == "mask")
@@ -186,7 +189,7 @@ class Algorithm:
         """
         loss, scored = self.loss, context.select(microbatch.predicted)
 
-        def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
+        def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice | Tensor) -> Tensor:
             return loss.of_tokens(scored.select(chunk).inputs(logprobs, entropy), self.config)
 
         logprobs, entropy, total = policy(microbatch, loss=chunk_loss)
@@ -300,6 +303,12 @@ def _of_samples(batch: Batch) -> dict[str, Sequence[int]]:
     """What is counted of each of this rank's samples."""
     turns = np.unique(batch.turns.rows, return_counts=True)[1].tolist()
     return {"versions": batch.num_versions, "segments": batch.num_segments, "turns": turns}
+
+
+def _work(batch: Batch) -> dict[str, float]:
+    """What this rank computes, and what it would compute with nothing shared; as `Costs.total` counts it."""
+    done = {"row_tokens": batch.tokens, "squares": batch.squares, "head_rows": batch.head_rows}
+    return done | {"tokens_alone": batch.alone[0], "squares_alone": batch.alone[1]}
 
 
 def _seen(policy: Policy, batch: Batch) -> dict[str, float]:
