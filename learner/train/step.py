@@ -4,6 +4,7 @@ Consumes the buffer's `Part`; the gradients of microbatches add up, since each l
 batch. A collective: all ranks must call it, each with its part of the same batch. Called by `learner/loop.py`.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,12 +39,14 @@ from learner.train.extra_texts import TOTAL, DrawnBeside, TrainedBeside
 from learner.train.optimizer import Optimizer
 from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
 
+log = logging.getLogger(__name__)
 PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 """Entries of `Algorithm.shared_context` that are [samples], in the order of `Batch.rows`."""
 TEACHER_WEIGHTS = "teacher_weights"
 """The entry of `Algorithm.shared_context` from which `loss_context` computes what teachers add to advantages."""
 PHASES = ("pack", "backward", "update")
 """The phases of a step: packing the batch, forward and backward passes, optimizer."""
+JUDGED = "a critic judges each token of a row for one sample"
 TALLY = "moe"
 """Among a rank's sums, of a mixture of experts, what its routers did: [layers, ...]."""
 Result = tuple[Tensor, dict[str, Tensor]]
@@ -131,7 +134,10 @@ class Algorithm:
         shared, replayed = policy.share_prompts, policy.replayed
         if policy.context_group is not None:
             check_same(_digest(part), policy.context_group)
-        key_room = None if self.critic else policy.key_room  # a critic's values are of the tokens of a row
+        key_room = policy.key_room
+        if self.critic and key_room is not None:
+            log.info("learner.share_prompts: prompts alone are computed once, no longer prefixes: %s", JUDGED)
+            key_room = policy.key_room = None
         batch = Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed, key_room)
         if self.critic:
             rewards = turn_rewards(batch, self._rewards(batch))

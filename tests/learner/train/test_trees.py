@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from configs.schema import AlgorithmConfig, LoraConfig, ModelConfig
+from configs.schema import AlgorithmConfig, CriticConfig, LoraConfig, ModelConfig
 from learner.train.batch import Batch, Tree, documents_of, open_part, pack, trees_of
 from tests.harness import world
 from tests.harness.adapters import stir
 from tests.harness.episodic import FORKS, make_forks
 from tests.harness.shared_rows import MODELS, SHAPE
+from tests.harness.valued import actor_critic, critic_of
 from tests.harness.world import LEARNER, algorithm_of, cut, make_groups, policy_of, tiny_model
 
 TOLERANCE = 1e-5
@@ -172,5 +173,18 @@ def test_what_shares_prompts_alone_says_so(tmp_path: Path, mesh, caplog: pytest.
         window = ModelConfig(path=str(saved(tmp_path / "window", "window")), dtype="float32")
         sliding = policy_of(window, mesh)
         assert sliding.key_room and not sliding.share_prompts and sliding.shares and "share_prompts" not in caplog.text
+        experts = ModelConfig(path=str(saved(tmp_path / "experts", "experts")), dtype="float32")
+        assert policy_of(experts, mesh, replay=True).key_room is None
+        assert "no longer prefixes: routes are replayed (rollout.routing_replay)" in caplog.text
         policy_of(window, mesh, LEARNER.model_copy(update={"share_prompts": "prompts"}))
         assert "learner.share_prompts: off, every sample's prompt is computed: the model has a sliding" in caplog.text
+
+
+def test_a_critic_s_policy_shares_prompts_alone(tmp_path: Path, mesh, caplog: pytest.LogCaptureFixture) -> None:
+    model, entries = tiny_model(tmp_path), make_forks()
+    policy, critic = policy_of(model, mesh), critic_of(model, mesh)
+    algorithm = actor_critic(policy, critic, 400, AlgorithmConfig(advantage="gae", critic=CriticConfig()))
+    with caplog.at_level(logging.INFO):
+        batches = [algorithm.pack(policy, cut(entries, 3, [len(entries)], 0)) for _ in range(2)]
+    assert all(row.targets is None for batch in batches for row in batch.microbatches)
+    assert caplog.text.count("no longer prefixes: a critic judges each token of a row") == 1
