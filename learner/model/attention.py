@@ -184,11 +184,21 @@ def key_room(config: PreTrainedConfig, layers: int) -> float:
     for each head of queries. A token takes its inputs and, in one block, three halves of the results of products with
     its width, as `memory.py` counts; those of its MLP are left out.
     """
-    text = config.get_text_config()
-    heads: int = text.num_attention_heads
-    size: int = getattr(text, "head_dim", None) or text.hidden_size // heads
-    queries, keys = heads * size, (getattr(text, "num_key_value_heads", None) or heads) * size
-    token: int = layers * text.hidden_size + 3 * (queries + keys + text.hidden_size)
+    text: Any = config.get_text_config()
+    own = getattr(text, "is_heterogeneous", False)
+    every = [text.per_layer_config[i] for i in range(text.num_hidden_layers)] if own else [text]
+    return max(_key_room(each, layers) for each in every)
+
+
+def _key_room(config: Any, layers: int) -> float:
+    """The same where all layers have the sizes of `config`."""
+    heads: int = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # latent keys, which attention sees whole
+        queries = keys = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    else:
+        size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        queries, keys = heads * size, (getattr(config, "num_key_value_heads", None) or heads) * size
+    token: int = layers * config.hidden_size + 3 * (queries + keys + config.hidden_size)
     copied: float = 6 * keys + (2 * queries if queries > keys else 0)
     return copied / token
 
