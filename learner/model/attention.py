@@ -187,18 +187,18 @@ def key_room(config: PreTrainedConfig, layers: int) -> float:
     text: Any = config.get_text_config()
     own = getattr(text, "is_heterogeneous", False)
     every = [text.per_layer_config[i] for i in range(text.num_hidden_layers)] if own else [text]
-    return max(_key_room(each, layers) for each in every)
+    return max(_key_room(each, text.hidden_size, layers) for each in every)
 
 
-def _key_room(config: Any, layers: int) -> float:
-    """The same where all layers have the sizes of `config`."""
+def _key_room(config: Any, width: int, layers: int) -> float:
+    """The same for a layer with the sizes of `config`, in a model whose hidden states have `width` numbers."""
     heads: int = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):  # latent keys, which attention sees whole
         queries = keys = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     else:
-        size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+        size: int = getattr(config, "head_dim", None) or width // heads
         queries, keys = heads * size, (getattr(config, "num_key_value_heads", None) or heads) * size
-    token: int = layers * config.hidden_size + 3 * (queries + keys + config.hidden_size)
+    token = layers * width + 3 * (queries + keys + width)
     copied: float = 6 * keys + (2 * queries if queries > keys else 0)
     return copied / token
 
