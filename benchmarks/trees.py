@@ -62,22 +62,26 @@ TARGETS = {"tau": 2.5}
 """Least gain over segments apart."""
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens of a segment that were sampled, or were given."""
 
     tokens: np.ndarray
     sampled: bool
 
 
-class Way(NamedTuple):
+class SharingWay(NamedTuple):
     """How a step shares."""
 
     prompts: bool
     trees: bool
 
 
-WAYS = {"apart": Way(False, False), "prompts once": Way(True, False), "prefixes once": Way(True, True)}
-Segment = list[Run]
+WAYS = {
+    "apart": SharingWay(False, False),
+    "prompts once": SharingWay(True, False),
+    "prefixes once": SharingWay(True, True),
+}
+Segment = list[TokenRun]
 
 
 def forks(draw: np.random.Generator, prompt: np.ndarray, vocabulary: int, scale: int) -> Iterator[Segment]:
@@ -88,10 +92,10 @@ def forks(draw: np.random.Generator, prompt: np.ndarray, vocabulary: int, scale:
     ]
     seen: set[int] = set()
     for path in FORKS:
-        runs = [Run(prompt, False)]
+        runs = [TokenRun(prompt, False)]
         for turn in path:
             answer, reply = turns[turn]
-            runs += [Run(answer, turn not in seen), Run(reply, False)]
+            runs += [TokenRun(answer, turn not in seen), TokenRun(reply, False)]
         seen |= {*path}
         yield runs[:-1]
 
@@ -105,7 +109,7 @@ def tau(draw: np.random.Generator, prompt: np.ndarray, vocabulary: int, scale: i
     history = prompt
     for answer, reply in TRACE:
         visible = text(answer / CHARACTERS)
-        yield [Run(history, False), Run(np.concatenate([text(THINKING), visible]), True)]
+        yield [TokenRun(history, False), TokenRun(np.concatenate([text(THINKING), visible]), True)]
         history = np.concatenate([history, visible, text(reply / CHARACTERS)])
 
 
@@ -138,7 +142,9 @@ def sample_of(segments: Sequence[Segment], reward: float) -> bytes:
     ).pack()
 
 
-def exact(policy: Policy, algorithm: Algorithm, part: Part, budget: int, way: Way) -> tuple[Tensor, list[Tensor]]:
+def exact(
+    policy: Policy, algorithm: Algorithm, part: Part, budget: int, way: SharingWay
+) -> tuple[Tensor, list[Tensor]]:
     """Log-probabilities of the sampled tokens, by turn and place, and gradients of all parameters."""
     key_room = policy.key_room if way.trees else None
     batch = Batch.from_part(part, budget, policy.attention_cost, way.prompts, key_room=key_room)
