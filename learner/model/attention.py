@@ -199,8 +199,8 @@ def _key_room(config: Any, width: int, layers: int) -> float:
         size: int = getattr(config, "head_dim", None) or width // heads
         queries, keys = heads * size, (getattr(config, "num_key_value_heads", None) or heads) * size
     token = layers * width + 3 * (queries + keys + width)
-    copied: float = 6 * keys + (2 * queries if queries > keys else 0)
-    return copied / token
+    room: float = (6 * keys + (2 * queries if queries > keys else 0)) / token
+    return room
 
 
 def adapt(name: str) -> Attention:

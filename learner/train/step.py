@@ -313,7 +313,7 @@ def _of_samples(batch: Batch) -> dict[str, Sequence[int]]:
 
 def _work(batch: Batch) -> dict[str, float]:
     """What this rank computes, and what it would compute with nothing shared; as `Costs.total` counts it."""
-    done = {"row_tokens": batch.tokens, "squares": batch.squares, "head_rows": batch.head_rows}
+    done: dict[str, float] = {"row_tokens": batch.tokens, "squares": batch.squares, "head_rows": batch.head_rows}
     return done | {"tokens_alone": batch.alone[0], "squares_alone": batch.alone[1]}
 
 
