@@ -521,9 +521,10 @@ class LearnerConfig(Section):
     """Consecutive ranks that share each microbatch, each with an equal slice of its tokens, so that documents longer
     than one GPU holds can be trained. Around attention tokens and heads are exchanged (Ulysses), so the number divides
     the attention heads; docs/long-documents.md says when it pays."""
-    share_prompts: bool = True
-    """Compute a prompt once for all samples of its group that fall into one microbatch. It changes results by rounding
-    only; models with sliding windows or linear attention compute every prompt, and the learner's log says so."""
+    share_prompts: bool | Literal["prompts"] = True
+    """Compute once what samples of a group that fall into one microbatch have in common: their prompt and, where that
+    leaves out more tokens, each longer prefix, as turns and forks of an agent's episode have (`prompts`: prompts
+    alone). It changes results by rounding only; the learner's log says what a model or a setting does not allow."""
     gather: Literal["auto", "pass", "batch"] = "auto"
     """When the shards of weights are gathered and gradients reduced: block by block in each forward and each backward
     pass (`pass`, the least memory), or once a batch, however many microbatches it has (`batch`: all weights in

@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
         if process.leads(os.environ):
             process.require(config)
         else:
-            check_exact(config.model, config.learner.share_prompts)
+            check_exact(config.model, bool(config.learner.share_prompts))
         for line in check_own(config.algorithm, config.sampling.max_tokens, config.rollout.task != "single_turn"):
             log.info("%s", line)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
@@ -164,7 +164,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         log.info("waiting for the buffer at %s", config.buffer.address)
         serves = weights.address if isinstance(weights, Sender) else None
         name, print_ = f"learner-{rank}", fingerprint(config)
-        options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.share_prompts}
+        options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.shares}
         sharing = config.learner.context_parallel  # ranks that take, and train, the same part
         part = rank // sharing, world // sharing
         batches = LearnerClient(config.buffer.address, name, print_, *part, serves, **options)
