@@ -165,7 +165,9 @@ def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept
 
 def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
     """Why attention `name` cannot compute once a prefix beyond the prompt that several samples of this model share;
-    None if it can. `kept`: as in `why_unshared`. On a CPU a sliding window does not matter: all keys of a text are copied."""
+    None if it can. `kept`: as in `why_unshared`.
+
+    On a CPU a sliding window does not matter: all keys of a text are copied."""
     text = config.get_text_config()
     if kept:
         return f"the model has layers that keep a state ({', '.join(kept)})"
