@@ -555,6 +555,11 @@ class LearnerConfig(Section):
     """Compile each transformer block with torch.compile. This takes a minute at the start; steps are then faster and
     need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, but not with
     `cpu_offload`."""
+    matmul: Literal["bfloat16", "fp8"] = "bfloat16"
+    """Precision in which the linear layers of the blocks multiply: forward and both gradients. `fp8` casts each factor
+    to e4m3 with a scale for each row; it is faster from about 7B parameters on and rounds more (docs/fp8.md has the
+    figures). Head, router, embeddings, norms and attention stay in bfloat16. Needs a GPU with compute capability 8.9 or
+    later and `compile`."""
     cpu_offload: bool = False
     """Keep master weights and optimizer state in host memory."""
     timeout_s: Seconds = 600.0

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.learner import heads, naive, ours
+from benchmarks.learner import heads, matmuls, naive, ours
 from benchmarks.learner.cases import CASES, SHAPES, Case
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -39,6 +39,8 @@ KINDS: dict[str, Callable[[Case, Path, DeviceMesh], dict[str, Any]]] = {
     "ours": ours.run,
     "naive": naive.run,
     "head": heads.run,
+    "matmuls": matmuls.run,
+    "rounding": matmuls.rounding,
 }
 PHASES = ("pack", "backward", "update")
 
