@@ -55,7 +55,7 @@ def main() -> None:
             print(f"{name:<9} {which:<10} {'; '.join(shown)}", flush=True)
             del exact
         for which, cast in (("by row", rows), ("by column", columns)):
-            took = seconds(lambda cast=cast: cast(grad))
+            took = seconds(lambda cast=cast, grad=grad: cast(grad))
             print(f"{name:<9} cast {which}: {took * 1e6:.0f} us, {3e-9 * grad.numel() / took:.0f} GB/s", flush=True)
 
 

@@ -58,19 +58,21 @@ class _Products(torch.autograd.Function):
 
 def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x` [rows, columns] in FP8, and the float32 scale of each row [rows, 1]."""
-    scale = _scale(x.abs().amax(1, keepdim=True))
-    return (x.float() / scale).to(FP8), scale
+    wide = x.float()
+    scale = _scale(wide.abs().amax(1, keepdim=True))
+    return (wide / scale).to(FP8), scale
 
 
 def by_column(x: Tensor) -> tuple[Tensor, Tensor]:
     """`by_row` of xᵀ, contiguous, with zeros behind each row up to a multiple of 16."""
-    scale = _scale(x.abs().amax(0, keepdim=True))
-    cast = (x.float() / scale).to(FP8).t().contiguous()
+    wide = x.float()
+    scale = _scale(wide.abs().amax(0, keepdim=True))
+    cast = (wide / scale).to(FP8).t().contiguous()
     return pad(cast, (0, -cast.shape[1] % MULTIPLE)), scale.view(-1, 1)
 
 
 def _scale(largest: Tensor) -> Tensor:
-    return largest.float().clamp(min=SMALLEST) / LARGEST
+    return largest.clamp(min=SMALLEST) / LARGEST
 
 
 def _multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
