@@ -16,6 +16,11 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from configs.load import ConfigError
+from configs.matmul import KEY, REMEDY, too_old
+from configs.schema import LearnerConfig
+from learner.model import state
+from learner.model.experts.mixture import has_experts
+from learner.model.idle_parts import sees
 from learner.model.loading import blocks
 
 FP8 = torch.float8_e4m3fn
@@ -91,11 +96,34 @@ def layers_of(model: PreTrainedModel) -> Iterator[nn.Linear]:
 
 def convert(model: PreTrainedModel) -> int:
     """Have the linear layers of the blocks of `model`, on meta, multiply in FP8; returns their number. Raises
-    ConfigError if it has none."""
+    ConfigError for a model that `why_not` refuses."""
+    if problem := why_not(model):
+        raise ConfigError([f"{KEY}: {problem}; {REMEDY}"])
     layers = list(layers_of(model))
-    if not layers:
-        problem = f"the blocks of {type(model).__name__} have no linear layers with sizes that {MULTIPLE} divides"
-        raise ConfigError([f"learner.matmul: fp8: {problem}; set it to bfloat16"])
     for layer in layers:
         layer.__class__ = Float8Linear
     return len(layers)
+
+
+def why_not(model: PreTrainedModel) -> str:
+    """Why nobody has shown that `model` trains right in FP8; empty if somebody has."""
+    name = type(model).__name__
+    if has_experts(model.config):
+        return f"{name} has experts, whose products would stay in bfloat16"
+    if sees(model.config):
+        return f"{name} reads images, with which it is not tested"
+    if kept := state.kinds(model):
+        return f"{name} has layers that keep a state ({', '.join(kept)}), with which it is not tested"
+    if not any(True for _ in layers_of(model)):
+        return f"the blocks of {name} have no linear layers with sizes that {MULTIPLE} divides"
+    return ""
+
+
+def check_device(learner: LearnerConfig, device: torch.device) -> None:
+    """Raise ConfigError if `learner.matmul` needs another `device`. One without an index is not touched."""
+    if learner.matmul != "fp8" or (device.type == "cuda" and device.index is None):
+        return
+    on_gpu = device.type == "cuda"
+    where = torch.cuda.get_device_name(device) if on_gpu else f"the learner is on {device.type}"
+    if problem := too_old(where, torch.cuda.get_device_capability(device) if on_gpu else None):
+        raise ConfigError([problem])
