@@ -44,10 +44,8 @@ def contradictions(config: Config) -> Iterator[str]:
 def lines(config: Config) -> Iterator[str]:
     """What is said of it before a run starts; nothing with bfloat16."""
     if config.learner.matmul == "fp8":
-        stays = (
-            "head, embeddings, norms and attention stay in bfloat16, and so do layers of sizes that 16 does not divide"
-        )
-        yield f"matmul: the blocks' linear layers multiply in FP8, forward and both gradients; {stays}"
+        stays = "head, embeddings, norms, attention, and layers with a size that 16 does not divide"
+        yield f"matmul: the blocks' linear layers multiply in FP8, forward and both gradients; in bfloat16 stay {stays}"
         yield f"matmul: its price is rounding: {PRICE}"
 
 

@@ -726,8 +726,8 @@ class WeightsConfig(Section):
     """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05, or 1 with
-    `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights in bfloat16 differ by about 0.01, those of a large random model by
-    0.05, rounded to FP8 by 0.6 to 0.8, and wrong ones by 2.6; in float32 set 1e-3."""
+    `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights in bfloat16 differ by about 0.01, those of a
+    large random model by 0.05, rounded to FP8 by 0.6 to 0.8, and wrong ones by 2.6; in float32 set 1e-3."""
 
     @property
     def tolerance(self) -> float:

@@ -88,10 +88,23 @@ def _multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: tor
 def layers_of(model: PreTrainedModel) -> Iterator[nn.Linear]:
     """The linear layers of the model's blocks whose products can be in FP8: both sizes are multiples of 16."""
     for block in blocks(model):
-        for layer in block.modules():
-            if type(layer) in (nn.Linear, Float8Linear) and not any(n % MULTIPLE for n in layer.weight.shape):
-                assert isinstance(layer, nn.Linear)
-                yield layer
+        yield from _inside(block)
+
+
+def _inside(block: nn.Module) -> Iterator[nn.Linear]:
+    for layer in block.modules():
+        if type(layer) in (nn.Linear, Float8Linear) and not any(n % MULTIPLE for n in layer.weight.shape):
+            assert isinstance(layer, nn.Linear)
+            yield layer
+
+
+def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
+    """What casts add to a block's passes: bytes of its weights, cast by row and by column, and bytes per token of the
+    gradients of its outputs, cast likewise, and of its widest input. A byte each; of the block that needs most."""
+    sizes = [[layer.weight.shape for layer in _inside(block)] for block in blocks(model)]
+    weights = max(2 * sum(out * inner for out, inner in block) for block in sizes)
+    tokens = max(2 * sum(out for out, _ in block) + max((i for _, i in block), default=0) for block in sizes)
+    return weights, tokens
 
 
 def convert(model: PreTrainedModel) -> int:
