@@ -99,7 +99,8 @@ class Policy(nn.Module):
         if model.lora:
             adapt(self.model, model.lora, self.dtype)
         if learner.matmul == "fp8":
-            log.info("learner.matmul: fp8: %d linear layers of the blocks", float8.convert(self.model))
+            layers = float8.convert(self.model)
+            log.info("learner.matmul: fp8: %d linear layers of the blocks multiply in FP8", layers)
         if not frozen:
             vision.freeze(self.model, model.freeze)
         self.mixture = Mixture.of(self.model)
