@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity
 from transformers import AutoTokenizer
 
@@ -43,12 +44,20 @@ GROUPS = (
     ("between GPUs", ("nccl",)),
 )
 """Kinds of kernels, and words in their names; the first that fits."""
+TAKEN = {"kind": "fp8"}
+"""How every `Switched` layer multiplies; compiled code is made for each kind and chosen by it."""
 PAGES = Path(__file__).parents[2] / "docs"
+
+
+class Switched(float8.Float8Linear):
+    """A layer that multiplies as TAKEN says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if TAKEN["kind"] == "fp8" else linear(x, self.weight, self.bias)
 
 
 def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     """Results of both kinds, and their profiles."""
-    torch._dynamo.config.skip_fsdp_guards = False  # or a block would not notice that its layers have changed
     gpu, memory = mesh.device_type == "cuda", gpu_memory(torch.device(mesh.device_type))
     model = ModelConfig(path=str(folder), dtype="bfloat16")
     given = LearnerConfig(**(OURS | case.learner | {"matmul": "fp8"}))
@@ -57,19 +66,21 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     policy, budget = Policy(model, learner, mesh, random=True), tokens(learner, expected, memory)
     algorithm = Algorithm(AlgorithmConfig(**case.algorithm), Optimizer(policy, learner, 100), budget, LONGEST)
     layers = [layer for layer in policy.model.modules() if type(layer) is float8.Float8Linear]
+    for layer in layers:
+        layer.__class__ = Switched
     warm, found = min(case.samples, 16 * mesh.size()), dict[str, dict[str, Any]]()
     plan = [(kind, warm) for kind in KINDS for _ in range(WARM_UP)] + [
         (kind, case.samples) for kind in KINDS
     ] * case.steps
     rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for version, (kind, samples) in enumerate(plan):
-        take(layers, kind)
+        TAKEN["kind"] = kind
         rows[kind].append(timed(policy, algorithm, batch(policy, mesh, samples, version, version)))
         if mesh.get_rank() == 0:
             print(f"{case.model} x{mesh.size()} {kind}: {rows[kind][-1]}", flush=True)
     shown = {}
     for version, kind in enumerate(KINDS):
-        take(layers, kind)
+        TAKEN["kind"] = kind
         shown[kind] = policy.logprobs_of([1 + n % 500 for n in range(300)])
         found[kind] = {"rows": rows[kind], **summed(rows[kind], mesh, expected)}
         if gpu:
@@ -80,12 +91,6 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     apart = [abs(a - b) for a, b in zip(shown["fp8"], shown["bfloat16"], strict=True)]
     about = {"budget": budget, "gather": learner.gather, "attention": policy.attention, "layers": len(layers)}
     return about | {"estimate": expected.describe(budget), "apart": sum(apart) / len(apart), "kinds": found}
-
-
-def take(layers: list[nn.Linear], kind: str) -> None:
-    """Have `layers` multiply as `kind` says from now on."""
-    for layer in layers:
-        layer.__class__ = float8.Float8Linear if kind == "fp8" else nn.Linear
 
 
 def profile(step: Callable[[], Any]) -> dict[str, Any]:
