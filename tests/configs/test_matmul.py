@@ -63,7 +63,7 @@ def test_what_is_allowed_is_explained_and_may_change(model: Path) -> None:
     assert len(said) == 2 and "in bfloat16 stay head, embeddings, norms, attention" in said[0] and "price" in said[1]
     assert not any(line.startswith("matmul: ") for line in explain(plain))
     changed = [str(change) for change in changes(settings(plain), fp8) if change.key.startswith("learner.")]
-    assert changed == ["learner.matmul: bfloat16 -> fp8"]
+    assert changed == ['learner.matmul: "bfloat16" -> "fp8"']
     assert (plain.weights.tolerance, fp8.weights.tolerance) == (0.05, 1.0)
     assert config(model, FP8, "weights.probe_tolerance=0.2").weights.tolerance == 0.2
 
