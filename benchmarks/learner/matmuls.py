@@ -45,11 +45,11 @@ GROUPS = (
 )
 """Kinds of kernels, and words in their names; the first that fits."""
 TAKEN = {"kind": "fp8"}
-"""How every `Switched` layer multiplies; compiled code is made for each kind and chosen by it."""
+"""How every `AlternatingLinear` layer multiplies; compiled code is made for each kind and chosen by it."""
 PAGES = Path(__file__).parents[2] / "docs"
 
 
-class Switched(float8.Float8Linear):
+class AlternatingLinear(float8.Float8Linear):
     """A layer that multiplies as TAKEN says."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     algorithm = Algorithm(AlgorithmConfig(**case.algorithm), Optimizer(policy, learner, 100), budget, LONGEST)
     layers = [layer for layer in policy.model.modules() if type(layer) is float8.Float8Linear]
     for layer in layers:
-        layer.__class__ = Switched
+        layer.__class__ = AlternatingLinear
     warm, found = min(case.samples, 16 * mesh.size()), dict[str, dict[str, Any]]()
     plan = [(kind, warm) for kind in KINDS for _ in range(WARM_UP)] + [
         (kind, case.samples) for kind in KINDS
