@@ -75,7 +75,7 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for version, (kind, samples) in enumerate(plan):
         TAKEN["kind"] = kind
-        rows[kind].append(timed(policy, algorithm, batch(policy, mesh, samples, version, version)))
+        rows[kind].append(timed(policy, algorithm, batch(policy, mesh, samples, len(rows[kind]), version)))
         if mesh.get_rank() == 0:
             print(f"{case.model} x{mesh.size()} {kind}: {rows[kind][-1]}", flush=True)
     shown = {}
