@@ -17,7 +17,7 @@ from learner.train.batch import Batch
 from tests.harness import shared_rows, world
 from tests.harness.expert_batches import expert_model
 from tests.harness.pictured import seeing_model
-from tests.harness.world import LEARNER, algorithm_of, cut, make_groups, policy_of, tiny_model
+from tests.harness.world import ALGORITHM, LEARNER, algorithm_of, cut, make_groups, policy_of, tiny_model
 
 FP8 = LEARNER.model_copy(update={"matmul": "fp8"})
 TOKENS, INNER, OUTER = 37, 64, 48
@@ -140,7 +140,7 @@ def test_the_cpu_is_refused() -> None:
 def gradients(model: ModelConfig, mesh, learner: LearnerConfig) -> dict[str, Tensor]:
     """Of one batch of groups, whose prompts are shared where `learner` has it so."""
     policy, entries = policy_of(model, mesh, learner), make_groups()
-    step = algorithm_of(policy, 161)
+    step = algorithm_of(policy, 161, ALGORITHM.model_copy(update={"tv_low": None, "tv_high": None}))  # a smooth loss
     batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 161, policy.attention_cost, policy.share_prompts)
     step.backward(policy, batch)
     return world.gradients(policy)
@@ -155,12 +155,12 @@ def test_a_step_is_near_and_the_same_however_it_is_computed(tmp_path: Path, mesh
     """Recomputation and gathering once change nothing; shared prompts are other sums, and so other roundings."""
     model = tiny_model(tmp_path)
     exact, ours = gradients(model, mesh, LEARNER), gradients(model, mesh, FP8)
-    assert 0.01 < distance(ours, exact) < 0.2
+    assert 0.01 < distance(ours, exact) < 0.5
     other = {"activation_checkpointing": "none", "gather": "batch"}
     again = gradients(model, mesh, FP8.model_copy(update=other))
     assert distance(again, ours) < 1e-5
     unshared = gradients(model, mesh, FP8.model_copy(update={"share_prompts": False}))
-    assert 0 < distance(unshared, ours) < 0.2
+    assert 0 < distance(unshared, ours) < 0.5
 
 
 def test_casts_are_counted_in_the_memory_estimate(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_ranks_that_share_rows_train_near_one_rank(tmp_path: Path) -> None:
     world.together("share_rows", 2, tmp_path, cases=[case | {"learner": {"matmul": "fp8"}}], size=2)
     for rank in range(2):
         (found,) = torch.load(tmp_path / f"shared_rows-{rank}.pt")
-        assert 0.01 < distance(found["gradients"], exact["gradients"]) < 0.2
+        assert 0.01 < distance(found["gradients"], exact["gradients"]) < 0.5
 
 
 @pytest.mark.long
