@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from configs.schema import LearnerConfig, ModelConfig
 from learner.mesh import shards
-from learner.model import attention, context, loading, state, vision
+from learner.model import attention, context, float8, loading, state, vision
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture
 from learner.model.file_form import FileForm
@@ -98,6 +98,9 @@ class Policy(nn.Module):
         self.model.requires_grad_(not frozen)
         if model.lora:
             adapt(self.model, model.lora, self.dtype)
+        if learner.matmul == "fp8":
+            layers = float8.convert(self.model)
+            log.info("learner.matmul: fp8: %d linear layers of the blocks multiply in FP8", layers)
         if not frozen:
             vision.freeze(self.model, model.freeze)
         self.mixture = Mixture.of(self.model)
