@@ -114,7 +114,8 @@ def check(
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
         *publishing.contradictions(config), *staging.contradictions(config), *context_parallel.contradictions(config),
-        *sft.beside(config), *matmul.contradictions(config), *_nodes(config), *_trackers(config, files), *_lora(config),
+        *sft.beside(config), *matmul.contradictions(config), *_nodes(config), *_trackers(config, files),
+        *_lora(config),
         *teachers.rules(config, max_sample_tokens(config)), *_variables(config), *_shadows(config), *further,
     ]  # fmt: skip
     if found:

@@ -56,7 +56,8 @@ def explain(
         *_batch(config), *_data(config, problems), *_demonstrations(config), *_difficulty(config, problems),
         *_images(config),
         *_flow(config, flow, most, room), *_machines(config), *matmul_lines(config),
-        *_publishing(config, gpu_bytes or USUAL_GPU_BYTES), *staging.lines(config), *_disk(config), *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
+        *_publishing(config, gpu_bytes or USUAL_GPU_BYTES), *staging.lines(config), *_disk(config),
+        *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
     ]  # fmt: skip
 
 
