@@ -82,7 +82,8 @@ def _scale(largest: Tensor) -> Tensor:
 
 def _multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """a [m, k] times bᵀ, b [n, k]: [m, n] in `dtype`."""
-    return torch._scaled_mm(a, b.t(), a_scale, b_scale.view(1, -1), out_dtype=dtype, use_fast_accum=FAST_SUMS)
+    found: Tensor = torch._scaled_mm(a, b.t(), a_scale, b_scale.view(1, -1), out_dtype=dtype, use_fast_accum=FAST_SUMS)
+    return found
 
 
 def layers_of(model: PreTrainedModel) -> Iterator[nn.Linear]:
@@ -101,7 +102,7 @@ def _inside(block: nn.Module) -> Iterator[nn.Linear]:
 def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
     """What casts add to a block's passes: bytes of its weights, cast by row and by column, and bytes per token of the
     gradients of its outputs, cast likewise, and of its widest input. A byte each; of the block that needs most."""
-    sizes = [[layer.weight.shape for layer in _inside(block)] for block in blocks(model)]
+    sizes = [[(layer.out_features, layer.in_features) for layer in _inside(block)] for block in blocks(model)]
     weights = max(2 * sum(out * inner for out, inner in block) for block in sizes)
     tokens = max(2 * sum(out for out, _ in block) + max((i for _, i in block), default=0) for block in sizes)
     return weights, tokens
