@@ -6,7 +6,7 @@ those of a policy in float32. Run by `benchmarks.learner` for `benchmarks.fp8_le
 """
 
 import gc
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

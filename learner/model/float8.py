@@ -39,7 +39,7 @@ class Float8Linear(nn.Linear):
     """A linear layer whose products are in FP8. Made by `convert` of a plain one; the bias is added afterwards."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = _Products.apply(x.reshape(-1, self.in_features), self.weight)  # type: ignore[no-untyped-call]
+        out: Tensor = _Products.apply(x.reshape(-1, self.in_features), self.weight)  # type: ignore[no-untyped-call]
         out = out.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
@@ -94,8 +94,9 @@ def layers_of(model: PreTrainedModel) -> Iterator[nn.Linear]:
 
 def _inside(block: nn.Module) -> Iterator[nn.Linear]:
     for layer in block.modules():
-        if type(layer) in (nn.Linear, Float8Linear) and not any(n % MULTIPLE for n in layer.weight.shape):
-            assert isinstance(layer, nn.Linear)
+        if not isinstance(layer, nn.Linear) or type(layer) not in (nn.Linear, Float8Linear):
+            continue
+        if not any(n % MULTIPLE for n in (layer.out_features, layer.in_features)):
             yield layer
 
 
