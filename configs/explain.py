@@ -7,6 +7,7 @@ slow or odd; what makes it impossible is refused by `checks.py`.
 from collections.abc import Iterator
 from math import ceil, log10
 
+from configs import staging
 from configs.checks import TOP_BYTES, max_group_bytes, max_sample_tokens
 from configs.context_parallel import parts_of
 from configs.critic import STATE_BYTES, keeps_critic
@@ -16,6 +17,7 @@ from configs.flow.difficulty import drawn_shares
 from configs.flow.kv_room import KvRoom, kv_room
 from configs.flow.sequences import MEAN_SHARE, admitted_staleness, mean_tokens, open_groups, places, share_of_batch
 from configs.flow.simulation import LEARNER_SHARE, Flow, expected, most_running
+from configs.matmul import lines as matmul_lines
 from configs.model_facts import BYTES, checkpoint_bytes, model_facts
 from configs.publishing import copies, is_loopback, most_parameters, unpublishable
 from configs.schema import NO_REWARD, Config
@@ -53,8 +55,9 @@ def explain(
     return [
         *_batch(config), *_data(config, problems), *_demonstrations(config), *_difficulty(config, problems),
         *_images(config),
-        *_flow(config, flow, most, room), *_machines(config), *_publishing(config, gpu_bytes or USUAL_GPU_BYTES),
-        *_disk(config), *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
+        *_flow(config, flow, most, room), *_machines(config), *matmul_lines(config),
+        *_publishing(config, gpu_bytes or USUAL_GPU_BYTES), *staging.lines(config), *_disk(config),
+        *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
     ]  # fmt: skip
 
 

@@ -526,9 +526,10 @@ class LearnerConfig(Section):
     """Consecutive ranks that share each microbatch, each with an equal slice of its tokens, so that documents longer
     than one GPU holds can be trained. Around attention tokens and heads are exchanged (Ulysses), so the number divides
     the attention heads; docs/long-documents.md says when it pays."""
-    share_prompts: bool = True
-    """Compute a prompt once for all samples of its group that fall into one microbatch. It changes results by rounding
-    only; models with sliding windows or linear attention compute every prompt, and the learner's log says so."""
+    share_prompts: bool | Literal["prompts"] = True
+    """Compute once what samples of a group that fall into one microbatch have in common: their prompt and, where that
+    leaves out more tokens, each longer prefix, as turns and forks of an agent's episode have (`prompts`: prompts
+    alone). It changes results by rounding only; the learner's log says what a model or a setting does not allow."""
     gather: Literal["auto", "pass", "batch"] = "auto"
     """When the shards of weights are gathered and gradients reduced: block by block in each forward and each backward
     pass (`pass`, the least memory), or once a batch, however many microbatches it has (`batch`: all weights in
@@ -558,8 +559,12 @@ class LearnerConfig(Section):
     `offload`; on CPU it takes `block`."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each transformer block with torch.compile. This takes a minute at the start; steps are then faster and
-    need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, but not with
-    `cpu_offload`."""
+    need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, or with
+    `matmul: fp8`, but not with `cpu_offload`."""
+    matmul: Literal["bfloat16", "fp8"] = "bfloat16"
+    """Precision in which the linear layers of the blocks multiply: forward and both gradients. `fp8` casts each factor
+    to e4m3 with a scale for each row, which rounds more; docs/fp8.md has the figures. Head, embeddings, norms and
+    attention stay in bfloat16. Needs a GPU with compute capability 8.9 or later (Ada, Hopper), and is compiled."""
     cpu_offload: bool = False
     """Keep master weights and optimizer state in host memory."""
     timeout_s: Seconds = 600.0
@@ -584,11 +589,16 @@ class ChatConfig(Section):
     """What a task, program or environment that sends messages may do in one episode, and how messages are read."""
 
     tool_parser: str | None = None
-    """vLLM's parser that finds tool calls in an answer, such as `hermes` or `llama3_json`; null: they stay text."""
+    """vLLM's parser that finds tool calls in an answer, such as `hermes` or `llama3_json`; `auto`: the one that
+    fits the chat template and the type of the model; null: they stay text."""
     reasoning_parser: str | None = None
-    """vLLM's parser that parts reasoning from an answer, such as `qwen3` or `deepseek_r1`; null: it stays text."""
+    """vLLM's parser that parts reasoning from an answer, such as `qwen3` or `deepseek_r1`; `auto`: the one
+    that fits; null: it stays text."""
+    thinking: bool | Literal["auto"] = "auto"
+    """Whether the model thinks before it answers, by the switch of its own chat template: `off` is `enable_thinking:
+    false` for Qwen 3 and `thinking: false` for DeepSeek-V3.1; `auto`: the template's default. For every task."""
     template_kwargs: dict[str, Any] = {}
-    """Further arguments of the chat template, such as `{enable_thinking: false}`, for every task, whether it sends
+    """Further arguments of the chat template, such as `{reasoning_effort: low}`, for every task, whether it sends
     messages or gets the prompt of a row, as `single_turn` does."""
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""
@@ -711,11 +721,12 @@ class WeightsConfig(Section):
     publish: Literal["auto", "gather", "rows"] = "auto"
     """Who sends: rank 0, which gathers and holds two whole copies (`gather`); or each learner rank the rows that it
     owns, and holds its share of two copies (`rows`), so that larger models fit. `auto` takes `rows` where several ranks
-    share the model, the memory that rank 0 saves is more than a server needs for the connections, the run has one
-    worker of one server, and the model is a dense Llama, Qwen2 or Qwen3."""
-    staging: Literal["auto", "full", "bucket"] = "auto"
-    """Where a server receives: into a second copy of the weights while the engine generates (`full`), or bucket by
-    bucket into the engine's weights while it is paused (`bucket`); `auto` takes the copy if there is memory for it."""
+    share the model, the memory that rank 0 saves is more than a server needs for the connections, and the model is
+    a dense Llama, Qwen2 or Qwen3."""
+    staging: Literal["auto", "full", "slices", "bucket"] = "auto"
+    """Where a server receives: into a second copy of the weights while the engine generates (`full`), or into a copy
+    of what each of its workers loads (`slices`), or bucket by bucket into the engine's weights while it is paused
+    (`bucket`); `auto` takes the smaller of the two copies that is possible, if there is memory for it."""
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
     """Size of the buckets in which weights travel; a larger tensor gets a bucket to itself. A server without memory for
     a whole copy allocates two buckets. With `publish: rows` buckets are as many times larger as there are ranks, at
@@ -727,12 +738,12 @@ class WeightsConfig(Section):
     """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05, or 1 with
-    `rollout.engine.quantization`. Correct weights in bfloat16 differ by about 0.01, those of a large random model by
-    0.05, rounded to FP8 by 0.6 to 0.8, and wrong ones by 2.6; in float32 set 1e-3."""
+    `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights in bfloat16 differ by about 0.01, those of a
+    large random model by 0.05, rounded to FP8 by 0.6 to 0.8, and wrong ones by 2.6; in float32 set 1e-3."""
 
     @property
     def tolerance(self) -> float:
-        """`probe_tolerance`, or its default; `Config` sets that of quantised servers."""
+        """`probe_tolerance`, or its default; `Config` sets that of an end that multiplies in FP8."""
         return self.probe_tolerance or PROBE_TOLERANCE
 
 
@@ -839,8 +850,10 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _quantised_probe(cls, given: Any) -> Any:
-        """The default of `weights.probe_tolerance` where the servers quantise. `load` names every key."""
+        """The default of `weights.probe_tolerance` where one end multiplies in FP8. `load` names every key."""
         match given:
+            case {"learner": {"matmul": "fp8"}, "weights": {"probe_tolerance": None, **rest}}:
+                return {**given, "weights": {**rest, "probe_tolerance": QUANTISED_PROBE_TOLERANCE}}
             case {"rollout": {"engine": {"quantization": str()}}, "weights": {"probe_tolerance": None, **rest}}:
                 return {**given, "weights": {**rest, "probe_tolerance": QUANTISED_PROBE_TOLERANCE}}
         return given

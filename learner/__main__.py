@@ -68,6 +68,7 @@ from learner.model.settled import keeps_reference
 from learner.record.metrics import Metrics
 from learner.record.observer import Observer
 from learner.record.trackers import Tracker
+from learner.rehearsal import own_part
 from learner.saved import base_digest, merge
 from learner.sft import command
 from learner.sft.beside import Beside, read_beside
@@ -109,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
         if process.leads(os.environ):
             process.require(config)
         else:
-            check_exact(config.model, config.learner.share_prompts)
+            check_exact(config.model, bool(config.learner.share_prompts))
         for line in check_own(config.algorithm, config.sampling.max_tokens, config.rollout.task != "single_turn"):
             log.info("%s", line)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
@@ -163,7 +164,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         log.info("waiting for the buffer at %s", config.buffer.address)
         serves = weights.address if isinstance(weights, Sender) else None
         name, print_ = f"learner-{rank}", fingerprint(config)
-        options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.share_prompts}
+        options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.shares}
         sharing = config.learner.context_parallel  # ranks that take, and train, the same part
         part = rank // sharing, world // sharing
         batches = LearnerClient(config.buffer.address, name, print_, *part, serves, **options)
@@ -173,7 +174,9 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
             gpus = world if device.type == "cuda" else 0
             parts.enter_context(Observer(config, buffer_keys, gpus, metrics.log_servers))
         with StopSignals(stopping.begin):
-            sound = SoundSteps(algorithm, batches, bounds_of(policy, form, algorithm.teachers, config.teacher.top_k))
+            bounds = bounds_of(policy, form, algorithm.teachers, config.teacher.top_k)
+            trial = own_part(config, policy, budget, bounds.vocabulary, *part)
+            sound = SoundSteps(algorithm, batches, bounds, trial)
             loop.run(policy, sound, batches, stopping, weights, checkpoints, metrics, versions)
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()

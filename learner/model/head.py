@@ -17,8 +17,9 @@ from configs.schema import LearnerConfig
 from learner.model.epilogue import Epilogue
 from learner.model.top_tokens import TopGradient, TopTokens, divergence, top_gradient
 
-ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
-"""(log-probabilities, entropies, which tokens they are of) -> the loss of these tokens: [], by plain autograd."""
+ChunkLoss = Callable[[Tensor, Tensor, Any], Tensor]
+"""(log-probabilities, entropies, which tokens they are of) -> the loss of these tokens: [], by plain autograd. Which:
+a slice, or int64 indices where several samples train a token (`policy.py`)."""
 
 
 class ChunkGradients(NamedTuple):

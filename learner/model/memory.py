@@ -30,6 +30,7 @@ from learner.model import attention
 from learner.model.context import planned
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
+from learner.model.float8 import cast_bytes
 from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
 from learner.model.host_copies import INPUTS_HELD
@@ -267,7 +268,11 @@ def estimate(
     # output embedding, which is reduced at the end.
     rest = {"gathered weights": gathered + (0 if once else width * block), "head": width * head}
     rest["block's gradient"] = (4 + width) * changed
-    in_block = PeakCandidate(always | rest, {"activations": kept, "backward pass": working} | images)
+    grown = {"activations": kept, "backward pass": working} | images
+    if learner.matmul == "fp8":
+        rest["casts to FP8"], per_token = size.casts
+        grown["casts to FP8"] = -(-per_token // learner.context_parallel)
+    in_block = PeakCandidate(always | rest, grown)
     if not images:
         return Estimate([at_head, in_block])
     # In the backward pass of the tower that of the text model is over, and what it kept is gone.
@@ -317,6 +322,8 @@ class ModelSizes:
     """Parameters of parts that text does not pass, which no pass gathers."""
     critic: int = 0
     """Parameters of a critic: of a value head in place of an output embedding that is not tied."""
+    casts: tuple[int, int] = (0, 0)
+    """As `float8.cast_bytes`."""
 
 
 def sizes_of(model: ModelConfig, context_parallel: int = 1) -> ModelSizes:
@@ -358,6 +365,7 @@ def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSiz
         Epilogue.of(empty.config).softcap is not None,
         sum(p.numel() for part in idle_modules(empty) for p in part.parameters()),
         _critic_parameters(empty),
+        cast_bytes(empty),
     )
 
 

@@ -20,6 +20,7 @@ from learner.model.kernels.sequences import Sequences
 from learner.model.lora.base import Base
 from learner.model.microbatch import CopiedPrompts, Microbatch, SharedPrompts, lay_out
 from learner.model.policy import MOST_GRAPHS, _Gather
+from tests.harness.lanes import long_but
 from tests.harness.world import LEARNER, policy_of, tiny_model
 
 Groups = Sequence[tuple[int, Sequence[int]]]
@@ -236,7 +237,7 @@ def test_a_shared_state_s_gradient_adds_up_in_float32() -> None:
     assert torch.equal(hidden.grad, exact.bfloat16())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", long_but(FORMS, 0))
 def test_compiled_blocks_are_one_graph(tmp_path: Path, form: str) -> None:
     """The first row compiles each block in one piece, and later ones of its form compile nothing, whatever their
     lengths and kinds: documents at the end or none, one group or several."""
@@ -305,7 +306,8 @@ def test_what_cannot_share_says_so(
     assert not policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"share_prompts": False})).share_prompts
     assert "share_prompts" not in caplog.text
     assert "on CPU only" in attention.why_unshared(Qwen2Config(), "sdpa", torch.device("cuda"))
-    monkeypatch.setattr(attention, "why_unshared", lambda *_, **__: "the model has a sliding window of 8")
+    for why in ("why_unshared", "why_no_trees"):
+        monkeypatch.setattr(attention, why, lambda *_, **__: "the model has a sliding window of 8")
     assert not policy_of(tiny_model(tmp_path), mesh).share_prompts
     assert "learner.share_prompts: off, every sample's prompt is computed: the model has a sliding" in caplog.text
     heads, row = torch.randn(1, 2, 12, 4), row_of([(2, [3, 3]), (1, [3])])

@@ -1,5 +1,6 @@
 """A step with teachers: its gradient is the formula's, computed by transformers alone, whatever the packing."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from buffer.wire.sample import Sample, TopTeacher
 from learner.algorithms.advantages import ADVANTAGES
 from learner.sound import bounds_of, judged
 from learner.train.batch import Batch, pack
+from tests.harness.episodic import make_forks
 from tests.harness.world import (
     ALGORITHM,
     Entry,
@@ -195,3 +197,18 @@ def test_the_learner_refuses_another_number_of_most_probable_tokens(tmp_path: Pa
     assert judged(part, bounds_of(policy, None, WEIGHTS, TOP)) == {}
     found = next(iter(judged(part, bounds_of(policy, None, WEIGHTS, 5)).values()))
     assert f"teacher: {TOP} tokens in place of each sampled one; teacher.top_k is 5" in found
+
+
+def test_with_most_probable_tokens_prompts_alone_are_shared(
+    tmp_path: Path, mesh: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A token that several samples have in common would have a teacher's tokens from each of them."""
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    entries = topped(taught(make_forks(), every=True), policy.model.config.vocab_size)
+    part = cut(entries, 3, [len(entries)], 0)
+    assert any(row.targets for row in algorithm_of(policy, 400, OPEN).pack(policy, part).microbatches)
+    step = algorithm_of(policy, 400, OPEN, teachers=WEIGHTS, top_k=True)
+    with caplog.at_level(logging.INFO):
+        batches = [step.pack(policy, part) for _ in range(2)]
+    assert all(row.targets is None and row.teacher_ids is not None for each in batches for row in each.microbatches)
+    assert caplog.text.count("no longer prefixes: teacher.top_k: most probable tokens are given for each sample") == 1
