@@ -5,6 +5,7 @@ is installed, or by vLLM's own copy of it (forward only), against transformers' 
 float32. Prints differences and milliseconds.
 """
 
+import argparse
 import importlib
 import sys
 import time
@@ -47,6 +48,7 @@ def milliseconds(function: Callable[[], Any]) -> float:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if not torch.cuda.is_available():
         print("no GPU is seen: these kernels run on GPUs only")
         return 1

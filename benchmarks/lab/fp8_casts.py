@@ -5,7 +5,7 @@ sums, whose errors it shows; then GB/s of the two casts of a factor, compiled as
 nothing.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,7 +33,9 @@ def seconds(call: Callable[[], Any], times: int = 10) -> float:
 
 
 def main() -> None:
-    tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 16384
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokens", type=int, nargs="?", default=16384)
+    tokens = parser.parse_args().tokens
     rows, columns = torch.compile(by_row), torch.compile(by_column)
     for name, (inner, outer) in LAYERS.items():
         x, weight = (torch.randn(n, inner, device="cuda", dtype=torch.bfloat16) for n in (tokens, outer))

@@ -1,4 +1,5 @@
-"""What docs/data.md says of keys, and its run files: their sources load, and mean what the page says."""
+"""What docs/data.md and docs/reasoning-gym.md say of keys, and their run files: their sources load, and mean what the
+pages say."""
 
 import json
 import re
@@ -12,7 +13,8 @@ from buffer.problems import load_problems
 from configs.data.sources import SUFFIXES, needs_truth
 from configs.schema import Config
 
-PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("data.md", "reasoning-gym.md"))
 MIXTURE, SETS = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
 
 
@@ -24,6 +26,7 @@ def test_the_keys_of_the_page_exist() -> None:
     keys = set(re.findall(r"`([a-z]+)\.([a-z_]+)", PAGE)) - {
         ("reasoning_gym", "leg_counting"),
         ("extra_info", "reasoning_gym"),
+        ("config", "json"),
     }
     known = {(section, key) for section, field in Config.model_fields.items() for key in field.annotation.model_fields}
     assert ("data", "columns") in keys and keys <= known

@@ -63,6 +63,9 @@ class Parts:
         """With `version`, the evaluations that the metrics have up to it; without, those that the buffer has sent."""
         return ["recorded"] if version is not None else []
 
+    def warm_up(self, policy) -> None:
+        assert self.calls[-1].startswith("publish")
+
     def follow_evaluations(self, known: list[str]) -> None:
         self.calls.append(f"follow evaluations but {known}")
 

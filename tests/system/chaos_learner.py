@@ -73,6 +73,9 @@ class Journal:
 
     path: Path
 
+    def warm_up(self, policy: Policy) -> None:
+        pass
+
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
         self.train(policy, part.version, placed(part))
         return {}

@@ -421,11 +421,11 @@ def test_status_of_a_run_whose_file_was_edited_warns_and_goes_on(
 def test_status_shows_what_the_alerts_find(tmp_path: Path) -> None:
     settings = config(tmp_path, "tcp://127.0.0.1:9")
     rows = [
-        {"version": 1 + n, "age/share_4-7": 1.0, "offpolicy/k3_age_4-7": 4e-3 if n == 9 else 1e-3} for n in range(10)
+        {"version": 1 + n, "age/share_4-7": 1.0, "offpolicy/k3_age_4-7": 6e-3 if n == 9 else 1e-3} for n in range(10)
     ]
     (settings.run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = [*status._folder_lines(settings, settings.run.path, "")]
-    assert [line for line in lines if line.startswith("alert: offpolicy/k3_age_4-7 is 0.004, 0.001 in the median of 9")]
+    assert [line for line in lines if line.startswith("alert: offpolicy/k3_age_4-7 is 0.006, 0.001 in the median of 9")]
 
 
 def test_a_buffer_that_answers_late_is_silent(tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ class Algorithm:
 
     history: History
 
+    def warm_up(self, policy: NamedPolicy) -> None:
+        pass
+
     def step(self, policy: NamedPolicy, part: Part) -> dict[str, float]:
         groups = groups_of(part)
         policy.state = following(policy.state, groups)
