@@ -528,7 +528,7 @@ class LearnerConfig(Section):
     """When the shards of weights are gathered and gradients reduced: block by block in each forward and each backward
     pass (`pass`, the least memory), or once a batch, however many microbatches it has (`batch`: all weights in
     `model.dtype` and unsharded fp32 gradients stay). `auto` takes `batch` on a GPU if it takes at most a tenth of its
-    memory more, or of the microbatch where that is `auto`, and still fits; on CPU always; `pass` with `cpu_offload`."""
+    memory more, or of the microbatch where that is `auto`, and still fits; on CPU always; `pass` with `cpu_offload: true`."""
     head_chunk_tokens: Positive | Literal["auto"] = "auto"
     """Tokens per chunk of the log-probability head: the logits of one chunk exist at a time. `auto` takes 4096 on a
     GPU, or 1024 where microbatches of 8,192 tokens do not fit otherwise; 1024 on CPU."""
@@ -554,9 +554,12 @@ class LearnerConfig(Section):
     compile: bool | Literal["auto"] = "auto"
     """Compile each transformer block with torch.compile. This takes a minute at the start; steps are then faster and
     need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, but not with
-    `cpu_offload`."""
-    cpu_offload: bool = False
-    """Keep master weights and optimizer state in host memory."""
+    `cpu_offload: true`."""
+    cpu_offload: bool | Literal["optimizer"] = False
+    """Keep master weights and optimizer state in host memory, from where each step brings them to the GPU in parts
+    (`optimizer`: 12 bytes a trained parameter; weights in `model.dtype` and gradients stay on the GPU), or weights,
+    gradients and optimizer state (`true`, the least GPU memory; each pass fetches the weights, and the processor
+    updates them)."""
     timeout_s: Seconds = 600.0
     """Timeout of every collective between ranks; on expiry all ranks exit and log which one was missing."""
     checkpoint_every: Positive = 20

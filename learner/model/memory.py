@@ -36,6 +36,7 @@ from learner.model.host_copies import INPUTS_HELD
 from learner.model.idle_parts import idle_modules
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
+from learner.model.master_weights import BUCKET, KINDS, device_bytes
 from learner.model.value_head import replace_head
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
 
@@ -147,7 +148,7 @@ def choose_gather(
         room = budgets[1] >= max(tokens, (1 - GATHERED_SHARE) * budgets[0])
     else:
         room = more <= GATHERED_SHARE * memory and once.total(tokens) <= SHARE * memory
-    chosen = ways[room and not learner.cpu_offload]
+    chosen = ways[room and learner.cpu_offload is not True]
     log.info("learner.gather: auto takes %s: batch takes %.1f GiB more", chosen.gather, more / GIB)
     return chosen
 
@@ -160,7 +161,7 @@ def memory_budget(
     expected, budget = budget_in(config, gpu_memory(device), shards, reference, sends, patches)
     if device.type == "cuda":
         ranks = ranks_of_node(config.learner, config.learner.ranks, os.environ)
-        check_host(config, max(budget, least_microbatch(config, patches)), ranks, psutil.virtual_memory().available)
+        check_host(config, max(budget, least_microbatch(config, patches)), ranks, psutil.virtual_memory().available, shards)
     return expected, budget
 
 
@@ -202,16 +203,40 @@ def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
     return text.layers * text.width * -(-tokens // learner.context_parallel)
 
 
-def check_host(config: Config, tokens: int, ranks: int, available: int) -> None:
-    """Raise ConfigError if `ranks` ranks of a machine with `available` bytes of host memory cannot keep the inputs of
-    their blocks there."""
-    needed = ranks * host_bytes(config.model, config.learner, tokens)
-    if needed:
-        log.info("activation_checkpointing: offload keeps %.1f GiB in host memory, for %d ranks", needed / GIB, ranks)
-    if needed > available:
-        problem = f"{ranks} ranks would keep {needed / GIB:.1f} GiB of inputs in host memory, and {available / GIB:.1f}"
+def host_state_bytes(model: ModelConfig, learner: LearnerConfig, shards: int) -> int:
+    """Host memory of one of `shards` ranks that `cpu_offload` fills: weights and moments, and gradients too if all is
+    offloaded."""
+    if not learner.cpu_offload:
+        return 0
+    size = sizes_of(model, learner.context_parallel)
+    if learner.cpu_offload == "optimizer":
+        return 4 * KINDS * size.trained // shards
+    return (size.held + 12 * size.trained) // shards
+
+
+def check_host(config: Config, tokens: int, ranks: int, available: int, shards: int) -> None:
+    """Raise ConfigError if `ranks` ranks of a machine with `available` bytes of host memory cannot keep there what
+    `cpu_offload` and `activation_checkpointing: offload` move there. `shards`: as in `estimate`."""
+    inputs, state = (
+        ranks * size
+        for size in (
+            host_bytes(config.model, config.learner, tokens),
+            host_state_bytes(config.model, config.learner, shards),
+        )
+    )
+    if inputs:
+        log.info("activation_checkpointing: offload keeps %.1f GiB in host memory, for %d ranks", inputs / GIB, ranks)
+    if state:
+        log.info("cpu_offload keeps %.1f GiB in host memory, for %d ranks", state / GIB, ranks)
+    if state > available:
+        problem = f"{ranks} ranks would keep {state / GIB:.1f} GiB in host memory, and {available / GIB:.1f} GiB"
+        key = f"learner.cpu_offload: {str(config.learner.cpu_offload).lower()}"
+        raise ConfigError([f"{key}: {problem} are free; set it to false with more learner.ranks, or add memory"])
+    if inputs + state > available:
+        problem = f"{ranks} ranks would keep {inputs / GIB:.1f} GiB of inputs in host memory, and"
+        free = f"{(available - state) / GIB:.1f} GiB are free"
         remedy = "lower learner.tokens_per_microbatch, raise learner.context_parallel, or set it to block"
-        raise ConfigError([f"learner.activation_checkpointing: offload: {problem} GiB are free; {remedy}"])
+        raise ConfigError([f"learner.activation_checkpointing: offload: {problem} {free}; {remedy}"])
 
 
 def check_copies(expected: Estimate, available: int, config: Config, shards: int) -> None:
@@ -245,11 +270,13 @@ def estimate(
     # of a token of a row, of which a rank has its slice
     kept, working = (-(-saved // learner.context_parallel) for saved in _saved(size.text, learner))
     images, in_tower = _saved_by_tower(size, learner)
-    on_gpu, once = 0 if learner.cpu_offload else 1, learner.gather == "batch"
+    on_gpu, once = 0 if learner.cpu_offload is True else 1, learner.gather == "batch"
+    apart = learner.cpu_offload == "optimizer"
+    rounded = (4 - width) * trained if apart else 0  # bytes that are in host memory instead
     always = {
-        "weights": held * on_gpu * (1 + reference) // shards,
+        "weights": (held * on_gpu * (1 + reference) - rounded) // shards,
         "gradients": 4 * trained * on_gpu // shards,
-        "optimizer": 8 * trained * on_gpu // shards,
+        "optimizer": 0 if apart else 8 * trained * on_gpu // shards,
     }
     if critic:
         always["critic"] = STATE_BYTES * size.critic // shards
@@ -268,6 +295,9 @@ def estimate(
     rest = {"gathered weights": gathered + (0 if once else width * block), "head": width * head}
     rest["block's gradient"] = (4 + width) * changed
     in_block = PeakCandidate(always | rest, {"activations": kept, "backward pass": working} | images)
+    if apart:  # in the optimizer's step, when all activations are gone
+        buckets = device_bytes(trained // shards, BUCKET)
+        return Estimate([at_head, in_block, PeakCandidate(always | {"optimizer's buckets": buckets}, {})])
     if not images:
         return Estimate([at_head, in_block])
     # In the backward pass of the tower that of the text model is over, and what it kept is gone.
