@@ -528,7 +528,8 @@ class LearnerConfig(Section):
     """When the shards of weights are gathered and gradients reduced: block by block in each forward and each backward
     pass (`pass`, the least memory), or once a batch, however many microbatches it has (`batch`: all weights in
     `model.dtype` and unsharded fp32 gradients stay). `auto` takes `batch` on a GPU if it takes at most a tenth of its
-    memory more, or of the microbatch where that is `auto`, and still fits; on CPU always; `pass` with `cpu_offload: true`."""
+    memory more, or of the microbatch where that is `auto`, and still fits; on CPU always; `pass` with
+    `cpu_offload: true`."""
     head_chunk_tokens: Positive | Literal["auto"] = "auto"
     """Tokens per chunk of the log-probability head: the logits of one chunk exist at a time. `auto` takes 4096 on a
     GPU, or 1024 where microbatches of 8,192 tokens do not fit otherwise; 1024 on CPU."""
@@ -710,7 +711,7 @@ class WeightsConfig(Section):
     """Who sends: rank 0, which gathers and holds two whole copies (`gather`); or each learner rank the rows that it
     owns, and holds its share of two copies (`rows`), so that larger models fit. `auto` takes `rows` where several ranks
     share the model, the memory that rank 0 saves is more than a server needs for the connections, the run has one
-    worker of one server, and the model is a dense Llama, Qwen2 or Qwen3."""
+    worker of one server, and the model is a Llama, Qwen2, Qwen3 or Qwen3-MoE."""
     staging: Literal["auto", "full", "bucket"] = "auto"
     """Where a server receives: into a second copy of the weights while the engine generates (`full`), or bucket by
     bucket into the engine's weights while it is paused (`bucket`); `auto` takes the copy if there is memory for it."""

@@ -3,7 +3,8 @@
 Random, of full size, and with a known length of answers: at each token an answer ends with probability 1 / MEAN, never
 for 0 (`benchmarks/weights/known.py`). Those of a model that sees stay random in all parts, so that the probe's picture
 tells right weights from wrong ones: its answers run to their full length, because the token that ends one is as likely
-as each of the tens of thousands of others. So do those of a mixture of experts (`mixture_files.py`). On a GPU if there is one; takes seconds for 1.5B, most of them for the disk.
+as each of the tens of thousands of others. So do those of a mixture of experts (`mixture_files.py`). On a GPU if there
+is one; takes seconds for 1.5B, most of them for the disk.
 """
 
 import sys

@@ -63,7 +63,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.2,
     },
 }  # fmt: skip
-"""Mixtures of experts, which `known.py` does not silence. `Qwen3-30B-A3B-8` has 8 of the 48 layers of Qwen3-30B-A3B, `-4` has 4."""
+"""Mixtures of experts, which `known.py` does not silence. `Qwen3-30B-A3B-8` has 8 of the 48 layers of Qwen3-30B-A3B,
+`-4` has 4."""
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,
     "tie_word_embeddings": False,

@@ -116,15 +116,12 @@ class MasterWeights:
         """This rank's rows of each parameter in such memory."""
         rows = [rows_of(parameter) for parameter in self.parameters]
         return [
-            memory[begin : begin + own.numel()].view(own.shape)
-            for begin, own in zip(self._begins, rows, strict=False)
+            memory[begin : begin + own.numel()].view(own.shape) for begin, own in zip(self._begins, rows, strict=False)
         ]
 
     def as_sharded(self, memory: Tensor) -> list[Tensor]:
         """The same as DTensors like the parameters, which is how a checkpoint holds them."""
-        return [
-            _like(parameter, rows) for parameter, rows in zip(self.parameters, self.views(memory), strict=True)
-        ]
+        return [_like(parameter, rows) for parameter, rows in zip(self.parameters, self.views(memory), strict=True)]
 
     @torch.no_grad()
     def keep(self, name: str, rows: Tensor) -> None:

@@ -161,7 +161,9 @@ def memory_budget(
     expected, budget = budget_in(config, gpu_memory(device), shards, reference, sends, patches)
     if device.type == "cuda":
         ranks = ranks_of_node(config.learner, config.learner.ranks, os.environ)
-        check_host(config, max(budget, least_microbatch(config, patches)), ranks, psutil.virtual_memory().available, shards)
+        check_host(
+            config, max(budget, least_microbatch(config, patches)), ranks, psutil.virtual_memory().available, shards
+        )
     return expected, budget
 
 
