@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 log = logging.getLogger(__name__)
 BUCKET = 1 << 26
@@ -148,10 +149,11 @@ def rows_of(parameter: Tensor) -> Tensor:
 
 
 def _like(parameter: nn.Parameter, rows: Tensor) -> Tensor:
+    """`rows` as a DTensor that is sharded as `parameter` is. `DTensor.from_local` would bring them to the GPU."""
     if not isinstance(parameter, DTensor):
         return rows
-    given: Any = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
-    return DTensor.from_local(rows, parameter.device_mesh, parameter.placements, **given)
+    size = TensorMeta(parameter.shape, parameter.stride(), rows.dtype)
+    return DTensor(rows, DTensorSpec(parameter.device_mesh, parameter.placements, size), requires_grad=False)
 
 
 def keep_wide_gradients(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
