@@ -176,10 +176,15 @@ def budget_in(
     too small.
     """
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
-    expected = estimate(config.model, config.learner, shards, reference, sends, keeps_critic(config))
+    sizes = config.model, config.learner, shards, reference, sends, keeps_critic(config)
+    expected, share = estimate(*sizes), share_of_batch(config)
+    if available is not None and not keeps_critic(config) and config.data.demonstrations is None:
+        single = estimate(*sizes, alone=True)
+        room = single.fit(int(SHARE * available)) if wanted == "auto" else wanted
+        expected = single if share <= room else expected
     if available is None:
         return expected, max(AUTO_TOKENS_ON_CPU, least) if wanted == "auto" else wanted
-    budget = min(expected.fit(int(SHARE * available)), share_of_batch(config)) if wanted == "auto" else wanted
+    budget = min(expected.fit(int(SHARE * available)), share) if wanted == "auto" else wanted
     needed = expected.describe(max(budget, least))
     log.info("%d tokens per microbatch: a rank takes %s of %.1f GiB", budget, needed, available / GIB)
     if (wanted == "auto" and budget < least) or expected.total(max(budget, least)) > available:
@@ -258,11 +263,13 @@ def estimate(
     reference: bool = False,
     sends: int = 0,
     critic: bool = False,
+    alone: bool = False,
 ) -> Estimate:
     """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too.
     `sends`: over how many ranks the copies for the servers are spread, of which this GPU holds a share
     (`learner.weights.buckets.DoubleBuffer`); 0: it holds none. `critic`: one is trained too; its gradients come
-    after the policy's are gone, and its passes keep no more than the policy's. As in `Policy`, keys that are still
+    after the policy's are gone, and its passes keep no more than the policy's. `alone`: a batch is one microbatch, in
+    whose backward pass the shards of gradients come while activations go. As in `Policy`, keys that are still
     `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
     size, width = sizes_of(model, learner.context_parallel), getattr(torch, model.dtype).itemsize
     held, parameters, trained = size.held, size.parameters, size.trained
@@ -297,13 +304,23 @@ def estimate(
     rest = {"gathered weights": gathered + (0 if once else width * block), "head": width * head}
     rest["block's gradient"] = (4 + width) * changed
     in_block = PeakCandidate(always | rest, {"activations": kept, "backward pass": working} | images)
+    if alone and not once:
+        none = {"gradients": 0}
+        last = {"activations": kept // size.text.layers, "backward pass": working}
+        at_head, in_block, in_last = (
+            PeakCandidate(at_head.fixed | none, at_head.per_token),
+            PeakCandidate(in_block.fixed | none, in_block.per_token),
+            PeakCandidate(always | rest, last | images),
+        )
+        found = [at_head, in_block, in_last]
+    else:
+        found = [at_head, in_block]
     if apart:  # in the optimizer's step, when all activations are gone
         buckets = device_bytes(trained // shards, BUCKET)
-        return Estimate([at_head, in_block, PeakCandidate(always | {"optimizer's buckets": buckets}, {})])
-    if not images:
-        return Estimate([at_head, in_block])
-    # In the backward pass of the tower that of the text model is over, and what it kept is gone.
-    return Estimate([at_head, in_block, PeakCandidate(always | rest, images | {"backward pass": in_tower})])
+        found.append(PeakCandidate(always | {"optimizer's buckets": buckets}, {}))
+    if images:  # in the backward pass of the tower that of the text model is over, and what it kept is gone
+        found.append(PeakCandidate(always | rest, images | {"backward pass": in_tower}))
+    return Estimate(found)
 
 
 @dataclass(frozen=True)
@@ -316,6 +333,10 @@ class Traced:
     layers: int
     width: int
     """Bytes of a block's input."""
+    widest: int
+    """Bytes of the largest output of a matmul."""
+    alike: bool = True
+    """Whether all blocks have as many parameters."""
 
 
 @dataclass(frozen=True)
@@ -411,9 +432,10 @@ def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: in
     if context_parallel > 1:
         given["context_group"] = planned(context_parallel)
     traced = _trace(empty, lambda: decoder(**given))
-    everything, matmuls, inputs = (size * width // traced_in.itemsize for size in traced)
+    everything, matmuls, inputs, widest = (size * width // traced_in.itemsize for size in traced)
     hidden: int = empty.config.get_text_config().hidden_size
-    return Traced(everything, matmuls, inputs, len(blocks(empty)), width * hidden)
+    alike = len({sum(p.numel() for p in block.parameters()) for block in blocks(empty)}) == 1
+    return Traced(everything, matmuls, inputs, len(blocks(empty)), width * hidden, widest, alike)
 
 
 def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | None, bool, int]:
@@ -431,8 +453,8 @@ def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | N
     ends = sum(_trace(empty, partial(merger, hidden))[0] for merger in mergers(tower))
     ends += trained * dtype.itemsize * tower.patch_embed.proj.weight[0].numel()  # the patches themselves
     n = len(tower.blocks)
-    everything, matmuls, inputs = (n * size for size in traced)
-    return Traced(everything, matmuls, inputs, n, dtype.itemsize * config.hidden_size), trained, ends
+    everything, matmuls, inputs = (n * size for size in traced[:3])
+    return Traced(everything, matmuls, inputs, n, dtype.itemsize * config.hidden_size, traced[3]), trained, ends
 
 
 def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str, int], int]:
@@ -451,14 +473,21 @@ def _meta_places() -> Tensor:
 
 
 def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
-    """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with."""
+    """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with.
+
+    A block that is recomputed holds then what it would have kept, and no more of its gradients at a time than those of
+    an MLP's two factors, the largest there are: what was kept of a layer goes when its gradient is there.
+    """
     everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)
+    compiled = min(matmuls + traced.inputs, everything)  # the compiler keeps inputs and outputs of matmuls
     if learner.activation_checkpointing in ("auto", "block", "offload"):
         inputs = min(layers, INPUTS_HELD) if learner.activation_checkpointing == "offload" else layers
-        return (inputs + 2) * width, working + everything // layers  # 2: what the last norm keeps
-    if learner.compile is True:  # the compiler keeps inputs and outputs of matmuls
-        return min(matmuls + traced.inputs, everything), working
+        again = compiled if learner.compile is True else everything
+        working = again // layers + 2 * traced.widest if traced.alike else working + everything // layers
+        return (inputs + 2) * width, working  # 2: what the last norm keeps
+    if learner.compile is True:
+        return compiled, working
     if learner.activation_checkpointing == "selective":
         return min(matmuls + layers * width, everything), working + max(everything - matmuls, 0) // layers
     return everything, working
@@ -472,9 +501,9 @@ def _add(storages: Storages, *tensors: Tensor) -> None:
     storages.update({tensor.untyped_storage()._cdata: tensor for tensor in tensors})
 
 
-def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int, int]:
+def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int, int, int]:
     """Bytes per token that `forward` keeps, a pass of META_TOKENS tokens or patches: all; outputs of matmuls and
-    attention; other inputs of matmuls."""
+    attention; other inputs of matmuls; and the largest of these outputs."""
     fixed: Storages = {}
     kept: Storages = {}
     _add(fixed, *empty.parameters(), *empty.buffers())
@@ -492,7 +521,8 @@ def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int
         return sum(x.untyped_storage().nbytes() for key, x in storages.items() if key not in without) // META_TOKENS
 
     inputs = per_token(matmuls.inputs, fixed | matmuls.outputs)
-    return per_token(kept, fixed), per_token(matmuls.outputs, {}), inputs
+    widest = max((x.untyped_storage().nbytes() for x in matmuls.outputs.values()), default=0) // META_TOKENS
+    return per_token(kept, fixed), per_token(matmuls.outputs, {}), inputs, widest
 
 
 class _MatmulRecorder(TorchDispatchMode):

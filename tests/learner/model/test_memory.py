@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import Qwen2Config
 
 from buffer.data.images import Picture, SeenImage
@@ -309,3 +310,33 @@ def test_out_of_memory_says_what_fills_it_and_what_to_change() -> None:
 
 def test_meta_needs_no_storage(tmp_path: Path) -> None:
     assert memory.build_on_meta(tiny_model(tmp_path), memory.META_ATTENTION).device.type == "meta"
+
+
+def peak_of_a_step(model: ModelConfig, mesh, tokens: int) -> int:
+    """Bytes of all tensors that live at a time while a real policy differentiates a row."""
+    policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": "block"}))
+    row = packed([[1] * tokens])
+    with MemTracker() as tracker:
+        policy(row)[0].sum().backward()
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+def test_a_recomputed_block_needs_what_it_keeps_and_two_gradients(tmp_path: Path, mesh) -> None:
+    """By the difference of two lengths, so that the weights do not count. It was estimated 1.4 times as high."""
+    model = tiny_model(tmp_path)
+    small, large = (peak_of_a_step(model, mesh, tokens) for tokens in (512, 1024))
+    learner = LEARNER.model_copy(update={"activation_checkpointing": "block"})
+    each = sum(estimate(model, learner, 1).candidates[1].per_token.values())
+    assert (large - small) / 512 <= each <= 1.2 * (large - small) / 512
+
+
+def test_gradients_come_while_activations_go_in_a_batch_of_one_microbatch(tmp_path: Path) -> None:
+    """So that the larger of both decides, not their sum; with a second microbatch it is the sum."""
+    model = tiny_model(tmp_path)
+    learner = LEARNER.model_copy(update={"activation_checkpointing": "block", "gather": "pass"})
+    several, single = (estimate(model, learner, 1, alone=alone) for alone in (False, True))
+    gradients = several.candidates[1].fixed["gradients"]
+    assert single.total(1 << 20) == several.total(1 << 20) - gradients
+    assert single.total(0) == several.total(0), "at the end all gradients are there"
+    once = learner.model_copy(update={"gather": "batch"})
+    assert estimate(model, once, 1, alone=True).total(1 << 20) == estimate(model, once, 1).total(1 << 20)
