@@ -1,9 +1,9 @@
 """Master weights in host memory, beside parameters in `model.dtype` on the GPU (`learner.cpu_offload: optimizer`).
 
-A GPU then holds two bytes a parameter, and gradients in fp32; the fp32 weights and what the optimizer keeps lie in one
-`host_memory` each, which is cut into buckets. `learner/train/offloaded_adam.py` brings one bucket after another to the
-GPU. FSDP2 would round the gradients of bfloat16 parameters: `keep_wide_gradients` has it leave them in fp32. On a CPU
-host memory is the device's, and everything else is the same. Made by `policy.py`; waits for nothing.
+A GPU then holds parameters in bfloat16, and gradients in fp32. The fp32 weights and the optimizer's two moments lie in
+one `host_memory` each, which is cut into portions. `learner/train/offloaded_adam.py` brings one portion after another
+to the GPU. FSDP2 would round the gradients of bfloat16 parameters: `keep_wide_gradients` has it leave them in fp32. On
+a CPU host memory is the device's, and everything else is the same. Made by `policy.py`; waits for nothing.
 """
 
 import logging
@@ -20,25 +20,23 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 log = logging.getLogger(__name__)
-BUCKET = 1 << 26
-"""Numbers of a bucket: 256 MiB in fp32, which takes 5 ms over PCIe."""
+PORTION = 1 << 26
+"""Numbers of a portion: 256 MiB in fp32, which takes 5 ms over PCIe."""
 ALIGNED = 64
 """Each parameter begins at a multiple of so many numbers, for copies and kernels that take several at a time."""
 KINDS = 3
 """Numbers in host memory of each that is trained: the weight and two moments."""
-
-
 SLOTS = 3
-"""Buckets on the GPU at a time: one on its way there, one that is updated, one on its way back."""
+"""Portions on the GPU at a time: one on its way there, one that is updated, one on its way back."""
 
 
-def device_bytes(numbers: int, bucket: int) -> int:
+def device_bytes(numbers: int, portion: int) -> int:
     """GPU memory of an optimizer's step over so many numbers of this rank."""
-    return 4 * KINDS * SLOTS * min(numbers, bucket)
+    return 4 * KINDS * SLOTS * min(numbers, portion)
 
 
-class Piece(NamedTuple):
-    """A range of this rank's rows of a parameter, and where it lies in its bucket; all in numbers."""
+class HeldSpan(NamedTuple):
+    """A range of this rank's rows of a parameter, and where it lies in its portion; all in numbers."""
 
     parameter: int
     start: int
@@ -46,19 +44,19 @@ class Piece(NamedTuple):
     offset: int
 
 
-def pieces_of(sizes: Sequence[int], bucket: int = BUCKET) -> list[list[Piece]]:
-    """Lay parameters of these sizes one behind the other, each at a multiple of ALIGNED, and cut that into buckets.
+def spans_of(sizes: Sequence[int], portion: int = PORTION) -> list[list[HeldSpan]]:
+    """Lay parameters of these sizes one behind the other, each at a multiple of ALIGNED, and cut that into portions.
 
-    Example: `pieces_of([5, 70], 128) == [[Piece(0, 0, 5, 0), Piece(1, 0, 64, 64)], [Piece(1, 64, 6, 0)]]`
+    Example: `spans_of([5, 70], 128) == [[HeldSpan(0, 0, 5, 0), HeldSpan(1, 0, 64, 64)], [HeldSpan(1, 64, 6, 0)]]`
     """
     begins = _begins(sizes)
-    found: list[list[Piece]] = [[] for _ in range(-(-begins[-1] // bucket))]
+    found: list[list[HeldSpan]] = [[] for _ in range(-(-begins[-1] // portion))]
     for number, (size, begin) in enumerate(zip(sizes, begins, strict=False)):
         start = 0
         while start < size:
-            index, offset = divmod(begin + start, bucket)
-            taken = min(size - start, bucket - offset)
-            found[index].append(Piece(number, start, taken, offset))
+            index, offset = divmod(begin + start, portion)
+            taken = min(size - start, portion - offset)
+            found[index].append(HeldSpan(number, start, taken, offset))
             start += taken
     return found
 
@@ -68,8 +66,8 @@ def _begins(sizes: Sequence[int]) -> list[int]:
     return list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
 
 
-def host_memory(numbers: int, device: torch.device, bucket: int = BUCKET) -> Tensor:
-    """`[numbers] float32` zeros in host memory; for a GPU locked, so that it copies without waiting, bucket by bucket.
+def host_memory(numbers: int, device: torch.device, portion: int = PORTION) -> Tensor:
+    """`[numbers] float32` zeros in host memory; for a GPU locked portion by portion, so that copies do not wait.
 
     Not torch's own pinned memory, which has sizes of powers of two: up to twice as much. Raises RuntimeError if it
     cannot be locked.
@@ -80,7 +78,7 @@ def host_memory(numbers: int, device: torch.device, bucket: int = BUCKET) -> Ten
     pages = mmap.mmap(-1, 4 * numbers, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.float32).zero_()  # touches the pages, with all threads
-    for part in memory.split(bucket):
+    for part in memory.split(portion):
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.nbytes, 0))
     log.info("%.1f GiB of host memory locked in %.1f s", memory.nbytes / 2**30, time.monotonic() - began)
     return memory
@@ -94,12 +92,12 @@ def narrow(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class MasterWeights:
-    """This rank's rows of all trained parameters of `model`, which is sharded. `bucket`: as in `host_memory`."""
+    """This rank's rows of all trained parameters of `model`, which is sharded. `portion`: as in `host_memory`."""
 
-    def __init__(self, model: nn.Module, device: torch.device, bucket: int = BUCKET) -> None:
-        self._model, self.device, self.bucket = model, device, bucket
+    def __init__(self, model: nn.Module, device: torch.device, portion: int = PORTION) -> None:
+        self._model, self.device, self.portion = model, device, portion
         sizes = [rows_of(parameter).numel() for parameter in self.parameters]
-        self.pieces, self._begins = pieces_of(sizes, bucket), _begins(sizes)
+        self.spans, self._begins = spans_of(sizes, portion), _begins(sizes)
         self.values = self.memory()
         named = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
         self._views = dict(zip(named, self.views(self.values), strict=True))
@@ -111,7 +109,7 @@ class MasterWeights:
 
     def memory(self) -> Tensor:
         """Host memory for one more number of each that is trained."""
-        return host_memory(self._begins[-1], self.device, self.bucket)
+        return host_memory(self._begins[-1], self.device, self.portion)
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """This rank's rows of each parameter in such memory."""

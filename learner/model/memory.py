@@ -36,7 +36,7 @@ from learner.model.host_copies import INPUTS_HELD
 from learner.model.idle_parts import idle_modules
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
-from learner.model.master_weights import BUCKET, KINDS, device_bytes
+from learner.model.master_weights import KINDS, PORTION, device_bytes
 from learner.model.value_head import replace_head
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
 
@@ -316,8 +316,8 @@ def estimate(
     else:
         found = [at_head, in_block]
     if apart:  # in the optimizer's step, when all activations are gone
-        buckets = device_bytes(trained // shards, BUCKET)
-        found.append(PeakCandidate(always | {"optimizer's buckets": buckets}, {}))
+        portions = device_bytes(trained // shards, PORTION)
+        found.append(PeakCandidate(always | {"optimizer's portions": portions}, {}))
     if images:  # in the backward pass of the tower that of the text model is over, and what it kept is gone
         found.append(PeakCandidate(always | rest, images | {"backward pass": in_tower}))
     return Estimate(found)

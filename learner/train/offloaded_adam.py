@@ -1,9 +1,9 @@
 """AdamW whose master weights and moments lie in host memory (`learner.cpu_offload: optimizer`).
 
-A step brings one bucket after another to the GPU, updates it there by torch's own fused AdamW, rounds the weights to
-the parameters, and takes the bucket back; both copies go on while other buckets are updated. So a step takes as long as
-the slower way over PCIe, whatever the processor, and its numbers are those of a step without offloading. Used by
-`optimizer.py`; a step waits until the last bucket is back.
+A step brings one portion after another to the GPU, updates it there by torch's own fused AdamW, rounds the weights to
+the parameters, and takes the portion back; both copies go on while other portions are updated. So a step takes as long
+as the slower way over PCIe, whatever the processor, and its numbers are those of a step without offloading. Used by
+`optimizer.py`; a step waits until the last portion is back.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
-from learner.model.master_weights import KINDS, SLOTS, MasterWeights, Piece, rows_of
+from learner.model.master_weights import KINDS, SLOTS, HeldSpan, MasterWeights, rows_of
 
 
 class OffloadedAdamW(AdamW):
@@ -35,27 +35,27 @@ class OffloadedAdamW(AdamW):
         assert closure is None
         gradients = [None if p.grad is None else rows_of(p.grad).view(-1) for p in self._parameters]
         lanes = _Lanes(self._masters)
-        for index, pieces in enumerate(self._masters.pieces):
-            hosts = [memory[index * lanes.bucket : (index + 1) * lanes.bucket] for memory in self._held]
-            bucket = lanes.fetch(index % SLOTS, hosts)
-            self._update([piece for piece in pieces if gradients[piece.parameter] is not None], bucket, gradients)
+        for index, spans in enumerate(self._masters.spans):
+            hosts = [memory[index * lanes.portion : (index + 1) * lanes.portion] for memory in self._held]
+            portion = lanes.fetch(index % SLOTS, hosts)
+            self._update([span for span in spans if gradients[span.parameter] is not None], portion, gradients)
             lanes.store(index % SLOTS, hosts)
         lanes.finish()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             self.state[parameter]["step"] += float(gradient is not None)
 
-    def _update(self, pieces: list[Piece], bucket: Tensor, gradients: list[Tensor | None]) -> None:
-        """One bucket, which is on the device: [KINDS, numbers] float32."""
-        if not pieces:
+    def _update(self, spans: list[HeldSpan], portion: Tensor, gradients: list[Tensor | None]) -> None:
+        """One portion, which is on the device: [KINDS, numbers] float32."""
+        if not spans:
             return
-        weights, first, second = ([kind[p.offset : p.offset + p.size] for p in pieces] for kind in bucket)
-        given = [g[p.start : p.start + p.size] for p in pieces if (g := gradients[p.parameter]) is not None]
-        taken = torch.stack([self.state[self._parameters[p.parameter]]["step"] for p in pieces])
-        steps, group = list(taken.to(bucket.device).unbind()), self.param_groups[0]
+        weights, first, second = ([kind[p.offset : p.offset + p.size] for p in spans] for kind in portion)
+        given = [g[p.start : p.start + p.size] for p in spans if (g := gradients[p.parameter]) is not None]
+        taken = torch.stack([self.state[self._parameters[p.parameter]]["step"] for p in spans])
+        steps, group = list(taken.to(portion.device).unbind()), self.param_groups[0]
         beta1, beta2 = group["betas"]
         options = {name: group[name] for name in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
         adamw(weights, given, first, second, [], steps, fused=True, beta1=beta1, beta2=beta2, **options)
-        rows = [rows_of(self._parameters[p.parameter]).view(-1)[p.start : p.start + p.size] for p in pieces]
+        rows = [rows_of(self._parameters[p.parameter]).view(-1)[p.start : p.start + p.size] for p in spans]
         torch._foreach_copy_(rows, weights)
 
     @torch.no_grad()
@@ -74,11 +74,11 @@ class OffloadedAdamW(AdamW):
 
 
 class _Lanes:
-    """The way of buckets to the device and back: on a GPU each has a stream, on a CPU nothing waits."""
+    """The way of portions to the device and back: on a GPU each has a stream, on a CPU nothing waits."""
 
     def __init__(self, masters: MasterWeights) -> None:
-        self.bucket, self._on_gpu = min(masters.bucket, len(masters.values)), masters.device.type == "cuda"
-        self._memory = torch.empty(SLOTS, KINDS, self.bucket, device=masters.device)
+        self.portion, self._on_gpu = min(masters.portion, len(masters.values)), masters.device.type == "cuda"
+        self._memory = torch.empty(SLOTS, KINDS, self.portion, device=masters.device)
         self._there, self._back = (
             (torch.cuda.Stream(masters.device), torch.cuda.Stream(masters.device)) if self._on_gpu else (None, None)
         )  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ class _Lanes:
             self._there.wait_stream(torch.cuda.current_stream())  # what the memory was used for before
 
     def fetch(self, slot: int, hosts: list[Tensor]) -> Tensor:
-        """Begin to bring a bucket into `slot`; what is called next on the device has it."""
+        """Begin to bring a portion into `slot`; what is called next on the device has it."""
         found = self._memory[slot, :, : len(hosts[0])]
         with torch.cuda.stream(self._there) if self._there else nullcontext():
             if self._there and slot in self._stored:
@@ -99,7 +99,7 @@ class _Lanes:
         return found
 
     def store(self, slot: int, hosts: list[Tensor]) -> None:
-        """Begin to take the bucket in `slot` back."""
+        """Begin to take the portion in `slot` back."""
         if self._back:
             self._back.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._back) if self._back else nullcontext():

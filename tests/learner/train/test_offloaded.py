@@ -14,7 +14,7 @@ from configs.load import ConfigError
 from configs.schema import Config, ModelConfig
 from learner.checkpoint import Checkpoints
 from learner.model import memory
-from learner.model.master_weights import ALIGNED, MasterWeights, pieces_of
+from learner.model.master_weights import ALIGNED, MasterWeights, spans_of
 from learner.train.offloaded_adam import OffloadedAdamW
 from tests.harness import world
 from tests.harness.expert_batches import expert_model
@@ -118,13 +118,13 @@ def test_a_checkpoint_is_restored_whoever_offloads(
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.sampled_from([ALIGNED, 128, 1 << 20]))
-def test_each_number_lies_in_one_place_of_one_bucket(sizes: list[int], bucket: int) -> None:
+def test_each_number_lies_in_one_place_of_one_bucket(sizes: list[int], portion: int) -> None:
     taken: set[tuple[int, int]] = set()
     numbers = []
-    for index, pieces in enumerate(pieces_of(sizes, bucket)):
-        for number, start, size, offset in pieces:
+    for index, spans in enumerate(spans_of(sizes, portion)):
+        for number, start, size, offset in spans:
             places = {(index, at) for at in range(offset, offset + size)}
-            assert offset + size <= bucket and not places & taken and not (offset - start) % ALIGNED
+            assert offset + size <= portion and not places & taken and not (offset - start) % ALIGNED
             taken |= places
             numbers += [(number, at) for at in range(start, start + size)]
     assert numbers == [(number, at) for number, size in enumerate(sizes) for at in range(size)]
@@ -135,7 +135,7 @@ def test_parameters_over_several_buckets_are_updated_whole() -> None:
     torch.manual_seed(0)
     plain, model = (torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 40)) for _ in range(2))
     model.load_state_dict(plain.state_dict())
-    masters = MasterWeights(model, torch.device("cpu"), bucket=512)
+    masters = MasterWeights(model, torch.device("cpu"), portion=512)
     for name, parameter in model.named_parameters():
         masters.keep(name, parameter.detach())
     expected = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
@@ -146,7 +146,7 @@ def test_parameters_over_several_buckets_are_updated_whole() -> None:
             module(torch.randn(4, 40)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert len(masters.pieces) == 6
+    assert len(masters.spans) == 6
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
