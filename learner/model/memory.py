@@ -178,7 +178,7 @@ def budget_in(
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
     sizes = config.model, config.learner, shards, reference, sends, keeps_critic(config)
     expected, share = estimate(*sizes), share_of_batch(config)
-    if available is not None and not keeps_critic(config) and config.data.demonstrations is None:
+    if available is not None and not (keeps_critic(config) or patches or config.data.demonstrations):
         single = estimate(*sizes, alone=True)
         room = single.fit(int(SHARE * available)) if wanted == "auto" else wanted
         expected = single if share <= room else expected
