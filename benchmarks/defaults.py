@@ -7,6 +7,7 @@ files run at the same time on one host of four GPUs and then change places: one 
 the best hand-tuned keys (`tuned`). `--against before` compares with the earlier defaults.
 `--parts fit`: one rank trains a step of each shape of FITS at the settings that `auto` chooses: peak memory against its
 estimate, and how many run out of memory. Each shape is a process of its own, as many at a time as there are GPUs.
+`--card-gib 79.2` makes a larger GPU as small as an 80 GB card: another process holds the rest of its memory.
 Random weights. Prints one table and writes JSON after each part.
 """
 
@@ -17,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
@@ -47,6 +50,13 @@ BEFORE = {
 }
 KEYS: dict[str, dict[str, Any]] = {"silent": {}, "tuned": FAST, "before": BEFORE}
 LIMIT = 0.97
+HOLDER = """
+import sys, torch
+free, _ = torch.cuda.mem_get_info()
+held = torch.empty(free - int(float(sys.argv[1]) * 2**30), dtype=torch.uint8, device="cuda")
+print(held.numel(), flush=True)
+sys.stdin.read()
+"""
 SETTINGS = ("compile", "activation_checkpointing", "gather", "head_chunk_tokens")
 
 
@@ -230,6 +240,24 @@ def timed_steps(algorithm: "Algorithm", policy: "Policy", samples: list["Sample"
     return seconds
 
 
+@contextmanager
+def smaller_card(gpu: int, gib: float) -> Iterator[None]:
+    """Another process holds all memory of `gpu` but `gib` GiB, as long as this lasts. 0: no process holds any."""
+    if not gib:
+        yield
+        return
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    words = [sys.executable, "-c", HOLDER, str(gib)]
+    with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin and holder.stdout
+        try:
+            if not holder.stdout.readline():
+                raise SystemExit(f"--card-gib {gib}: GPU {gpu} has less memory, or another process uses it")
+            yield
+        finally:
+            holder.stdin.close()
+
+
 def filled(budget: int, length: int, vocabulary: int) -> list["Sample"]:
     """Make samples that fill two microbatches of `budget` tokens each with documents of at most `length`."""
     full, rest = divmod(budget, length)
@@ -247,7 +275,8 @@ def fits(args: argparse.Namespace) -> list[dict[str, Any]]:
     def measure(index: int) -> dict[str, Any]:
         gpu = free.get()
         try:
-            found = answer(start(["--fit", str(index)], gpu, args))
+            with smaller_card(gpu, args.card_gib):
+                found = answer(start(["--fit", str(index)], gpu, args))
         finally:
             free.put(gpu)
         progress(f"{FITS[index].name}: {found}")
@@ -278,6 +307,9 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=2, help="how often the two run; they swap GPUs each time")
     parser.add_argument("--shape", default="Qwen2.5-1.5B")
     parser.add_argument("--only", default="", help="shapes of `fit` whose names contain this")
+    parser.add_argument(
+        "--card-gib", type=float, default=0.0, help="GiB that each GPU shows to a shape of `fit`; 0: all"
+    )
     parser.add_argument("--versions", type=int, default=16)
     parser.add_argument("--warm-up", type=int, default=6)
     parser.add_argument("--start-s", type=float, default=300.0, help="longest time of each part of a run")
