@@ -7,6 +7,7 @@ norm. Used by `step.py`, which reports skipped steps (`skipped.py`); `learner/ch
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,7 +30,7 @@ class Optimizer:
 
     def __init__(self, policy: Policy, config: LearnerConfig, versions: int, held: int = 0) -> None:
         self.config, self.versions, self.held = config, versions - held, held
-        options = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+        options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.adamw: torch.optim.AdamW = (
             OffloadedAdamW(policy.masters, **options)
