@@ -18,6 +18,7 @@ from learner.model.policy import Policy
 from learner.train import collectives
 from learner.train.offloaded_adam import OffloadedAdamW
 
+OPTIONS = ("lr", "betas", "eps", "weight_decay")
 FLOOR = 0.1
 """Share of the learning rate at which `linear` and `cosine` end."""
 
@@ -30,7 +31,7 @@ class Optimizer:
 
     def __init__(self, policy: Policy, config: LearnerConfig, versions: int, held: int = 0) -> None:
         self.config, self.versions, self.held = config, versions - held, held
-        options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+        options: dict[str, Any] = {name: getattr(config, name) for name in OPTIONS}
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.adamw: torch.optim.AdamW = (
             OffloadedAdamW(policy.masters, **options)
