@@ -77,11 +77,12 @@ class _Lanes:
     """The way of portions to the device and back: on a GPU each has a stream, on a CPU nothing waits."""
 
     def __init__(self, masters: MasterWeights) -> None:
-        self.portion, self._on_gpu = min(masters.portion, len(masters.values)), masters.device.type == "cuda"
+        self.portion = min(masters.portion, len(masters.values))
         self._memory = torch.empty(SLOTS, KINDS, self.portion, device=masters.device)
-        self._there, self._back = (
-            (torch.cuda.Stream(masters.device), torch.cuda.Stream(masters.device)) if self._on_gpu else (None, None)
-        )  # type: ignore[no-untyped-call]
+        self._there: torch.cuda.Stream | None = None
+        self._back: torch.cuda.Stream | None = None
+        if masters.device.type == "cuda":
+            self._there, self._back = (torch.cuda.Stream(masters.device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._stored: dict[int, torch.cuda.Event] = {}
         if self._there:
             self._there.wait_stream(torch.cuda.current_stream())  # what the memory was used for before
