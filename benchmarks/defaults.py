@@ -53,7 +53,7 @@ LIMIT = 0.97
 HOLDER = """
 import sys, torch
 free, _ = torch.cuda.mem_get_info()
-held = torch.empty(free - int(float(sys.argv[1]) * 2**30), dtype=torch.uint8, device="cuda")
+held = torch.empty(max(free - int(float(sys.argv[1]) * 2**30), 0), dtype=torch.uint8, device="cuda")
 print(held.numel(), flush=True)
 sys.stdin.read()
 """
@@ -161,9 +161,15 @@ def start(words: list[str], first: int, args: argparse.Namespace) -> "subprocess
     """Start this benchmark as a process that measures one case on the GPUs from `first` on."""
     flags = [f"--shape={args.shape}", f"--versions={args.versions}", f"--warm-up={args.warm_up}", f"--work={args.work}"]
     command = [sys.executable, "-m", "benchmarks.defaults", *words, *flags, f"--start-s={args.start_s}"]
-    seen = {"FIRST_GPU": str(first)} if words[0] == "--one" else {"CUDA_VISIBLE_DEVICES": str(first)}
+    seen = {"FIRST_GPU": str(first)} if words[0] == "--one" else only_gpu(first)
     environment = os.environ | seen | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def only_gpu(gpu: int) -> dict[str, str]:
+    """The variable that shows a process the GPU that has number `gpu` here, alone."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return {"CUDA_VISIBLE_DEVICES": given.split(",")[gpu] if given else str(gpu)}
 
 
 def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
@@ -246,7 +252,7 @@ def smaller_card(gpu: int, gib: float) -> Iterator[None]:
     if not gib:
         yield
         return
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    environment = os.environ | only_gpu(gpu)
     words = [sys.executable, "-c", HOLDER, str(gib)]
     with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdin and holder.stdout
@@ -282,7 +288,8 @@ def fits(args: argparse.Namespace) -> list[dict[str, Any]]:
         progress(f"{FITS[index].name}: {found}")
         return found
 
-    chosen = [index for index, fit in enumerate(FITS) if args.only in fit.name]
+    named = args.only.split(";")
+    chosen = [index for index, fit in enumerate(FITS) if any(part in fit.name for part in named)]
     with ThreadPoolExecutor(max(torch.cuda.device_count(), 1)) as pool:
         measured = list(pool.map(measure, chosen))
     rows, failed = [], 0
@@ -306,7 +313,7 @@ def main() -> int:
     parser.add_argument("--against", default="tuned", choices=[keys for keys in KEYS if keys != "silent"])
     parser.add_argument("--turns", type=int, default=2, help="how often the two run; they swap GPUs each time")
     parser.add_argument("--shape", default="Qwen2.5-1.5B")
-    parser.add_argument("--only", default="", help="shapes of `fit` whose names contain this")
+    parser.add_argument("--only", default="", help="shapes of `fit` whose names contain one of these, apart by ;")
     parser.add_argument(
         "--card-gib", type=float, default=0.0, help="GiB that each GPU shows to a shape of `fit`; 0: all"
     )

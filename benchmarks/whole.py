@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.runs.processes import FIRST_GPU, Processes
 from benchmarks.runs.trained import figures_of, trained_run, versions_of
+from benchmarks.weights.family_shapes import FAMILIES
 from benchmarks.weights.shapes import EXPERTS, SHAPES
 from benchmarks.weights.table import ResultRow, progress, write
 
@@ -109,7 +110,7 @@ def table(args: argparse.Namespace, records: list[dict[str, Any]], log: str) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=[*SHAPES, *EXPERTS], default="Qwen2.5-14B")
+    parser.add_argument("--shape", choices=[*SHAPES, *EXPERTS, *FAMILIES], default="Qwen2.5-14B")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--publish", choices=["rows", "gather"], default="rows")
     parser.add_argument("--length", type=int, default=512, help="tokens of an answer")

@@ -63,17 +63,20 @@ COLUMNS = pa.schema(
     ]
 )  # fmt: skip
 
+DIGITS = 18
+"""Most digits of a number of the command line: SQLite's numbers end at 9.2e18."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run one of COMMANDS; returns the exit code."""
     parser = argparse.ArgumentParser("python -m buffer", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("tail", help=COMMANDS["tail"], allow_abbrev=False)
-    command.add_argument("-n", type=int, default=10, help="how many groups (10)")
+    command.add_argument("-n", type=whole_number, default=10, help="how many groups (10)")
     command.add_argument("-f", "--follow", action="store_true", help="go on with those that come in")
     command = commands.add_parser("show", help=COMMANDS["show"], allow_abbrev=False)
-    command.add_argument("item", type=int, help="number of the item")
-    command.add_argument("--sample", type=int, help="only the sample with this number")
+    command.add_argument("item", type=whole_number, help="number of the item")
+    command.add_argument("--sample", type=whole_number, help="only the sample with this number")
     command.add_argument("--full", action="store_true", help="long passages in full")
     command.add_argument("--tokens", action="store_true", help="each token with its version and log-probability")
     command = commands.add_parser("export", help=COMMANDS["export"], allow_abbrev=False)
@@ -111,6 +114,13 @@ def main(argv: Sequence[str]) -> int:
         print_visible(f"python -m buffer {given.command}: {error}", sys.stderr)
         return BAD_INPUT
     return DONE
+
+
+def whole_number(text: str) -> int:
+    """A number of the command line that SQLite can hold. Raises ArgumentTypeError."""
+    if not (text.isascii() and text.isdigit() and len(text) <= DIGITS):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at most {DIGITS} digits")
+    return int(text)
 
 
 def found(words: Sequence[str]) -> tuple[Config, Path]:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
-from configs import context_parallel, critic, offloading, publishing, sft, teachers, variables
+from configs import context_parallel, critic, offloading, publishing, sft, staging, teachers, variables
 from configs.data.sources import INSTALL, problems_with, source_name
 from configs.load import ConfigError
 from configs.model_facts import model_facts
@@ -113,10 +113,10 @@ def check(
         *critic.rules(config), *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
-        *publishing.contradictions(config), *context_parallel.contradictions(config), *sft.beside(config),
-        *offloading.contradictions(config),
-        *_nodes(config), *_trackers(config, files), *_lora(config), *teachers.rules(config, max_sample_tokens(config)),
-        *_variables(config), *_shadows(config), *further,
+        *publishing.contradictions(config), *staging.contradictions(config), *context_parallel.contradictions(config),
+        *sft.beside(config), *offloading.contradictions(config), *_nodes(config), *_trackers(config, files),
+        *_lora(config), *teachers.rules(config, max_sample_tokens(config)), *_variables(config), *_shadows(config),
+        *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)

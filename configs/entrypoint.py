@@ -50,6 +50,8 @@ def configure_logging(tag: str = "") -> None:
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
     handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"))
+    # libraries that name a logger by its file, as huggingface_hub, write there where they have saved something
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or "/" not in record.name)
     handler.addFilter(FloodFilter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 

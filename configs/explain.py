@@ -7,6 +7,7 @@ slow or odd; what makes it impossible is refused by `checks.py`.
 from collections.abc import Iterator
 from math import ceil, log10
 
+from configs import staging
 from configs.checks import max_group_bytes, max_sample_tokens
 from configs.context_parallel import parts_of
 from configs.critic import STATE_BYTES, keeps_critic
@@ -54,7 +55,7 @@ def explain(
         *_batch(config), *_data(config, problems), *_demonstrations(config), *_difficulty(config, problems),
         *_images(config),
         *_flow(config, flow, most, room), *_machines(config), *_publishing(config, gpu_bytes or USUAL_GPU_BYTES),
-        *_disk(config), *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
+        *staging.lines(config), *_disk(config), *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
     ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ Derived from the JSON schema of `schema.Config`, so it cannot differ from what i
 import difflib
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -188,9 +188,18 @@ def overview(width: int) -> str:
     """The names of all keys, grouped by section: what `--help` prints."""
     lines = []
     for section, its_keys in groupby(keys().values(), lambda key: key.name.partition(".")[0]):
-        own = ", ".join(key.name.partition(".")[2] for key in its_keys)
+        own = ", ".join(_without_groups(key.name.partition(".")[2] for key in its_keys))
         lines += textwrap.wrap(own, width, initial_indent=f"  {section:<10} ", subsequent_indent=" " * 13)
     return "\n".join(lines)
+
+
+def _without_groups(names: Iterable[str]) -> Iterator[str]:
+    """Yield names, without the group where the name before has it: `lora.rank`, `.alpha`."""
+    before = ""
+    for name in names:
+        group, _, leaf = name.rpartition(".")
+        yield f".{leaf}" if group and group == before else name
+        before = group
 
 
 def text(width: int, only: str = "") -> str:

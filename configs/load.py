@@ -154,7 +154,8 @@ def read(
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
         print_visible(f"{usage}\n\nFiles are merged left to right, then the overrides. Values are YAML.")
         print_visible(
-            "${section.key} refers to another key, ${oc.env:NAME} to a variable.\n\n" + overview(text_width())
+            "${section.key} refers to another key, ${oc.env:NAME} to a variable.\n"
+            "Below, `.key` is a key of the same group as the key before it.\n\n" + overview(text_width())
         )
         print_visible(f"\n{KEYS} [SECTION] lists every key with its type, default and meaning")
         sys.exit(0)
@@ -223,8 +224,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
             overrides.append((name, value))
         elif rest and not rest[0].startswith("--"):
             overrides.append((name, rest.pop(0)))
-        else:
+        elif "." in name or name in sections():
             problems.append(f"{word}: no value; write {word}=true, or whatever it should be")
+        else:
+            problems.append(f"{word}: no such option; keys of the run file are written --section.key=value")
     if problems:
         raise ConfigError(problems)
     return files, overrides
@@ -394,7 +397,7 @@ def _within(loc: Sequence[int | str], tree: Any, kind: str) -> tuple[int | str, 
     place: list[int | str] = []
     for number, part in enumerate(loc):
         here = isinstance(tree, dict) and (part in tree or (kind == "missing" and number == len(loc) - 1))
-        if here or (isinstance(tree, list) and isinstance(part, int)):
+        if here or (isinstance(tree, list) and isinstance(part, int) and part < len(tree)):
             place.append(part)
             tree = tree.get(part) if isinstance(tree, dict) else tree[part]
     return tuple(place)
@@ -408,7 +411,7 @@ def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: Merge
         wrong = list(_leaves(value, f"{loc}.")) if within else [loc]
         return {key: f"{key}: no such key{merged.where(key) or merged.where(above)}; {suggest(key)}" for key in wrong}
     name = key_of(place)
-    if kind == "missing":
+    if kind == "missing" and name in EXAMPLES:  # else it is an entry of a list that is too short
         return {loc: f"{loc}: missing{merged.where(above)}; set it, e.g. {loc}: {EXAMPLES[name]}"}
     if name not in keys():
         remedy = f"write its keys below it, e.g. {next(key for key in keys() if key.startswith(f'{name}.'))}"

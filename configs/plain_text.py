@@ -27,6 +27,7 @@ UNSEEN = re.compile(
 COLOUR = re.compile("\x1b\\[[0-9;:]*m")
 FURTHER = re.compile("\n(?!Traceback [(]most recent call last[)]:\n)")
 USER_OF_URL = re.compile(r"(?<=://)[^\s/@:\"']*:[^\s/@\"']+(?=@)")
+_GIVEN: dict[str, str] = {}
 _CONCEALED: dict[str, str] = {}
 _SECRETS: list[re.Pattern[str]] = []
 MOST_CHARS = 4000
@@ -41,16 +42,19 @@ MOST_DIGITS = 14
 
 def conceal(table: Mapping[str, str]) -> None:
     """Show each text of `table` as its value from now on, in this process: credentials, as `${oc.env:KEY}`."""
-    for secret, shown in table.items():
+    new = {secret: shown for secret, shown in table.items() if secret not in _GIVEN}
+    _GIVEN.update(new)
+    for secret, shown in new.items():
         for form in {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret), quote(secret, safe="")}:
             _CONCEALED.setdefault(form, shown)
-    longest_first = sorted(_CONCEALED, key=len, reverse=True)
-    _SECRETS[:] = [re.compile("|".join(map(re.escape, longest_first)))] if longest_first else []
+    if new:
+        longest_first = sorted(_CONCEALED, key=len, reverse=True)
+        _SECRETS[:] = [re.compile("|".join(map(re.escape, longest_first)))]
 
 
 def concealed() -> dict[str, str]:
-    """What `conceal` was given: for another process."""
-    return dict(_CONCEALED)
+    """What `conceal` was given, without the forms that it made: for another process, or for this one again."""
+    return dict(_GIVEN)
 
 
 def without_credentials(text: str) -> str:

@@ -27,17 +27,12 @@ def publishes_rows(config: Config, shards: int) -> bool:
     """Whether each of `shards` ranks sends its own rows; else rank 0 gathers and sends everything.
 
     `auto` takes rows if rank 0 then saves more bytes than a server's worker needs for a group of each further rank. It
-    takes `gather` if the size of the model is unknown, if servers have several workers (rows have run to these over
-    gloo only), and for a model whose files may hold weights in another form, which cannot be sent by rows.
+    takes `gather` if the size of the model is unknown, and for a model whose files may hold weights in another form,
+    which cannot be sent by rows.
     """
     if not _may_publish_rows(config, shards):
         return False
     return config.weights.publish == "rows" or _saved(config, shards) > (shards - 1) * GROUP_BYTES
-
-
-def _workers(config: Config) -> int:
-    """Workers of all servers that the run takes by itself."""
-    return config.rollout.most_servers * config.rollout.tensor_parallel
 
 
 def _plain(config: Config) -> bool:
@@ -55,9 +50,7 @@ def _saved(config: Config, shards: int) -> int:
 
 def _may_publish_rows(config: Config, shards: int) -> bool:
     """Whether each of `shards` ranks would send its own rows of a model that is large enough."""
-    wanted = config.weights.publish == "rows" or (
-        config.weights.publish == "auto" and _workers(config) == 1 and _plain(config)
-    )
+    wanted = config.weights.publish == "rows" or (config.weights.publish == "auto" and _plain(config))
     return shards > 1 and wanted and not _rank_0_alone(config, shards)
 
 
@@ -70,8 +63,6 @@ def choice(config: Config, shards: int) -> str:
     why = "one rank has the whole model" if shards == 1 else _rank_0_alone(config, shards)
     if not why and not _plain(config):
         why = "the model's files may hold weights in another form, or their size is unknown"
-    if not why and _workers(config) > 1 and _saved(config, shards) > (shards - 1) * GROUP_BYTES:
-        why = f"rows have run over NCCL to one worker, and servers have {_workers(config)}"
     return f"weights.publish: auto takes gather: {why or 'the copies are small'}"
 
 

@@ -583,11 +583,16 @@ class ChatConfig(Section):
     """What a task, program or environment that sends messages may do in one episode, and how messages are read."""
 
     tool_parser: str | None = None
-    """vLLM's parser that finds tool calls in an answer, such as `hermes` or `llama3_json`; null: they stay text."""
+    """vLLM's parser that finds tool calls in an answer, such as `hermes` or `llama3_json`; `auto`: the one that
+    fits the chat template and the type of the model; null: they stay text."""
     reasoning_parser: str | None = None
-    """vLLM's parser that parts reasoning from an answer, such as `qwen3` or `deepseek_r1`; null: it stays text."""
+    """vLLM's parser that parts reasoning from an answer, such as `qwen3` or `deepseek_r1`; `auto`: the one
+    that fits; null: it stays text."""
+    thinking: bool | Literal["auto"] = "auto"
+    """Whether the model thinks before it answers, by the switch of its own chat template: `off` is `enable_thinking:
+    false` for Qwen 3 and `thinking: false` for DeepSeek-V3.1; `auto`: the template's default. For every task."""
     template_kwargs: dict[str, Any] = {}
-    """Further arguments of the chat template, such as `{enable_thinking: false}`, for every task, whether it sends
+    """Further arguments of the chat template, such as `{reasoning_effort: low}`, for every task, whether it sends
     messages or gets the prompt of a row, as `single_turn` does."""
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""
@@ -710,11 +715,12 @@ class WeightsConfig(Section):
     publish: Literal["auto", "gather", "rows"] = "auto"
     """Who sends: rank 0, which gathers and holds two whole copies (`gather`); or each learner rank the rows that it
     owns, and holds its share of two copies (`rows`), so that larger models fit. `auto` takes `rows` where several ranks
-    share the model, the memory that rank 0 saves is more than a server needs for the connections, the run has one
-    worker of one server, and the model is a Llama, Qwen2, Qwen3 or Qwen3-MoE."""
-    staging: Literal["auto", "full", "bucket"] = "auto"
-    """Where a server receives: into a second copy of the weights while the engine generates (`full`), or bucket by
-    bucket into the engine's weights while it is paused (`bucket`); `auto` takes the copy if there is memory for it."""
+    share the model, the memory that rank 0 saves is more than a server needs for the connections, and the model is
+    a Llama, Qwen2, Qwen3 or Qwen3-MoE."""
+    staging: Literal["auto", "full", "slices", "bucket"] = "auto"
+    """Where a server receives: into a second copy of the weights while the engine generates (`full`), or into a copy
+    of what each of its workers loads (`slices`), or bucket by bucket into the engine's weights while it is paused
+    (`bucket`); `auto` takes the smaller of the two copies that is possible, if there is memory for it."""
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
     """Size of the buckets in which weights travel; a larger tensor gets a bucket to itself. A server without memory for
     a whole copy allocates two buckets. With `publish: rows` buckets are as many times larger as there are ranks, at

@@ -17,7 +17,7 @@ LOCK = "sft.lock"
 """The file in the run's folder that the process holds which trains it."""
 WITHOUT = ("reward", "teacher", "sampling", "batch", "algorithm", "rollout", "weights", "buffer", "cluster")
 """Sections that only reinforcement learning reads."""
-READ_HERE = ("rollout.chat.template_kwargs",)
+READ_HERE = ("rollout.chat.template_kwargs", "rollout.chat.thinking")
 """Keys of WITHOUT that supervised fine-tuning reads too."""
 UNREAD = (
     *(

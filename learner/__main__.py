@@ -68,6 +68,7 @@ from learner.model.settled import keeps_reference
 from learner.record.metrics import Metrics
 from learner.record.observer import Observer
 from learner.record.trackers import Tracker
+from learner.rehearsal import own_part
 from learner.saved import base_digest, merge
 from learner.sft import command
 from learner.sft.beside import Beside, read_beside
@@ -173,7 +174,9 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
             gpus = world if device.type == "cuda" else 0
             parts.enter_context(Observer(config, buffer_keys, gpus, metrics.log_servers))
         with StopSignals(stopping.begin):
-            sound = SoundSteps(algorithm, batches, bounds_of(policy, form, algorithm.teachers))
+            bounds = bounds_of(policy, form, algorithm.teachers)
+            trial = own_part(config, policy, budget, bounds.vocabulary, *part)
+            sound = SoundSteps(algorithm, batches, bounds, trial)
             loop.run(policy, sound, batches, stopping, weights, checkpoints, metrics, versions)
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()

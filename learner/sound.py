@@ -10,6 +10,7 @@ it end again, the buffer knows with which group.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from zlib import crc32
 
@@ -34,10 +35,24 @@ Found = Mapping[int, str]
 
 
 class SoundSteps:
-    """The steps of `algorithm`, of batches whose groups can be trained; `bounds`: what the policy allows."""
+    """The steps of `algorithm`, of batches whose groups can be trained.
 
-    def __init__(self, algorithm: Algorithm, batches: LearnerClient, bounds: Bounds) -> None:
-        self.algorithm, self.batches, self.bounds = algorithm, batches, bounds
+    `bounds`: what the policy allows. `made_up`: the part of `rehearsal.py`, None where nothing is to be tried."""
+
+    def __init__(
+        self, algorithm: Algorithm, batches: LearnerClient, bounds: Bounds, made_up: Part | None = None
+    ) -> None:
+        self.algorithm, self.batches, self.bounds, self.made_up = algorithm, batches, bounds, made_up
+
+    def warm_up(self, policy: Policy) -> None:
+        """Compute the made-up part, so that what is compiled and allocated is there before the first batch comes. A
+        collective; trains nothing."""
+        if self.made_up is None:
+            return
+        began = time.monotonic()
+        self.algorithm.rehearse(policy, self.made_up)
+        self.made_up = None
+        log.info("full microbatches of made-up samples took %.0f s and fit into memory", time.monotonic() - began)
 
     def step(self, policy: Policy, part: Part) -> dict[str, float] | None:
         """As `Algorithm.step`; None: the batch is another one now, and is to be taken again."""

@@ -7,7 +7,9 @@ for the engine and the reward workers only.
 """
 
 import json
+import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
     flags, rest = split_flags(argv, PROG, **FLAGS)
     config = read(rest, f"{PROG} {FLAGS_SHOWN}", check_evaluated)
     sets = chosen_sets(config, flags.models, flags.sets)
+    say(f"starts vLLM for {len(flags.models)} models, which may take a minute or two")
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # also of this process, which imports it
     config = served(config, flags.models)
     results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), sets, flags.models))
     if flags.out:
@@ -59,6 +63,11 @@ def main(argv: Sequence[str]) -> int:
         with open(flags.out, "w", encoding="utf-8", opener=open_private) as file:
             file.write(json.dumps(report, indent=1) + "\n")
     return DONE
+
+
+def say(line: str) -> None:
+    """Print a line about what takes time, on stderr: stdout has the table alone."""
+    print_visible(f"evaluate: {line}", sys.stderr)
 
 
 def check_evaluated(config: Config) -> None:
@@ -122,6 +131,7 @@ async def evaluate_models(
     table = Table(sets, models)
     results = []
     for model in models:
+        say(f"loads {model}, which answers {sum(len(each.rows) for each in sets):,} problems")
         await engine.load_folder(model)
         for problems in sets:
             episodes = problems.episodes(config, setup, engine)

@@ -3,9 +3,12 @@ each property in every run, `--hypothesis-profile explore` draws others; no proc
 reasoning-gym outlives the file of tests that asked for it, because others count the processes that are left; and a
 command that a test calls here quietens no logger for the tests after it and leaves SIGPIPE ignored, nor does a file of
 tests leave a variable of ours in the environment of those that follow. Whoever starts the tests in the background may
-have SIGINT, SIGQUIT and SIGHUP ignored, which children inherit: here they do what they do in a terminal.
+have SIGINT, SIGQUIT and SIGHUP ignored, which children inherit: here they do what they do in a terminal. Compiled
+modules are kept although an image may set PYTHONDONTWRITEBYTECODE: hundreds of processes are started, and each would
+compile them again.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -22,6 +25,8 @@ pytest_plugins = ["tests.harness.lanes"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # without it a missing model is requested six times, in 24 s
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")  # costs more than it saves where little is compiled
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -36,9 +41,16 @@ def leave_torch_untraced() -> None:
     logging.getLogger("torch.__trace").propagate = True
 
 
+def pytest_collection() -> None:
+    """Nothing that is imported for tests is garbage: the collector only walks through more and more of it."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Torch is imported by now, and pytest has not yet begun to listen to what all tests say."""
     leave_torch_untraced()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

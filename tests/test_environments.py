@@ -29,6 +29,7 @@ from configs.entrypoint import ABOVE
 from configs.load import load
 from examples.countdown.make_model import make_tokenizer
 from rollout.engine.arguments import environment
+from tests.harness.lanes import long_but
 from tests.harness.ports import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -336,7 +337,7 @@ ODD = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "0", "TZ": "Nowhere/Else", "P
 ODD |= {"PYTHONSTARTUP": "/no/such", "PYTHONPATH": f"{ROOT}:/no/such::", "XDG_CACHE_HOME": "/no/such", "RANK": "x"}
 
 
-@pytest.mark.parametrize(("shut", "said"), [("<&-", True), ("<&- >&- 2>&-", False)])
+@pytest.mark.parametrize(("shut", "said"), long_but([("<&-", True), ("<&- >&- 2>&-", False)], 1))
 def test_processes_work_with_odd_terminals_and_closed_streams(shut: str, said: bool, words: list[str]) -> None:
     """A real process. Its first line has a letter that is not ASCII, which once caused a traceback."""
     words[0] = f"{words[0]}-läufe"

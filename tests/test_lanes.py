@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.lanes import longest_first, numbers_of, part, scope_of
+from tests.harness.lanes import long_but, longest_first, numbers_of, part, scope_of
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
@@ -84,3 +84,11 @@ def test_a_scope_is_a_group_or_a_file(nodeid: str, scope: str) -> None:
 def test_a_wrong_shard_is_refused(shard: str) -> None:
     with pytest.raises(pytest.UsageError, match="such as 2/5"):
         numbers_of(shard)
+
+
+def test_all_cases_are_long_but_those_that_are_named() -> None:
+    listed = long_but([(1, 2), pytest.param(3, 4, id="b"), pytest.param(5, 6, id="c", marks=pytest.mark.vllm)], 0)
+    assert [(*case.values, case.id) for case in listed] == [(1, 2, None), (3, 4, "b"), (5, 6, "c")]
+    assert [[mark.name for mark in case.marks] for case in listed] == [[], ["long"], ["vllm", "long"]]
+    with pytest.raises(AssertionError, match="there are 2 cases, not 3"):
+        long_but(["a", "b"], 2)

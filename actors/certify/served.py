@@ -24,7 +24,7 @@ from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.certify.certifier import ADVICE, write_copy
 from learner.certify.copies import change
-from learner.certify.numbers import distance
+from learner.certify.numbers import SERVER_LIMIT, distance
 from learner.certify.process import one_rank
 from learner.model import loading
 from learner.model.exactness import packed_row
@@ -38,8 +38,6 @@ from rollout.engine.arguments import unserved_shapes
 from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineDead, EngineError
 
-LIMIT = 1e-3
-"""Largest difference of a log-probability, in nats: vLLM's kernels compute float32 in another order."""
 LENGTHS = (5, 40, 17, 3, 29)
 """Tokens of the texts."""
 VERSIONS = 3
@@ -134,7 +132,9 @@ async def compare_texts(what: str, engine: Engine, policy: Policy, texts: Sequen
     row = packed_row(texts)
     ours = policy.score(policy.place(row), 1.0)[row.scored]
     theirs = torch.tensor(np.concatenate(found), dtype=torch.float32)
-    return judged(what, distance(theirs, ours), LIMIT, fault="vLLM computes other log-probabilities than the learner")
+    return judged(
+        what, distance(theirs, ours), SERVER_LIMIT, fault="vLLM computes other log-probabilities than the learner"
+    )
 
 
 @asynccontextmanager

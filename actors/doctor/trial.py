@@ -246,6 +246,7 @@ def judge_template(found: Judgement, config: Config, made: "Prompts", first: str
     for name in config.rollout.chat.template_kwargs:
         if made.plain or name not in made.template_text:
             found.warnings.append(f"rollout.chat.template_kwargs.{name}: the chat template has no such argument")
+    judge_parsers(found, config, made)
     opened = re.search(r"<(\w+)>\s*$", first)
     if opened is None:
         return
@@ -256,6 +257,29 @@ def judge_template(found: Judgement, config: Config, made: "Prompts", first: str
         if tag in pattern and not re.search(rf"\((\?:)?{tag}\)\?", pattern):
             never = f"needs {tag} in an answer, but prompts already end with it"
             found.warnings.append(f"reward.function: the pattern of {part.metric} {never}; write ({tag})? there")
+
+
+def judge_parsers(found: Judgement, config: Config, made: "Prompts") -> None:
+    """Name what `rollout.chat` switches and chooses for this model."""
+    from rollout.episodes.parser_choice import settled_chat
+
+    given = config.rollout.chat
+    if given.thinking != "auto":
+        switch = made.template_kwargs.keys() - given.template_kwargs.keys()
+        shown = ", ".join(f"{name}: {json.dumps(made.template_kwargs[name])}" for name in switch)
+        found.facts.append(
+            f"rollout.chat.thinking: {'on' if given.thinking else 'off'}: the chat template gets {shown}"
+        )
+    try:
+        chat = settled_chat(config, made)
+    except ValueError as error:
+        found.refused.append(str(error))
+        return
+    for key, what in (("tool_parser", "tool calls"), ("reasoning_parser", "thinking")):
+        if getattr(given, key) == "auto":
+            name = getattr(chat, key)
+            how = f"vLLM's parser {name} reads the {what}" if name else f"the chat template writes no {what}"
+            found.facts.append(f"rollout.chat.{key}: auto: {how}")
 
 
 def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
@@ -317,20 +341,18 @@ def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> 
 
 
 def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
-    """What ends an answer, which a base model seldom does by itself."""
-    closing = made.closing()
-    ends, most = made.tokenizer.convert_ids_to_tokens(made.stops), f"sampling.max_tokens {config.sampling.max_tokens}"
+    """What ends an answer, which a base model seldom does by itself, and what names each token that does."""
+    most = f"sampling.max_tokens {config.sampling.max_tokens}"
+    sources = dict.fromkeys(made.stops, "sampling.stop") | made.end_sources
+    names = made.tokenizer.convert_ids_to_tokens(list(sources))
+    ends = ", ".join(f"{name} ({source})" for name, source in zip(names, sources.values(), strict=True))
     if not ends:
         found.warnings.append(f"sampling.stop: []: nothing ends an answer but {most}; name a token of the tokenizer")
     elif made.plain and not config.sampling.stop:
-        where = f"data.chat_template: none: answers end at {' '.join(ends)} or after {most} only"
+        where = f"data.chat_template: none: answers end at {ends} or after {most} only"
         found.facts.append(f"note: {where}; a base model may go on for ever: name its end in sampling.stop")
     else:
-        found.facts.append(f"answers end at {' '.join(ends)} or after {most}")
-    if closing is not None and closing not in made.stops:
-        token = made.tokenizer.convert_ids_to_tokens(closing)
-        problem = f"the chat template closes an answer with {token}, but generation does not stop at it"
-        found.warnings.append(f"sampling.stop: {config.sampling.stop}: {problem}; add it")
+        found.facts.append(f"answers end at {ends} or after {most}")
 
 
 def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:

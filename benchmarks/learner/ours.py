@@ -61,7 +61,7 @@ def tokens(learner: LearnerConfig, expected: Estimate, memory: int | None) -> in
 
 def batch(policy: Policy, mesh: DeviceMesh, samples: int, seed: int, version: int) -> Part:
     """This rank's part of a random batch."""
-    made = documents(samples, seed, policy.model.config.vocab_size)
+    made = documents(samples, seed, policy.model.config.get_text_config().vocab_size)
     return part_of(made, version, mesh.get_rank(), mesh.size())
 
 

@@ -18,14 +18,13 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
-from actors.certify.served import LIMIT as SERVER_LIMIT
 from benchmarks.models.families import config_of, families, stay
 from benchmarks.models.page import pages
 from benchmarks.weights.table import progress, write
 from configs.certificate import Certificate, read
 from configs.schema import ModelConfig
 from learner.certify.certifier import certify_config
-from learner.certify.numbers import GRADIENT_LIMIT, LIMIT
+from learner.certify.numbers import GRADIENT_LIMIT, LIMIT, SERVER_LIMIT
 from learner.certify.process import one_rank
 from learner.certify.ranks import Pair
 

@@ -9,16 +9,17 @@ is one; takes seconds for 1.5B, most of them for the disk.
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
 
 from benchmarks.runs.mixture_files import write_mixture
+from benchmarks.weights.family_shapes import FAMILIES
 from benchmarks.weights.known import end_answers
 from benchmarks.weights.seeing import SEEING
 from benchmarks.weights.shapes import END, EXPERTS, folder_of
 from configs.inner_command import inner_words
+from learner.model.loading import auto_class
 
 
 def weights_of(shape: str, work: Path, mean: float) -> Path:
@@ -33,9 +34,8 @@ def weights_of(shape: str, work: Path, mean: float) -> Path:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             torch.manual_seed(0)
-            auto: Any = AutoModelForImageTextToText if shape in SEEING else AutoModelForCausalLM
-            model = auto.from_config(config, dtype=torch.bfloat16)
-        if shape not in SEEING:
+            model = auto_class(config).from_config(config, dtype=torch.bfloat16)
+        if shape not in (*SEEING, *FAMILIES):
             end_answers(model.named_parameters(), END, config.vocab_size, mean)
         model.save_pretrained(folder)
         done.touch()

@@ -1,7 +1,8 @@
 """How long does a new policy take to reach running servers, and for how long does it interrupt them?
 
-`python -m benchmarks.weights --cases a,b` needs two GPUs for `a` and `b`, three for `e`, four for `c`, `d` and `f`, and
-none for `toy`, `toy2` and `toy3`. With `--shared` fewer are enough, which shows that a case works, not how fast it is.
+`python -m benchmarks.weights --cases a,b` needs two GPUs for `a` and `b`, three for `e` and `g`, four for `c`, `d` and
+`f`, and none for `toy`, `toy2` and `toy3`. With `--shared` fewer are enough, which shows that a case works, not how
+fast it is. Commands with one `--turn FILE` may run at once: their ends start side by side, and are measured in turn.
 Each case starts the real ends (`ends.py`), keeps 256 sequences running on each server and publishes versions: first
 over Headrace's wire, then the same weights by vLLM's own NCCLWeightTransferEngine (packed), which is the peer: same
 servers, same load, but paused. The limit is a plain broadcast of 1 GiB between the same GPUs. Prints one table; writes
@@ -10,13 +11,15 @@ JSON. The weights are random.
 
 import argparse
 import asyncio
+import fcntl
 import json
 import os
 import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,19 +148,40 @@ async def run(case: WeightsCase, args: argparse.Namespace, work: Path) -> dict[s
             env |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks)}
             learners.append(await End.start("learner", given, gpus_of_learner, work / f"learner-{rank}.log", **env))
         ends = [*servers, *learners]
-        return await measure(case, args, servers, learners, world)
+        hello = await learners[0].answer("address", START_S)
+        for server in servers:
+            await server.answer("started", START_S)
+        async with turn(args.turn):
+            found = await measure(case, args, servers, learners, world, hello)
+            for end in ends:
+                await end.end()
+        return found
     finally:
         for end in ends:
             await end.end()
 
 
+@asynccontextmanager
+async def turn(path: Path | None) -> AsyncIterator[None]:
+    """Hold the lock of the file at `path` within the block: wait for all other commands that measure."""
+    if path is None:
+        yield
+        return
+    with open(path, "a") as file:
+        await asyncio.to_thread(fcntl.flock, file, fcntl.LOCK_EX)
+        yield
+
+
 async def measure(
-    case: WeightsCase, args: argparse.Namespace, servers: list[End], learners: list[End], world: int
+    case: WeightsCase,
+    args: argparse.Namespace,
+    servers: list[End],
+    learners: list[End],
+    world: int,
+    hello: dict[str, Any],
 ) -> dict[str, Any]:
-    """Measure Headrace's updates, then the peer's."""
-    hello = await learners[0].answer("address")
+    """Measure Headrace's updates, then the peer's. `hello`: the learner's address, and what it publishes."""
     for server in servers:
-        await server.answer("started", START_S)
         server.tell("address", hello["address"])
     for learner in learners:
         learner.tell("mark", len(servers))
@@ -238,6 +262,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engine", default="{}", help="JSON of engine arguments that override the benchmark's own")
     parser.add_argument("--shape", choices=SHAPES, help="a shape of shapes.py other than the case's")
     parser.add_argument("--shared", action="store_true", help="let ends share GPUs where there are too few")
+    parser.add_argument("--turn", type=Path, help="lock file of several commands; leaves the plain broadcast out")
     parser.add_argument("--peer", type=int, default=1, help="0 leaves vLLM's own transfer out, which needs GPUs")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-weights"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "weights.json")
@@ -262,7 +287,7 @@ def main() -> int:
         world = 1 + case.servers * case.tensor_parallel
         progress(f"{name}: {case.shape}, logs in {work}")
         try:
-            if not assign_gpus(case, args.shared)[2] and world not in fastest:
+            if not args.turn and not assign_gpus(case, args.shared)[2] and world not in fastest:
                 fastest[world] = asyncio.run(measure_limit(world, work))
             raw[name] = asyncio.run(asyncio.wait_for(run(case, args, work), args.timeout))
             rows += rows_of(name, case, raw[name], fastest.get(world))

@@ -32,6 +32,7 @@ PEER_PORT = int(os.environ.get("PEER_PORT", "29611"))
 SERVED_S = 100.0
 """Longest wait until a version has reached all servers."""
 GPU = torch.cuda.is_available()
+DIGESTING = "benchmarks.weights.digests.DigestingWorker"
 STALL_S = 0.6
 """Seconds after a swap within which the engine has reported the longest time without a token around it."""
 
@@ -253,7 +254,14 @@ async def server(config: Config, name: str, running: int, length: int, offset: i
     """The server's process: its first command is the learner's address."""
     from rollout.engine.vllm_engine import Engine
 
-    engine = await Engine.start(config, seed=1)
+    class DigestingEngine(Engine):
+        """An engine whose workers answer `rl_digest`."""
+
+        @classmethod
+        async def launch(cls, arguments: dict[str, Any]) -> Engine:
+            return await super().launch(arguments | {"worker_extension_cls": DIGESTING})
+
+    engine = await DigestingEngine.start(config, seed=1)
     commands = commands_from_stdin()
     say(started=name)
     serving = Serving(engine, config, name, RequestTraffic(engine, vocabulary_of(config.model.path), running, length))
@@ -269,7 +277,8 @@ async def server(config: Config, name: str, running: int, length: int, offset: i
         serving.busy = serving.busy or serving.lag.busy()
         for other in others:
             other.cancel()
-    say(**serving.report())
+    workers = await engine.collective("rl_digest", timeout_s=SERVED_S)
+    say(**serving.report(), workers=workers)
     await engine.close()
 
 

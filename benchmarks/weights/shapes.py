@@ -13,6 +13,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from benchmarks.weights.family_shapes import FAMILIES, family_config, vocabulary_of
 from benchmarks.weights.seeing import ARCHITECTURES, SEEING, SPECIAL_WORDS, config_of, processor_files
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -101,6 +102,7 @@ CASES = {
     "d": WeightsCase("Qwen2.5-7B", 2, 1, 2),
     "e": WeightsCase("Qwen2.5-7B", 2, 1, 1, lag_ms=100),
     "f": WeightsCase("Qwen2.5-7B", 3, 1, 1, lag_ms=90),
+    "g": WeightsCase("Qwen2.5-7B", 1, 1, 2),
     "toy": WeightsCase("toy", 1, 1, 1),
     "toy2": WeightsCase("toy", 2, 1, 1),
     "toy3": WeightsCase("toy", 3, 1, 1),
@@ -115,13 +117,15 @@ def folder_of(shape: str, work: Path) -> Path:
         write_seeing(shape, folder)
     else:
         config = text_config(shape)
-        write_tokenizer(folder, config["vocab_size"])
+        write_tokenizer(folder, vocabulary_of(config))
         (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def text_config(shape: str) -> dict[str, Any]:
-    """`config.json` of a text model."""
+    """`config.json` of a model without images."""
+    if shape in FAMILIES:
+        return family_config(shape)
     return COMMON | (MIXTURE | EXPERTS[shape] if shape in EXPERTS else SHAPES[shape])
 
 

@@ -6,6 +6,7 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -108,7 +109,16 @@ def traffic_rows(found: dict[str, Any], events: list[dict[str, Any]]) -> list[Re
             "  and while the peer pushed the last version", count["peer_wrong"], "", "tokens", count["peer_tokens"]
         ),
         ResultRow("updates", len(events), "", PEER, sum(map(len, found["peer"]))),
+        *(row for number, report in enumerate(reports) for row in worker_rows(number, report["workers"])),
     ]
+
+
+def worker_rows(number: int, workers: list[dict[str, Any]]) -> Iterator[ResultRow]:
+    """What the workers of server `number` hold at the end, and how they staged it."""
+    for rank, worker in enumerate(workers):
+        who = f"server {number}, worker {rank}"
+        yield ResultRow(f"{who}: digest of its weights", worker["digest"], "", f"staging: {worker['staging']}")
+        yield ResultRow(f"{who}: GPU memory that torch has allocated", worker["allocated"] / 2**30, "GiB")
 
 
 def measured_here() -> dict[str, Any]:

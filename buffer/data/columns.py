@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
+from math import isnan
 from typing import Any
 
 from buffer.data.servable import is_deep, unservable
@@ -80,12 +81,17 @@ class ColumnRules:
         """Raise ProblemsError if a required column is missing or empty, or if the row cannot be served."""
         needed = self.required(list(row), where)
         for name in needed:
-            if row[name] is None:
+            if is_missing(row[name]):
                 raise ProblemsError(f"{where}: {name} is empty; fill it, or leave the row out")
         model = row.get("reward_model")
-        if "reward_model" in needed and not (isinstance(model, dict) and model.get("ground_truth") is not None):
+        if "reward_model" in needed and not (isinstance(model, dict) and not is_missing(model.get("ground_truth"))):
             raise ProblemsError(f"{where}: reward_model has no ground_truth; fill it, or leave the row out")
         require_servable(row, where)
+
+
+def is_missing(value: Any) -> bool:
+    """Whether the value is none: null, or NaN, by which pandas marks an empty cell."""
+    return value is None or (isinstance(value, float) and isnan(value))
 
 
 def _demonstrated(names: Sequence[str], where: str) -> tuple[str, ...]:

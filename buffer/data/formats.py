@@ -177,8 +177,8 @@ def _images_in(file: pq.ParquetFile, column: str, texts: pa.Table) -> Iterator[t
 
 
 def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
-    if column.null_count:
-        first = pc.index(column.is_null(), True).as_py()
+    if pc.any(empty := column.is_null(nan_is_null=True)).as_py():
+        first = pc.index(empty, True).as_py()
         raise ProblemsError(f"{where}: row {first}: {name} is empty; fill it, or leave the row out")
 
 
@@ -274,7 +274,8 @@ def _object(line: bytes, rules: ColumnRules, where: str, form: str) -> dict[str,
     except RepeatedKey as error:
         raise ProblemsError(f"{where}: {error}; leave one out") from None
     except ValueError as error:
-        raise ProblemsError(f"{where}: not JSON ({error}); write {form}") from None
+        remedy = "write the file as UTF-8" if isinstance(error, UnicodeDecodeError) else f"write {form}"
+        raise ProblemsError(f"{where}: not JSON ({error}); {remedy}") from None
     except RecursionError:
         raise ProblemsError(f"{where}: {TOO_DEEP}; {MEND}") from None
     if not isinstance(row, dict):

@@ -4,7 +4,7 @@ The learner registers attentions of its own, calls the parts of vision-language 
 routers of experts (`learner/model/`). Whoever leans on more adds it here. `make next-vllm` judges a release by it.
 """
 
-from collections.abc import Iterator
+from functools import cache
 
 from configs.releases import needs
 from configs.releases.needs import Need
@@ -149,8 +149,8 @@ def installed() -> Source | None:
     return Source.installed("transformers", "transformers")
 
 
-def lacking() -> Iterator[str]:
-    """Yield a line for each thing that the installed transformers lack; nothing without them."""
+@cache
+def lacking() -> tuple[str, ...]:
+    """Return a line for each thing that the installed transformers lack; none without them."""
     source = installed()
-    if source is not None:
-        yield from (f"{source.number}: {line}" for line in needs.moved(NEEDS, source))
+    return () if source is None else tuple(f"{source.number}: {line}" for line in needs.moved(NEEDS, source))

@@ -19,6 +19,8 @@ from learner.model.policy import Policy
 
 LIMIT = 1e-4
 """Largest difference of a log-probability, in nats, of float32 arithmetic in another order; see `distance`."""
+SERVER_LIMIT = 1e-3
+"""Largest difference of a log-probability of a vLLM server, in nats: its kernels compute float32 in another order."""
 GRADIENT_LIMIT = 1e-3
 """Largest difference of a parameter's gradient over its norm."""
 NEGLIGIBLE = 1e-3

@@ -50,6 +50,7 @@ def require(config: Config) -> None:
     key = key_of(facts, share, model.trust_remote_code, splits)
     found = read(file)
     if found is None or found.key != key or not found.holds:
+        log.info("certificate: compares a small copy of the model with transformers, which may take a minute")
         found = made(model, share, splits=splits)
         run_folder(config.run.path)
         write(found, file)

@@ -72,9 +72,9 @@ class Allocation:
 class Buckets:
     """The buckets of `plan` on `device`: the frozen ones, if any, in one allocation, the trained ones in another.
 
-    `rotating`: only two are allocated, and bucket i overwrites bucket i - 2. `beside`: another copy, whose frozen
-    buckets are this one's too. `scratch`: bytes of two further buffers, of a receiver from several ranks: their shares
-    arrive there, and `rows.receive` copies them into place.
+    `rotating`: only two (`turns`) are allocated, and bucket i overwrites bucket i - 2. `beside`: another copy, whose
+    frozen buckets are this one's too. `scratch`: bytes of two further buffers, of a receiver from several ranks: their
+    shares arrive there, and `rows.receive` copies them into place.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Buckets:
         rotating: bool = False,
         beside: "Buckets | None" = None,
         scratch: int = 0,
+        turns: int = 2,
     ) -> None:
         self.plan, self.rotating = plan, rotating
         self._parts: list[Allocation] = []
@@ -91,8 +92,8 @@ class Buckets:
         self.copies: dict[tuple[int, int], list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = {}
         """What brings a share, by its number, from one of the two buffers into place: pairs of lists of views."""
         if rotating:
-            two = Allocation([max(plan.sizes)] * min(2, len(plan.sizes)), device).buckets
-            self.buckets = [two[index % 2][:size] for index, size in enumerate(plan.sizes)]
+            few = Allocation([max(plan.sizes)] * min(turns, len(plan.sizes)), device).buckets
+            self.buckets = [few[index % turns][:size] for index, size in enumerate(plan.sizes)]
             return
         if plan.frozen:
             self._parts.append(beside._parts[0] if beside else Allocation(plan.sizes[: plan.frozen], device))
@@ -151,13 +152,25 @@ def checksum(bucket: torch.Tensor) -> torch.Tensor:
     Exact in any order of summation, equal on every device. A flipped bit, missing rows and values in another order
     change it: what stays in its row has moved to another column.
     """
+    rows, columns = bucket_sums(bucket, row_weights(len(bucket) // ROW + 1, bucket.device))
+    return rows + _sum_of_columns(columns, _column_weights(bucket.device))
+
+
+def bucket_sums(bucket: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[bytes] uint8 -> [], [WORDS] int64`: what `checksum` is made of, the sum of its rows, weighted, and those of its
+    columns. `weights`: `row_weights` of its rows, or of more."""
     words = bucket.view(torch.int64)
     whole = len(words) // WORDS * WORDS
     rest = words[whole:]
     rows, columns = _sums(words[:whole].view(-1, WORDS))
     columns[: len(rest)] += rest
     rows = torch.cat([rows, rest.sum(0, keepdim=True)])
-    return (rows * _weights(len(rows), bucket.device)).sum() + _sum_of_columns(columns, _column_weights(bucket.device))
+    return (rows * weights[: len(rows)]).sum(), columns
+
+
+def checksums_of(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
+    """`[buckets], [buckets, WORDS] int64`: the checksums of buckets with these `bucket_sums`."""
+    return [int(value) for value in (rows + _sum_of_columns(columns, _column_weights(columns.device))).tolist()]
 
 
 def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,11 +196,11 @@ def _sum_of_columns(sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def _column_weights(device: torch.device) -> torch.Tensor:
     """`[2 * WORDS] int64`: the weights of the low and the high half of each column's sum, in turns."""
     halves = torch.tensor(HALVES, dtype=torch.int64, device=device)
-    return (_weights(WORDS, device)[:, None] * halves).flatten()
+    return (row_weights(WORDS, device)[:, None] * halves).flatten()
 
 
-def _weights(number: int, device: torch.device) -> torch.Tensor:
-    """The weights of so many rows or columns."""
+def row_weights(number: int, device: torch.device) -> torch.Tensor:
+    """`[number] int64`: the weights of so many rows or columns."""
     return _weights_of(torch.arange(number, device=device))
 
 
@@ -199,8 +212,7 @@ def _weights_of(index: torch.Tensor) -> torch.Tensor:
 def add_up(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
     """The checksums of whole buckets. `rows` [ranks, buckets] and `columns` [ranks, buckets, WORDS], int64 on the
     CPU: the `sums` of the ranks' shares."""
-    whole = rows.sum(0) + _sum_of_columns(columns.sum(0), _column_weights(columns.device))
-    return [int(value) for value in whole.tolist()]
+    return checksums_of(rows.sum(0), columns.sum(0))
 
 
 def pending() -> "Future[Any]":

@@ -19,14 +19,10 @@ from typing import NamedTuple
 import torch
 
 from configs.schema import WeightsConfig
+from configs.staging import LARGER
 from learner.weights.buckets import ROW, Allocation, Buckets
 from learner.weights.channel import WorkerChannels
 from learner.weights.plan import Plan, Slot
-
-LARGER = 4
-"""With several ranks buckets are as many times larger as there are ranks, but no more than this, so that a message is
-about `weights.bucket_mib`: each one costs operations of a thread that waits for the GIL, each bucket memory of a server
-that receives bucket by bucket."""
 
 
 class RowRange(NamedTuple):

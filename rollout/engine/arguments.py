@@ -18,6 +18,7 @@ from configs.model_facts import model_facts
 from configs.schema import Config, ModelConfig
 from configs.variables import RPC_PATH, VLLM_BYTES, socket_folder
 from rollout.engine.door.installed import cpu_head_sizes, registered, vllm_fields
+from rollout.templates.parsers import AUTO
 
 CPU_STEP_TOKENS = 2048
 """Tokens of a step of vLLM's servers on a CPU. vLLM refuses more sequences than that, so a step grows with them."""
@@ -98,13 +99,18 @@ def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
 
 def unknown_parsers(config: Config) -> Iterator[str]:
     """A line for each parser of `rollout.chat` that the installed vLLM does not have; none without vLLM."""
-    for key, (package, table) in PARSERS.items():
-        name = getattr(config.rollout.chat, key)
-        parsers = sorted(registered(package, table)) if name is not None else []
-        if parsers and name not in parsers:
-            close = difflib.get_close_matches(name, parsers, 1)
-            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(parsers)}"
-            yield f"rollout.chat.{key}: {name!r} is no parser of the installed vLLM; {hint}"
+    for key in PARSERS:
+        if (name := getattr(config.rollout.chat, key)) not in (None, AUTO):
+            yield from unknown_parser(key, name)
+
+
+def unknown_parser(key: str, name: str) -> Iterator[str]:
+    """A line if the installed vLLM has no parser of this name for `rollout.chat.KEY`."""
+    parsers = sorted(registered(*PARSERS[key]))
+    if parsers and name not in parsers:
+        close = difflib.get_close_matches(name, parsers, 1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(parsers)}"
+        yield f"rollout.chat.{key}: {name!r} is no parser of the installed vLLM; {hint}"
 
 
 def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:

@@ -8,7 +8,7 @@ they made as they are, which vLLM's reload does for whole layers: a layer of whi
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +18,8 @@ import torch
 from safetensors import safe_open
 
 from learner.weights.channel import ChannelError
+from learner.weights.plan import Spec
+from learner.weights.slices import Region, Regions
 from rollout.engine.door.leant_on import RELOAD_LOGGER
 from rollout.engine.door.vllm_worker import (
     LinearBase,
@@ -29,6 +31,7 @@ from rollout.engine.door.vllm_worker import (
 )
 from rollout.engine.experts.expert_kernels import packed_anew, parameter_name
 from rollout.engine.recorded_copies import RecordedCopies
+from rollout.engine.region_copies import RegionCopies
 
 RELOADING = logging.getLogger(RELOAD_LOGGER)
 RELOADING.setLevel(logging.ERROR)  # it warns of layers without weights at each update; see `check_complete`
@@ -52,7 +55,17 @@ class ModelLoad:
         """Names, as they are sent, of the weights that come with the first policy only."""
         self._held = set[str]()
         """The parameters of vLLM's model that these have filled."""
-        self._copies = RecordedCopies(model)
+        self._copies, self._regions = RecordedCopies(model), RegionCopies(model)
+
+    def regions(self, specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
+        """What this worker loads of the weights of `specs`, those named `frozen` first. Changes no weight."""
+        if not self.plainly:
+            return Regions(problem="vLLM rebuilds this model's layers from whole tensors")
+        return self._regions.find(specs, lambda weights: self._load(iter(weights), frozen))
+
+    def load_slices(self, staged: Sequence[tuple[Region, torch.Tensor]]) -> None:
+        """Load staged regions: all of them, or those of the trained weights. Raises ValueError."""
+        self._regions.load(staged)
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load all `weights`, views of the staging copy. Raises ValueError if some of the model's are not among
@@ -62,6 +75,7 @@ class ModelLoad:
     def forget_staged(self) -> None:
         """Let go of the staging copy, which is about to be allocated anew."""
         self._copies.forget()
+        self._regions.forget_staged()
 
     def load_folder(self, folder: Path) -> None:
         """Load the weights of a Hugging Face folder. Raises ValueError as `load_staged` does."""

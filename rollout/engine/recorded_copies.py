@@ -6,8 +6,9 @@ Where these copies are the whole load, each later policy is loaded by repeating 
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -59,7 +60,7 @@ class RecordedCopies:
         addresses = [parameter.data_ptr() for parameter in parameters]
         known = self.recording
         if known is None or storage(known.source) != storage(first[1]) or known.addresses != addresses:
-            recorder = Recorder(first[1], parameters)
+            recorder = Recorder([first[1]], parameters)
             with recorder:
                 loaded = self._model.load_weights(weights)
             problem = recorder.problem(parameters, self._padded)
@@ -75,12 +76,16 @@ class RecordedCopies:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what operations do with the storages of `staged`, a view of the staging copy, and of `parameters`."""
+    """Notes what operations do with the storages of `staged`, views of the staging copy, and of `parameters`. `dry`:
+    nothing is written to the parameters."""
 
-    def __init__(self, staged: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, staged: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor], dry: bool = False) -> None:
         super().__init__()
-        self._staged, self._parameters = storage(staged), {storage(parameter) for parameter in parameters}
+        self._staged, self._parameters = set(map(storage, staged)), set(map(storage, parameters))
+        self._dry = dry
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.fills: list[Callable[[], object]] = []
+        """What else writes to parameters; each call does it again."""
         self._filled: list[torch.Tensor] = []
         self._odd: list[str] = []
 
@@ -89,11 +94,14 @@ class Recorder(TorchDispatchMode):
         if func._schema.is_mutable and touched & self._parameters:
             if func in FILLS:
                 self._filled.append(args[0].detach())
+                self.fills.append(partial(func, *args, **(kwargs or {})))
             elif func is torch.ops.aten.copy_.default and self._is_load(*args[:2]):
                 self.copies.append((args[0].detach(), args[1].detach()))
             else:
                 self._odd.append(str(func))
-        elif touched & {self._staged, *self._parameters} and not func.is_view:
+            if self._dry:
+                return args[0]
+        elif touched & (self._staged | self._parameters) and not func.is_view:
             self._odd.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -112,7 +120,7 @@ class Recorder(TorchDispatchMode):
         return ""
 
     def _is_load(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        return storage(target) in self._parameters and storage(source) == self._staged
+        return storage(target) in self._parameters and storage(source) in self._staged
 
 
 def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:

@@ -68,9 +68,10 @@ class WorkerExtension:
         self.rl_model.register()
 
     def rl_prepare(self, welcome: bytes, staging: str) -> tuple[str, str, str]:
-        """Allocate a staging copy or two buckets; returns the digests of the plans, and `full` or `bucket`."""
+        """Allocate a staging copy, whole or of what this worker loads, or two buckets; returns the digests of the
+        plans, and `full`, `slices` or `bucket`."""
         if self.rl_staging is None:
-            self.rl_staging = Staging(self.device, self.rank, self.rl_model.stream)
+            self.rl_staging = Staging(self.device, self.rank, self.rl_model.stream, self.rl_model.regions)
         self.rl_model.forget_staged()  # its memory may be needed for another one
         prepared = self.rl_staging.prepare(welcome, staging)
         self.rl_model.frozen = self.rl_staging.frozen
@@ -88,7 +89,11 @@ class WorkerExtension:
     def rl_load(self, version: int) -> None:
         """Load the staged `version`, which samples from the next step on: the copies come behind the step under way."""
         assert self.rl_staging is not None
-        self.rl_model.load_staged(self.rl_staging.weights(version))
+        if self.rl_staging.mode == "slices":
+            assert isinstance(self.rl_model, ModelLoad)
+            self.rl_model.load_slices(self.rl_staging.slices(version))
+        else:
+            self.rl_model.load_staged(self.rl_staging.weights(version))
         if self.device.type == "cuda":
             self.rl_staging.read_until(torch.cuda.current_stream(self.device).record_event())
         self.rl_stamp(version)

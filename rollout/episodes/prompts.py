@@ -6,9 +6,9 @@ places are `<image>` in a text or an image part of a message; waits for nothing.
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,12 +19,11 @@ from configs.schema import Config
 from rollout.episodes.row_messages import left_out, messages_of
 from rollout.errors import PromptError
 from rollout.templates.renderer import CHANGED, ChatTexts, Renderer, RenderError
+from rollout.templates.thinking import thinking_arguments
+from rollout.templates.turn_ends import CHAT_TEMPLATE, named_ends, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ANSWER = "Zq7AnswerZq7"
-"""A placeholder answer, to find what a template writes after an answer."""
 
 
 class Prompts:
@@ -36,7 +35,6 @@ class Prompts:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, form: ImageFormat | None = None) -> None:
         self.form = form
         self.tokenizer, self.system, self.longest = tokenizer, config.data.system_prompt, config.data.max_prompt_tokens
-        self.template_kwargs = config.rollout.chat.template_kwargs
         problems: list[str] = []
         given = config.data.chat_template
         self.plain = given == "none"
@@ -56,9 +54,12 @@ class Prompts:
                 self._renderer.check("file", self._format)
             except RenderError as error:
                 problems.append(f"{self._format_name}: {error}")
-        self.ends = sorted(end_tokens(config.model.path, tokenizer))
+        self.template_kwargs: dict[str, Any] = dict(config.rollout.chat.template_kwargs)
+        """Arguments of the chat template beside the messages, the switch of `rollout.chat.thinking` included."""
         try:
-            self.stops = self.stop_tokens(config.sampling.stop, "sampling.stop")
+            self.named_ends = named_ends(config.model.path, tokenizer)
+            self._stops = self._single_tokens(config.sampling.stop, "sampling.stop")
+            self.template_kwargs |= self._thinking(config.rollout.chat.thinking)
         except ConfigError as error:
             problems += error.problems
         if problems:
@@ -67,6 +68,38 @@ class Prompts:
     def close(self) -> None:
         """End the process that renders templates."""
         self._renderer.close()
+
+    @cached_property
+    def end_sources(self) -> dict[int, str]:
+        """The tokens by which the model itself ends an answer, and what names each. The chat template's is one of
+        them: a base model's files name the end of a text only, and a saved copy may lack them.
+
+        Example: `{151643: "tokenizer", 151645: "chat template"}`
+        """
+        found = turn_end(self._texts, self.tokenizer, self.template_kwargs) if not self.plain else None
+        added = {} if found is None or found in self.named_ends else {found: CHAT_TEMPLATE}
+        return dict(sorted({**self.named_ends, **added}.items()))
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens of `end_sources`."""
+        return list(self.end_sources)
+
+    @property
+    def stops(self) -> list[int]:
+        """The tokens that end an answer: those of `sampling.stop`, and `ends`."""
+        return list(dict.fromkeys([*self._stops, *self.ends]))
+
+    def _thinking(self, wanted: bool | Literal["auto"]) -> dict[str, Any]:
+        """The argument by which the chat template switches thinking as `wanted`. Raises ConfigError."""
+        if wanted == "auto":
+            return {}
+        try:
+            if self.plain:
+                raise ValueError("data.chat_template: none has no switch for thinking; remove one of them")
+            return thinking_arguments(wanted, self._texts, self.template_kwargs, self.system, self.template_text)
+        except ValueError as error:
+            raise ConfigError([f"rollout.chat.thinking: {'on' if wanted else 'off'}: {error}"]) from None
 
     def with_pictures(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Picture]]:
         """The row, its image files read, and the pictures that a model sees of them: tens of milliseconds for a photo.
@@ -137,18 +170,6 @@ class Prompts:
         """Tokens of the messages' texts without a chat template, up to where an answer begins."""
         return self._open(self.tokenizer.encode(self._joined(messages)))
 
-    def closing(self) -> int | None:
-        """Return the special token with which the chat template closes an answer; None if there is none."""
-        chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": ANSWER}]
-        if self.plain:
-            return None
-        try:
-            text = self._texts.render(chat, False, kwargs=self.template_kwargs)
-        except (RenderError, LookupError, TypeError, ValueError, AttributeError):
-            return None  # the template refuses this chat, but may accept those of rows
-        behind = self.tokenizer.encode(text.partition(ANSWER)[2].lstrip(), add_special_tokens=False)
-        return behind[0] if behind and behind[0] in self.tokenizer.added_tokens_decoder else None
-
     def _open(self, tokens: list[int]) -> list[int]:
         """`tokens` of a plain text without the end that some tokenizers put after any text: an answer follows."""
         return tokens[:-1] if tokens and tokens[-1] in self.ends else tokens
@@ -216,6 +237,10 @@ class Prompts:
 
     def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
         """The tokens that end an answer: these texts, and the model's own ends. Raises ConfigError naming `name`."""
+        return list(dict.fromkeys([*self._single_tokens(texts, name), *self.ends]))
+
+    def _single_tokens(self, texts: Sequence[str], name: str) -> list[int]:
+        """The token of each of `texts`. Raises ConfigError naming `name` for a text of several tokens."""
         found = {text: self.tokenizer.encode(text, add_special_tokens=False) for text in texts}
         remedy = "a stop is a single one; name another text, or leave it out"
         problems = [
@@ -225,7 +250,7 @@ class Prompts:
         ]
         if problems:
             raise ConfigError(problems)
-        return [tokens[0] for tokens in found.values()] + self.ends
+        return [tokens[0] for tokens in found.values()]
 
 
 def without_images(row: dict[str, Any]) -> dict[str, Any]:
@@ -246,17 +271,6 @@ def parts(text: str) -> str | list[dict[str, Any]]:
     pieces = [{"type": "text", "text": piece} for piece in text.split(MARK)]
     marked = [part for piece in pieces for part in ({"type": "image"}, piece)][1:]
     return [part for part in marked if part.get("text", MARK)] if len(pieces) > 1 else text
-
-
-def end_tokens(model: str, tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    """Tokens that end an answer: the tokenizer's and those of the model's generation config."""
-    from transformers import GenerationConfig
-
-    ends = {tokenizer.eos_token_id}
-    with suppress(OSError):  # many models have no generation_config.json
-        more = GenerationConfig.from_pretrained(model).eos_token_id
-        ends |= set(more if isinstance(more, list) else [more])
-    return ends - {None}
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":

@@ -20,6 +20,7 @@ from rollout.engine.arguments import problems, unknown_parsers
 from rollout.engine.door.leant_on import moved
 from rollout.engine.vllm_variables import unreadable_variables
 from rollout.episodes.episode import Episodes
+from rollout.episodes.parser_choice import check_reads_calls, settled_chat
 from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.episodes.sampler import Sampler
 from rollout.rewards.no_reward import NoReward
@@ -27,6 +28,7 @@ from rollout.rewards.workers import RewardPool
 from rollout.tasks import TASKS, Task
 from rollout.teachers.scoring import Teachers
 from rollout.teachers.vocabulary import other_vocabularies
+from rollout.templates.parsers import AUTO
 
 if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
@@ -118,12 +120,14 @@ def load_rewards(config: Config, log: Path) -> RewardPool | NoReward | None:
 
 def open_sessions(config: Config, prompts: Prompts) -> Sessions:
     """How episodes of messages are recorded. Raises ValueError, in one line, for parsers that cannot be used."""
-    chat, parser = config.rollout.chat, None
+    chat, parser = settled_chat(config, prompts), None
     template = ChatTemplate(prompts, chat.history == "keep", chat.template_kwargs)
     if chat.tool_parser or chat.reasoning_parser:
         from rollout.engine.chat_parser import VllmParser  # vLLM takes ten seconds to import: only who needs it pays
 
         parser = VllmParser(template.tokenizer, chat, config.model.path)
+        if config.rollout.chat.tool_parser == AUTO and chat.tool_parser:
+            check_reads_calls(parser, template, chat.tool_parser)
     limits = ChatLimits(
         context=max_sample_tokens(config),
         answer=config.sampling.max_tokens,

@@ -6,6 +6,7 @@ reward worker. It serves one call after another, is replaced when an answer ends
 """
 
 import atexit
+import gc
 import os
 import resource
 import signal
@@ -120,6 +121,7 @@ class AnswerJudge:
         self._parent, self._process = os.getpid(), os.fork()
         if self._process == 0:
             try:
+                gc.freeze()  # else the collector walks through all objects of the worker, and copies each page of them
                 close_all_but({0, 1, 2, theirs.fileno()})
                 _serve(self.function, theirs)
             finally:

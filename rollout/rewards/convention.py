@@ -10,7 +10,7 @@ docs/rewards.md is the page for users.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -183,15 +183,24 @@ class Reward:
         return self._read_all([await self.function(**arguments) for arguments in self.calls(answers)], len(answers))
 
     def _read_all(self, returned: Sequence[Any], num_answers: int) -> list[Score]:
-        results = [result for each in returned for result in (each if self.batch else [each])]
+        groups = [self._listed(each, num_answers) if self.batch else [each] for each in returned]
+        results = [result for group in groups for result in group]
         if len(results) != num_answers:
             raise RewardError(f"{self.name} returned {len(results)} rewards for {num_answers} answers")
         return [self._read(result) for result in results]
 
+    def _listed(self, returned: Any, num_answers: int) -> list[Any]:
+        """What a function of a whole group returned, as a list. Raises RewardError for a value without order."""
+        ordered = not isinstance(returned, str | bytes | Mapping | Set) and hasattr(returned, "__iter__")
+        if ordered and getattr(returned, "shape", None) != ():  # an array or tensor of one number has no entries
+            return list(returned)
+        needed = f"a list with a number or dict for each of the {num_answers} answers is needed"
+        raise RewardError(f"{self.name} returned {repr(returned)[:200]}; {needed}")
+
     def _read(self, result: Any) -> Score:
         parts = dict(result) if isinstance(result, dict) else {"score": result}
         key = "overall" if "overall" in parts else "score"
-        numbers = {name: number for name, value in parts.items() if (number := finite(value)) is not None}
+        numbers = {str(name): number for name, value in parts.items() if (number := finite(value)) is not None}
         if key not in numbers:
             needed = "a finite number, or a dict with one as score or overall"
             raise RewardError(f"{self.name} returned {repr(result)[:200]}; {needed} is needed")
@@ -199,8 +208,13 @@ class Reward:
 
 
 def finite(value: Any) -> float | None:
-    """`value` as a float, if it is a finite number of any library."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+    """`value` as a float, if it is a finite real number of any library. Arrays and tensors of several numbers, complex
+    ones, and whole numbers above 1.8e308 are none."""
+    is_complex = "complex" in str(getattr(value, "dtype", ""))
+    if isinstance(value, str | bytes) or is_complex or not hasattr(value, "__float__"):
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # as NumPy, decimal and PyTorch refuse it
+        return None
     return number if math.isfinite(number) else None

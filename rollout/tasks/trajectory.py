@@ -229,7 +229,7 @@ class Recorded:
             trajectory.turn_rewards = numbers  # type: ignore[assignment]
         if trajectory.turn_rewards:
             reward = reward or 0.0  # their sum is added where the sample is made
-        found = {name: number for name, value in parts.items() if (number := finite(value)) is not None}
+        found = {str(name): number for name, value in parts.items() if (number := finite(value)) is not None}
         trajectory.metrics |= found
         return cls(trajectory, None if reward is None else Score(reward))
 

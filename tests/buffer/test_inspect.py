@@ -242,6 +242,16 @@ def test_tail_follows_a_live_run(traffic):
     assert following.returncode == 130
 
 
+@pytest.mark.parametrize("number", ["9" * 20, "-1", "four", "1_0", "1e3", ""])
+def test_a_number_that_cannot_be_is_refused(number, capsys):
+    for words in (["show", number], ["show", "4", "--sample", number], ["tail", "-n", number]):
+        with pytest.raises(SystemExit) as ended:
+            inspect.main([*words, "run"])
+        assert ended.value.code == 2, words
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert "is not a whole number of at most 18 digits" in last or "expected one argument" in last
+
+
 def test_a_run_that_is_not_there_is_told_in_one_line(tmp_path, capsys):
     it = Process(tmp_path)
     assert inspect.main(["tail", str(it.config())]) == 2

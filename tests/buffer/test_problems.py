@@ -99,6 +99,11 @@ WRONG = {
     "no rows": ([], ["no rows"]),
     "truth": ([TINYZERO[0] | {"reward_model": {"style": "rule"}}], ["ground_truth"]),
     "null": ([EASYR1[0], EASYR1[1] | {"answer": None}], ["answer is empty"]),
+    "NaN, as pandas writes an empty cell": (
+        [{"problem": "p", "answer": 1.5}, {"problem": "q", "answer": float("nan")}],
+        ["answer is empty"],
+    ),
+    "NaN as truth": ([{"prompt": "p", "reward_model": {"ground_truth": float("nan")}}], ["ground_truth"]),
 }
 
 

@@ -23,6 +23,7 @@ from rollout.errors import RewardError
 from rollout.rewards import load_reward
 from rollout.rewards.convention import Answer
 from rollout.rewards.workers import RewardPool
+from tests.harness.lanes import long_but
 
 BY_HASH_SEED = ["isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"]
 """Sets that make other entries, or other answers, under another hash seed."""
@@ -46,7 +47,7 @@ def problems(source: str):
     return load_problems(source, DataConfig(train=source))
 
 
-@pytest.mark.parametrize("name", [*BY_HASH_SEED, *BY_GLOBAL_SEED, *TUPLES, *OTHERS])
+@pytest.mark.parametrize("name", long_but([*BY_HASH_SEED, *BY_GLOBAL_SEED, *TUPLES, *OTHERS], 0, 1, 9, 10, 15))
 def test_the_answer_that_is_shown_scores_1_in_another_process(name: str, other: EntryMaker) -> None:
     rows = problems(f"reasoning_gym:{name}?size=20&seed=8")  # whose knight_swap takes 2 s at most
     rows.expect(lambda: range(4))
@@ -139,6 +140,7 @@ def test_sets_and_files_make_a_mixture(tmp_path: Path) -> None:
     assert [row.get("data_source") for row in mixture] == [None] + ["reasoning_gym/gcd"] * 9
 
 
+@pytest.mark.long
 def test_rows_that_are_expected_do_not_stop_who_expects_them() -> None:
     """An entry of this set takes 0.3 s in the mean."""
     rows = problems("reasoning_gym:knight_swap?size=1000&seed=1")

@@ -17,6 +17,7 @@ from configs.load import load, write
 from learner.saved.manifest import seal, set_aside
 from tests.buffer.store.test_damage import SEGMENT, as_schema_3, flip
 from tests.buffer.store.test_sqlite import accept, ledger_of
+from tests.harness.lanes import long_but
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_these_are_all_files_of_a_run(run: Path) -> None:
     assert found - HARMLESS == set(KEPT)
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", long_but(KEPT, 0, 2, 4, 6))
 def test_a_flipped_bit_in_any_file_is_noticed(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """The ledger's file is the largest; of each file some bits are tried. In the segment, bits of samples."""
     size = 8 * 40 if name == str(SEGMENT) else (run / name).stat().st_size * 8

@@ -174,7 +174,8 @@ LINES = {
     b'{"problem": "?", "answer": "2", "x": [{"y": "a\\udc00"}]}': "x[0].y has half a surrogate pair",
     b'{"problem": "?", "answer": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "nested more than 100 levels",
     b'{"problem": "?", "answer": ' + b"9" * 5000 + b"}": "not JSON (Exceeds the limit",
-    b'{"problem": "?", "answer": "\xff"}': "not JSON",
+    b'{"problem": "?", "answer": "\xff"}': "not JSON ('utf-8' codec can't decode byte 0xff in position 28: invalid "
+    "start byte); write the file as UTF-8",
     b"{}": "needs the columns",
     b"null": "not an object of columns",
     b'{"problem": null, "answer": "2"}': "problem is empty",

@@ -198,7 +198,7 @@ def test_log_lines_have_time_level_logger_and_tag(processes: list[Process]) -> N
     process = start(
         processes,
         "configure_logging('[3]')\nlog = logging.getLogger('learner')\nlog.setLevel(logging.DEBUG)\n"
-        "log.info('ready'); log.debug('never shown')\n",
+        "log.info('ready'); log.debug('never shown')\nlogging.getLogger('/lib/hub/torch.py').info('saved')\n",
     )
     code, errors = process.end()
     (line,) = errors.splitlines()

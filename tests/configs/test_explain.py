@@ -401,12 +401,8 @@ def test_explain_names_the_largest_model_that_can_be_published() -> None:
     [
         (16_000, ("learner.ranks=2",), "rows: each of 2 ranks holds its share"),
         (16_000, ("learner.ranks=8", "learner.nodes=2"), "rows: each of 4 ranks"),
-        (
-            16_000,
-            ("learner.ranks=2", "rollout.servers=2"),
-            "gather: rows have run over NCCL to one worker, and servers h",
-        ),
-        (16_000, ("learner.ranks=2", "rollout.tensor_parallel=2"), "gather: rows have run over NCCL to one worker"),
+        (16_000, ("learner.ranks=2", "rollout.servers=2"), "rows: each of 2 ranks holds its share"),
+        (16_000, ("learner.ranks=2", "rollout.tensor_parallel=2"), "rows: each of 2 ranks holds its share"),
         (16_000, (), "gather: one rank has the whole model"),
         (16_000, ("learner.ranks=2", "weights.transport=safetensors"), "gather: weights.transport is safetensors"),
         (1_300, ("learner.ranks=2",), "gather: the copies are small"),

@@ -116,6 +116,13 @@ def test_a_learning_rate_must_be_a_positive_number(value: str) -> None:
     assert refused(*NEEDED, f"--learner.lr={value}").startswith("learner.lr: ")
 
 
+@pytest.mark.parametrize("value", ["[]", "[0.9]", "[0.9, 0.95, 0.99]", "{}"])
+def test_a_list_of_another_length_is_refused_whole(value: str) -> None:
+    assert refused(*NEEDED, f"--learner.betas={value}") == (
+        f"learner.betas: {value} is not a list of 2, each a number >= 0 and < 1 (--learner.betas)"
+    )
+
+
 def test_broken_files_name_file_and_line(tmp_path: Path) -> None:
     path = file(tmp_path, "batch:\n  groups: [1\nrun: 3\n")
     assert refused(path).startswith(f"{path}:3:4: not YAML: ")
@@ -137,6 +144,8 @@ def test_options_that_are_none() -> None:
     assert refused(*NEEDED, "--learner.compile") == (
         "--learner.compile: no value; write --learner.compile=true, or whatever it should be"
     )
+    unknown = "no such option; keys of the run file are written --section.key=value"
+    assert refused(*NEEDED, "--verbose") == f"--verbose: {unknown}"
     assert refused(*NEEDED, "--sampling.stop=[a").startswith('--sampling.stop: "[a" is not a YAML value: ')
 
 
@@ -174,9 +183,14 @@ def test_help_is_short_and_names_every_key(capsys: pytest.CaptureFixture[str], m
         and len(shown.splitlines()) < 60
         and "python -m configs --keys [SECTION] lists every key" in shown
     )
-    for key in keys().values():
-        section, _, name = key.name.partition(".")
-        assert re.search(rf"^  {section} .*?\b{re.escape(name)}\b", shown, re.M | re.S), key.name
+    found = set()
+    for section, names in re.findall(r"^  (\w+) +(.*(?:\n {13}.*)*)", shown, re.M):
+        group = ""
+        for name in re.split(r",\s+", names):
+            whole = f"{group}{name}" if name.startswith(".") else name
+            group = whole.rpartition(".")[0]
+            found.add(f"{section}.{whole}")
+    assert found == keys().keys()
 
 
 def test_keys_of_one_section(capsys: pytest.CaptureFixture[str]) -> None:

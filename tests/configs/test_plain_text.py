@@ -4,6 +4,7 @@ import ast
 import logging
 import unicodedata
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,8 @@ from configs.plain_text import (
     PlainFormatter,
     all_visible,
     colourless,
+    conceal,
+    concealed,
     figure,
     folded,
     print_visible,
@@ -173,3 +176,14 @@ def test_nothing_prints_but_by_the_one_function() -> None:
                 if called.endswith("console.print") and any(isinstance(each, texts) for each in node.args):
                     found.append(f"{name}:{node.lineno}: {called} of a text")
     assert found == []
+
+
+def test_credentials_that_are_handed_on_again_and_again_are_no_more_than_before() -> None:
+    """Each keeper of a launcher conceals what its process is given; a mark that is quoted must not be quoted again."""
+    secret = "a'b\"c\\d%e/f\n0815"
+    conceal({secret: "${oc.env:ODD_KEY}"})
+    before = concealed()
+    for _ in range(3):
+        conceal(concealed())
+    assert concealed() == before and before[secret] == "${oc.env:ODD_KEY}"
+    assert visible(f"{secret!r} {quote(secret)}") == "'${oc.env:ODD_KEY}' ${oc.env:ODD_KEY}"

@@ -31,6 +31,7 @@ def test_each_step_of_a_sum_is_right(first: int, more: list[tuple[str, int]]) ->
     assert steps[-1][1] == eval(expression)
 
 
+@pytest.mark.long
 def test_the_answers_shown_to_sums_are_those_of_the_set() -> None:
     rows = GeneratedRows(teach_form.SHOWN)
     for row in (rows(index) for index in range(40)):

@@ -62,6 +62,7 @@ def test_the_reward_is_the_share_of_colours_that_are_right(said: str, score: flo
     assert compute_score(said, "red gold") == score
 
 
+@pytest.mark.long
 def test_a_supervised_start_lowers_the_loss_writes_a_model_and_is_kept(tmp_path: Path):
     train, _ = made(tmp_path, "--count", "64", "--eval", "1")
     words = ["--problems", str(tmp_path / "train.parquet"), "--out", str(tmp_path / "model")]

@@ -246,7 +246,7 @@ class FakePrompts:
         return self.text(tokens)
 
     def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
-        return Prompts.stop_tokens(self, texts, name)  # type: ignore[arg-type]
+        return [*Prompts._single_tokens(self, texts, name), *self.ends]  # type: ignore[arg-type]
 
     def tokens(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
         if len(row["problem"]) > 20:

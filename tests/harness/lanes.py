@@ -13,9 +13,10 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+from _pytest.mark import ParameterSet
 from xdist.remote import Producer
 from xdist.scheduler import LoadGroupScheduling
 
@@ -59,6 +60,20 @@ def scope_of_item(item: pytest.Item) -> str:
     """The same from the marks of a test, before xdist has seen it."""
     groups = sorted({str(mark.args[0]) for mark in item.iter_markers("xdist_group")})
     return "_".join(groups) or item.nodeid.partition("::")[0]
+
+
+def long_but(cases: Iterable[Any], *fast: int) -> list[Any]:
+    """Return cases for `parametrize`: those at the indices `fast`, one for each kind of fault, are in the fast lane and
+    the others in the long lane. A case of several arguments is a tuple or `pytest.param`."""
+    listed = [
+        case if isinstance(case, ParameterSet) else pytest.param(*case if isinstance(case, tuple) else (case,))
+        for case in cases
+    ]
+    assert {*fast} <= {*range(len(listed))}, f"there are {len(listed)} cases, not {max(fast) + 1}"
+    return [
+        case if index in fast else pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.long])
+        for index, case in enumerate(listed)
+    ]
 
 
 def part(scopes: Iterable[str], seconds: Callable[[str], float], k: int, n: int) -> set[str]:

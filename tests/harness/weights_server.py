@@ -161,21 +161,23 @@ class DyingEngine(StagingEngine):
 
     def rl_receive(self, worker: int, go: bytes, notify: str) -> None:
         if self.mode == "half":  # in a thread: connecting may take longer than the learner waits for a heartbeat
-            threading.Thread(target=self.half, args=(go,), daemon=True).start()
+            threading.Thread(target=self.half, args=(worker, go), daemon=True).start()
         elif self.mode == "go":
             print("go", flush=True)
             time.sleep(600)
         else:
             super().rl_receive(worker, go, notify)
 
-    def half(self, go: bytes) -> None:
+    def half(self, worker: int, go: bytes) -> None:
         with own_stream(self.device):
             message = unpack(go, TO_SERVER)
             group = message.source
-            where = group.host, group.port, group.epoch, group.offset, group.world, self.device, 60
+            rank = group.offset + worker
+            where = group.host, group.port, group.epoch, rank, group.world, self.device, 60
             channels = WorkerChannels([Channel(*where, root) for root in range(group.roots)])
-            receive_four(channels, self.staging[0]._buckets)
-        print("half", flush=True)
+            receive_four(channels, self.staging[worker]._buckets)
+        if worker == 0:
+            print("half", flush=True)
         time.sleep(600)
 
 
@@ -194,7 +196,8 @@ class Stalling(Staging):
         self.stalls = False
         self.given_up.clear()
         receive_four(channel, weights)
-        print("stall", flush=True)
+        if self.worker == 0:
+            print("stall", flush=True)
         self.given_up.wait()
         raise ChannelError("stalled")
 
@@ -294,6 +297,10 @@ async def serve(address: str, name: str, mode: str, device: str = "cpu", staging
         return address
 
     engine = DyingEngine(mode, device)
+    if staging == "slices":
+        from tests.harness.sliced_engine import DyingSlicedEngine  # which imports this module
+
+        engine = DyingSlicedEngine(mode, device)
     receiver = Receiver(
         where, engine, name, config(staging=staging, timeout_s=30.0), HEARTBEAT_S, keys=client_keys(server="learner")
     )

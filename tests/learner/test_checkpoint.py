@@ -22,6 +22,7 @@ from learner.saved.manifest import discard, reward_of, seal, versions_to_keep
 from learner.train.optimizer import Optimizer
 from tests.harness import rank, world
 from tests.harness.expert_batches import expert_model
+from tests.harness.lanes import long_but
 from tests.harness.world import LEARNER, policy_of, tiny_model
 
 
@@ -218,7 +219,9 @@ def damage_unsealed(folder: Path) -> None:
     (folder / MANIFEST).unlink()
 
 
-@pytest.mark.parametrize("damage", [damage_truncate, damage_remove, damage_manifest, damage_listed, damage_unsealed])
+@pytest.mark.parametrize(
+    "damage", long_but([damage_truncate, damage_remove, damage_manifest, damage_listed, damage_unsealed], 0, 2, 4)
+)
 def test_a_broken_one_is_skipped(tmp_path: Path, mesh, damage, caplog: pytest.LogCaptureFixture) -> None:
     policy, checkpoints = parts(tmp_path, mesh)
     for version in (2, 4):

@@ -72,6 +72,7 @@ def fork(tmp_path: Path) -> Iterator[Callable[[list[str], int], list[ForkedLearn
         yield begin
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_a_run_of_one_rank(tmp_path: Path, fork) -> None:
     with Canned(batches=3) as buffer:
@@ -88,6 +89,7 @@ def test_a_run_of_one_rank(tmp_path: Path, fork) -> None:
     assert [check.verdict for check in certificate.checks] == ["holds"] * 19
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_demonstrations_are_trained_beside_the_batches_and_may_not_change(tmp_path: Path, fork) -> None:
     """The checkpoint notes their place, so a resumed run is refused if they are others."""
@@ -143,6 +145,7 @@ def test_two_ranks_drain_and_resume(tmp_path: Path, fork) -> None:
     assert [record["version"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_two_ranks_that_share_rows_take_the_same_part(tmp_path: Path, fork) -> None:
     """The certificate compares such rows too, and each sample counts once."""

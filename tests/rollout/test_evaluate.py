@@ -58,7 +58,9 @@ async def test_answers_are_greedy_and_failures_are_counted(capsys: pytest.Captur
     assert before["reasons"] == ["prompt longer than data.max_prompt_tokens 12"]
     assert [example["reward"] for example in before["examples"]] == [1.0, 0.1]
     assert before["examples"][0]["answer"] == "<answer>1+2</answer>" and after["reward"] == before["reward"]
-    head, *lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr()
+    assert shown.err.splitlines() == [f"evaluate: loads {model}, which answers 4 problems" for model in models]
+    head, *lines = shown.out.splitlines()
     assert head.split() == ["model", "problems", "reward", "solved", "failed"]
     assert [line.split() for line in lines] == [[m, "4", "0.700", "0.667", "1"] for m in ("before", "after")]
 
@@ -193,6 +195,7 @@ def adapter_of_a_checkpoint(folder: Path) -> tuple[Path, Path, str]:
     return base, folder / "v000001" / "adapter", known
 
 
+@pytest.mark.long
 def test_a_base_that_was_renamed_is_known_by_its_digest(tmp_path: Path):
     base, adapter, _ = adapter_of_a_checkpoint(tmp_path)
     renamed = base.rename(tmp_path / "renamed")

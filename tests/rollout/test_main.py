@@ -29,6 +29,7 @@ from tests.harness.fakes import (
     fake_evaluator,
     fake_sampler,
 )
+from tests.harness.lanes import long_but
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "examples/countdown/quickstart.yaml"
@@ -183,12 +184,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [
-        ("--reward.function=nowhere.py:score", "reward.function: nowhere.py: no such file"),
-        ("--reward.kwargs.format_scroe=0", "reward.kwargs.format_scroe: countdown takes no such argument"),
-        ("--sampling.stop=[the end]", "sampling.stop: 'the end' is 7 tokens"),
-        ("--rollout.taks=single_turn", "rollout.taks: no such key"),
-    ],
+    long_but(
+        [
+            ("--reward.function=nowhere.py:score", "reward.function: nowhere.py: no such file"),
+            ("--reward.kwargs.format_scroe=0", "reward.kwargs.format_scroe: countdown takes no such argument"),
+            ("--sampling.stop=[the end]", "sampling.stop: 'the end' is 7 tokens"),
+            ("--rollout.taks=single_turn", "rollout.taks: no such key"),
+        ],
+        1,
+        3,
+    ),
 )
 def test_what_is_wrong_is_refused_in_one_line_with_exit_code_2(
     model: Path, override: str, words: str, capsys: pytest.CaptureFixture[str]
@@ -202,6 +207,7 @@ def test_what_is_wrong_is_refused_in_one_line_with_exit_code_2(
     assert len(lines) == 1 and words in lines[0]
 
 
+@pytest.mark.long
 def test_a_signal_while_it_waits_for_the_buffer_ends_the_process(model: Path):
     line = [sys.executable, "-m", "rollout", str(RUN), f"--model.path={model}", "--buffer.address=tcp://127.0.0.1:9"]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:

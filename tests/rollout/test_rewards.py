@@ -7,10 +7,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -217,13 +220,49 @@ async def test_what_no_function_asks_for_is_not_sent(tmp_path: Path):
         assert [score.reward for score in await pool.score([Answer("a", 1, ROW, None, "<a>", "?")])] == [3.0]
 
 
-@pytest.mark.parametrize("result", [None, "1.0", {"accuracy": 1.0}, float("nan"), {"score": float("inf")}, [1.0]])
+@pytest.mark.parametrize(
+    "result",
+    [
+        *(None, "1.0", {"accuracy": 1.0}, float("nan"), {"score": float("inf")}, [1.0], np.ones(2), torch.ones(2)),
+        *(10**400, Decimal("sNaN"), np.complex64(1 + 1j), torch.ones((), device="meta")),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
 def test_results_that_are_no_rewards_are_refused(result: object):
     def returns(solution_str):
         return result
 
     with pytest.raises(RewardError, match=r"returned .*; a finite number, or a dict"):
         Reward("returns", returns, {}).score(ANSWERS[:1])
+
+
+def test_entries_of_a_result_that_are_no_numbers_are_left_out_and_names_become_text():
+    extras = {"tokens": np.arange(3), "ids": torch.arange(3), "huge": 10**400, "z": np.complex128(1j)}
+    extras |= {7: 2, (1, "a"): 3}
+
+    def returns(solution_str):
+        return {"score": np.float32(0.5), **extras}
+
+    assert Reward("returns", returns, {}).score(ANSWERS[:1]) == [Score(0.5, {"7": 2.0, "(1, 'a')": 3.0})]
+
+
+@pytest.mark.parametrize(
+    "result", [None, 1.0, "11", {"score": [1, 2]}, {0.0, 1.0}, np.array(1.0), torch.tensor(1.0)], ids=repr
+)
+def test_a_batch_function_that_returns_no_list_is_named(result: object):
+    def returns(reward_inputs):
+        return result
+
+    with pytest.raises(RewardError, match=r"returns returned .*; a list with a number or dict for each of the 2"):
+        Reward("returns", returns, {}).score(ANSWERS)
+
+
+@pytest.mark.parametrize("result", [(1, 0), np.array([1, 0]), torch.tensor([1, 0])], ids=repr)
+def test_a_batch_function_may_return_any_ordered_collection(result: object):
+    def returns(reward_inputs):
+        return result
+
+    assert [score.reward for score in Reward("returns", returns, {}).score(ANSWERS)] == [1.0, 0.0]
 
 
 def test_a_batch_function_must_return_one_reward_per_answer():

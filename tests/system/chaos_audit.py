@@ -88,27 +88,42 @@ def _problems(items: dict[int, Any], config: Config, counts: Counts) -> None:
     """Each problem of each epoch once; trained, or dropped for a reason that fits it, or open where versions end it."""
     with config.data.train.open() as file:
         rows = sum(1 for _ in file)
-    need(list(items) == list(range(len(items))), "items are not numbered without gaps")
+    _numbers(items, rows, config.data.epochs)
     need(
         all(item["epoch"] == number // rows for number, item in items.items()),
         "an item of an epoch it does not belong to",
     )
     for number, times in Counter((item["epoch"], item["row"]) for item in items.values()).items():
         need(times == 1, f"problem {number[1]} of epoch {number[0]} was dispatched as {times} items")
-    epochs = config.data.epochs
-    need(epochs is None or len(items) == rows * epochs, f"{len(items)} items of {rows} problems in {epochs} epochs")
+    epochs, failed = config.data.epochs, Counter[int]()
+    for item in items.values():
+        if item["state"] == "dropped" and item["reason"] != ZERO_VARIANCE:
+            failed[item["row"]] += item["attempts"]
     for item in items.values():
         if item["state"] == "trained":
             counts.trained += 1
         elif item["state"] == "dropped":
             counts.dropped += 1
-            _dropped(item, config, counts)
+            _dropped(item, failed[item["row"]], config, counts)
         else:
             counts.open += 1
             need(epochs is None, f"item {item['item']} is left {item['state']} although the problems are used up")
 
 
-def _dropped(item: Any, config: Config, counts: Counts) -> None:
+def _numbers(items: dict[int, Any], rows: int, epochs: int | None) -> None:
+    """Each number has an item, but for places of rows that are left out: they failed for good in an epoch before."""
+    end = 1 + max(items) if epochs is None else rows * epochs
+    failed: set[int] = set()
+    for first in range(0, end, rows):
+        there = [items[number] for number in range(first, min(first + rows, end)) if number in items]
+        without = min(first + rows, end) - first - len(there)
+        left_out = failed - {item["row"] for item in there}
+        need(without <= len(left_out), f"items are not numbered without gaps: {without} lack from number {first} on")
+        failed |= {item["row"] for item in there if item["state"] == "dropped" and item["reason"] != ZERO_VARIANCE}
+
+
+def _dropped(item: Any, failed: int, config: Config, counts: Counts) -> None:
+    """For good: at the first attempt, or once all attempts of its row, in this epoch or those before, have failed."""
     kind, reason, attempts = kind_of(item["row"]), item["reason"], item["attempts"]
     what = f"item {item['item']} ({kind}) was dropped at attempt {attempts}: {reason or 'without a reason'}"
     counts.reasons[kind] += 1
@@ -118,7 +133,10 @@ def _dropped(item: Any, config: Config, counts: Counts) -> None:
         need(config.batch.skip_zero_variance and item["samples"] > 0, what)
         return
     known = (*LOST, *HOPELESS.values())
-    need(any(word in reason for word in known) and attempts == config.rollout.attempts and not item["samples"], what)
+    need(
+        any(word in reason for word in known) and failed >= config.rollout.attempts >= attempts and not item["samples"],
+        what,
+    )
 
 
 def _samples(db: sqlite3.Connection, items: dict[int, Any], config: Config, counts: Counts) -> None:

@@ -102,6 +102,8 @@ class Prompts:
 
     tokenizer, stops, form = Characters(), (END,), None
     ends, plain, chat_template, system, template_place = (END,), False, None, None, "here"
+    template_text = ""
+    template_kwargs: ClassVar[dict[str, Any]] = {}
 
     def close(self) -> None:
         """Nothing renders templates here."""

@@ -1,8 +1,8 @@
 """Bad input: one line with key, value and remedy, exit code 2, and nothing is started.
 
 Most rows call a command's `main` in this process; a few start the real process, for its exit code and its stderr.
-`configs`, `doctor` and `launch` share one list of checks: all rows of TOGETHER go through `launch`, one of them through
-`configs`. In the long lane all rows go through all three. Each command prints the seconds it took.
+`configs`, `doctor` and `launch` share one list of checks: in the fast lane rows of TOGETHER go through `launch`, and in
+the long lane all rows go through all three. Each command prints the seconds it took.
 """
 
 import importlib
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.lanes import long_but
 from tests.harness.ports import free_port
 from tests.harness.toy import python
 
@@ -82,13 +83,18 @@ def refused(capsys: pytest.CaptureFixture[str], module: str, *words: str) -> lis
 
 @pytest.mark.parametrize(
     ("module", "wrong", "words"),
-    [
-        ("learner.__main__", "--optim.lr=1e-6", "did you mean learner.lr?"),
-        ("rollout.__main__", "--reward.function=nowhere.py:score", "nowhere.py"),
-        ("rollout.__main__", "--model.path={folder}/base", "set data.chat_template: none"),
-        ("buffer.__main__", "--data.train={folder}/nowhere.parquet", "nowhere.parquet: no such file"),
-        ("actors.supervise.launch", "--learner.ranks=1000", "1000 is more than batch.groups 32 x batch.samples 16"),
-    ],
+    long_but(
+        [
+            ("learner.__main__", "--optim.lr=1e-6", "did you mean learner.lr?"),
+            ("rollout.__main__", "--reward.function=nowhere.py:score", "nowhere.py"),
+            ("rollout.__main__", "--model.path={folder}/base", "set data.chat_template: none"),
+            ("buffer.__main__", "--data.train={folder}/nowhere.parquet", "nowhere.parquet: no such file"),
+            ("actors.supervise.launch", "--learner.ranks=1000", "1000 is more than batch.groups 32 x batch.samples 16"),
+        ],
+        0,
+        1,
+        3,
+    ),
 )
 def test_refused_in_one_line_before_anything_starts(
     module: str, wrong: str, words: str, given: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -176,7 +182,7 @@ def all_are_named(lines: list[str], words: list[str], folder: Path, address: str
     assert not [process for process in os.listdir("/proc") if str(folder) in command_of(process)]
 
 
-@pytest.mark.parametrize("rows", TOGETHER, ids=range(len(TOGETHER)))
+@pytest.mark.parametrize("rows", long_but(TOGETHER, 0, 1), ids=range(len(TOGETHER)))
 def test_launch_names_all_that_is_wrong_at_once(
     rows: list[tuple[str, str]],
     given: list[str],
@@ -192,11 +198,12 @@ def test_launch_names_all_that_is_wrong_at_once(
     all_are_named(lines, words, tmp_path, address)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "commands"),
     [
         pytest.param(TOGETHER[2], COMMANDS[:1], id="one by configs"),
-        *(pytest.param(rows, COMMANDS, id=str(n), marks=pytest.mark.long) for n, rows in enumerate(TOGETHER)),
+        *(pytest.param(rows, COMMANDS, id=str(n)) for n, rows in enumerate(TOGETHER)),
     ],
 )
 def test_every_command_names_all_that_is_wrong_at_once(
@@ -234,6 +241,7 @@ def command_of(process: str) -> str:
         return ""
 
 
+@pytest.mark.long
 def test_what_a_made_up_answer_does_is_only_a_warning(given: list[str], tmp_path: Path) -> None:
     parts = ", ".join(f"{{function: '{tmp_path}/fine.py:{name}', name: {name}}}" for name in ("score", "quiet"))
     ended = python("configs", YAML, *given, f"--reward.function=[{parts}]")

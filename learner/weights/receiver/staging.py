@@ -1,10 +1,12 @@
 """A vLLM worker's end of the weights wire: receives buckets in a thread and on a CUDA stream of its own.
 
 Held by the worker extension (`rollout/engine/worker.py`), driven by `follow.Receiver` in the front process. Mode
-`full`: into a staging copy, while generation goes on. Mode `bucket`: there is room for two buckets only; each is loaded
-as soon as it arrives, and the front process keeps the engine paused meanwhile. Where several ranks of the learner send,
-each its own rows, there are two further buffers for what arrives (`learner/weights/rows.py`). The thread waits for the
-learner, at most the timeout that Go carries, and reports to the front process when it ends (`Staged`, over ZeroMQ).
+`full`: into a staging copy, while generation goes on. Mode `slices`: the same, but the copy has only what this worker
+loads, and whole buckets pass through two further ones (`learner/weights/slices.py`). Mode `bucket`: there is room for
+two buckets only; each is loaded as soon as it arrives, and the front process keeps the engine paused meanwhile. Where
+several ranks of the learner send, each its own rows, there are two further buffers for what arrives
+(`learner/weights/rows.py`). The thread waits for the learner, at most the timeout that Go carries, and reports to the
+front process when it ends (`Staged`, over ZeroMQ).
 
 Only `prepare` allocates buckets. A round after a broken one waits until the buckets of the broken one are free, so
 recovery needs no further memory.
@@ -13,7 +15,7 @@ recovery needs no further memory.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,12 +28,19 @@ from learner.weights.plan import Plan, Spec, dtype_of
 from learner.weights.protocol import TO_SERVER, Go, ServerWelcome, Staged, pack, unpack
 from learner.weights.rows import receive, scratch_bytes
 from learner.weights.sender import files
+from learner.weights.slices import Region, Regions, SlicedCopy, arrival_bytes, staged_bytes
 
 log = logging.getLogger(__name__)
 GIB = 1 << 30
 SPARE = GIB
 """Bytes of GPU memory to leave free beside a staging copy."""
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
+FindRegions = Callable[[Sequence[Spec], Collection[str]], Regions]
+
+
+def whole_tensors(specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
+    """For a worker that loads whole tensors only."""
+    return Regions(problem="its loader takes whole tensors")
 
 
 class Receipt:
@@ -75,11 +84,16 @@ class Receipt:
 
 
 class Staging:
-    """The staging copy, or pair of buckets, of worker `worker` on `device`. `load` loads tensors into the model."""
+    """The staging copy, or pair of buckets, of worker `worker` on `device`. `load` loads tensors into the model,
+    `find_regions` returns the parts that it takes of weights, those of some names never trained."""
 
-    def __init__(self, device: torch.device, worker: int, load: Load) -> None:
-        self.device, self.worker, self._load = device, worker, load
+    def __init__(
+        self, device: torch.device, worker: int, load: Load, find_regions: FindRegions = whole_tensors
+    ) -> None:
+        self.device, self.worker, self._load, self._find_regions = device, worker, load, find_regions
         self._buckets: Buckets | None = None
+        """Where buckets arrive: the staging copy in mode `full`."""
+        self._slices: SlicedCopy | None = None
         self._channel: WorkerChannels | None = None
         self._receipts: list[Receipt] = []
         """The last round, and earlier rounds that may still write to the buckets."""
@@ -90,18 +104,23 @@ class Staging:
 
     def prepare(self, welcome: bytes, wanted: str) -> tuple[str, str, str]:
         """Allocate room for the plan in `welcome`, a packed ServerWelcome; returns its digest, that of what is trained,
-        and `full` or `bucket`. Raises ValueError where `full` is wanted and does not fit."""
+        and the mode. Raises ValueError where the mode `wanted` does not fit, or cannot be."""
         message = unpack(welcome, TO_SERVER)
         assert isinstance(message, ServerWelcome)
         specs = [Spec(tensor.name, tuple(tensor.shape), dtype_of(tensor.dtype)) for tensor in message.tensors]
         plan = Plan.of(specs, message.bucket_bytes, frozenset(message.frozen), message.ranks, message.replicated)
-        before = self._buckets
-        if before is None or before.plan != plan or wanted not in ("auto", _mode(before)):
+        if self._buckets is None or self._buckets.plan != plan or wanted not in ("auto", self.mode):
             assert self.free, "the front process waits until the buckets are free"
-            before = self._buckets = self._version = None  # free first, then allocate
-            self._buckets = self._allocate(plan, self._rotating(plan, wanted))
-        assert self._buckets is not None
-        return plan.digest, plan.trained.digest, _mode(self._buckets)
+            self._buckets = self._slices = self._version = None  # free first, then allocate
+            self._allocate(plan, wanted)
+        return plan.digest, plan.trained.digest, self.mode
+
+    @property
+    def mode(self) -> str:
+        """`full`, `slices` or `bucket`; empty before `prepare`."""
+        if self._buckets is None or self._slices is not None:
+            return "slices" if self._slices else ""
+        return "bucket" if self._buckets.rotating else "full"
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -116,7 +135,7 @@ class Staging:
         if not self.free:  # a thread hangs in a group that was given up
             self.abort()
         before = [receipt for receipt in self._receipts if receipt.writes]
-        if self._buckets.rotating and self.device.type == "cuda":
+        if self.mode == "bucket" and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the last step before the pause has read the weights
         receipt = Receipt(message, self._buckets, self._channel_for(message))
         self._receipts = [*before, receipt]
@@ -136,33 +155,68 @@ class Staging:
         return self.free
 
     def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of `version` that were sent: views of the staging copy. Raises ValueError unless all of them
-        were received."""
-        if self._buckets is None or self._version != version:
-            raise ValueError(f"version {version} is not staged; {self._version} is")
+        """The tensors of `version` that were sent: views of the staging copy of mode `full`. Raises ValueError unless
+        all of them were received."""
+        self._check_staged(version)
+        assert self._buckets is not None and not self._buckets.rotating
         return self._buckets.views(first=self._first)
+
+    def slices(self, version: int) -> list[tuple[Region, torch.Tensor]]:
+        """The regions of the tensors of `version` that were sent: views of the copy of mode `slices`. Raises ValueError
+        unless all of them were received."""
+        self._check_staged(version)
+        assert self._slices is not None
+        return list(self._slices.staged(self._first))
+
+    def _check_staged(self, version: int) -> None:
+        if self._version != version:
+            raise ValueError(f"version {version} is not staged; {self._version} is")
 
     def read_until(self, event: torch.cuda.Event) -> None:
         """The GPU reads the staged version until `event`; the next one is received into its place only then."""
         self._read = event
 
-    def _allocate(self, plan: Plan, rotating: bool) -> Buckets:
-        """Buckets that are received into only after the stream of the steps has zeroed them."""
-        buckets = Buckets(plan, self.device, rotating, scratch=scratch_bytes(plan))
+    def _allocate(self, plan: Plan, wanted: str) -> None:
+        """Make buckets that are received into only after the stream of the steps has zeroed them."""
+        scratch, regions = scratch_bytes(plan), self._regions_for(plan, wanted)
+        staged = plan.total_bytes if regions is None else staged_bytes(plan, regions) + arrival_bytes(plan, scratch)
+        if self._rotating(plan, wanted, staged + (2 * scratch if regions is None else 0)):
+            self._buckets = Buckets(plan, self.device, True, scratch=scratch)
+        elif regions is None:
+            self._buckets = Buckets(plan, self.device, scratch=scratch)
+        else:
+            self._slices = SlicedCopy(plan, self.device, regions, scratch)
+            self._buckets = self._slices.weights
         if self.device.type == "cuda":
             self.read_until(torch.cuda.current_stream(self.device).record_event())
-        return buckets
 
-    def _rotating(self, plan: Plan, wanted: str) -> bool:
+    def _regions_for(self, plan: Plan, wanted: str) -> tuple[Region, ...] | None:
+        """What is staged in mode `slices`; None for another mode. Raises ValueError if `slices` is wanted and cannot
+        be. `auto` takes it where it needs less memory."""
+        if wanted not in ("auto", "slices"):
+            return None
+        regions = self._find_regions([slot.spec for slot in plan.slots], plan.frozen_names)
+        if wanted == "slices" and regions.problem:
+            raise ValueError(f"weights.staging: slices cannot be: {regions.problem}; set auto")
+        if regions.problem:
+            log.info("weights: whole tensors are staged: %s", regions.problem)
+            return None
+        scratch = scratch_bytes(plan)
+        smaller = staged_bytes(plan, regions.found) + arrival_bytes(plan, scratch) < plan.total_bytes + 2 * scratch
+        return regions.found if smaller or wanted == "slices" else None
+
+    def _rotating(self, plan: Plan, wanted: str, staged: int) -> bool:
+        """Whether there is room for two buckets only, not for `staged` bytes. Raises ValueError if that is not what is
+        wanted."""
         if wanted == "bucket" or self.device.type != "cuda":
             return wanted == "bucket"
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(self.device)[0]
-        needed = plan.total_bytes + 2 * scratch_bytes(plan) + (plan.ranks - 1) * GROUP_BYTES
+        needed = staged + (plan.ranks - 1) * GROUP_BYTES
         fits = needed + SPARE <= free
-        if not fits and wanted == "full":
+        if not fits and wanted != "auto":
             raise ValueError(
-                f"weights.staging: full takes {needed / GIB:.1f} GiB beside vLLM, {free / GIB:.1f} GiB are "
+                f"weights.staging: {wanted} takes {needed / GIB:.1f} GiB beside vLLM, {free / GIB:.1f} GiB are "
                 "free; lower rollout.engine.gpu_memory_utilization, or set bucket"
             )
         return not fits
@@ -214,12 +268,16 @@ class Staging:
                 if self.device.type == "cuda":
                     self.read_until(torch.cuda.current_stream(self.device).record_event())
                 raise
-        if not weights.rotating and receipt is self._receipts[-1]:
+        if self.mode != "bucket" and receipt is self._receipts[-1]:
             self._version, self._first = go.version, weights.plan.first(go.plan)
         return sums
 
     def _take(self, go: Go, weights: Buckets, channel: WorkerChannels | None) -> list[int]:
-        """Receive all buckets, and load each at once if rotating; returns their checksums."""
+        """Receive all buckets; in mode `slices` keep what is loaded of each, in mode `bucket` load it at once. Returns
+        their checksums."""
+        if self._slices is not None:
+            kept = [self._slices.keep(bucket) for bucket in arrivals(go, weights, channel)]
+            return self._slices.checksums(kept)
         if not weights.rotating:
             last, computed = len(weights.buckets) - 1, torch.empty(0)
             for bucket in arrivals(go, weights, channel):
@@ -256,7 +314,3 @@ def tell(notify: str, message: Staged) -> None:
         socket.setsockopt(zmq.LINGER, 5000)
         socket.connect(notify)
         socket.send(pack(message))
-
-
-def _mode(weights: Buckets) -> str:
-    return "bucket" if weights.rotating else "full"

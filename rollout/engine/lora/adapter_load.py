@@ -5,13 +5,14 @@ Held by each worker (`worker.py`) in place of `ModelLoad` where the run file has
 addresses, so CUDA graphs stay valid. Tensors come with `lora_B` multiplied by alpha / rank.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from learner.weights.plan import LORA_A, LORA_B
+from learner.weights.plan import LORA_A, LORA_B, Spec
+from learner.weights.slices import Regions
 from rollout.engine.door.vllm_worker import LoRAModel, PEFTHelper
 from rollout.engine.lora.adapter_folder import NUMBER, WEIGHTS, AdapterFolder, is_adapter, same_model
 from rollout.engine.model_load import tensors_in
@@ -30,6 +31,10 @@ class AdapterLoad:
     def register(self) -> None:
         """From now on requests may name the adapter, which does nothing until one is loaded."""
         self._slot.register()
+
+    def regions(self, specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
+        """Adapters are staged whole."""
+        return Regions(problem="an adapter is loaded from whole tensors")
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load `weights`, views of the staging copy. Raises ValueError where vLLM's model has other layers."""

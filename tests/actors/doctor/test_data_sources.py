@@ -33,7 +33,7 @@ def test_a_mixture_is_judged_as_a_whole(tmp_path: Path) -> None:
     ]
     (long,) = [line for line in judgement.warnings if line.startswith("data.max_prompt_tokens")]
     assert "1 of 3 rows looked at (33.3%) have longer prompts and are dropped" in long
-    assert any(line.startswith("answers end at <|endoftext|> or after") for line in judgement.facts)
+    assert any(line.startswith("answers end at <|endoftext|> (tokenizer) or after") for line in judgement.facts)
 
 
 def test_how_many_prompts_of_all_are_too_long(tmp_path: Path) -> None:
@@ -47,9 +47,9 @@ def test_what_ends_an_answer_of_a_base_model(tmp_path: Path) -> None:
     prompts = Prompts(make_tokenizer(), plain)
     judge_ends(found, plain, prompts)
     assert found.facts[0].startswith(
-        "note: data.chat_template: none: answers end at <|endoftext|> or after sampling.max"
+        "note: data.chat_template: none: answers end at <|endoftext|> (tokenizer) or after"
     )
-    prompts.stops = []
+    prompts.end_sources = {}
     judge_ends(found, plain, prompts)
     assert found.warnings == [
         "sampling.stop: []: nothing ends an answer but sampling.max_tokens 1024; name a token of the tokenizer"

@@ -246,6 +246,7 @@ def test_gpus_as_the_driver_lists_them() -> None:
     assert parse_gpus(listing) == [Gpu("NVIDIA H200", 143771, 4, "GPU-a"), Gpu("NVIDIA GB10", 0, 0, "GPU-b")]
 
 
+@pytest.mark.long
 def test_this_machine_has_facts(tmp_path: Path) -> None:
     here = read_machine(tmp_path / "not" / "yet")
     assert here.disk_free > 0
@@ -289,6 +290,7 @@ def after(version: str) -> str:
     return f"{major}.{int(minor) + 1}"
 
 
+@pytest.mark.long
 def test_a_task_that_scores_its_episodes_needs_no_reward_function(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "async def guess(row, chat): return 1.0\nasync def odd(row, chat, more): return 1.0\n"

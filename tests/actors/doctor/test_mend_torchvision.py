@@ -27,6 +27,7 @@ def imported(folder: Path) -> str:
     return subprocess.run([sys.executable, "-c", TORCHVISION], env=env, capture_output=True, text=True).stderr
 
 
+@pytest.mark.long
 def test_it_imports_once_mended_and_a_second_mend_changes_nothing(tmp_path: Path) -> None:
     package = tmp_path / "torchvision"
     package.mkdir()

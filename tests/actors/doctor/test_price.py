@@ -21,6 +21,7 @@ from configs.schema import Config, LearnerConfig, LoraConfig, ModelConfig
 from learner.model.flops import peak
 from learner.model.memory import GIB, SHARE, estimate
 from learner.model.settled import settle
+from tests.harness.lanes import long_but
 from tests.harness.shapes_of_models import seeing_folder, text_folder
 
 ROOT = Path(__file__).parents[3]
@@ -218,16 +219,26 @@ def test_a_critic_costs_a_pass_and_a_step_of_its_own(folders: dict[str, str]) ->
 
 @pytest.mark.parametrize(
     ("card", "model", "changes", "said"),
-    [
-        ("4090", "1.5B", (), ("a GPU has 23.0 GiB", "these fit: ", "model.lora: {rank: 32}", "--gpu A100-80G")),
-        ("L4", "7B", ("--learner.ranks=4",), ("two copies of", "these fit: an adapter, model.lora: {rank: 32}")),
-        ("H100", "7B", ("--learner.ranks=1",), ("learner.ranks: 4",)),
-        (
-            *("H100", "7B", ("--learner.ranks=4", "--algorithm.advantage=gae")),
-            ("critic", "these fit: learner.ranks: 8; or algorithm.advantage: group_mean, without a critic"),
-        ),
-        ("H100", "7B", ("--learner.ranks=1", "--learner.tokens_per_microbatch=4096"), (" with learner.tokens_per",)),
-    ],
+    long_but(
+        [
+            ("4090", "1.5B", (), ("a GPU has 23.0 GiB", "these fit: ", "model.lora: {rank: 32}", "--gpu A100-80G")),
+            ("L4", "7B", ("--learner.ranks=4",), ("two copies of", "these fit: an adapter, model.lora: {rank: 32}")),
+            ("H100", "7B", ("--learner.ranks=1",), ("learner.ranks: 4",)),
+            (
+                *("H100", "7B", ("--learner.ranks=4", "--algorithm.advantage=gae")),
+                ("critic", "these fit: learner.ranks: 8; or algorithm.advantage: group_mean, without a critic"),
+            ),
+            (
+                "H100",
+                "7B",
+                ("--learner.ranks=1", "--learner.tokens_per_microbatch=4096"),
+                (" with learner.tokens_per",),
+            ),
+        ],
+        0,
+        2,
+        3,
+    ),
 )
 def test_what_does_not_fit_is_refused_with_what_fits(
     card: str, model: str, changes: tuple[str, ...], said: tuple[str, ...], folders: dict[str, str]

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from actors.doctor.run_file import ROWS, parts_to_try, rows_to_try
-from actors.doctor.trial import Judgement, Trial, architecture, judge_failures, judge_lengths, try_out
+from actors.doctor.trial import PARTS, Judgement, Trial, architecture, judge_failures, judge_lengths, try_out
 from configs.architecture import PROVEN
 from configs.load import load
 from configs.schema import Config
@@ -33,6 +34,21 @@ def config(folder: Path, *overrides: str) -> Config:
     needed = ["--model.path=m", "--data.train=d.jsonl", "--reward.function=countdown", f"--run.folder={folder}"]
     needed += ["--reward.timeout_s=100"]  # 70 s for an import, however slow the machine is
     return load([*needed, *(f"--{override}" for override in overrides)])
+
+
+class TrialHere(Trial):
+    """A trial that must not end its process, which is that of the tests."""
+
+    def end(self) -> NoReturn:
+        raise AssertionError(self.found)
+
+
+def try_here(part: str, run: Config, rows: list[tuple[int, dict[str, Any]]]) -> Judgement:
+    """What `try_out` returns for a part that runs none of the user's code. A process would first import for seconds."""
+    run.run.path.mkdir(exist_ok=True)
+    trial = TrialHere(run.run.path)
+    PARTS[part][1](trial, run, rows, 0)
+    return trial.found
 
 
 @pytest.mark.parametrize(
@@ -78,11 +94,11 @@ def test_a_template_that_no_row_fits_is_refused_with_its_file_and_what_it_names(
     given = {"url": "http://127.0.0.1:1/v1", "model": "m", "template": str(file), "pattern": "x", "retries": 0}
     run = config(tmp_path, "reward.function=judge", f"reward.kwargs={json.dumps(given)}")
     file.write_text("Is {{ answer[0] }} right for {{ question }}? {{ ground_truth }}")
-    judgement = try_out(["reward"], run, [(0, ROW), (1, ROW)])
+    judgement = try_here("reward", run, [(0, ROW), (1, ROW)])
     (line,) = judgement.refused
     assert line.startswith("reward.kwargs.template: judge cannot be asked about 2 of 2 rows, row 0: ")
     assert f"template {file} cannot be filled: 'question' is undefined; there are problem, answer, ground_truth" in line
-    judgement = try_out(["reward"], run, [(0, ROW), (1, ROW | {"question": "1+1"})])
+    judgement = try_here("reward", run, [(0, ROW), (1, ROW | {"question": "1+1"})])
     assert judgement.refused == [] and "cannot be asked about 1 of 2 rows, row 0" in judgement.warnings[0]
     file.write_text("{% if answer %}")
     (line,) = try_out(["reward"], run, [(0, ROW)]).refused
@@ -91,7 +107,7 @@ def test_a_template_that_no_row_fits_is_refused_with_its_file_and_what_it_names(
 
 def test_the_template_of_the_runs_own_reward_model_is_tried_before_it_is_there(tmp_path: Path) -> None:
     given = ["reward.function=reward_model", "reward.kwargs={template: '{{ solution }}'}", "reward.servers=1"]
-    (line,) = try_out(["reward"], config(tmp_path, *given, "reward.model=rm"), [(0, ROW)]).refused
+    (line,) = try_here("reward", config(tmp_path, *given, "reward.model=rm"), [(0, ROW)]).refused
     assert "its template cannot be filled: 'solution' is undefined" in line
 
 
@@ -133,13 +149,13 @@ def test_ground_truths_that_a_built_in_reward_cannot_use_are_refused_before_the_
 ) -> None:
     run, bad = config(tmp_path, f"reward.function={function}"), {"problem": "1+1", "answer": {"value": 2}}
     good = {"answer": {"target": 1, "numbers": [1]}} if function == "countdown" else ROW
-    (line,) = try_out(["reward"], run, [(n, ROW if function == "countdown" else bad) for n in range(3)]).refused
+    (line,) = try_here("reward", run, [(n, ROW if function == "countdown" else bad) for n in range(3)]).refused
     assert line.startswith(f"data.train: d.jsonl: no row has a ground truth that {function} can use, row 0: ")
     if function == "reasoning_gym":
         assert "the row does not come from reasoning-gym: its extra_info.reasoning_gym names no entry" in line
         return
     assert "; correct it, or name another column in data.columns" in line
-    judgement = try_out(["reward"], run, [*((n, good) for n in range(5)), (7, ROW | {"answer": None})])
+    judgement = try_here("reward", run, [*((n, good) for n in range(5)), (7, ROW | {"answer": None})])
     (warning,) = judgement.warnings
     share = f"1 of 6 rows looked at have no ground truth that {function} can use and are dropped, such as row 7: ground"
     assert judgement.refused == [] and warning.startswith(f"data.train: d.jsonl: {share} truth is ")
@@ -225,20 +241,20 @@ def test_a_teacher_with_another_vocabulary_is_refused_with_the_token_that_differ
     model = f"model.path={tmp_path}/policy"
     rows = [(0, ROW), (1, ROW | {"data_source": "b"})]
     run = config(tmp_path, model, f"teacher.model={tmp_path}/same", "teacher.servers=1", by_source)
-    judgement = try_out(["teacher"], run, rows)
+    judgement = try_here("teacher", run, rows)
     (line,) = judgement.refused
     assert line.startswith(f"teacher.by_source.0.tokenizer: {tmp_path}/other: its vocabulary is not that of model.path")
     assert "token 111 is '<|unused111|>' there and '<|changed|>' here (112 and 112 tokens); name a teacher" in line
     assert judgement.facts == judgement.warnings == []
     gone = config(tmp_path, model, f"teacher.model={tmp_path}/none", "teacher.servers=1")
-    (line,) = try_out(["teacher"], gone, rows).refused
+    (line,) = try_here("teacher", gone, rows).refused
     assert line.startswith(f"teacher.model: {tmp_path}/none: no tokenizer can be loaded: ")
 
 
 def test_a_teacher_whose_key_is_not_there_is_refused(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     given = ["teacher.url=http://h:1", f"teacher.tokenizer={tmp_path}", "teacher.api_key_env=NO_SUCH_KEY"]
-    (line,) = try_out(["teacher"], config(tmp_path, f"model.path={tmp_path}", *given), [(0, ROW)]).refused
+    (line,) = try_here("teacher", config(tmp_path, f"model.path={tmp_path}", *given), [(0, ROW)]).refused
     key = "teacher.api_key_env: there is no environment variable NO_SUCH_KEY"
     assert line == f"{key}; export it where the run is started"
 
@@ -248,15 +264,15 @@ def test_rows_without_a_teacher_are_counted(tmp_path: Path) -> None:
     given = [f"model.path={tmp_path}", f"teacher.by_source=[{{data_source: a, model: {tmp_path}, servers: 1}}]"]
     rows = [(0, ROW | {"data_source": "a"}), (1, ROW | {"data_source": "b"}), (2, ROW)]
     found = "2 of 3 rows looked at have a data_source without a teacher, such as row 1"
-    assert try_out(["teacher"], config(tmp_path, *given), rows).facts == [
+    assert try_here("teacher", config(tmp_path, *given), rows).facts == [
         f"note: {found}: they are trained by their reward alone"
     ]
     alone = config(tmp_path, *given, "reward.function=none")
     remedy = "set teacher.model for them, or leave them out of the data"
-    assert try_out(["teacher"], alone, rows).warnings == [
+    assert try_here("teacher", alone, rows).warnings == [
         f"teacher.by_source: {found}: nothing is learned from them; {remedy}"
     ]
-    (line,) = try_out(["teacher"], alone, rows[1:]).refused
+    (line,) = try_here("teacher", alone, rows[1:]).refused
     assert line.startswith("teacher.by_source: 2 of 2 rows looked at have a data_source without a teacher")
 
 

@@ -23,6 +23,7 @@ import pytest
 from actors.report import summary
 from buffer.wire.protocol import State
 from tests.harness.children import children
+from tests.harness.lanes import long_but
 from tests.harness.watched import HOSTILE, append, evaluation, look, make_config, record, sample, state, store
 
 pytestmark = pytest.mark.timeout(900)
@@ -173,7 +174,7 @@ def drawn_figures(tab: Tab, run: Path, versions: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "scheme"), [("phone", "dark"), ("desk", "light"), ("phone", "light"), ("desk", "dark")]
+    ("size", "scheme"), long_but([("phone", "dark"), ("desk", "light"), ("phone", "light"), ("desk", "dark")], 0)
 )
 def test_the_frozen_page(browser: Any, run: Path, size: str, scheme: str) -> None:
     assert summary.main([str(run)]) == 0
@@ -192,7 +193,7 @@ def test_the_frozen_page(browser: Any, run: Path, size: str, scheme: str) -> Non
     tab.page.close()
 
 
-@pytest.mark.parametrize(("size", "scheme"), [("phone", "dark"), ("desk", "light")])
+@pytest.mark.parametrize(("size", "scheme"), long_but([("phone", "dark"), ("desk", "light")], 1))
 def test_the_live_page(
     browser: Any, run: Path, serve: Callable[[State], str], tmp_path: Path, size: str, scheme: str
 ) -> None:

@@ -82,6 +82,7 @@ def test_what_it_starts_has_its_own_parent(keep: Callable[..., Keeper], monkeypa
     assert [event.text for event in events if event.kind == "line"] == ["None"]
 
 
+@pytest.mark.long
 def test_a_flood_of_lines_fills_neither_disk_nor_terminal(keep: Callable[..., Keeper], tmp_path: Path) -> None:
     """Three logs and a half of lines: three files are left, and the events are few."""
     line, number = "a line of a flood" * 500, int(3.5 * LOG_BYTES / 8500)

@@ -14,6 +14,7 @@ from actors.supervise.ray_cluster import connect
 from configs.checks import cluster_of, starts_ray
 from configs.load import ConfigError, load
 from examples.countdown.make_model import make_tokenizer
+from tests.harness.lanes import long_but
 from tests.harness.ports import free_port
 
 
@@ -43,6 +44,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
+@pytest.mark.long
 def test_a_busy_port_is_refused(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
@@ -53,11 +55,13 @@ def test_a_busy_port_is_refused(words: list[str], capsys: pytest.CaptureFixture[
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_an_open_port_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = refused([*words, "--buffer.address=tcp://127.0.0.1:*"], capsys)
     assert "buffer.address" in line and "name one" in line
 
 
+@pytest.mark.long
 def test_data_without_the_columns_is_refused(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -72,6 +76,7 @@ def test_a_missing_file_and_a_wrong_key_are_refused(words: list[str], capsys: py
     assert "learner.lr" in line
 
 
+@pytest.mark.long
 def test_a_key_that_vllm_does_not_know_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("vllm")
     (line,) = refused([*words, "--rollout.engine.max_num_seq=4"], capsys)
@@ -121,10 +126,16 @@ def test_cuda_without_gpus_is_refused(words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [
-        (["--learner.device=cuda"], "the run needs 1 GPUs (learner 1), here are 0: lower learner.ranks, "),
-        (["--learner.nodes=2", "--learner.ranks=2"], "learner.nodes: 2 take a machine each; name a Ray cluster in "),
-    ],
+    long_but(
+        [
+            (["--learner.device=cuda"], "the run needs 1 GPUs (learner 1), here are 0: lower learner.ranks, "),
+            (
+                ["--learner.nodes=2", "--learner.ranks=2"],
+                "learner.nodes: 2 take a machine each; name a Ray cluster in ",
+            ),
+        ],
+        1,
+    ),
 )
 def test_what_one_machine_has_no_room_for_is_refused(
     more: list[str], said: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -233,6 +244,7 @@ def test_teacher_servers_that_cannot_start_are_refused(words: list[str], capsys:
     assert any("teacher.engine.max_model_length" in line and "did you mean" in line for line in lines)
 
 
+@pytest.mark.long
 def test_reward_servers_that_cannot_start_are_refused(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.harness.lanes import long_but
 from tests.harness.launched import NAMES, Launched, launching, until, words
 
 
@@ -49,7 +50,7 @@ def test_killed_processes_and_guards_come_back_and_ctrl_c_drains(tmp_path: Path)
     assert not psutil.wait_procs(everything, timeout=60)[1]
 
 
-@pytest.mark.parametrize("whom", ["front process", "launcher", "guard of the launcher"])
+@pytest.mark.parametrize("whom", long_but(["front process", "launcher", "guard of the launcher"], 1))
 def test_nothing_outlives_what_is_killed_of_a_launch(whom: str, tmp_path: Path) -> None:
     with launching(tmp_path) as launched:
         everything = launched.all()

@@ -16,6 +16,7 @@ from learner.model import loading
 from learner.model.policy import Policy
 from learner.saved import export
 from tests.harness.certified import copied, examined, tiny_config
+from tests.harness.lanes import long_but
 from tests.learner.model.test_exactness import Looks, LooksBack, Unknown
 
 ONE, PACKED, LONG, SHARED = (
@@ -88,7 +89,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", long_but(MISTAKES, 0, 2, 4))
 def test_another_attention_is_a_fault_of_its_layer(name: str, built_with: Any, mesh: Any, tmp_path: Path) -> None:
     mistake, kind, overrides, layer, only_long = MISTAKES[name]
     built_with(mistake)

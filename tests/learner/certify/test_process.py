@@ -57,6 +57,8 @@ def test_a_certificate_is_made_once_and_kept(tmp_path: Path, monkeypatch: Any, c
         process.require(config)
     assert table == ["certificate: packed = alone: 1.0e-06 nat (limit 1.0e-04), holds"]
     assert maker.asked == 1, "a resume makes none"
+    begun = [line for line in caplog.messages if "which may take a minute" in line]
+    assert begun == caplog.messages[:1], "only a certificate that is made takes time"
     kept = read(config.run.path / FILE)
     assert kept is not None and kept.checks == (HOLDS,)
     assert sum("1 of 1 comparisons of qwen2 hold" in line for line in caplog.messages) == 2

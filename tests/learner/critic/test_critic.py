@@ -17,6 +17,7 @@ from learner.train.batch import pack
 from learner.train.optimizer import Optimizer
 from tests.harness import rank, valued, world
 from tests.harness.episodic import logprobs_by_segment, make_episodes
+from tests.harness.lanes import long_but
 from tests.harness.valued import NaiveCritic, actor_critic, critic_of, gradients_of_both, naive_advantages
 from tests.harness.world import LEARNER, cut, make_samples, plain, policy_of, tiny_model
 
@@ -70,7 +71,7 @@ def naive(model, entries, config: AlgorithmConfig) -> dict:
     }
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", long_but(OPTIONS, 1), ids=str)
 def test_values_advantages_and_gradients_are_the_formula_s(tmp_path: Path, mesh, options: dict) -> None:
     """Segments, turns, truncated samples; packed into one row and many, with prompts shared and not."""
     model, config, entries = tiny_model(tmp_path), gae(**options), make_episodes()
@@ -145,6 +146,7 @@ def test_two_ranks_are_one(tmp_path: Path, mesh, cuts: list[int]) -> None:
         assert got["figures"] == pytest.approx(want["figures"], rel=1e-4), case
 
 
+@pytest.mark.long
 def test_resumed_is_uninterrupted(tmp_path: Path, mesh) -> None:
     """Bit for bit, through the warm-up: metrics, weights of both, and thereby the states of both optimizers."""
     tiny_model(tmp_path / "a" / "model")

@@ -95,6 +95,7 @@ def test_the_values_of_a_bandit_are_the_chances_of_its_rewards(tmp_path: Path, m
     assert np.mean(explained[-10:]) == pytest.approx(known, abs=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", ["ppo", pytest.param("dppo", marks=pytest.mark.long)])
 def test_a_policy_learns_with_it(tmp_path: Path, mesh: Any, loss: str) -> None:
     """The reward is 1 if the answer is as odd or even as the prompt: chance is .5."""

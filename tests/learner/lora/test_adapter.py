@@ -15,6 +15,7 @@ from learner.model.microbatch import one_document
 from learner.weights.plan import LORA_A, LORA_B
 from tests.harness import world
 from tests.harness.adapters import LORA, adapted_model, peft_model, stir
+from tests.harness.lanes import long_but
 from tests.harness.pictured import form_of, make_pictured, seeing_model
 from tests.harness.world import ALGORITHM, LEARNER, algorithm_of, cut, make_samples, plain, policy_of, tiny_model
 from tests.learner.train.test_step import by_hand, close, gradient
@@ -106,7 +107,7 @@ def test_gradients_are_pefts(tmp_path: Path, mesh, tied: bool) -> None:
     close(found, wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": "gspo"}], ids=str)
+@pytest.mark.parametrize("options", long_but([{}, {"loss": "gspo"}], 0), ids=str)
 def test_packing_changes_nothing_and_a_dummy_reaches_the_adapter(tmp_path: Path, mesh, options: dict) -> None:
     """The head's two ways: differentiated in chunks, and at once with its logits computed again."""
     policy, algorithm = policy_of(adapted_model(tmp_path), mesh), AlgorithmConfig(**options)

@@ -59,6 +59,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path, mesh) -> None:
     assert all(torch.equal(x, again["weights"][name]) for name, x in whole["weights"].items())
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_across_numbers_of_ranks(tmp_path: Path, mesh) -> None:
     """Two ranks write, one goes on; the head is tied, and is not written."""
@@ -107,6 +108,7 @@ def test_another_base_is_refused(tmp_path: Path, mesh) -> None:
     other.close()
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_another_base_is_refused_by_all_nodes(tmp_path: Path, mesh) -> None:
     """Also by those that read nothing, which would wait for what the others restore."""

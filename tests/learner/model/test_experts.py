@@ -222,6 +222,7 @@ def test_selective_checkpointing_repeats_no_product_of_experts(tmp_path: Path, m
     assert counts["selective"] == counts["none"] == 8 and counts["block"] > 8
 
 
+@pytest.mark.long
 def test_a_block_is_captured_as_one_graph(tmp_path: Path, mesh) -> None:
     """In bfloat16, with routes to replay, for rows of several lengths; the long test checks the graph's results."""
     model, sizes = expert_model(tmp_path, dtype="bfloat16", num_hidden_layers=1), Experts(1, 8, 2)

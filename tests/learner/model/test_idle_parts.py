@@ -16,6 +16,7 @@ from learner.model.exactness import check_adapter
 from learner.model.idle_parts import idle_modules, idle_names
 from learner.model.memory import sizes_of
 from learner.model.shrink import small
+from tests.harness.lanes import long_but
 from tests.harness.pictured import seeing_model
 from tests.harness.world import policy_of
 
@@ -24,7 +25,9 @@ def copy_of(kind: str, folder: Path) -> ModelConfig:
     return write_copy(AutoConfig.for_model(kind), ModelConfig(path=kind), folder)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "internvl", "qwen2_vl", "qwen3_5", "llava_onevision"])
+@pytest.mark.parametrize(
+    "kind", long_but(["gemma3", "mistral3", "internvl", "qwen2_vl", "qwen3_5", "llava_onevision"], 0, 2, 4)
+)
 def test_all_but_the_text_model_is_idle(kind: str) -> None:
     with torch.device("meta"):
         model: Any = loading.auto_class(config := small(AutoConfig.for_model(kind))).from_config(config)

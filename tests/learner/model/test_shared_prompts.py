@@ -20,6 +20,7 @@ from learner.model.kernels.sequences import Sequences
 from learner.model.lora.base import Base
 from learner.model.microbatch import CopiedPrompts, Microbatch, SharedPrompts, lay_out
 from learner.model.policy import MOST_GRAPHS, _Gather
+from tests.harness.lanes import long_but
 from tests.harness.world import LEARNER, policy_of, tiny_model
 
 Groups = Sequence[tuple[int, Sequence[int]]]
@@ -236,7 +237,7 @@ def test_a_shared_state_s_gradient_adds_up_in_float32() -> None:
     assert torch.equal(hidden.grad, exact.bfloat16())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", long_but(FORMS, 0))
 def test_compiled_blocks_are_one_graph(tmp_path: Path, form: str) -> None:
     """The first row compiles each block in one piece, and later ones of its form compile nothing, whatever their
     lengths and kinds: documents at the end or none, one group or several."""

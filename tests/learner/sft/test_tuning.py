@@ -183,6 +183,7 @@ def _digest(folder: Path) -> str:
     return found.data
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_a_signal_ends_it_with_a_checkpoint(tmp_path: Path, fork: Fork) -> None:
     words = sft_run(tmp_path, run={"versions": 100_000}, learner={"checkpoint_every": 50_000})
@@ -196,6 +197,7 @@ def test_a_signal_ends_it_with_a_checkpoint(tmp_path: Path, fork: Fork) -> None:
     assert complete(tmp_path / "run" / "checkpoints") == [versions[-1]]
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_wrong_rows_end_it_before_anything_is_written(tmp_path: Path, fork: Fork) -> None:
     """On every rank, with exit code 2."""
@@ -233,6 +235,7 @@ def test_one_process_has_the_folder(tmp_path: Path, fork: Fork) -> None:
     assert f"run.name: {tmp_path / 'run'} is in use by process {first.process.pid}" in errors
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_an_adapter_and_the_best_checkpoint_by_held_out_loss(tmp_path: Path, fork: Fork) -> None:
     held_out = {"eval": str(jsonl(tmp_path / "held.jsonl", demonstrations(7)))}

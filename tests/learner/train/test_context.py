@@ -34,7 +34,7 @@ CASES: dict[str, Case] = {
     "latent": {"model": "latent", "budget": 97},
     "adapter": {"model": "qwen3", "budget": 97, "lora": True},
 }  # fmt: skip
-FAST = ("whole samples", "one key head", "joined prompts", "copied prompts", "episodes", "window", "sinks")
+FAST = ("one key head", "copied prompts", "episodes", "sinks")
 """The others are in the long lane, on four ranks."""
 OTHER_ROWS = 60
 """Tokens that a row of the control has more: half as many rows, or fewer."""

@@ -166,6 +166,7 @@ def test_text_models_have_no_metrics_of_images(tmp_path: Path, mesh) -> None:
 LONG = pytest.mark.long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "parts",
     [pytest.param([], marks=LONG), ["vision"], pytest.param(["vision", "projector"], marks=LONG)],

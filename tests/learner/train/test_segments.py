@@ -18,6 +18,7 @@ from learner.algorithms.losses import is_tokenwise
 from learner.train.batch import Batch, alone, documents_of, pack
 from tests.harness import world
 from tests.harness.episodic import make_episodes, naive_loss, turn_advantages
+from tests.harness.lanes import long_but
 from tests.harness.world import algorithm_of, cut, make_samples, plain, policy_of, tiny_model
 
 TOLERANCE = 2e-5
@@ -150,7 +151,9 @@ def test_metrics_are_of_samples(tmp_path: Path, mesh) -> None:
         assert spread[name] == pytest.approx(whole[name], rel=1e-4), name
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": "gspo"}, {"loss": "topr"}, {"opsm_delta": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options", long_but([{}, {"loss": "gspo"}, {"loss": "topr"}, {"opsm_delta": 0.1}], 0, 3), ids=str
+)
 def test_sums_do_not_depend_on_the_microbatches(tmp_path: Path, mesh, options: dict) -> None:
     config, policy = AlgorithmConfig(**options), policy_of(tiny_model(tmp_path), mesh)
     (one, expected), (many, sums) = (step(policy, budget, config, share=True) for budget in (10**6, 25))

@@ -18,6 +18,7 @@ from learner.weights.sender.distributor import ATTEMPTS
 from learner.weights.sender.publish import Sender
 from learner.weights.sender.row_broadcast import RowBroadcast
 from tests.harness.keys import server_keys
+from tests.harness.lanes import long_but
 from tests.harness.row_ranks import ForkedRank, RowLearner, row_learner, run_learner, run_rank, sending_ranks
 from tests.harness.scenes import GRACE_S
 from tests.harness.server_process import ServerProcess
@@ -153,7 +154,7 @@ def test_a_server_goes_from_a_gathering_learner_to_ranks_that_send_and_back():
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("mode", ["go", "half"])
+@pytest.mark.parametrize("mode", long_but(["go", "half"], 1))
 def test_a_server_that_is_killed_costs_the_others_no_version(mode):
     async def test():
         with row_learner(2) as learner:
@@ -198,7 +199,7 @@ def test_a_server_that_stalls_in_the_broadcast_costs_one_timeout():
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("mode", ["go", "half", "sums"])
+@pytest.mark.parametrize("mode", long_but(["go", "half", "sums"], 1, 2))
 def test_a_rank_that_is_killed_leaves_servers_with_their_whole_version(mode):
     """The learner ends as a whole then; the next one reaches them."""
 
@@ -231,7 +232,7 @@ def test_a_rank_that_is_killed_leaves_servers_with_their_whole_version(mode):
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("mode", ["go", "half", "sums"])
+@pytest.mark.parametrize("mode", long_but(["go", "half", "sums"], 1))
 def test_a_learner_that_is_killed_leaves_servers_with_their_whole_version(mode):
     async def test():
         addresses = Addresses()

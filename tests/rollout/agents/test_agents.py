@@ -23,6 +23,7 @@ from rollout.episodes.setup import RolloutSetup
 from rollout.errors import EngineDead, EngineError
 from tests.harness.calculator import REWARDS, ROOT, ROWS, CalculatingEngine, calculator
 from tests.harness.children import children
+from tests.harness.lanes import long_but
 from tests.rollout.agents.test_programs import wards
 
 OPENAI = """
@@ -62,7 +63,7 @@ async def played(
     assert wards() == [] and children(recursive=True) == []
 
 
-@pytest.mark.parametrize("how", ["solve", "solve_apart", "command"])
+@pytest.mark.parametrize("how", long_but(["solve", "solve_apart", "command"], 0))
 async def test_an_agent_plays_and_every_token_is_recorded(how: str, tmp_path: Path):
     (tmp_path / "mine.py").write_text(OPENAI)
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -119,13 +120,17 @@ async def talk(row, base_url, api_key):
 
 @pytest.mark.parametrize(
     ("other", "reason"),
-    [
-        ("", None),
-        ("urllib.error.HTTPError('', 400, 'Bad Request', None, None)", None),
-        ("urllib.error.HTTPError('', 502, 'Bad Gateway', None, None)", "HTTP Error 502"),
-        ("ConnectionError('the data base is gone') from None", "ConnectionError: the data base is gone"),
-        ("SystemExit(3)", "called sys.exit(3)"),
-    ],
+    long_but(
+        [
+            ("", None),
+            ("urllib.error.HTTPError('', 400, 'Bad Request', None, None)", None),
+            ("urllib.error.HTTPError('', 502, 'Bad Gateway', None, None)", "HTTP Error 502"),
+            ("ConnectionError('the data base is gone') from None", "ConnectionError: the data base is gone"),
+            ("SystemExit(3)", "called sys.exit(3)"),
+        ],
+        1,
+        2,
+    ),
 )
 async def test_only_the_refusal_itself_is_nothing_and_another_failure_after_it_is_none(
     other: str, reason: str | None, tmp_path: Path
@@ -152,7 +157,7 @@ async def test_a_program_that_ends_badly_after_a_limit_has_nothing(tmp_path: Pat
     assert isinstance(group, Group) and [sample.reward for sample in group.samples] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("error", [EngineError("vLLM failed"), EngineDead("vLLM died")])
+@pytest.mark.parametrize("error", long_but([EngineError("vLLM failed"), EngineDead("vLLM died")], 0))
 async def test_the_engine_s_failure_is_no_reward_whatever_the_agent_returns(error: Exception, tmp_path: Path):
     (tmp_path / "mine.py").write_text(
         "import urllib.request\n"

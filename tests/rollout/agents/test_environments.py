@@ -33,6 +33,7 @@ from rollout.episodes.setup import RolloutSetup
 from rollout.tasks.environment import HOST
 from tests.harness.calculator import REWARDS, ROOT, ROWS, CalculatingEngine, calculator, calculator_config
 from tests.harness.children import children
+from tests.harness.lanes import long_but
 
 pytestmark = pytest.mark.timeout(1500)
 HERE = Path(__file__).parent / "environments"
@@ -249,12 +250,16 @@ async def until(true: Callable[[], bool], timeout_s: float = 120.0) -> None:
 @pytest.mark.parametrize("environment", [STUB, real(CLASSIC)])
 @pytest.mark.parametrize(
     ("name", "args", "words"),
-    [
-        ("nonsense", {}, "rollout.environment.id: nonsense: nonsense: no such environment is installed for "),
-        ("calculator_classic", {"how": "group"}, "scores a group of rollouts together, which is not supported"),
-        ("calculator_classic", {"how": "raise"}, "cannot be loaded: RuntimeError: Failed to load environment"),
-        ("calculator_classic", {"how": "exit"}, "its host ended with exit code 5 before it was ready"),
-    ],
+    long_but(
+        [
+            ("nonsense", {}, "rollout.environment.id: nonsense: nonsense: no such environment is installed for "),
+            ("calculator_classic", {"how": "group"}, "scores a group of rollouts together, which is not supported"),
+            ("calculator_classic", {"how": "raise"}, "cannot be loaded: RuntimeError: Failed to load environment"),
+            ("calculator_classic", {"how": "exit"}, "its host ended with exit code 5 before it was ready"),
+        ],
+        0,
+        3,
+    ),
 )
 async def test_what_cannot_be_played_is_refused_in_one_line(
     name: str, args: dict[str, Any], words: str, environment: tuple[str, str], python: Python, tmp_path: Path

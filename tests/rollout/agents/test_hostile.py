@@ -21,6 +21,7 @@ import uvloop
 from rollout.episodes.episode import Episodes, Failure, Group
 from tests.harness.calculator import ROOT, calculator
 from tests.harness.children import children
+from tests.harness.lanes import long_but
 from tests.rollout.agents.test_programs import wards
 
 pytestmark = pytest.mark.timeout(900)
@@ -85,12 +86,15 @@ def few(ways: dict[str, str | None]) -> dict[str, str | None]:
 
 @pytest.mark.parametrize(
     ("function", "ways", "at_once"),
-    [
-        pytest.param("plain", few(AGENTS), 4, id="plain"),
-        pytest.param("talking", few(TALKING), 2, id="talking"),
-        pytest.param("plain", AGENTS, 4, id="plain, all", marks=pytest.mark.long),
-        pytest.param("talking", TALKING, 1, id="talking, all", marks=pytest.mark.long),
-    ],
+    long_but(
+        [
+            pytest.param("plain", few(AGENTS), 4, id="plain"),
+            pytest.param("talking", few(TALKING), 2, id="talking"),
+            pytest.param("plain", AGENTS, 4, id="plain, all", marks=pytest.mark.long),
+            pytest.param("talking", TALKING, 1, id="talking, all", marks=pytest.mark.long),
+        ],
+        0,
+    ),
 )
 def test_a_run_goes_on_whatever_its_episodes_do(
     function: str, ways: dict[str, str | None], at_once: int, tmp_path: Path

@@ -14,6 +14,7 @@ from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from rollout.cage.process_table import below, children_of_all
 from tests.harness.children import children
+from tests.harness.lanes import long_but
 
 LOADER = "tests.rollout.agents.user_agents:load"
 MEMORY = "rollout.task_memory_gib (1 GiB)"
@@ -57,21 +58,29 @@ async def test_results_travel_and_an_imported_file_s_own_files_stay_open():
 
 @pytest.mark.parametrize(
     ("how", "origin", "reason"),
-    [
-        ("segfault", "died", "plain ended its process (killed by SIGSEGV)"),
-        ("sys.exit", "SystemExit", "plain called sys.exit(3)"),
-        ("os._exit", "exited", "plain ended its process (exit code 3)"),
-        ("quiet exit", "died", "plain ended its process before it returned"),
-        ("object", "unanswerable", "plain returned a result of type object that cannot be sent"),
-        ("huge", "unanswerable", "64.0 MiB are more than the 32 MiB of a message"),
-        ("recurse", "RecursionError", "plain raised RecursionError"),
-        ("raise", "KeyError", "plain raised KeyError: 'target'"),
-        ("bomb", "died", "plain started too many processes; all of them were killed"),
-        ("hog", "out_of_memory", f"plain used more memory than {MEMORY}; its process was killed"),
-        ("close", "exited", "plain ended its process (exit code 1)"),
-        ("kill group", "died", "plain ended its process (killed by SIGKILL)"),
-        ("kill guard", "died", "plain ended its processes (the guard of them was killed)"),
-    ],
+    long_but(
+        [
+            ("segfault", "died", "plain ended its process (killed by SIGSEGV)"),
+            ("sys.exit", "SystemExit", "plain called sys.exit(3)"),
+            ("os._exit", "exited", "plain ended its process (exit code 3)"),
+            ("quiet exit", "died", "plain ended its process before it returned"),
+            ("object", "unanswerable", "plain returned a result of type object that cannot be sent"),
+            ("huge", "unanswerable", "64.0 MiB are more than the 32 MiB of a message"),
+            ("recurse", "RecursionError", "plain raised RecursionError"),
+            ("raise", "KeyError", "plain raised KeyError: 'target'"),
+            ("bomb", "died", "plain started too many processes; all of them were killed"),
+            ("hog", "out_of_memory", f"plain used more memory than {MEMORY}; its process was killed"),
+            ("close", "exited", "plain ended its process (exit code 1)"),
+            ("kill group", "died", "plain ended its process (killed by SIGKILL)"),
+            ("kill guard", "died", "plain ended its processes (the guard of them was killed)"),
+        ],
+        0,
+        1,
+        3,
+        5,
+        9,
+        12,
+    ),
 )
 async def test_one_ends_in_words_alone_and_leaves_nothing(how: str, origin: str, reason: str, tmp_path: Path):
     async with agents() as cage:
@@ -84,14 +93,14 @@ async def test_one_ends_in_words_alone_and_leaves_nothing(how: str, origin: str,
                 await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("how", ["thread", "child", "socket", "many", "print", "folder"])
+@pytest.mark.parametrize("how", long_but(["thread", "child", "socket", "many", "print", "folder"], 0, 1, 3, 5))
 async def test_what_a_good_one_leaves_is_gone_when_its_result_is_there(how: str, tmp_path: Path):
     async with agents() as cage:
         assert await cage.run(how, file=f"{tmp_path}/pid")
         assert wards() == []
 
 
-@pytest.mark.parametrize("how", ["loop", "stop", "write", "stop guard"])
+@pytest.mark.parametrize("how", long_but(["loop", "stop", "write", "stop guard"], 0, 3))
 async def test_a_cancelled_one_is_killed_with_all_that_it_started(how: str):
     async with agents() as cage:
         running = asyncio.create_task(cage.run(how))
@@ -170,13 +179,17 @@ async def test_a_command_reads_the_row_and_its_last_line_is_the_score(command: l
 
 @pytest.mark.parametrize(
     ("how", "origin", "reason"),
-    [
-        ("exit", "exited", "ended its process (exit code 4)"),
-        ("raise", "exited", "ended its process (exit code 1)"),
-        ("text", "unanswerable", "the last line of its output is 'done'; a number or"),
-        ("list", "unanswerable", "the last line of its output is '[1.0]'; a number or"),
-        ("nothing", "unanswerable", "the last line of its output is 'hello'; a number or"),
-    ],
+    long_but(
+        [
+            ("exit", "exited", "ended its process (exit code 4)"),
+            ("raise", "exited", "ended its process (exit code 1)"),
+            ("text", "unanswerable", "the last line of its output is 'done'; a number or"),
+            ("list", "unanswerable", "the last line of its output is '[1.0]'; a number or"),
+            ("nothing", "unanswerable", "the last line of its output is 'hello'; a number or"),
+        ],
+        0,
+        3,
+    ),
 )
 async def test_a_command_without_a_score_has_failed(command: list[str], how: str, origin: str, reason: str):
     async with agents(command) as cage:

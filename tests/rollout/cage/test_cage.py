@@ -17,6 +17,7 @@ import uvloop
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from tests.harness.children import children
+from tests.harness.lanes import long_but
 
 LOADER = "tests.rollout.cage.user_rewards:load"
 
@@ -85,32 +86,43 @@ async def test_calls_run_in_all_workers_at_once():
 
 @pytest.mark.parametrize(
     ("name", "arguments", "origin", "reason"),
-    [
-        ("raises", ["target"], "KeyError", "raises raised KeyError: 'target'"),
-        ("exits", [0], "SystemExit", "exits called sys.exit(0)"),
-        ("exits", ["text"], "SystemExit", "exits called sys.exit('text')"),
-        ("quits", [3], "died", "quits ended its process (exit code 3)"),
-        ("crashes", [], "died", "crashes ended its process (killed by SIGSEGV)"),
-        ("kills_itself", [], "died", "kills_itself ended its process (killed by SIGKILL)"),
-        ("kills_its_group", [], "died", "kills_its_group ended its process (killed by SIGKILL)"),
-        ("interrupts", [], "KeyboardInterrupt", "interrupts raised KeyboardInterrupt"),
-        ("raises_base", [], "Odd", "raises_base raised Odd: <Odd whose text cannot be made>"),
-        ("raises_long", [], "ValueError", "raises_long raised ValueError: long long"),
-        ("recurses", [], "RecursionError", "recurses raised RecursionError"),
-        ("removes_itself", [], "", ""),
-        ("changes_its_world", [], "", ""),
-        ("closes_output", [], "", ""),
-        ("leaves_thread", [], "", ""),
-        ("leaves_alarm", [], "", ""),
-        ("reads_stdin", [], "", ""),
-        ("returns", ["nan"], "", ""),
-        ("returns", ["large"], "unanswerable", "result of type str that cannot be sent: ValueError: 64.0 MiB"),
-        ("returns", ["object"], "unanswerable", "a value of type Evil cannot travel"),
-        ("returns", ["lambda"], "unanswerable", "result of type function that cannot be sent"),
-        ("returns", ["big_int"], "unanswerable", "result of type int that cannot be sent: OverflowError"),
-        ("returns", ["surrogate"], "unanswerable", "result of type str that cannot be sent: UnicodeEncodeError"),
-        ("returns", ["nested"], "unanswerable", "result of type list that cannot be sent"),
-    ],
+    long_but(
+        [
+            ("raises", ["target"], "KeyError", "raises raised KeyError: 'target'"),
+            ("exits", [0], "SystemExit", "exits called sys.exit(0)"),
+            ("exits", ["text"], "SystemExit", "exits called sys.exit('text')"),
+            ("quits", [3], "died", "quits ended its process (exit code 3)"),
+            ("crashes", [], "died", "crashes ended its process (killed by SIGSEGV)"),
+            ("kills_itself", [], "died", "kills_itself ended its process (killed by SIGKILL)"),
+            ("kills_its_group", [], "died", "kills_its_group ended its process (killed by SIGKILL)"),
+            ("interrupts", [], "KeyboardInterrupt", "interrupts raised KeyboardInterrupt"),
+            ("raises_base", [], "Odd", "raises_base raised Odd: <Odd whose text cannot be made>"),
+            ("raises_long", [], "ValueError", "raises_long raised ValueError: long long"),
+            ("recurses", [], "RecursionError", "recurses raised RecursionError"),
+            ("removes_itself", [], "", ""),
+            ("changes_its_world", [], "", ""),
+            ("closes_output", [], "", ""),
+            ("leaves_thread", [], "", ""),
+            ("leaves_alarm", [], "", ""),
+            ("reads_stdin", [], "", ""),
+            ("returns", ["nan"], "", ""),
+            ("returns", ["large"], "unanswerable", "result of type str that cannot be sent: ValueError: 64.0 MiB"),
+            ("returns", ["object"], "unanswerable", "a value of type Evil cannot travel"),
+            ("returns", ["lambda"], "unanswerable", "result of type function that cannot be sent"),
+            ("returns", ["big_int"], "unanswerable", "result of type int that cannot be sent: OverflowError"),
+            ("returns", ["surrogate"], "unanswerable", "result of type str that cannot be sent: UnicodeEncodeError"),
+            ("returns", ["nested"], "unanswerable", "result of type list that cannot be sent"),
+        ],
+        0,
+        1,
+        4,
+        6,
+        8,
+        12,
+        14,
+        18,
+        19,
+    ),
 )
 async def test_a_call_ends_in_words_and_the_next_one_is_served(name, arguments, origin, reason):
     async with cage(name) as pool:
@@ -141,6 +153,7 @@ async def test_output_of_all_kinds_is_captured(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.long
 async def test_a_gibibyte_of_output_fills_nothing_and_blocks_nothing(capfd):
     async with cage("prints", timeout_s=240.0) as pool:
         assert await pool.call(1024) == 1024
@@ -164,7 +177,7 @@ async def test_a_function_that_prints_without_end_is_stopped_in_time():
     assert error.origin == "timed_out" and "again and again" in error.detail and len(error.detail) < 2**17
 
 
-@pytest.mark.parametrize("name", ["loops", "sleeps", "holds_the_gil"])
+@pytest.mark.parametrize("name", long_but(["loops", "sleeps", "holds_the_gil"], 1, 2))
 async def test_the_time_limit_kills(name):
     async with cage(name, timeout_s=0.5) as pool:
         began = time.monotonic()
@@ -265,12 +278,16 @@ async def test_a_worker_that_always_dies_while_it_starts_is_unloadable(tmp_path:
 
 @pytest.mark.parametrize(
     ("name", "arguments", "reason"),
-    [
-        ("load_exits", [0], "load_exits cannot be loaded: SystemExit: 0"),
-        ("load_hangs", [], "load_hangs cannot be loaded: it took longer than 0.5 s; its process was killed"),
-        ("load_refused", [], "reward.function: nowhere.py: no such file"),
-        ("absent", [], "absent cannot be loaded: KeyError: 'absent'"),
-    ],
+    long_but(
+        [
+            ("load_exits", [0], "load_exits cannot be loaded: SystemExit: 0"),
+            ("load_hangs", [], "load_hangs cannot be loaded: it took longer than 0.5 s; its process was killed"),
+            ("load_refused", [], "reward.function: nowhere.py: no such file"),
+            ("absent", [], "absent cannot be loaded: KeyError: 'absent'"),
+        ],
+        0,
+        1,
+    ),
 )
 async def test_a_function_that_cannot_be_loaded(name, arguments, reason):
     load_timeout_s = 0.5 if name == "load_hangs" else 100.0
@@ -315,7 +332,7 @@ async def test_arguments_that_cannot_travel():
         assert await pool.call(1) == 1
 
 
-@pytest.mark.parametrize("then", ["return", "quit", "hang"])
+@pytest.mark.parametrize("then", long_but(["return", "quit", "hang"], 0, 1))
 async def test_child_processes_end_with_their_worker(tmp_path: Path, then: str):
     async with cage("children", timeout_s=4.0 if then == "hang" else 60.0) as pool:
         if then == "return":
@@ -327,7 +344,7 @@ async def test_child_processes_end_with_their_worker(tmp_path: Path, then: str):
     assert len(pids) == 2 and not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("name", ["bomb", "forks_without_end"])
+@pytest.mark.parametrize("name", long_but(["bomb", "forks_without_end"], 1))
 async def test_a_fork_bomb_is_killed(name, tmp_path: Path):
     async with cage(name) as pool:
         error = await error_of(pool.call(*([str(tmp_path)] if name != "bomb" else [])))
@@ -340,7 +357,7 @@ async def test_a_function_that_forks_and_returns_answers_once():
         assert len({await pool.call() for _ in range(5)}) == 1
 
 
-@pytest.mark.parametrize("name", ["closes_everything", "writes_to_its_socket"])
+@pytest.mark.parametrize("name", long_but(["closes_everything", "writes_to_its_socket"], 0))
 async def test_a_function_that_spoils_its_connection_fails_alone(name):
     async with cage(name) as pool:
         assert (await error_of(pool.call())).origin == "died"
@@ -481,7 +498,7 @@ async def test_closing_ends_calls_in_words_and_all_processes(tmp_path: Path):
     assert wards() == []
 
 
-@pytest.mark.parametrize("then", ["sleep", "hang"])
+@pytest.mark.parametrize("then", long_but(["sleep", "hang"], 1))
 def test_a_killed_server_leaves_nothing(tmp_path: Path, then: str):
     """Neither workers nor what they started, even where a worker never releases the GIL."""
     (tmp_path / "pids").mkdir()

@@ -20,6 +20,7 @@ from rollout.tasks.trajectory import Completion, Problem
 from tests.harness import fakes
 from tests.harness.children import children
 from tests.harness.fakes import FakePrompts, FakeRewards, fake_sampler
+from tests.harness.lanes import long_but
 
 RUN = Path(__file__).parents[3] / "examples/countdown/quickstart.yaml"
 LOADER = "tests.rollout.cage.user_rewards:load"
@@ -121,11 +122,15 @@ async def test_an_episode_ends_in_words_and_alone(how: str, origin: str, reason:
 
 @pytest.mark.parametrize(
     ("how", "origin", "reason"),
-    [
-        ("quit", "died", "misbehaves ended its process (exit code 3)"),
-        ("block", "timed_out", "misbehaves took longer than rollout.task_timeout_s (1 s); its process was killed"),
-        ("block in a task", "timed_out", "rollout.task_timeout_s"),
-    ],
+    long_but(
+        [
+            ("quit", "died", "misbehaves ended its process (exit code 3)"),
+            ("block", "timed_out", "misbehaves took longer than rollout.task_timeout_s (1 s); its process was killed"),
+            ("block in a task", "timed_out", "rollout.task_timeout_s"),
+        ],
+        0,
+        2,
+    ),
 )
 async def test_an_episode_that_ends_its_worker_is_named_and_the_others_are_bystanders(
     how: str, origin: str, reason: str
@@ -344,11 +349,17 @@ async def test_bystanders_fail_without_an_attempt_and_the_guilty_episode_with_on
 
 @pytest.mark.parametrize(
     ("code", "reason"),
-    [
-        ("calls += 1\n    if calls == 4: os._exit(3)\n    await asyncio.sleep(600)", "ended its process (exit code 3)"),
-        ("await generate('a text')", "generate: tokens must be a list of token ids"),
-        ("await generate(None)", "generate: tokens must be a list of token ids"),
-    ],
+    long_but(
+        [
+            (
+                "calls += 1\n    if calls == 4: os._exit(3)\n    await asyncio.sleep(600)",
+                "ended its process (exit code 3)",
+            ),
+            ("await generate('a text')", "generate: tokens must be a list of token ids"),
+            ("await generate(None)", "generate: tokens must be a list of token ids"),
+        ],
+        0,
+    ),
 )
 async def test_a_group_fails_for_what_its_guilty_sample_did(tmp_path: Path, code: str, reason: str):
     source = f"import asyncio, os\ncalls = 0\nasync def play(problem, generate):\n    global calls\n    {code}\n"
@@ -412,7 +423,7 @@ def test_values_of_an_impossible_trajectory_are_an_error_of_the_task(change: dic
         sampler.check(problem, trajectory_of("mine", GOOD | change))
 
 
-@pytest.mark.parametrize("values", [None, [], {"tokens": [1]}, GOOD | {"more": 1}])
+@pytest.mark.parametrize("values", long_but([None, [], {"tokens": [1]}, GOOD | {"more": 1}], 0, 1, 2))
 def test_values_that_are_no_trajectory_are_refused(values: Any):
     with pytest.raises(CagedError) as caught:
         trajectory_of("mine", values)

@@ -18,6 +18,7 @@ from rollout.episodes.setup import RolloutSetup
 from rollout.errors import EngineError
 from tests.harness.calculator import CalculatingEngine, calculator_config
 from tests.harness.fakes import FakeEngine, FakeRewards
+from tests.harness.lanes import long_but
 from tests.rollout.chat.chat_templates import chat_tokenizer
 
 RUN = Path(__file__).parents[3] / "examples/countdown/quickstart.yaml"
@@ -215,8 +216,10 @@ async def guess(row, chat):
 """
 
 
-@pytest.mark.parametrize("source", [BY_CHAT, BY_URL])
-@pytest.mark.parametrize("answer", [9, 150, None])
+@pytest.mark.parametrize(
+    ("answer", "source"),
+    long_but([(answer, source) for source in (BY_CHAT, BY_URL) for answer in (9, 150, None)], 0, 4),
+)
 async def test_an_evaluation_set_has_answers_and_a_context_of_its_own_length(
     source: str, answer: int | None, tmp_path: Path
 ):

@@ -110,8 +110,8 @@ class Client:
             await self.ask(messages)
 
 
-FAST = {("chatml", True), ("qwen3", False), ("llama3", False), ("turns", False)}
-"""The templates of the fast lane: the plainest, one that drops reasoning, one with a single call, one without calls."""
+FAST = {("qwen3", False), ("llama3", False)}
+"""The templates of the fast lane: one that drops reasoning, and one with a single call."""
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
 """vLLM's own parsers, without an engine: calls and reasoning in tokens of a policy."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from configs.load import load
 from configs.schema import ChatConfig
+from rollout.chat.template import ChatTemplate
 from rollout.engine.arguments import unknown_parsers
+from rollout.episodes.parser_choice import check_reads_calls
+from rollout.episodes.prompts import Prompts
 from rollout.errors import ChatRefused
+from rollout.templates.parsers import choose
 from tests.rollout.chat.chat_templates import chat_tokenizer
 
 if TYPE_CHECKING:
@@ -79,6 +84,18 @@ def test_parsers_that_cannot_be_used_are_refused_in_one_line():
         tokenizer = chat_tokenizer("chatml")
         VllmParser(tokenizer, ChatConfig(tool_parser="deepseek_v3"), "model")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "mistral"])
+def test_a_parser_that_auto_chooses_reads_the_call_of_the_template(name: str):
+    options = [f"--model.path={Path(__file__).parent}", "--rollout.chat.tool_parser=auto", "--data.chat_template=null"]
+    made = Prompts(chat_tokenizer(name), load([RUN, *options, "--sampling.stop=[]"]))
+    template = ChatTemplate(made)
+    chosen = choose("tool_parser", "auto", "", made.template_text)
+    check_reads_calls(VllmParser(made.tokenizer, ChatConfig(tool_parser=chosen), "model"), template, str(chosen))
+    other = VllmParser(made.tokenizer, ChatConfig(tool_parser="pythonic"), "model")
+    with pytest.raises(ValueError, match=r"auto: vLLM.s parser pythonic does not read the call"):
+        check_reads_calls(other, template, "pythonic")
 
 
 def test_names_of_parsers_are_checked_without_vllm():

@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner.weights.buckets import Buckets
 from learner.weights.plan import Plan, Spec
+from learner.weights.slices import SlicedCopy, staged_bytes
 from rollout.engine.recorded_copies import RecordedCopies, joined
+from rollout.engine.region_copies import RegionCopies
 
 LAYER = "model.layers.1."
 
@@ -131,6 +133,34 @@ def test_copies_of_what_is_trained_leave_the_frozen_layers_alone(made):
     copies.forget()
     copies.load(staged.views())
     assert "some weights are not written" in copies.recording.problem, "without the names it is not the whole load"
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_staged_regions_are_loaded_as_load_weights_loads_whole_tensors(made):
+    """The regions are found without a change to the model; one layer is frozen and comes once. A shard stages half."""
+    specs = sorted(made.specs, key=lambda spec: not spec.name.startswith(LAYER))
+    plan = Plan.of(specs, 1 << 16, frozen={spec.name for spec in specs if spec.name.startswith(LAYER)})
+    for parameter in made.model.parameters():
+        parameter.data.fill_(7.0)
+    copies, before = RegionCopies(made.model), state(made.model)
+    found = copies.find(specs, made.model.load_weights)
+    assert not found.problem and equal(state(made.model), before)
+    half = found.found[0].shape[0] < specs[0].shape[0] or found.found[0].shape[-1] < specs[0].shape[-1]
+    assert not half or staged_bytes(plan, found.found) < 0.6 * plan.total_bytes
+    whole, sliced = Buckets(plan, CPU), SlicedCopy(plan, CPU, found.found)
+    for seed, first in ((0, 0), (1, plan.frozen), (2, plan.frozen)):
+        draw = torch.Generator().manual_seed(seed)
+        for _, view in whole.views(first=first):
+            view.copy_(torch.randn(view.shape, generator=draw))
+        for bucket in range(first, len(plan.sizes)):
+            sliced.weights.buckets[bucket].copy_(whole.buckets[bucket])
+            sliced.keep(bucket)
+        copies.load(list(sliced.staged(first)))
+        ours = state(made.model)
+        assert equal(ours, expected(made.model, whole.views()))
+        for name, parameter in made.model.named_parameters():
+            parameter.data.copy_(ours[name])
 
 
 @pytest.mark.vllm

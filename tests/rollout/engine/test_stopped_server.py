@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.scheduling.scheduler import Reports
-from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineDead
 
 
-def engine(answer: Any) -> Engine:
+def engine(answer: Any) -> Any:
     """An engine whose workers answer with what the coroutine `answer` gives."""
+    from rollout.engine.scheduling.scheduler import Reports  # imports vLLM, which takes seconds
+    from rollout.engine.vllm_engine import Engine
+
     living = asyncio.ensure_future(asyncio.Event().wait())
     llm: Any = SimpleNamespace(output_handler=living, collective_rpc=lambda method, args: answer())
-    return Engine(llm, Reports(), None)  # type: ignore[arg-type]
+    return Engine(llm, Reports(), None)
 
 
 async def test_an_answer_that_came_while_the_server_was_stopped_counts() -> None:

@@ -9,6 +9,7 @@ from actors.doctor.trial import Judgement, judge_ends, judge_template
 from configs.load import load
 from rollout.episodes.prompts import Prompts
 from rollout.errors import PromptError
+from tests.harness.lanes import long_but
 from tests.rollout.chat.chat_templates import TEMPLATES, chat_tokenizer
 
 MODEL = f"--model.path={Path(__file__).parent}"
@@ -31,7 +32,7 @@ def chat(*messages: tuple[str, Any]) -> Row:
     return {"prompt": [{"role": role, "content": content} for role, content in messages]}
 
 
-@pytest.mark.parametrize("template", NAMES)
+@pytest.mark.parametrize("template", long_but(NAMES, 0, 2, 3))
 def test_a_last_message_of_the_assistant_is_continued(template: str):
     begun = shown(template, chat(("user", "Name a vowel."), ("assistant", "<answer>")))
     assert begun.endswith("<answer>") and begun.count("<answer>") == 1
@@ -48,7 +49,7 @@ def test_a_last_message_that_cannot_be_continued_is_refused():
         shown("r1", chat(("user", "hi"), ("assistant", "hm</think>")))
 
 
-@pytest.mark.parametrize("template", NAMES)
+@pytest.mark.parametrize("template", long_but(NAMES, 2, 4))
 def test_parts_are_joined_and_keys_that_are_null_left_out(template: str):
     parts = [{"type": "text", "text": "Name "}, {"type": "text", "text": "a vowel.", "image": None}]
     row = {"prompt": [{"role": "user", "content": parts, "tool_calls": None, "name": None}]}
@@ -125,12 +126,11 @@ def test_a_template_that_fits_the_model_is_no_warning(template: str):
     assert judged(template).warnings == []
 
 
-def test_a_closing_token_that_does_not_stop_generation_is_warned_of():
-    (warning,) = judged("base").warnings
-    problem = "the chat template closes an answer with <|im_end|>, but generation does not stop at it; add it"
-    assert warning == f"sampling.stop: []: {problem}"
-    assert judged("base", "--sampling.stop=['<|im_end|>']").warnings == []
-    assert judged("base", "--data.chat_template=none").warnings == []
+def test_what_ends_an_answer_is_named_with_its_source():
+    (line,) = [line for line in judged("base", "--sampling.stop=['</answer>']").facts if line.startswith("answers")]
+    ends = "</answer> (sampling.stop), <|endoftext|> (tokenizer), <|im_end|> (chat template)"
+    assert line == f"answers end at {ends} or after sampling.max_tokens 1024"
+    assert judged("base").warnings == judged("base", "--data.chat_template=none").warnings == []
 
 
 def test_an_argument_that_the_template_does_not_know_is_warned_of():
@@ -161,4 +161,6 @@ def test_the_pages_quote_the_messages():
     assert "`message 1, of role 'assistant', has the content None; a text or a list of parts is needed`" in page(
         "data.md"
     )
-    assert f"(`{judged('base').warnings[0]}`)" in page("data.md")
+    assert judged("base", "--sampling.stop=['</answer>']").facts[0] in page("data.md")
+    thinking = judged("qwen3", "--rollout.chat.thinking=off", "--rollout.chat.tool_parser=auto").facts
+    assert all(f"`{line}`" in page("chat.md") for line in thinking if line.startswith("rollout.chat"))

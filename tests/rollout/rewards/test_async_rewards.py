@@ -12,6 +12,7 @@ from configs.schema import RewardConfig
 from rollout.errors import RewardError
 from rollout.rewards.convention import Answer, Score
 from rollout.rewards.workers import RewardPool
+from tests.harness.lanes import long_but
 
 USER = """
     import asyncio, os, sys, time
@@ -115,7 +116,13 @@ async def test_each_failure_is_its_own(file: Path):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("block", r"reward.timeout_s \(2 s\); its process was killed"), ("quit", r"ended its process \(exit code 3\)")],
+    long_but(
+        [
+            ("block", r"reward.timeout_s \(2 s\); its process was killed"),
+            ("quit", r"ended its process \(exit code 3\)"),
+        ],
+        1,
+    ),
 )
 async def test_a_call_that_ends_its_worker_fails_and_those_beside_it_are_returned(file: Path, what: str, words: str):
     """A blocked loop is found by the warden; the reason of a group is the culprit's, never a bystander's."""

@@ -19,6 +19,7 @@ from rollout.rewards.convention import Answer, Score
 from rollout.rewards.math import _judge, compute_score, digits_of_power, hopeless
 from rollout.rewards.math import start as math_start
 from rollout.rewards.workers import RewardPool
+from tests.harness.lanes import long_but
 
 GIVEN_UP = {"score": 0.0, "solved": 0.0, "formed": 0.0, "gave_up": 1.0}
 RIGHT = {"score": 1.0, "solved": 1.0, "formed": 1.0, "gave_up": 0.0}
@@ -51,7 +52,17 @@ def test_math_gives_up_at_once_on_hopeless_answers(text: str):
 
 @pytest.mark.parametrize(
     "text",
-    ["the answer is 9^9^9", r"\boxed{99999999999!}", r"\boxed{((9!)!)!}", "$9$" + r"\[" * 20000, r"\boxed{" * 10**5],
+    long_but(
+        [
+            "the answer is 9^9^9",
+            r"\boxed{99999999999!}",
+            r"\boxed{((9!)!)!}",
+            "$9$" + r"\[" * 20000,
+            r"\boxed{" * 10**5,
+        ],
+        0,
+        4,
+    ),
     ids=range(5),
 )
 def test_math_gives_up_on_an_answer_that_takes_long(text: str):
@@ -61,17 +72,26 @@ def test_math_gives_up_on_an_answer_that_takes_long(text: str):
 
 @pytest.mark.parametrize(
     ("text", "truth", "right"),
-    [
-        (r"\boxed{\infty!}", "0", 0.0),
-        (r"\boxed{\infty^{-\infty}}", "0", 0.0),
-        (r"\boxed{\infty^{7}}", "7", 0.0),
-        (r"\boxed{\{7, \infty\}}", "7", 0.0),
-        (r"\boxed{\sum_{n=1}^{\infty} \frac{1}{2^n}}", "1", 1.0),
-        (r"\boxed{\int_0^{\infty} e^{-x} dx}", "1", 1.0),
-        (r"\boxed{\infty}", r"\infty", 1.0),
-        (r"\boxed{[0, \infty)}", r"[0, \infty)", 1.0),
-        (r"\boxed{-\infty}", r"\infty", 0.0),
-    ],
+    long_but(
+        [
+            (r"\boxed{\infty!}", "0", 0.0),
+            (r"\boxed{\infty^{-\infty}}", "0", 0.0),
+            (r"\boxed{\infty^{7}}", "7", 0.0),
+            (r"\boxed{\{7, \infty\}}", "7", 0.0),
+            (r"\boxed{\sum_{n=1}^{\infty} \frac{1}{2^n}}", "1", 1.0),
+            (r"\boxed{\int_0^{\infty} e^{-x} dx}", "1", 1.0),
+            (r"\boxed{\infty}", r"\infty", 1.0),
+            (r"\boxed{[0, \infty)}", r"[0, \infty)", 1.0),
+            (r"\boxed{-\infty}", r"\infty", 0.0),
+        ],
+        0,
+        1,
+        2,
+        3,
+        6,
+        7,
+        8,
+    ),
 )
 def test_an_infinite_answer_is_right_only_where_the_truth_is_infinite(
     text: str, truth: str, right: float, monkeypatch: pytest.MonkeyPatch
@@ -126,24 +146,38 @@ def test_the_digits_of_a_power_of_powers():
 
 @pytest.mark.parametrize(
     ("truth", "right", "wrong"),
-    [
-        (r"3\sqrt{2}", r"3\sqrt{2}", "3"),
-        (r"2\pi", r"2\pi", "2"),
-        ("10^{-3}", r"\frac{1}{1000}", "10"),
-        ("x^2 + 1", "1 + x^2", "1"),
-        ("2x+3y", "3y+2x", "2"),
-        (r"\frac{3}{4}\pi", r"\frac{3\pi}{4}", r"\frac{3}{4}"),
-        ("1, 2", "1, 2", "2"),
-        ("5!", "120", "5"),
-        ("(1,2)", "(1,2)", "(2,1)"),
-        (r"12\text{ units}", "12", "1"),
-        ("5 dollars", "5", "dollars"),
-        ("The answer is 72", "72", "7"),
-        ("Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 72", "72", "24"),
-        ("$x^2$", "x^2", "2"),
-        (r"\boxed{4}", "4", "5"),
-        (0.5, r"\frac{1}{2}", "5"),
-    ],
+    long_but(
+        [
+            (r"3\sqrt{2}", r"3\sqrt{2}", "3"),
+            (r"2\pi", r"2\pi", "2"),
+            ("10^{-3}", r"\frac{1}{1000}", "10"),
+            ("x^2 + 1", "1 + x^2", "1"),
+            ("2x+3y", "3y+2x", "2"),
+            (r"\frac{3}{4}\pi", r"\frac{3\pi}{4}", r"\frac{3}{4}"),
+            ("1, 2", "1, 2", "2"),
+            ("5!", "120", "5"),
+            ("(1,2)", "(1,2)", "(2,1)"),
+            (r"12\text{ units}", "12", "1"),
+            ("5 dollars", "5", "dollars"),
+            ("The answer is 72", "72", "7"),
+            ("Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 72", "72", "24"),
+            ("$x^2$", "x^2", "2"),
+            (r"\boxed{4}", "4", "5"),
+            (0.5, r"\frac{1}{2}", "5"),
+        ],
+        0,
+        5,
+        6,
+        7,
+        8,
+        9,
+        10,
+        11,
+        12,
+        13,
+        14,
+        15,
+    ),
 )
 def test_a_truth_is_read_whole(truth: object, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch):
     """LaTeX without a dollar sign was once read as a text with a number: right answers got 0."""
@@ -168,6 +202,11 @@ def judge() -> Iterator[AnswerJudge]:
     made = AnswerJudge(lambda text: eval(text, {"os": os}))
     yield made
     made.close()
+
+
+def test_the_garbage_of_the_worker_is_none_of_the_judge_s(judge: AnswerJudge):
+    """A walk through all objects of a large worker took most of the 2 s of an answer."""
+    assert judge("__import__('gc').get_freeze_count()") > 0
 
 
 @pytest.mark.parametrize(

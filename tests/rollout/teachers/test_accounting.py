@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from buffer.wire.sample import Sample
 from buffer.wire.values import Bounds
@@ -30,6 +31,7 @@ def server(port: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "tests.harness.teaching", str(port)], cwd=ROOT)
 
 
+@pytest.mark.long
 @in_loop
 async def test_a_killed_teacher_costs_time_and_no_group(tmp_path: Path) -> None:
     problems = [{"problem": f"{row}+{row}=", "answer": "ok."} for row in range(100)]

@@ -150,6 +150,7 @@ def prompts(template: str, tmp_path: Path) -> Prompts:
     return Prompts(chat_tokenizer("chatml"), load([*NEEDED, f"--data.chat_template={tmp_path}/chat.jinja"]))
 
 
+@pytest.mark.long
 def test_a_chat_template_that_loops_costs_a_row_and_is_named(tmp_path: Path) -> None:
     made = prompts("{% if messages[0].content == 'bad' %}" + LOOP + "{% endif %}{{ messages[0].content }}", tmp_path)
     where = rf"the chat template \(data.chat_template {tmp_path}/chat.jinja\) took more than 2 s of processor time"

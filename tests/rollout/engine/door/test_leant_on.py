@@ -86,6 +86,7 @@ def known() -> set[str]:
 
 def test_the_installed_vllm_has_all_that_is_leant_on() -> None:
     assert list(leant_on.moved()) == []
+    assert leant_on.lacking() is leant_on.lacking(), "a second look reads no file"
 
 
 @pytest.mark.parametrize("file", HOLDERS)
@@ -132,7 +133,8 @@ def test_all_that_vllm_leaves_abstract_is_implemented() -> None:
 
 def test_a_moved_symbol_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text("")
-    monkeypatch.setattr(leant_on, "installed", lambda: Source(tmp_path, "vllm", "0.40.0"))
+    lacking = leant_on.lacking_in(Source(tmp_path, "vllm", "0.40.0"))
+    monkeypatch.setattr(leant_on, "lacking", lambda: lacking)
     lines = list(leant_on.moved())
     assert len(lines) == len(leant_on.NEEDS)
     why = "only running requests take part in plain steps"

@@ -1,0 +1,73 @@
+"""What a worker of a server needs beside vLLM for a version that it does not generate with yet, and what of
+`weights.staging` cannot be. `checks.py` and `explain.py` use it; the workers measure the same when a learner's plan
+comes (`learner/weights/receiver/staging.py`).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from configs.model_facts import BYTES, model_facts
+from configs.publishing import GROUP_BYTES, publishes_rows, shards_of
+from configs.schema import Config
+
+LARGER = 4
+"""With several ranks that send, buckets are as many times larger as there are ranks, but no more than this, so that a
+message is about `weights.bucket_mib`: each one costs operations of a thread that waits for the GIL, each bucket memory
+of a server where buckets pass through."""
+
+
+class Room(NamedTuple):
+    """Bytes that a worker takes beside vLLM: for a copy of all weights, for one of what it loads, and for buckets that
+    are loaded one by one."""
+
+    full: int
+    slices: int
+    bucket: int
+
+
+def room(config: Config) -> Room | None:
+    """None where the size of the model is unknown. A tensor larger than a bucket takes more: it is a bucket."""
+    facts, ranks = model_facts(config.model.path), shards_of(config)
+    saved = (facts.saved_parameters(config.model) or 0) * BYTES[config.model.dtype]
+    if not saved:
+        return None
+    rows = publishes_rows(config, ranks)
+    share = config.weights.bucket_mib << 20
+    bucket = min(share * (min(ranks, LARGER) if rows else 1), saved)
+    # with rows a share arrives in one of two buffers, and one bucket is made of such shares
+    arrival = 2 * (bucket // ranks) if rows else 0
+    groups = (ranks - 1) * GROUP_BYTES if rows else 0
+    passing = bucket + arrival if rows else min(2 * bucket, saved)
+    full = saved + arrival + groups
+    slices = saved // config.rollout.tensor_parallel + passing + groups
+    return Room(full, slices, min(2 * bucket, saved) + arrival + groups)
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """What of `weights.staging` cannot be."""
+    if config.weights.staging != "slices":
+        return
+    quantized = config.rollout.engine.get("quantization")
+    whys = {
+        "model.lora is set, and an adapter is loaded from whole tensors": config.model.lora is not None,
+        "rollout.device is cpu, where vLLM rebuilds layers from whole tensors": config.rollout.device == "cpu",
+        f"rollout.engine.quantization is {quantized}, which is computed from whole tensors": quantized is not None,
+        "the model has experts, which vLLM rebuilds from whole tensors": model_facts(config.model.path).experts,
+    }
+    for why, holds in whys.items():
+        if holds:
+            yield f"weights.staging: slices, but {why}; set auto"
+
+
+def lines(config: Config) -> Iterator[str]:
+    """What a worker of a server needs beside vLLM for the next version, in a line for people."""
+    needs, wanted = room(config), config.weights.staging
+    if needs is None or config.rollout.device == "cpu":
+        return
+    sizes = {mode: f"{size / 1e9:.3g} GB" for mode, size in needs._asdict().items()}
+    sliceable = config.rollout.tensor_parallel > 1 and needs.slices < needs.full and not config.model.lora
+    size = sizes["full" if wanted == "auto" else wanted]
+    if wanted == "auto" and sliceable:
+        size += f", or {sizes['slices']} if it can stage what it loads only,"
+    paused = f"; {sizes['bucket']} are enough for weights.staging: bucket, which pauses" if wanted == "auto" else ""
+    yield f"staging: each worker of a server takes about {size} beside vLLM for the next version{paused}"

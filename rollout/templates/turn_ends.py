@@ -1,0 +1,99 @@
+"""Finds the tokens that end an answer: those that the model's files name, and the one by which its chat template ends
+a turn.
+
+Used by `rollout/episodes/prompts.py`. Reads the model's folder and renders three short chats; waits for the renderer.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from buffer.data.images import read_model_file
+from configs.load import ConfigError
+from rollout.templates.renderer import ChatTexts, RenderError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANSWER, NEXT = "Zq7AnswerZq7", "Zq7NextZq7"
+"""Placeholders of an answer and of the message after it: no template, tokenizer or person has them."""
+CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": ANSWER}]
+UNUSABLE = (RenderError, LookupError, TypeError, ValueError, AttributeError)
+"""What a template or tokenizer raises for a chat that it refuses."""
+CHAT_TEMPLATE = "chat template"
+
+
+def named_ends(model: str, tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """Tokens that end an answer by the model's files, with the file that names each. Raises ConfigError for a file that
+    cannot be read.
+
+    `config.json` counts without a `generation_config.json`, and with added tokens only: configs carry defaults of their
+    class, which may be any token.
+
+    Example: `{128001: "tokenizer", 128008: "generation_config.json", 128009: "generation_config.json"}`
+    """
+    found: dict[int, str] = {}
+    if tokenizer.eos_token_id is not None:
+        found[int(tokenizer.eos_token_id)] = "tokenizer"
+    generation = _model_file(model, "generation_config.json")
+    if generation is not None:
+        return dict.fromkeys(_ends(generation), "generation_config.json") | found
+    config = _model_file(model, "config.json") or {}
+    every = [*_ends(config), *_ends(config.get("text_config") or {})]
+    added = tokenizer.added_tokens_decoder
+    return {token: "config.json" for token in every if token in added} | found
+
+
+def _model_file(model: str, name: str) -> dict[str, Any] | None:
+    """A file of the model; None without it, or if the hub cannot be asked for it. Raises ConfigError."""
+    try:
+        return read_model_file(model, name)
+    except ConfigError:
+        if Path(model).is_dir():
+            raise
+        return None
+
+
+def _ends(config: Mapping[str, Any]) -> list[int]:
+    given = config.get("eos_token_id")
+    return [token for token in (given if isinstance(given, list) else [given]) if isinstance(token, int)]
+
+
+def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Mapping[str, Any]) -> int | None:
+    """The added token with which the chat template ends the turn of an assistant; None: it has none, or refuses short
+    chats.
+
+    It is the last added token of what stands behind an answer both at the end of a chat and before another message:
+    `<|eot_id|>` for Llama 3, and `<|end|>` for Phi 3, which closes a chat with `<|end|>` and a further token. A
+    template whose closings differ (gpt-oss) ends a turn as it ends a chat, and one that closes nothing (GLM) where the
+    next message begins.
+    """
+    try:
+        last = _behind(texts.render(CHAT, False, kwargs=kwargs))
+        header = _behind(texts.render(CHAT, True, kwargs=kwargs))
+        followed = _behind(texts.render([*CHAT, {"role": "user", "content": NEXT}], False, kwargs=kwargs))
+    except UNUSABLE:
+        return None
+    closing = last[: common(last, followed)]
+    both = _added(closing, tokenizer)
+    if both and last == header and closing.strip() != last.strip():  # it always writes the header of the next answer
+        return both[0]
+    if both:
+        return both[-1]
+    return next(iter([*reversed(_added(last, tokenizer)), *_added(followed, tokenizer)]), None)
+
+
+def common(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _behind(text: str) -> str:
+    """The text between ANSWER and NEXT, or the end."""
+    return text.partition(ANSWER)[2].partition(NEXT)[0]
+
+
+def _added(text: str, tokenizer: "PreTrainedTokenizerBase") -> Sequence[int]:
+    known = tokenizer.added_tokens_decoder
+    return [token for token in tokenizer.encode(text, add_special_tokens=False) if token in known]
