@@ -307,10 +307,12 @@ def estimate(
     if alone and not once:
         none = {"gradients": 0}
         last = {"activations": kept // size.text.layers, "backward pass": working}
+        # the reduction at the end, of the output embedding's gradient, may begin while the last block's goes on
+        reduced = {"head": 2 * width * head + 4 * head}
         at_head, in_block, in_last = (
             PeakCandidate(at_head.fixed | none, at_head.per_token),
             PeakCandidate(in_block.fixed | none, in_block.per_token),
-            PeakCandidate(always | rest, last | images),
+            PeakCandidate(always | rest | reduced, last | images),
         )
         found = [at_head, in_block, in_last]
     else:
@@ -476,18 +478,17 @@ def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
     """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with.
 
     A block that is recomputed holds then what it would have kept, and no more of its gradients at a time than those of
-    an MLP's two factors, the largest there are: what was kept of a layer goes when its gradient is there.
+    an MLP's two factors, the largest there are: what was kept of a layer goes when its gradient is there. A compiled one
+    counts as much, though it keeps less: how much less was measured only of blocks that are not recomputed.
     """
     everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)
-    compiled = min(matmuls + traced.inputs, everything)  # the compiler keeps inputs and outputs of matmuls
     if learner.activation_checkpointing in ("auto", "block", "offload"):
         inputs = min(layers, INPUTS_HELD) if learner.activation_checkpointing == "offload" else layers
-        again = compiled if learner.compile is True else everything
-        working = again // layers + 2 * traced.widest if traced.alike else working + everything // layers
+        working = everything // layers + 2 * traced.widest if traced.alike else working + everything // layers
         return (inputs + 2) * width, working  # 2: what the last norm keeps
-    if learner.compile is True:
-        return compiled, working
+    if learner.compile is True:  # the compiler keeps inputs and outputs of matmuls
+        return min(matmuls + traced.inputs, everything), working
     if learner.activation_checkpointing == "selective":
         return min(matmuls + layers * width, everything), working + max(everything - matmuls, 0) // layers
     return everything, working
