@@ -17,6 +17,7 @@ from configs.flow.difficulty import drawn_shares
 from configs.flow.kv_room import KvRoom, kv_room
 from configs.flow.sequences import MEAN_SHARE, admitted_staleness, mean_tokens, open_groups, places, share_of_batch
 from configs.flow.simulation import LEARNER_SHARE, Flow, expected, most_running
+from configs.matmul import lines as matmul_lines
 from configs.model_facts import BYTES, checkpoint_bytes, model_facts
 from configs.publishing import copies, is_loopback, most_parameters, unpublishable
 from configs.schema import NO_REWARD, Config
@@ -54,8 +55,9 @@ def explain(
     return [
         *_batch(config), *_data(config, problems), *_demonstrations(config), *_difficulty(config, problems),
         *_images(config),
-        *_flow(config, flow, most, room), *_machines(config), *_publishing(config, gpu_bytes or USUAL_GPU_BYTES),
-        *staging.lines(config), *_disk(config), *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
+        *_flow(config, flow, most, room), *_machines(config), *matmul_lines(config),
+        *_publishing(config, gpu_bytes or USUAL_GPU_BYTES), *staging.lines(config), *_disk(config),
+        *_buffer(config, problems or 0), *(f"note: {line}" for line in notes),
     ]  # fmt: skip
 
 

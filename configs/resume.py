@@ -30,6 +30,7 @@ CHANGEABLE = (
     *("learner.nodes", "learner.shard", "learner.checkpoint_on"),
     *("learner.ranks", "learner.device", "learner.threads", "learner.attention", "learner.compile"),
     *("learner.tokens_per_microbatch", "learner.share_prompts", "learner.head_chunk_tokens"),
+    "learner.matmul",
     *("learner.activation_checkpointing", "learner.gather", "learner.context_parallel"),
     *("learner.cpu_offload", "learner.timeout_s", "learner.checkpoint_every", "learner.keep_*", "learner.export_every"),
     *("rollout.servers", "rollout.servers.*", "rollout.drain_s"),

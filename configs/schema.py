@@ -521,9 +521,10 @@ class LearnerConfig(Section):
     """Consecutive ranks that share each microbatch, each with an equal slice of its tokens, so that documents longer
     than one GPU holds can be trained. Around attention tokens and heads are exchanged (Ulysses), so the number divides
     the attention heads; docs/long-documents.md says when it pays."""
-    share_prompts: bool = True
-    """Compute a prompt once for all samples of its group that fall into one microbatch. It changes results by rounding
-    only; models with sliding windows or linear attention compute every prompt, and the learner's log says so."""
+    share_prompts: bool | Literal["prompts"] = True
+    """Compute once what samples of a group that fall into one microbatch have in common: their prompt and, where that
+    leaves out more tokens, each longer prefix, as turns and forks of an agent's episode have (`prompts`: prompts
+    alone). It changes results by rounding only; the learner's log says what a model or a setting does not allow."""
     gather: Literal["auto", "pass", "batch"] = "auto"
     """When the shards of weights are gathered and gradients reduced: block by block in each forward and each backward
     pass (`pass`, the least memory), or once a batch, however many microbatches it has (`batch`: all weights in
@@ -554,8 +555,13 @@ class LearnerConfig(Section):
     `offload`; on CPU it takes `block`."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each transformer block with torch.compile. This takes a minute at the start; steps are then faster and
-    need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, but not with
+    need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, or with
+    `matmul: fp8`, but not with
     `cpu_offload: true`."""
+    matmul: Literal["bfloat16", "fp8"] = "bfloat16"
+    """Precision in which the linear layers of the blocks multiply: forward and both gradients. `fp8` casts each factor
+    to e4m3 with a scale for each row, which rounds more; docs/fp8.md has the figures. Head, embeddings, norms and
+    attention stay in bfloat16. Needs a GPU with compute capability 8.9 or later (Ada, Hopper), and is compiled."""
     cpu_offload: bool | Literal["optimizer"] = False
     """Keep master weights and optimizer state in host memory, from where each step brings them to the GPU in parts
     (`optimizer`: 12 bytes a trained parameter; weights in `model.dtype` and gradients stay on the GPU), or weights,
@@ -732,12 +738,12 @@ class WeightsConfig(Section):
     """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05, or 1 with
-    `rollout.engine.quantization`. Correct weights in bfloat16 differ by about 0.01, those of a large random model by
-    0.05, rounded to FP8 by 0.6 to 0.8, and wrong ones by 2.6; in float32 set 1e-3."""
+    `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights in bfloat16 differ by about 0.01, those of a
+    large random model by 0.05, rounded to FP8 by 0.6 to 0.8, and wrong ones by 2.6; in float32 set 1e-3."""
 
     @property
     def tolerance(self) -> float:
-        """`probe_tolerance`, or its default; `Config` sets that of quantised servers."""
+        """`probe_tolerance`, or its default; `Config` sets that of an end that multiplies in FP8."""
         return self.probe_tolerance or PROBE_TOLERANCE
 
 
@@ -844,8 +850,10 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _quantised_probe(cls, given: Any) -> Any:
-        """The default of `weights.probe_tolerance` where the servers quantise. `load` names every key."""
+        """The default of `weights.probe_tolerance` where one end multiplies in FP8. `load` names every key."""
         match given:
+            case {"learner": {"matmul": "fp8"}, "weights": {"probe_tolerance": None, **rest}}:
+                return {**given, "weights": {**rest, "probe_tolerance": QUANTISED_PROBE_TOLERANCE}}
             case {"rollout": {"engine": {"quantization": str()}}, "weights": {"probe_tolerance": None, **rest}}:
                 return {**given, "weights": {**rest, "probe_tolerance": QUANTISED_PROBE_TOLERANCE}}
         return given

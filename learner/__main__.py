@@ -75,6 +75,7 @@ from learner.sft.beside import Beside, read_beside
 from learner.sound import SoundSteps, bounds_of
 from learner.starting import choose_device, configure_process, decide_gather, decide_speed
 from learner.train import collectives
+from learner.train.offload_trial import check_offload
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import PictureMismatch, max_sample_patches, one_shown
 from learner.train.routes import RouteMismatch
@@ -110,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
         if process.leads(os.environ):
             process.require(config)
         else:
-            check_exact(config.model, config.learner.share_prompts)
+            check_exact(config.model, bool(config.learner.share_prompts))
         for line in check_own(config.algorithm, config.sampling.max_tokens, config.rollout.task != "single_turn"):
             log.info("%s", line)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
@@ -143,6 +144,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
     with process_group(config, device) as mesh, ExitStack() as parts:
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
+        check_offload(config.learner, mesh, device)
         patches = max_sample_patches(config, form) if form else 0
         config = decide_gather(decide_speed(config, gpu_memory(device), mesh, patches), device, mesh, patches)
         sends = copies_over(config, shards(mesh), rank)
@@ -164,7 +166,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         log.info("waiting for the buffer at %s", config.buffer.address)
         serves = weights.address if isinstance(weights, Sender) else None
         name, print_ = f"learner-{rank}", fingerprint(config)
-        options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.share_prompts}
+        options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.shares}
         sharing = config.learner.context_parallel  # ranks that take, and train, the same part
         part = rank // sharing, world // sharing
         batches = LearnerClient(config.buffer.address, name, print_, *part, serves, **options)

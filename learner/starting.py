@@ -16,7 +16,7 @@ from configs.load import ConfigError
 from configs.publishing import copies_over
 from configs.schema import Config
 from learner.mesh import ranks_of_node, shards
-from learner.model import attention, loading, speed
+from learner.model import attention, float8, loading, speed
 from learner.model.experts.mixture import check_experts
 from learner.model.memory import choose_gather, gpu_memory, least_microbatch
 from learner.model.settled import keeps_reference
@@ -39,6 +39,7 @@ def choose_device(config: Config) -> torch.device:
     known = loading.read_config(model)
     attention.choose(learner.attention, device, getattr(torch, model.dtype), known)
     check_experts(known, model.path, config.rollout.routing_replay)
+    float8.check_device(learner, device)
     return device
 
 
@@ -54,6 +55,7 @@ def configure_process(config: Config, device: torch.device) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         attention.choose(config.learner.attention, device, getattr(torch, config.model.dtype))  # also loads the kernel
+        float8.check_device(config.learner, device)
     return device
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from actors.doctor.fp8_gpus import compute_capabilities, without_fp8
 from actors.doctor.host import find_gpus, judge_visible_gpus
 from actors.doctor.image_sizes import judge_images
 from actors.doctor.trial import ROWS_S, Judgement, Rows, try_out
@@ -96,6 +97,8 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     gpus = find_gpus()
     further += unserved_shapes(config, config.rollout.device == "cpu" or (config.rollout.device == "auto" and not gpus))
     further += unpublishable(config, gpu_bytes() if gpus else None)
+    if config.learner.matmul == "fp8":
+        further += without_fp8(config, gpus, compute_capabilities())
     further += unknown_fields(config.reward.engine, "reward") + unknown_arguments(config)
     further += unknown_parsers(config)
     further += unreadable_variables()

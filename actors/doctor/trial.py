@@ -291,7 +291,7 @@ def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     from learner.model.exactness import check_exact, check_shareable  # import torch and transformers, for seconds
 
     try:
-        check_exact(config.model, config.learner.share_prompts)
+        check_exact(config.model, bool(config.learner.share_prompts))
         check_shareable(config.model, config.learner.context_parallel)
     except ConfigError as error:
         trial.found.refused += error.problems

@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.learner import heads, naive, ours
+from benchmarks.learner import heads, matmuls, naive, ours
 from benchmarks.learner.cases import CASES, SHAPES, Case
+from benchmarks.runs.processes import free_port
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,8 @@ KINDS: dict[str, Callable[[Case, Path, DeviceMesh], dict[str, Any]]] = {
     "ours": ours.run,
     "naive": naive.run,
     "head": heads.run,
+    "matmuls": matmuls.run,
+    "rounding": matmuls.rounding,
 }
 PHASES = ("pack", "backward", "update")
 
@@ -66,9 +69,10 @@ def begin(case: Case, folder: Path, first: int, port: int) -> list[subprocess.Po
     layers = min(case.layers, int(str(shape["num_hidden_layers"])))
     (folder / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": layers, "dtype": "bfloat16"}))
     (folder / "case.json").write_text(json.dumps(asdict(case)))
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(64)))).split(",")
     shared = {
         "WORLD_SIZE": str(case.gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "CUDA_VISIBLE_DEVICES": ",".join(str(first + i) for i in range(case.gpus)),
+        "CUDA_VISIBLE_DEVICES": ",".join(seen[first : first + case.gpus]),
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "4",
     }  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.learner", "--rank", str(folder)]
@@ -84,13 +88,13 @@ Started = dict[str, list[subprocess.Popen[bytes]]]
 def together(cases: dict[str, Case], folder: Path, gpus: int, limit_s: float) -> dict[str, dict[str, Any]]:
     """Run `cases`, as many at a time as the GPUs allow; those that fail or exceed `limit_s` have no answer."""
     answers: dict[str, dict[str, Any]] = {}
-    waiting, port = dict(cases), 29610
+    waiting = dict(cases)
     while waiting:
         first, started, deadline = 0, Started(), time.monotonic() + limit_s
         for name, case in list(waiting.items()):
             if first + case.gpus <= gpus:
-                started[name] = begin(waiting.pop(name), folder / name, first, port)
-                first, port = first + case.gpus, port + 1
+                started[name] = begin(waiting.pop(name), folder / name, first, free_port())
+                first += case.gpus
         if not started:
             print(f"not run, too few GPUs: {', '.join(waiting)}", flush=True)
             break

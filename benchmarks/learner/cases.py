@@ -42,6 +42,8 @@ class Case:
     lora: dict[str, Any] | None = None
     layers: int = 28
     profile: bool = False
+    path: str | None = None
+    """Folder of a real model, for `rounding`; None: random weights of `model`."""
 
 
 CASES = {

@@ -138,7 +138,7 @@ METRICS: Mapping[str, Sequence[Described]] = {
     "Is it fast": (
         D("tokens", "tokens", "all tokens of the batch, prompts counted for each sample"),
         D("tokens_sampled", "tokens", "sampled tokens of the batch"),
-        D("tokens_computed", "tokens", "tokens of all ranks' rows: as `tokens`, with each shared prompt once"),
+        D("tokens_computed", "tokens", "tokens of all ranks' rows: as `tokens`, with each shared prefix once"),
         D("samples", "samples", "samples of the batch"),
         D("tokens_per_s", "tokens/s", "`tokens` / `time/version_s`"),
         D("microbatches", "-", "microbatches of rank 0"),
@@ -146,6 +146,7 @@ METRICS: Mapping[str, Sequence[Described]] = {
         D("images", "images", "images that the tower encoded"),
         D("patches", "patches", "patches of these images"),
         D("flops", "FLOP", "arithmetic of the step"),
+        D("flops_saved", "FLOP", "further arithmetic that the step would take with nothing shared"),
         D("mfu", "share", "of the GPUs' peak, during training"),
         D("mfu/version", "share", "of the GPUs' peak, during the whole version"),
         D("time/version_s", "s", "the whole version"),

@@ -45,7 +45,8 @@ def require(config: Config) -> None:
     A certificate in the run's folder that holds is used again where it was made of the same model by the same code.
     """
     model, file = config.model, config.run.path / FILE
-    facts, share, splits = loading.read_config(model), config.learner.share_prompts, config.learner.context_parallel > 1
+    facts, learner = loading.read_config(model), config.learner
+    share, splits = bool(learner.share_prompts), learner.context_parallel > 1
     check_shareable(model, config.learner.context_parallel)
     key = key_of(facts, share, model.trust_remote_code, splits)
     found = read(file)

@@ -46,6 +46,8 @@ second call of attention, reads and writes queries and outputs again. At 0.46 ga
 docs/design/learner.md says."""
 LARGEST_HEAD = 256
 """Numbers of a head that the fused kernels of GPUs take at most."""
+TREE_LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers that compute a prefix once for several texts."""
 ARGUMENTS = (
     "routing",  # of a block with experts, which a block without them hands on
     *(*BOUNDS, "shared_prompts", "context_group"),
@@ -161,6 +163,50 @@ def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept
     return None
 
 
+def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
+    """Why attention `name` cannot compute once a prefix beyond the prompt that several samples of this model share;
+    None if it can. `kept`: as in `why_unshared`.
+
+    On a CPU a sliding window does not matter: all keys of a text are copied."""
+    text = config.get_text_config()
+    if kept:
+        return f"the model has layers that keep a state ({', '.join(kept)})"
+    if other := sorted(set(getattr(text, "layer_types", None) or ()) - TREE_LAYERS):
+        return f"the model has layers of {', '.join(other)}"
+    if name == "sdpa" and device.type != "cpu":
+        return f"attention sdpa computes trees on CPU only, and the learner is on {device.type}"
+    if device.type != "cpu" and why_unshared(config, name, device):
+        return "the model has sliding windows, and on a GPU trees have been compared for full attention alone"
+    return None
+
+
+def key_room(config: PreTrainedConfig, layers: int) -> float:
+    """Memory of a key that is copied in the backward pass of attention, relative to that of a token, of which the
+    inputs of `layers` blocks are kept; on the safe side.
+
+    A copy takes key and value, their gradients, and one of these in float32; flash-attn's kernel also writes gradients
+    for each head of queries. A token takes its inputs and, in one block, three halves of the results of products with
+    its width, as `memory.py` counts; those of its MLP are left out.
+    """
+    text: Any = config.get_text_config()
+    own = getattr(text, "is_heterogeneous", False)
+    every = [text.per_layer_config[i] for i in range(text.num_hidden_layers)] if own else [text]
+    return max(_key_room(each, text.hidden_size, layers) for each in every)
+
+
+def _key_room(config: Any, width: int, layers: int) -> float:
+    """The same for a layer with the sizes of `config`, in a model whose hidden states have `width` numbers."""
+    heads: int = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # latent keys, which attention sees whole
+        queries = keys = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    else:
+        size: int = getattr(config, "head_dim", None) or width // heads
+        queries, keys = heads * size, (getattr(config, "num_key_value_heads", None) or heads) * size
+    token = layers * width + 3 * (queries + keys + width)
+    room: float = (6 * keys + (2 * queries if queries > keys else 0)) / token
+    return room
+
+
 def adapt(name: str) -> Attention:
     """The kernel `name` as an attention for transformers: exactly one call of it where no prompt is shared."""
 
@@ -190,7 +236,7 @@ def _computed(
     """Output [tokens, heads, head_dim] of a row's query, key, value and sinks, by the kernel `name`."""
     (q, k, v, sinks), (starts, longest, shared) = inputs, places
     causal, window = kwargs.get("is_causal") is not False, kwargs.get("sliding_window")
-    if window is not None and shared is not None:
+    if window is not None and isinstance(shared, SharedPrompts):
         raise ValueError(f"learner.share_prompts: the model has a sliding window of {window}; set it to false")
     scale, softcap = kwargs.get("scaling") or q.shape[-1] ** -0.5, kwargs.get("softcap")
     if softcap is not None and name != "sdpa" and not q.is_meta:  # on meta nothing is computed

@@ -27,6 +27,7 @@ from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
 from learner.model.file_form import FileForm
 from learner.model.flops import Costs
+from learner.model.forest import Text, lay_out_forest
 from learner.model.head import HeadOptions
 from learner.model.microbatch import Microbatch, lay_out
 from learner.model.policy import apply_head, hidden_states
@@ -202,6 +203,9 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
         row = packed_row([prompt, *answers], [len(answers)])
         whole = [np.concatenate([prompt, each]) for each in answers]
         cases += [(name, each, whole, len(prompt)) for name, each in _shared(row)]
+    if share and attention.why_no_trees(ours.config, "sdpa", torch.device("cpu"), state.kinds(ours)) is None:
+        forks = forks_of(documents)
+        cases.append(("texts that share a prefix", forest_row(forks), [text for text, _ in forks], 1))
     try:
         Costs.of(ours), attention.most_copied(ours.config)  # a policy needs these of a model
         mixture, options = Mixture.of(ours), OPTIONS._replace(epilogue=Epilogue.of(ours.config))
@@ -241,6 +245,32 @@ def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
     """Yield both layouts of answers to a shared prompt."""
     yield "answers to a shared prompt", row
     yield "answers to a copied prompt", row.copying(math.inf)
+
+
+def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
+    """Texts that go on from each other, and how many tokens each has from the one before it: a fork beyond any window,
+    one within the first document, a prefix of the text before it, and a text by itself."""
+    first, long, other, last = documents
+    whole = np.concatenate([first, long, other])
+    fork = len(first) + len(long) - 2
+    return [
+        (whole, 0),
+        (np.concatenate([whole[:fork], last]), fork),
+        (whole[: fork - 3], fork - 3),
+        (np.concatenate([whole[:3], other]), 3),
+        (last, 0),
+    ]
+
+
+def forest_row(texts: Sequence[tuple[np.ndarray, int]]) -> Microbatch:
+    """Lay out `texts`, each with how many tokens it has from the one before it. All tokens of a text except the first
+    are scored."""
+
+    def text(tokens: np.ndarray, joined: int, row: int) -> Text:
+        zeros = np.zeros(len(tokens))
+        return Text(tokens, np.arange(len(tokens)) > 0, zeros, zeros, zeros - 1, None, row, joined)
+
+    return lay_out_forest([text(tokens, joined, row) for row, (tokens, joined) in enumerate(texts)])
 
 
 def packed_row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Microbatch:

@@ -16,8 +16,9 @@ from torch import Tensor
 from configs.schema import LearnerConfig
 from learner.model.epilogue import Epilogue
 
-ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
-"""(log-probabilities, entropies, which tokens they are of) -> the loss of these tokens: [], by plain autograd."""
+ChunkLoss = Callable[[Tensor, Tensor, Any], Tensor]
+"""(log-probabilities, entropies, which tokens they are of) -> the loss of these tokens: [], by plain autograd. Which:
+a slice, or int64 indices where several samples train a token (`policy.py`)."""
 
 
 ChunkGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]

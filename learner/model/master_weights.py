@@ -24,6 +24,8 @@ PORTION = 1 << 26
 """Numbers of a portion: 256 MiB in fp32, which takes 5 ms over PCIe."""
 ALIGNED = 64
 """Each parameter begins at a multiple of so many numbers, for copies and kernels that take several at a time."""
+LOGGED = 1 << 28
+"""Bytes of host memory whose locking takes long enough to be logged."""
 KINDS = 3
 """Numbers in host memory of each that is trained: the weight and two moments."""
 SLOTS = 3
@@ -80,8 +82,15 @@ def host_memory(numbers: int, device: torch.device, portion: int = PORTION) -> T
     memory = torch.frombuffer(pages, dtype=torch.float32).zero_()  # touches the pages, with all threads
     for part in memory.split(portion):
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.nbytes, 0))
-    log.info("%.1f GiB of host memory locked in %.1f s", memory.nbytes / 2**30, time.monotonic() - began)
+    if memory.nbytes >= LOGGED:
+        log.info("%.1f GiB of host memory locked in %.1f s", memory.nbytes / 2**30, time.monotonic() - began)
     return memory
+
+
+def unlock(memory: Tensor, device: torch.device, portion: int = PORTION) -> None:
+    """Let go of `host_memory` that is not needed until the process ends; locked addresses cannot be locked again."""
+    for part in memory.split(portion) if device.type == "cuda" and memory.numel() else ():
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(part.data_ptr()))
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:

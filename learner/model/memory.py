@@ -30,6 +30,7 @@ from learner.model import attention
 from learner.model.context import planned
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
+from learner.model.float8 import cast_bytes
 from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
 from learner.model.host_copies import INPUTS_HELD
@@ -303,16 +304,20 @@ def estimate(
     # output embedding, which is reduced at the end.
     rest = {"gathered weights": gathered + (0 if once else width * block), "head": width * head}
     rest["block's gradient"] = (4 + width) * changed
-    in_block = PeakCandidate(always | rest, {"activations": kept, "backward pass": working} | images)
+    grown = {"activations": kept, "backward pass": working} | images
+    if learner.matmul == "fp8":
+        rest["casts to FP8"], per_token = size.casts
+        grown["casts to FP8"] = -(-per_token // learner.context_parallel)
+    in_block = PeakCandidate(always | rest, grown)
     if alone and not once:
         none = {"gradients": 0}
-        last = {"activations": kept // size.text.layers, "backward pass": working}
+        last = grown | {"activations": kept // size.text.layers}
         # the reduction at the end, of the output embedding's gradient, may begin while the last block's goes on
         reduced = {"head": 2 * width * head + 4 * head}
         at_head, in_block, in_last = (
             PeakCandidate(at_head.fixed | none, at_head.per_token),
             PeakCandidate(in_block.fixed | none, in_block.per_token),
-            PeakCandidate(always | rest | reduced, last | images),
+            PeakCandidate(always | rest | reduced, last),
         )
         found = [at_head, in_block, in_last]
     else:
@@ -372,6 +377,8 @@ class ModelSizes:
     """Parameters of parts that text does not pass, which no pass gathers."""
     critic: int = 0
     """Parameters of a critic: of a value head in place of an output embedding that is not tied."""
+    casts: tuple[int, int] = (0, 0)
+    """As `float8.cast_bytes`."""
 
 
 def sizes_of(model: ModelConfig, context_parallel: int = 1) -> ModelSizes:
@@ -413,6 +420,7 @@ def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSiz
         Epilogue.of(empty.config).softcap is not None,
         sum(p.numel() for part in idle_modules(empty) for p in part.parameters()),
         _critic_parameters(empty),
+        cast_bytes(empty),
     )
 
 
@@ -478,8 +486,8 @@ def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
     """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with.
 
     A block that is recomputed holds then what it would have kept, and no more of its gradients at a time than those of
-    an MLP's two factors, the largest there are: what was kept of a layer goes when its gradient is there. A compiled one
-    counts as much, though it keeps less: how much less was measured only of blocks that are not recomputed.
+    an MLP's two factors, the largest there are: what was kept of a layer goes when its gradient is there. A compiled
+    one counts as much, though it keeps less: how much less was measured only of blocks that are not recomputed.
     """
     everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)

@@ -3,6 +3,7 @@
 Where samples of a group share their prompt, the row is [shared prompts | their answers, group by group | whole
 documents]: pieces that attention treats as documents, except that an answer sees its prompt too, and its positions go
 on from there. It sees the prompt's keys (`SharedPrompts`) or, where that costs less, copies of them (`CopiedPrompts`).
+Rows whose texts share longer prefixes than prompts are laid out by `forest.py`.
 Consumes token arrays of pieces; waits for nothing. `learner/train/batch.py` decides which documents go together,
 `policy.py` runs the model over the row, `learner/train/step.py` computes the loss of its trainable tokens.
 """
@@ -54,6 +55,29 @@ class CopiedPrompts(NamedTuple):
     """Keys of the piece that has most."""
 
 
+class Targets(NamedTuple):
+    """The tokens that a row's head computes, each once, where texts share more than prompts (`forest.py`).
+
+    Example: two samples of one prompt of 2, whose answers are [5, 6] and [5, 7]: `predictor` [1, 2, 2], `tokens`
+    [5, 6, 7], `of_scored` [0, 1, 0, 2], `members` [0, 2, 1, 3], `starts` (0, 2, 3, 4).
+    """
+
+    predictor: Tensor
+    """int64 [targets]: index in the row of the token whose hidden state predicts each."""
+    tokens: Tensor
+    """int64 [targets]: token ids."""
+    of_scored: Tensor
+    """int64 [trainable tokens]: the target of each entry of `Microbatch.scored`."""
+    members: Tensor
+    """int64 [trainable tokens]: these entries by target."""
+    starts: tuple[int, ...]
+    """[targets + 1]: where the members of each target start, and the end. On the CPU."""
+
+    def scored(self, targets: slice) -> Tensor:
+        """The entries of `Microbatch.scored` that are of some `targets`."""
+        return self.members[self.starts[targets.start] : self.starts[targets.stop]]
+
+
 class RowSlice(NamedTuple):
     """What a rank holds of a row that a context group shares (`context.py`).
 
@@ -77,7 +101,8 @@ class RowSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One packed row. Per-token tensors are [tokens]; entry i is about token i.
+    """One packed row. Per-token tensors are [tokens]; entry i is about token i. With `targets`, all but `tokens` and
+    `positions` have further entries behind them, for tokens of the row that more than one sample trains.
 
     Example: documents of 2 and 3 tokens have `cu_seqlens` [0, 2, 5], `max_seqlen` 3, `positions` [0, 1, 0, 1, 2].
     """
@@ -119,6 +144,8 @@ class Microbatch:
     turn."""
     teacher: Tensor | None = None
     """float32: the teacher's log-probability of the token, 0 where there is none; None: no token has a teacher."""
+    targets: Targets | None = None
+    """None: each trainable token is one of the row."""
     own: RowSlice | None = None
     """None: this rank computes the whole row."""
 
@@ -132,6 +159,11 @@ class Microbatch:
         """The entries of `scored` that this rank predicts."""
         return self.scored if self.own is None else self.own.scored
 
+    @property
+    def head_rows(self) -> int:
+        """Hidden states to which the head is applied, counted as often as it is."""
+        return len(self.scored) if self.targets is None else len(self.targets.tokens)
+
     def copying(self, most: float) -> "Microbatch":
         """With the keys of its prompts copied for their answers, if that is at most `most` keys a token; on the CPU."""
         bounds = self.cu_seqlens.numpy()
@@ -142,7 +174,7 @@ class Microbatch:
         """The same microbatch on `device`."""
 
         def moved(value: Any) -> Any:
-            if isinstance(value, SharedPrompts | CopiedPrompts | RowSlice):
+            if isinstance(value, SharedPrompts | CopiedPrompts | Targets | RowSlice):
                 return type(value)(*map(moved, value))
             if isinstance(value, PackedImages):
                 return value.to(device)

@@ -25,17 +25,17 @@ from transformers import PreTrainedModel
 
 from configs.schema import LearnerConfig, ModelConfig
 from learner.mesh import shards
-from learner.model import attention, context, loading, state, vision
+from learner.model import attention, context, float8, loading, state, vision
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture
 from learner.model.file_form import FileForm
 from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
-from learner.model.host_copies import HostCopies
+from learner.model.host_copies import INPUTS_HELD, HostCopies
 from learner.model.idle_parts import idle_modules, idle_names, sees
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.master_weights import MasterWeights, keep_wide_gradients, narrow
-from learner.model.microbatch import Microbatch, one_document
+from learner.model.microbatch import Microbatch, Targets, one_document
 from learner.model.unshard import is_sharded, own_rows, unshard
 from learner.model.value_head import replace_head, values
 from learner.weights.plan import Spec
@@ -99,6 +99,9 @@ class Policy(nn.Module):
         self.model.requires_grad_(not frozen)
         if model.lora:
             adapt(self.model, model.lora, self.dtype)
+        if learner.matmul == "fp8":
+            layers = float8.convert(self.model)
+            log.info("learner.matmul: fp8: %d linear layers of the blocks multiply in FP8", layers)
         if not frozen:
             vision.freeze(self.model, model.freeze)
         self.mixture = Mixture.of(self.model)
@@ -106,11 +109,11 @@ class Policy(nn.Module):
         seeing = sees(self.model.config)
         self.sight = vision.Sight(self.model, attention.of_tower(self.attention)) if seeing else None
         self.costs, self.tower_costs = Costs.of(self.model), TowerCosts.of(self.model)
-        unshared = self.unshared
-        self.share_prompts = learner.share_prompts and unshared is None
+        self.share_prompts = bool(learner.share_prompts) and self.unshared is None
         self.most_copied = attention.most_copied(self.model.config)
-        if learner.share_prompts and unshared and not (frozen or valued):
-            log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", unshared)
+        self.key_room = self._key_room(learner)
+        if learner.share_prompts and not (frozen or valued):
+            self._log_sharing(learner)
         offload = learner.cpu_offload is True and on_gpu
         if not frozen:
             _checkpoint_activations(self.model, learner)
@@ -129,6 +132,21 @@ class Policy(nn.Module):
         if self.masters:
             assert isinstance(self, FSDPModule), "fully_shard made it one"
             keep_wide_gradients(self, self.masters.parameters)
+
+    def _key_room(self, learner: LearnerConfig) -> float | None:
+        """As in `Batch.from_part`: None where no prefixes beyond prompts are to be shared."""
+        if learner.share_prompts is not True or self.no_trees:
+            return None
+        layers = len(loading.blocks(self.model))
+        kept = min(layers, INPUTS_HELD) if learner.activation_checkpointing == "offload" else layers
+        return attention.key_room(self.model.config, kept)
+
+    def _log_sharing(self, learner: LearnerConfig) -> None:
+        """Log why prompts, or longer prefixes, are computed for every sample, in one line."""
+        if self.key_room is None and self.unshared:
+            log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", self.unshared)
+        elif learner.share_prompts is True and self.no_trees:
+            log.info("learner.share_prompts: prompts alone are computed once, no longer prefixes: %s", self.no_trees)
 
     def _shard(self, compiled: bool, offload: bool) -> None:
         """Wrap each block, then the rest (embedding, last norm, head), which stays gathered until the backward pass; so
@@ -154,8 +172,9 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Log-probability and entropy of each trainable token given those before it: two [tokens] float32.
 
-        Both are 0 where `microbatch.sampled` is false: the head skips these tokens. With `loss`, a function of slices
-        of `microbatch.scored`, they have no gradient; its sum, [] float32 with gradient, is the third result.
+        Both are of the tokens of `microbatch.sampled`, and 0 where that is false: the head skips these. With `loss`, a
+        function of some of `microbatch.scored`, they have no gradient; its sum, [] float32 with gradient, is the third
+        result.
 
         A critic's body has one result: the value of the state after each token, [tokens] float32 with gradient.
         """
@@ -300,6 +319,23 @@ class Policy(nn.Module):
         return attention.why_unshared(self.model.config, self.attention, self.device, kept)
 
     @property
+    def shares(self) -> bool:
+        """Whether a rank should get whole groups, because it computes once what their samples have in common."""
+        return self.share_prompts or self.key_room is not None
+
+    @property
+    def no_trees(self) -> str | None:
+        """Why no prefix beyond the prompt can be computed once for several samples; None if it can."""
+        if self.sight is not None:
+            return "the model sees images"
+        if self.context_group is not None:
+            return "ranks share rows (learner.context_parallel)"
+        if self.replayed is not None:
+            return "routes are replayed (rollout.routing_replay), and a token may have others in each sample"
+        kept = state.kinds(self.model)
+        return attention.why_no_trees(self.model.config, self.attention, self.device, kept)
+
+    @property
     def patch_cost(self) -> float:
         """FLOPs of a patch in the tower over those of a token in the text model; 0 for a text model."""
         tower = self.tower_costs
@@ -335,23 +371,37 @@ def apply_head(
     model: PreTrainedModel, hidden: Tensor, microbatch: Microbatch, options: HeadOptions, loss: ChunkLoss | None = None
 ) -> tuple[Tensor, ...]:
     """Compute the result of `Policy.forward` from the row's hidden states."""
-    own, scored = microbatch.own, microbatch.predicted
+    own, scored, targets = microbatch.own, microbatch.predicted, microbatch.targets
     predictor = microbatch.predictor if own is None else own.predictor
-    shared = microbatch.shared is not None
+    tokens, shared = microbatch.tokens if targets is None else targets.tokens, microbatch.shared is not None
+    if targets is not None:
+        predictor = targets.predictor
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     bias = getattr(head, "bias", None)
     inputs = (
         _Gather.apply(hidden, predictor) if shared else hidden.index_select(0, predictor),  # type: ignore[no-untyped-call]
         head.weight,
-        microbatch.tokens[scored],
+        tokens[scored] if targets is None else tokens,
     )
     if loss is None:
         outputs: tuple[Tensor, ...] = logprobs_and_entropy(*inputs, options, bias)
     else:
-        outputs = chunked_loss(*inputs, loss, options, bias)
-    zeros = outputs[0].new_zeros(len(microbatch.tokens))
-    scores = [zeros.index_copy(0, scored, output) for output in outputs[:2]]
+        outputs = chunked_loss(*inputs, loss if targets is None else _of_targets(loss, targets), options, bias)
+    zeros = outputs[0].new_zeros(len(microbatch.sampled))
+    values = outputs[:2] if targets is None else [output.index_select(0, targets.of_scored) for output in outputs[:2]]
+    scores = [zeros.index_copy(0, scored, value) for value in values]
     return *(scores if own is None else [context.whole(score, own.group) for score in scores]), *outputs[2:]
+
+
+def _of_targets(loss: ChunkLoss, targets: Targets) -> ChunkLoss:
+    """`loss`, a function of trainable tokens, as one of the targets that they have in common."""
+
+    def of_targets(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
+        scored = targets.scored(chunk)
+        which = targets.of_scored[scored] - chunk.start
+        return loss(logprobs.index_select(0, which), entropy.index_select(0, which), scored)
+
+    return of_targets
 
 
 class _Gather(torch.autograd.Function):

@@ -36,7 +36,8 @@ REASONS = {
 def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int) -> list[LearnerConfig]:
     """List the possible settings of `learner`, the fastest first; none needs more memory than the one before. Never
     empty."""
-    compiled = on_gpu and learner.cpu_offload is not True and versions >= VERSIONS_WORTH_COMPILING
+    worth = versions >= VERSIONS_WORTH_COMPILING or learner.matmul == "fp8"
+    compiled = on_gpu and learner.cpu_offload is not True and worth
     if learner.compile != "auto":
         compiled = learner.compile
     ways: Sequence[str] = (
@@ -100,6 +101,8 @@ def report(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions
 
 
 def _why_compiled(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions: int) -> str:
+    if chosen.compile and chosen.matmul == "fp8":
+        return "a minute at the start; casts to FP8 are fused with what comes before them"
     if chosen.compile:
         return f"a minute at the start, then about {EAGER_TIME:g} times the tokens/s"
     if not on_gpu:

@@ -1,14 +1,16 @@
 """A rank's part of a batch becomes microbatches, in three steps: open, agree, pack.
 
 `open_part` makes units of the samples of the buffer's `Part`: each segment of a sample is a document of its own, and
-documents that share a prompt are one unit, with the prompt once. `agree` is a collective: all ranks have parts of one
-batch, no rank has found a problem, and each takes the same number of microbatches, so that FSDP's collectives match.
+documents that share a prompt are one unit, with the prompt once, or a tree, with every prefix that they share once.
+`agree` is a collective: all ranks have parts of one batch, no rank has found a problem, and each takes the same number
+of microbatches, so that FSDP's collectives match.
 `pack_all` lays the units out in so many rows of at most a token budget. Used by `step.py`.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import NamedTuple
 from zlib import crc32
 
@@ -20,11 +22,13 @@ from buffer.data.images import ImageFormat, SeenImage
 from buffer.wire.protocol import Part, SampleRows
 from buffer.wire.sample import Sample
 from learner.model.experts.mixture import Experts
+from learner.model.forest import Text, lay_out_forest
 from learner.model.microbatch import Microbatch, lay_out
 from learner.model.vision import PATCHES_PER_TOKEN
 from learner.train import collectives
 from learner.train.pictures import NOTHING_SEEN, PictureMismatch, Piece, Seen, num_patches, open_images, show
 from learner.train.routes import RouteMismatch, laid_out, open_routes
+from learner.train.trees import copies, grow
 
 LEAST_SAVED = 0.03
 """A prompt is shared where that saves at least this share of its samples' tokens: sharing costs some time itself."""
@@ -100,6 +104,36 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Tree:
+    """Documents of which each goes on from the one before it, which computes what both begin with (`trees.py`)."""
+
+    documents: Sequence[Document]
+    joined: Sequence[int]
+    """First tokens of each document that the one before it has too."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row that it takes."""
+        return sum(document.tokens for document in self.documents) - sum(self.joined)
+
+    @property
+    def images(self) -> list[SeenImage]:
+        """None: models that see images grow no trees."""
+        return []
+
+    @property
+    def squares(self) -> int:
+        """As of a `Unit`."""
+        both = zip(self.documents, self.joined, strict=True)
+        return sum(document.tokens**2 - joined**2 for document, joined in both)
+
+    @property
+    def copies(self) -> int:
+        """Keys that are copied for its documents."""
+        return sum(copies(document.tokens, n) for document, n in zip(self.documents, self.joined, strict=True))
+
+
+@dataclass(frozen=True)
 class Batch:
     """A rank's microbatches, and a row for each sample of the whole batch."""
 
@@ -116,15 +150,22 @@ class Batch:
     """Samples may be spread over several microbatches, of this rank or another."""
     microbatches: list[Microbatch]
     tokens: int
-    """Tokens of this rank's rows: each shared prompt counts once, dummies do not."""
+    """Tokens of this rank's rows: each shared prompt or longer prefix counts once, dummies do not."""
     squares: int
     """What attention costs in this rank's rows (`Unit.squares`)."""
+    alone: tuple[int, int]
+    """Both for the same documents with nothing shared."""
     undone: tuple[int, int] = (0, 0)
     """The fields `restored` and `reached` of `Part`."""
     teachers: Mapping[int, str] = field(default_factory=dict)
     """The teacher of each of this rank's samples that has one, by index of the sample in `rows`."""
     teacher_kl: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Sums over this rank's samples, as `learner.algorithms.teachers.kl_sums` has them."""
+
+    @property
+    def head_rows(self) -> int:
+        """Hidden states of this rank's rows to which the head is applied."""
+        return sum(microbatch.head_rows for microbatch in self.microbatches)
 
     @classmethod
     def from_part(
@@ -136,16 +177,19 @@ class Batch:
         form: ImageFormat | None = None,
         patch_cost: float = 0.0,
         replayed: Experts | None = None,
+        key_room: float | None = None,
     ) -> "Batch":
         """Pack `part` into microbatches of at most `budget` tokens and PATCHES_PER_TOKEN patches for each of them; a
         longer document gets one of its own.
 
         `quadratic`: cost of attention, so that a document of n tokens costs n + quadratic * n²; `patch_cost`: cost of a
         patch of its images. `form`: how a vision-language model sees images. `replayed`: the mixture of experts that
-        takes the samples' routes. Raises RuntimeError when the ranks' parts are not of one batch, and on all ranks
-        PictureMismatch if one has an image that is not what the policy saw, RouteMismatch if one has no such routes.
+        takes the samples' routes. `key_room`: longer prefixes than prompts are shared too, and a key that is copied for
+        that takes so much of the budget, in tokens; None: they are not. Raises RuntimeError when the ranks' parts are
+        not of one batch, and on all ranks PictureMismatch if one has an image that is not what the policy saw,
+        RouteMismatch if one has no such routes.
         """
-        opened = open_part(part, budget, share_prompts, form, replayed)
+        opened = open_part(part, budget, share_prompts, form, replayed, key_room)
         agreed = agree(opened, budget)
         return pack_all(opened, agreed, budget, quadratic, patch_cost)
 
@@ -154,7 +198,7 @@ class Opened(NamedTuple):
     """A rank's part, decoded: `units` of its samples, with what they take of a microbatch's budget."""
 
     part: Part
-    units: Sequence[Unit]
+    units: Sequence[Unit | Tree]
     sizes: Sequence[int]
     """For each unit."""
     num_versions: list[int]
@@ -182,15 +226,24 @@ class Agreed(NamedTuple):
 
 
 def open_part(
-    part: Part, budget: int, share_prompts: bool, form: ImageFormat | None, replayed: Experts | None
+    part: Part,
+    budget: int,
+    share_prompts: bool,
+    form: ImageFormat | None,
+    replayed: Experts | None,
+    key_room: float | None = None,
 ) -> Opened:
     """Decode the samples of `part` and group them into units; arguments as of `Batch.from_part`."""
     samples = [Sample.unpack(data) for data in part.samples]
     seen, unseen = open_images(part, samples, form)
     routes, misrouted = open_routes(part, samples, replayed)
     documents, turns = documents_of(samples, part.positions.numpy().tolist(), seen, routes)
-    units = shared_units(documents, part.rows.item.numpy(), budget) if share_prompts else alone(documents)
-    sizes = [_room(unit.tokens, unit.images) for unit in units]
+    items = part.rows.item.numpy()
+    units: Sequence[Unit | Tree] = shared_units(documents, items, budget) if share_prompts else alone(documents)
+    if key_room is not None:
+        trees = trees_of(documents, items, budget, key_room)
+        units = trees if tokens_of(trees) <= (1 - LEAST_SAVED) * tokens_of(units) else units
+    sizes = [_room(unit.tokens + _room_of_copies(unit, key_room), unit.images) for unit in units]
     versions, segments = list(map(_num_versions, samples)), [len(sample.starts) for sample in samples]
     taught = teachers_of(samples, part.positions.numpy().tolist()), teacher_kl(samples)
     return Opened(part, units, sizes, versions, segments, turns, misrouted, unseen, *taught)
@@ -225,8 +278,9 @@ def pack_all(opened: Opened, agreed: Agreed, budget: int, quadratic: float, patc
         turns=opened.turns,
         scattered=agreed.scattered,
         microbatches=[pack([units[i] for i in chosen]) for chosen in bins],
-        tokens=sum(unit.tokens for unit in units),
+        tokens=tokens_of(units),
         squares=sum(unit.squares for unit in units),
+        alone=_alone(units),
         undone=(part.restored, part.reached),
         teachers=opened.teachers,
         teacher_kl=opened.teacher_kl,
@@ -307,6 +361,35 @@ def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) 
     return units
 
 
+def trees_of(documents: Sequence[Document], items: np.ndarray, budget: int, key_room: float) -> list[Unit | Tree]:
+    """The documents of each item in trees; a document that shares too little with any other one by itself. Arguments as
+    in `shared_units` and `Batch.from_part`."""
+    of_items: dict[int, list[Document]] = defaultdict(list)
+    for document in documents:
+        of_items[items[document.row]].append(document)
+    found: list[Unit | Tree] = []
+    for group in of_items.values():
+        for tree in grow([document.columns[0] for document in group], budget, key_room):
+            chosen, joined = [group[i] for i, _ in tree], [number for _, number in tree]
+            found += [Tree(chosen, joined)] if len(chosen) > 1 else alone(chosen)
+    return found
+
+
+def tokens_of(units: Sequence[Unit | Tree]) -> int:
+    """Tokens of the rows that `units` take."""
+    return sum(unit.tokens for unit in units)
+
+
+def _room_of_copies(unit: Unit | Tree, key_room: float | None) -> int:
+    return ceil(unit.copies * key_room) if isinstance(unit, Tree) and key_room else 0
+
+
+def _alone(units: Sequence[Unit | Tree]) -> tuple[int, int]:
+    """Tokens and squares of the units' documents with nothing shared."""
+    lengths = [document.tokens for unit in units for document in unit.documents]
+    return sum(lengths), sum(length**2 for length in lengths)
+
+
 def _room(tokens: int, images: Sequence[SeenImage]) -> int:
     """What tokens with `images` take of a microbatch's budget, which bounds patches too."""
     return max(tokens, -(-num_patches(images) // PATCHES_PER_TOKEN))
@@ -316,10 +399,29 @@ def _num_versions(sample: Sample) -> int:
     return len(np.unique(sample.versions.numpy()[sample.sampled.numpy() != 0]))
 
 
-def pack(units: Sequence[Unit]) -> Microbatch:
-    """A microbatch of `units`; of none, a dummy without trainable tokens."""
+def pack(units: Sequence[Unit | Tree]) -> Microbatch:
+    """A microbatch of `units`; of none, a dummy without trainable tokens. Units that share prompts and trees are not
+    mixed."""
     if not units:
         return lay_out([np.zeros(2)], [np.zeros(2)], [np.zeros(2)], [np.full(2, -1)], [0])
+    plain = [unit for unit in units if isinstance(unit, Unit)]
+    return pack_plain(plain) if len(plain) == len(units) else pack_trees(units)
+
+
+def pack_trees(units: Sequence[Unit | Tree]) -> Microbatch:
+    """A row in which each document goes on from the one before it in its unit."""
+    texts = []
+    for unit in units:
+        assert isinstance(unit, Tree) or len(unit.documents) == 1
+        for document, joined in zip(unit.documents, unit.joined if isinstance(unit, Tree) else [0], strict=True):
+            assert document.routes is None and not document.images, "Policy.no_trees"
+            tokens, sampled, behaviour, versions, turns = document.columns
+            texts.append(Text(tokens, sampled, behaviour, versions, turns, document.teacher, document.row, joined))
+    return lay_out_forest(texts)
+
+
+def pack_plain(units: Sequence[Unit]) -> Microbatch:
+    """A row of units that share prompts, or nothing."""
     shared = [unit for unit in units if len(unit.documents) > 1]
     pieces = [(unit.documents[0], slice(unit.prompt)) for unit in shared]
     pieces += [(document, slice(unit.prompt, None)) for unit in shared for document in unit.documents]

@@ -24,8 +24,9 @@ class OffloadedAdamW(AdamW):
     def __init__(self, masters: MasterWeights, **options: Any) -> None:
         super().__init__(masters.parameters, fused=True, **options)
         self._masters, self._parameters = masters, masters.parameters
-        self._held = [masters.values, masters.memory(), masters.memory()]
-        moments = (masters.as_sharded(memory) for memory in self._held[1:])
+        self.held = [masters.values, masters.memory(), masters.memory()]
+        """Host memory of the weights and of both moments."""
+        moments = (masters.as_sharded(memory) for memory in self.held[1:])
         for parameter, first, second in zip(self._parameters, *moments, strict=True):
             self.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
 
@@ -36,7 +37,7 @@ class OffloadedAdamW(AdamW):
         gradients = [None if p.grad is None else rows_of(p.grad).view(-1) for p in self._parameters]
         lanes = _Lanes(self._masters)
         for index, spans in enumerate(self._masters.spans):
-            hosts = [memory[index * lanes.portion : (index + 1) * lanes.portion] for memory in self._held]
+            hosts = [memory[index * lanes.portion : (index + 1) * lanes.portion] for memory in self.held]
             portion = lanes.fetch(index % SLOTS, hosts)
             self._update([span for span in spans if gradients[span.parameter] is not None], portion, gradients)
             lanes.store(index % SLOTS, hosts)

@@ -4,6 +4,7 @@ Consumes the buffer's `Part`; the gradients of microbatches add up, since each l
 batch. A collective: all ranks must call it, each with its part of the same batch. Called by `learner/loop.py`.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,12 +39,14 @@ from learner.train.extra_texts import TOTAL, DrawnBeside, TrainedBeside
 from learner.train.optimizer import Optimizer
 from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
 
+log = logging.getLogger(__name__)
 PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 """Entries of `Algorithm.shared_context` that are [samples], in the order of `Batch.rows`."""
 TEACHER_WEIGHTS = "teacher_weights"
 """The entry of `Algorithm.shared_context` from which `loss_context` computes what teachers add to advantages."""
 PHASES = ("pack", "backward", "update")
 """The phases of a step: packing the batch, forward and backward passes, optimizer."""
+JUDGED = "a critic judges each token of a row for one sample"
 TALLY = "moe"
 """Among a rank's sums, of a mixture of experts, what its routers did: [layers, ...]."""
 Result = tuple[Tensor, dict[str, Tensor]]
@@ -91,7 +94,7 @@ class Algorithm:
         times.append(time.perf_counter())
         sums = self.backward(policy, batch, drawn) | per_sample_sums(_of_samples(batch), policy.device)
         tally = sums.pop(TALLY, None)
-        computed = {"row_tokens": batch.tokens, "squares": batch.squares} | _seen(policy, batch)
+        computed = _work(batch) | _seen(policy, batch)
         computed |= kl_sums(batch.teacher_kl, self.teachers)
         sums |= {name: torch.tensor(number, device=policy.device) for name, number in computed.items()}
         sums |= {TOTAL: drawn.total} if drawn else {}
@@ -108,8 +111,10 @@ class Algorithm:
         self.skipped.note(batch.version + 1, (float(rewards.min()), float(rewards.max())), metrics, totals)
         metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
         metrics |= buffer_metrics(part) | problem_metrics(part)
-        work = totals["row_tokens"], metrics["tokens_sampled"], totals["squares"]
+        work = totals["row_tokens"], totals["head_rows"], totals["squares"]
         flops, computed_tokens = policy.costs.total(*work), totals["row_tokens"]
+        apart = policy.costs.total(totals["tokens_alone"], metrics["tokens_sampled"], totals["squares_alone"])
+        metrics["flops_saved"] = apart - flops
         if self.critic:
             metrics |= self.critic.learn(batch.version)
             flops += self.critic.flops(*work)
@@ -129,7 +134,11 @@ class Algorithm:
         shared, replayed = policy.share_prompts, policy.replayed
         if policy.context_group is not None:
             check_same(_digest(part), policy.context_group)
-        batch = Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed)
+        key_room = policy.key_room
+        if self.critic and key_room is not None:
+            log.info("learner.share_prompts: prompts alone are computed once, no longer prefixes: %s", JUDGED)
+            key_room = policy.key_room = None
+        batch = Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed, key_room)
         if self.critic:
             rewards = turn_rewards(batch, self._rewards(batch))
             batch = self.critic.judge(batch, rewards, masked=self.config.overlong == "mask")
@@ -186,7 +195,7 @@ class Algorithm:
         """
         loss, scored = self.loss, context.select(microbatch.predicted)
 
-        def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
+        def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice | Tensor) -> Tensor:
             return loss.of_tokens(scored.select(chunk).inputs(logprobs, entropy), self.config)
 
         logprobs, entropy, total = policy(microbatch, loss=chunk_loss)
@@ -300,6 +309,12 @@ def _of_samples(batch: Batch) -> dict[str, Sequence[int]]:
     """What is counted of each of this rank's samples."""
     turns = np.unique(batch.turns.rows, return_counts=True)[1].tolist()
     return {"versions": batch.num_versions, "segments": batch.num_segments, "turns": turns}
+
+
+def _work(batch: Batch) -> dict[str, float]:
+    """What this rank computes, and what it would compute with nothing shared; as `Costs.total` counts it."""
+    done: dict[str, float] = {"row_tokens": batch.tokens, "squares": batch.squares, "head_rows": batch.head_rows}
+    return done | {"tokens_alone": batch.alone[0], "squares_alone": batch.alone[1]}
 
 
 def _seen(policy: Policy, batch: Batch) -> dict[str, float]:

@@ -29,6 +29,41 @@ def make_episodes(version: int = 3) -> list[Entry]:
     return entries
 
 
+FORKS = (range(6), (0, 1, 6, 7), (0, 1, 2, 3, 8, 9), (0, 1, 2, 3, 4, 10, 11))
+"""Turns on each path of an episode of 12 turns with three forks."""
+
+
+def make_forks(version: int = 3) -> list[Entry]:
+    """Groups of 3 episodes of 12 turns with three forks, of one prompt. The second begins with the first turn of the
+    first, so that both train its tokens; in one group the third is the first once more."""
+    draw = np.random.default_rng(version)
+    entries = []
+    for item in range(2):
+        prompt, samples = draw.integers(0, VOCABULARY, 9), list[Sample]()
+        first = _turn(draw)
+        for number in range(3):
+            turns = [first if number < 2 else _turn(draw), *(_turn(draw) for _ in range(11))]
+            paths = [([prompt, *(run for turn in path for run in turns[turn])], path) for path in FORKS]
+            seen: set[int] = set()
+            segments = []
+            for runs, path in paths:
+                flags = [0] * len(prompt)
+                for turn in path:
+                    flags += [int(turn not in seen)] * len(turns[turn][0]) + [0] * len(turns[turn][1])
+                seen |= {*path}
+                segments.append((np.concatenate(runs), flags))
+            again = item == 1 and number == 2
+            samples.append(samples[0] if again else _sample(draw, segments, version, item == 1))
+        rewards = [sample.reward for sample in samples]
+        entries += [Entry(item, max(version - 2, 0), rewards, sample.pack()) for sample in samples]
+    return entries
+
+
+def _turn(draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """An answer, and what came back."""
+    return draw.integers(0, VOCABULARY, draw.integers(1, 5)), draw.integers(0, VOCABULARY, draw.integers(1, 4))
+
+
 def _segment(draw: np.random.Generator, prompts: Sequence[np.ndarray], one: bool) -> tuple[np.ndarray, list[int]]:
     """Tokens, and which of them were sampled."""
     prompt = prompts[int(draw.integers(2))]

@@ -39,7 +39,7 @@ from learner.train.routes import RouteMismatch
 from learner.watchdog import Watchdog
 from tests.harness import shared_rows, world
 from tests.harness.adapters import stir
-from tests.harness.episodic import make_episodes
+from tests.harness.episodic import make_episodes, make_forks
 from tests.harness.expert_batches import SIZES, random_routes, routed
 from tests.harness.keys import client_keys
 from tests.harness.offloaded import offloaded
@@ -60,17 +60,19 @@ def gradients(
     episodes: bool = False,
     routes: list[int] | None = None,
     gather: str = "pass",
+    trees: bool = False,
 ) -> None:
     """Gradients of one batch for several cuts into parts, budgets and algorithms, saved as `FOLDER/gradients.pt`.
 
     `share`: the batch is one of groups with common prompts, and each prompt is computed once. `episodes`: one of
-    samples with several segments. `routes`: they are replayed, of a mixture of these sizes; the tallies are saved too.
+    samples with several segments. `trees`: one of episodes with forks, whose prefixes are shared too. `routes`: they
+    are replayed, of a mixture of these sizes; the tallies are saved too.
     """
     mesh, rank = init_device_mesh(device, (dist.get_world_size(),)), dist.get_rank()
     model, found = ModelConfig(path=str(folder / "model"), dtype="float32"), {}
     learner = world.LEARNER.model_copy(update={"gather": gather})
     entries = world.make_groups() if share else world.make_samples(long=long)
-    entries = make_episodes() if episodes else entries
+    entries = make_episodes() if episodes else make_forks() if trees else entries
     sizes = Experts(*routes) if routes else None
     entries = routed(entries, partial(random_routes, sizes=sizes)) if sizes else entries
     for number, config in enumerate(map(AlgorithmConfig.model_validate, algorithms)):
@@ -78,7 +80,8 @@ def gradients(
         for parts, budget in product(cuts, budgets):
             algorithm = world.algorithm_of(policy, budget, config)
             part = world.cut(entries, 3, parts, rank)
-            batch = Batch.from_part(part, budget, policy.attention_cost, share, replayed=sizes)
+            key_room = policy.key_room if trees else None
+            batch = Batch.from_part(part, budget, policy.attention_cost, share, replayed=sizes, key_room=key_room)
             sums = algorithm.backward(policy, batch)
             found[f"{parts} {budget} {number}"] = world.gradients(policy)
             if sizes:

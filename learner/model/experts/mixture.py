@@ -113,7 +113,7 @@ def _hand_over(number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any])
 def _counted(microbatch: Microbatch) -> Tensor:
     """The tokens that a server computes too, all but the last of each document: bool [tokens]; none of a dummy, nor of
     what fills a row up."""
-    counted = torch.full_like(microbatch.sampled, len(microbatch.scored) > 0)
+    counted = torch.full_like(microbatch.tokens, len(microbatch.scored) > 0, dtype=torch.bool)
     if microbatch.own is not None:
         counted[microbatch.own.filled_from :] = False
     return counted.index_fill(0, (microbatch.cu_seqlens[1 + len(microbatch.groups) :] - 1).long(), False)

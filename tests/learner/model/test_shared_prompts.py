@@ -306,7 +306,8 @@ def test_what_cannot_share_says_so(
     assert not policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"share_prompts": False})).share_prompts
     assert "share_prompts" not in caplog.text
     assert "on CPU only" in attention.why_unshared(Qwen2Config(), "sdpa", torch.device("cuda"))
-    monkeypatch.setattr(attention, "why_unshared", lambda *_, **__: "the model has a sliding window of 8")
+    for why in ("why_unshared", "why_no_trees"):
+        monkeypatch.setattr(attention, why, lambda *_, **__: "the model has a sliding window of 8")
     assert not policy_of(tiny_model(tmp_path), mesh).share_prompts
     assert "learner.share_prompts: off, every sample's prompt is computed: the model has a sliding" in caplog.text
     heads, row = torch.randn(1, 2, 12, 4), row_of([(2, [3, 3]), (1, [3])])

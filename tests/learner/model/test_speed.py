@@ -30,6 +30,7 @@ def test_a_short_run_and_one_with_offload_are_not_compiled() -> None:
     eager = [*((False, way, 4096) for way in ("none", "selective", "block")), (False, "block", 1024)]
     assert decided(AUTO, versions=19) == eager and decided(AUTO, versions=20) != eager
     assert decided(AUTO.model_copy(update={"cpu_offload": True})) == eager
+    assert decided(AUTO.model_copy(update={"matmul": "fp8"}), versions=1)[0] == (True, "none", 4096)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""Which texts of a group form a tree, so that each prefix that several of them share is computed once.
+
+A tree lists texts in such an order that each text goes on from the one before it: the row has that text without its
+first `joined` tokens, which are those of the text before it. Texts are compared token by token, so the turns and forks
+of an episode, and agents that send their history again, need no marks. Pure functions of arrays; used by `batch.py`,
+while `learner/model/forest.py` lays a tree out in a row.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+LEAST_JOINED = 0.03
+"""A text goes on from another one where that leaves out at least this share of its tokens."""
+Joined = tuple[int, int]
+"""Index of a text, and how many of its first tokens are those of the text before it in the tree."""
+
+
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """How many first numbers of two arrays are equal. Example: `common_prefix([3, 4, 5], [3, 4, 9, 9]) == 2`"""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def grow(texts: Sequence[np.ndarray], budget: int, key_room: float = 0.0) -> list[list[Joined]]:
+    """The texts in trees, each of at most `budget` tokens; a longer text gets a tree of its own.
+
+    In order of their tokens, longer texts before their own prefixes, no earlier text shares more with a text than the
+    one before it. So a tree is a run of that order, and one that is too large is cut into several, each with its common
+    prefix again. `key_room`: what a key that is copied for a text takes of the budget, in tokens.
+
+    Example: `grow([array([1, 2, 3]), array([1, 2]), array([1, 2, 9])], 99) == [[(2, 0), (0, 2), (1, 2)]]`
+    """
+    order = sorted(range(len(texts)), key=lambda i: texts[i].astype(">i8").tobytes(), reverse=True)
+    trees: list[list[Joined]] = []
+    room = 0.0
+    for place, index in enumerate(order):
+        text = texts[index]
+        joined = common_prefix(texts[order[place - 1]], text) if place else 0
+        more = len(text) - joined + key_room * copies(len(text), joined)
+        if joined and joined >= LEAST_JOINED * len(text) and room + more <= budget:
+            trees[-1].append((index, joined))
+            room += more
+        else:
+            trees.append([(index, 0)])
+            room = len(text)
+    return trees
+
+
+def copies(length: int, joined: int) -> int:
+    """Keys that are copied for a text: those of its prefix, unless the row has nothing else of it."""
+    return joined if length > joined else 0
