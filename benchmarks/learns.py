@@ -27,7 +27,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks.runs.processes import Died, Processes, free_port
+from benchmarks.runs.ports import free_port
+from benchmarks.runs.processes import Died, Processes
 from benchmarks.weights.table import ResultRow, progress, write
 
 TINYZERO = {52: 0.036, 92: 0.089, 170: 0.119}

@@ -28,7 +28,8 @@ from typing import Any
 
 from aiohttp import web
 
-from benchmarks.runs.processes import Died, free_port
+from benchmarks.runs.ports import free_port
+from benchmarks.runs.processes import Died
 from benchmarks.runs.trained import figures_of, trained_run, versions_of
 from benchmarks.weights.table import ResultRow, progress, write
 

@@ -186,8 +186,14 @@ def limits_of(config: Config) -> Limits:
         max_bytes=int(config.buffer.max_gib * 2**30),
         max_message=config.buffer.max_message_mib * 2**20,
         keep=config.buffer.keep,
-        bounds=Bounds.of_model(config.model.path, config.rollout.routing_replay, config.teacher.teachers),
+        bounds=bounds_of(config),
     )
+
+
+def bounds_of(config: Config) -> Bounds:
+    """What the model and the teachers allow."""
+    teacher = config.teacher
+    return Bounds.of_model(config.model.path, config.rollout.routing_replay, teacher.teachers, teacher.top_k)
 
 
 if __name__ == "__main__":

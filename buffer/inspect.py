@@ -60,6 +60,7 @@ COLUMNS = pa.schema(
         ("images", pa.list_(pa.struct([("start", pa.int32()), ("digest", pa.string()), ("data", pa.binary())]))),
         ("starts", pa.list_(pa.int32())), ("turn_rewards", pa.list_(pa.float64())),
         ("teacher", pa.string()), ("teacher_logprobs", pa.list_(pa.float32())),
+        ("teacher_top_ids", pa.list_(pa.list_(pa.int32()))), ("teacher_top_logprobs", pa.list_(pa.list_(pa.float32()))),
     ]
 )  # fmt: skip
 
@@ -287,5 +288,7 @@ def _row(*fields: Any) -> dict[str, Any]:
     }
     further |= {"starts": sample.starts, "turn_rewards": sample.turn_rewards}
     if sample.teacher_logprobs is not None:
-        further |= {"teacher": sample.teacher, "teacher_logprobs": sample.teacher_logprobs.numpy()}
+        further |= {"teacher": sample.teacher_name, "teacher_logprobs": sample.teacher_logprobs.numpy()}
+    if top := sample.teacher_top:
+        further |= {"teacher_top_ids": list(top.ids.numpy()), "teacher_top_logprobs": list(top.logprobs.numpy())}
     return dict(zip(COLUMNS.names, fields[:-1], strict=False)) | scalars | arrays | further

@@ -28,6 +28,8 @@ TOKEN_BYTES = 13
 """Bytes per token of a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
 TEACHER_BYTES = 4
 """Further bytes per token with a teacher: its float32 log-probability."""
+TOP_BYTES = 8
+"""Further bytes per sampled token for each of `teacher.top_k`: its int32 token and float32 log-probability."""
 
 FILES = (
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
@@ -198,7 +200,7 @@ def max_sample_tokens(config: Config) -> int:
 def max_group_bytes(config: Config) -> int:
     """Bytes of the largest possible group, as stored and sent."""
     routes = model_facts(config.model.path).route_bytes if config.rollout.routing_replay else 0
-    taught = TEACHER_BYTES if config.teacher.teachers else 0
+    taught = TEACHER_BYTES + TOP_BYTES * (config.teacher.top_k or 0) if config.teacher.teachers else 0
     return config.batch.samples * _stored_tokens(config) * (TOKEN_BYTES + routes + taught)
 
 

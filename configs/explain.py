@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from math import ceil, log10
 
 from configs import staging
-from configs.checks import max_group_bytes, max_sample_tokens
+from configs.checks import TOP_BYTES, max_group_bytes, max_sample_tokens
 from configs.context_parallel import parts_of
 from configs.critic import STATE_BYTES, keeps_critic
 from configs.data.sources import count_rows
@@ -215,7 +215,11 @@ def _teachers(config: Config) -> Iterator[str]:
             where = f"{teacher.servers} server{'s' * (teacher.servers > 1)} of the run's own at {where}, {gpus}"
         gains = f"{teacher.weight:g} x (teacher's log-probability - policy's)"
         to = "has the advantage" if alone else "adds to its reward's advantage"
-        yield f"teacher of {rows}: {teacher.model or teacher.url}, {where}; a sampled token {to} {gains}"
+        gained = f"a sampled token {to} {gains}"
+        if top_k := config.teacher.top_k:
+            gained = f"the loss gains {teacher.weight:g} x the reverse KL over its {top_k} most probable tokens"
+            gained += f", {top_k * TOP_BYTES} bytes a sampled token as stored and sent"
+        yield f"teacher of {rows}: {teacher.model or teacher.url}, {where}; {gained}"
 
 
 def _publishing(config: Config, gpu_bytes: int) -> Iterator[str]:

@@ -312,7 +312,8 @@ class TeacherModel(Section):
     servers: Annotated[int, Field(ge=0)] = 0
     """Teacher servers that `python -m actors launch` starts, each with a copy of `model`."""
     weight: Annotated[float, Field(gt=0, le=1e3)] = 1.0
-    """What a token's advantage gains: this times the teacher's log-probability of the token less the policy's."""
+    """What a token's advantage gains: this times the teacher's log-probability of the token less the policy's; with
+    `top_k`, what the loss gains: this times the divergence."""
     api_key_env: str | None = None
     """Name of the environment variable with the API key of `url`; null: no key is sent."""
     engine: dict[str, Any] = {}
@@ -343,6 +344,10 @@ class TeacherConfig(TeacherModel):
     by_source: list[SourceTeacher] = []
     """Further teachers, each of the rows of one `data_source`, as `{data_source: math, model: ..., servers: 1}`. Other
     rows have the teacher that `teacher.model` or `teacher.url` names, if any."""
+    top_k: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Learn from the teachers' so many most probable tokens in place of each sampled one: the loss gains `weight` times
+    the reverse KL of the policy to the teacher over these and all others as one, and the advantages gain nothing. null:
+    the policy-gradient form, with the sampled tokens alone."""
     host: str = "127.0.0.1"
     """Address of this machine on which the teacher servers listen, and at which rollout servers reach them."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5800

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from configs.model_facts import model_facts
 from configs.schema import NO_REWARD, Config, TeacherConfig, TeacherModel
 
-SET_BY_US = {"model", "runner", "host", "port", "middleware", "enable_lora"}
+SET_BY_US = {"model", "runner", "host", "port", "middleware", "enable_lora", "max_logprobs"}
 """Arguments of a teacher server's engine that have a key of their own, or that Headrace sets itself."""
 WHOLE_SAMPLE_LOSSES = ("gspo", "topr")
 """Losses of whole samples, which take the advantage of each token of a sample as one."""
@@ -30,6 +30,7 @@ def rules(config: Config, longest: int) -> Iterator[str]:
     yield from _ports(config)
     yield from _policy(config)
     yield from _algorithm(config)
+    yield from _top_k(config)
 
 
 def key_of(teacher: TeacherConfig, source: str) -> str:
@@ -124,6 +125,17 @@ def _policy(config: Config) -> Iterator[str]:
     if config.sampling.temperature != 1:
         problem = f"sampling.temperature: {config.sampling.temperature:g}, but a teacher's log-probabilities are of 1"
         yield f"{problem}; set it to 1, or remove the section teacher"
+
+
+def _top_k(config: Config) -> Iterator[str]:
+    """With the teachers' most probable tokens the head differentiates the loss chunk by chunk."""
+    top_k, loss, known = config.teacher.top_k, config.algorithm.loss, model_facts(config.model.path).vocabulary
+    if top_k is None:
+        return
+    if ":" in loss:
+        yield f"teacher.top_k: {top_k} with algorithm.loss: {loss}: nobody has trained both; set it to null"
+    if known and top_k > known:
+        yield f"teacher.top_k: {top_k}, but {config.model.path} has {known} tokens; set it to {known} or less"
 
 
 def _algorithm(config: Config) -> Iterator[str]:

@@ -176,7 +176,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
             gpus = world if device.type == "cuda" else 0
             parts.enter_context(Observer(config, buffer_keys, gpus, metrics.log_servers))
         with StopSignals(stopping.begin):
-            bounds = bounds_of(policy, form, algorithm.teachers)
+            bounds = bounds_of(policy, form, algorithm.teachers, config.teacher.top_k)
             trial = own_part(config, policy, budget, bounds.vocabulary, *part)
             sound = SoundSteps(algorithm, batches, bounds, trial)
             loop.run(policy, sound, batches, stopping, weights, checkpoints, metrics, versions)
@@ -209,7 +209,8 @@ def build(
     optimizer = Optimizer(policy, config.learner, config.run.versions, held)
     teachers = {source: teacher.weight for source, teacher in config.teacher.teachers.items()}
     given = config.algorithm, optimizer, budget, config.sampling.max_tokens
-    return policy, Algorithm(*given, reference, form, critic, beside, teachers)
+    top_k = config.teacher.top_k is not None
+    return policy, Algorithm(*given, reference, form, critic, beside, teachers, top_k)
 
 
 def build_critic(config: Config, mesh: DeviceMesh) -> Critic:

@@ -107,8 +107,11 @@ class SoundSteps:
         collectives.meet()
 
 
-def bounds_of(policy: Policy, form: ImageFormat | None, teachers: Iterable[str] | None = None) -> Bounds:
-    """What a policy allows; `form`: how it sees images; `teachers`: the run's, by the `data_source` of their rows."""
+def bounds_of(
+    policy: Policy, form: ImageFormat | None, teachers: Iterable[str] | None = None, top_k: int | None = None
+) -> Bounds:
+    """What a policy allows; `form`: how it sees images; `teachers`: the run's, by the `data_source` of their rows, and
+    how many tokens they give (`teacher.top_k`)."""
     sizes = policy.mixture.sizes if policy.mixture else None
     return Bounds(
         vocabulary=policy.model.config.get_text_config().vocab_size,
@@ -117,6 +120,7 @@ def bounds_of(policy: Policy, form: ImageFormat | None, teachers: Iterable[str] 
         placeholder=form.image_token if form else None,
         replayed=policy.replayed is not None,
         teachers=None if teachers is None else frozenset(teachers),
+        top_k=top_k,
     )
 
 

@@ -32,13 +32,13 @@ from benchmarks.buffer.peers import (
     SAMPLES,
     TOKENS,
     bare_zmq,
-    free_port,
     on_this_disk,
     packed,
     ray_queue,
     redis_read,
     redis_streams,
 )
+from benchmarks.runs.ports import free_port
 from buffer.curve import LOCAL
 from buffer.keys import load_client_keys, make_keys
 from buffer.wire.client import Connection, RolloutClient

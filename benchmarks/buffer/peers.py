@@ -4,7 +4,6 @@ Each contender runs for some seconds and returns groups per second, or why it is
 """
 
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from benchmarks.runs.ports import free_port
 from buffer.wire.message import Array
 from buffer.wire.sample import Sample
 
@@ -67,12 +67,6 @@ def on_this_disk() -> "tempfile.TemporaryDirectory[str]":
     """A temporary folder below `runs/`, which git ignores: the system's temporary folder may be in memory."""
     Path("runs").mkdir(exist_ok=True)
     return tempfile.TemporaryDirectory(dir="runs")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def bare_zmq(seconds: float) -> float:

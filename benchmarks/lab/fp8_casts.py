@@ -7,6 +7,7 @@ nothing.
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def seconds(call: Callable[[], Any], times: int = 10) -> float:
         call()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / times
+    return float(begin.elapsed_time(end)) / 1e3 / times
 
 
 def main() -> None:
@@ -44,18 +45,18 @@ def main() -> None:
             "grad of W": (grad.t(), x.t(), columns(grad), columns(x)),
         }
         for which, (a, b, a8, b8) in factors.items():
-            plain = seconds(lambda a=a, b=b: a @ b.t())
+            plain = seconds(partial(torch.matmul, a, b.t()))
             exact = a.float() @ b.float().t()
             shown = [f"bf16 {work / plain:.0f} TFLOP/s"]
             for fast in (True, False):
                 float8.FAST_SUMS = fast
-                took = seconds(lambda a8=a8, b8=b8: float8._multiply(*a8, *b8, torch.bfloat16))
+                took = seconds(partial(float8._multiply, *a8, *b8, torch.bfloat16))
                 error = (float8._multiply(*a8, *b8, torch.bfloat16).float() - exact).norm() / exact.norm()
                 shown.append(f"fp8 {'fast' if fast else 'float32'} sums {work / took:.0f}, off {float(error):.4f}")
             print(f"{name:<9} {which:<10} {'; '.join(shown)}", flush=True)
             del exact
         for which, cast in (("by row", rows), ("by column", columns)):
-            took = seconds(lambda cast=cast, grad=grad: cast(grad))
+            took = seconds(partial(cast, grad))
             print(f"{name:<9} cast {which}: {took * 1e6:.0f} us, {3e-9 * grad.numel() / took:.0f} GB/s", flush=True)
 
 

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.learner import heads, matmuls, naive, ours
 from benchmarks.learner.cases import CASES, SHAPES, Case
-from benchmarks.runs.processes import free_port
+from benchmarks.runs.ports import free_port
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,9 @@ those of a policy in float32. Run by `benchmarks.learner` for `benchmarks.fp8_le
 """
 
 import gc
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
         found[kind] = {"rows": rows[kind], **summed(rows[kind], mesh, expected)}
         if gpu:
             small = batch(policy, mesh, warm, 0, len(plan) + version)
-            found[kind]["profile"] = profile(lambda small=small: algorithm.step(policy, small))
+            found[kind]["profile"] = profile(partial(algorithm.step, policy, small))
     if shown["fp8"] == shown["bfloat16"]:
         raise RuntimeError("both kinds have the same log-probabilities: the compiled blocks did not change")
     apart = [abs(a - b) for a, b in zip(shown["fp8"], shown["bfloat16"], strict=True)]
@@ -179,7 +180,7 @@ def local(gradient: Tensor | None) -> Tensor:
 
 def errors(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
     """|g - g32| / |g32| over all parameters, by kind of layer, and the cosine; of this rank's shards."""
-    apart, size, dot = Counter[str](), Counter[str](), Counter[str]()
+    apart, size, dot = (defaultdict[str, float](float) for _ in range(3))
     for name, want in exact.items():
         got, words = gradients[name].double(), name.split(".")
         kinds = ("all", words[-2]) if len(words) > 1 and words[-1] == "weight" and want.dim() > 1 else ("all",)

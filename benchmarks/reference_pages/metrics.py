@@ -106,8 +106,10 @@ METRICS: Mapping[str, Sequence[Described]] = {
         D("loss/behaviour_kl", "-", "term of `algorithm.behaviour_kl`"),
         D("loss/reference_kl", "-", "term of `algorithm.reference_kl`"),
         D("loss/entropy", "-", "term of `algorithm.entropy_bonus`"),
+        D("loss/teacher", "-", "term of `teacher.top_k`"),
         D("teacher/reverse_kl", "nat", "with `teacher`: mean of log mu - log q over the sampled tokens that have one"),
         D("teacher/SOURCE/reverse_kl", "nat", "the same, of the teacher of one `data_source`"),
+        D("teacher/divergence", "nat", "with `teacher.top_k`: mean reverse KL over its k tokens and the rest"),
         D("teacher/share", "share", "sampled tokens that have a teacher"),
         D(
             "critic/explained_variance",

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ import yaml
 
 from actors.watch.run_state import ask
 from benchmarks.runs.photos import write_photos
+from benchmarks.runs.ports import free_port
 from benchmarks.weights.seeing import SEEING
 from benchmarks.weights.shapes import LETTERS, folder_of
 from benchmarks.weights.sharing import as_host
@@ -100,12 +100,6 @@ def run_file(work: Path, name: str, shape: str, **sections: Mapping[str, Any]) -
     return file
 
 
-def free_port() -> int:
-    """A port on which nothing listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 class Died(RuntimeError):
     """A process of the run ended."""
 
@@ -120,7 +114,7 @@ class Processes:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, module: str, *words: str, **env: str) -> None:
-        """Start `python -m module FILE WORDS` under a name."""
+        """Start `python -m MODULE FILE WORDS` under a name; MODULE may have a command, as `rollout teacher`."""
         gpu = self.gpus.get(name)
         seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(FIRST_GPU + gpu)}
         if gpu is not None and list(self.gpus.values()).count(gpu) > 1:
@@ -133,7 +127,7 @@ class Processes:
 
         with log.open("ab") as out:
             self._running[name] = subprocess.Popen(
-                [sys.executable, "-m", module, str(self.file), *words],
+                [sys.executable, "-m", *module.split(), str(self.file), *words],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=tied,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **tie, **seen, **env},
 
@@ -175,11 +169,8 @@ class Processes:
         return asyncio.run(ask(self.config))
 
     def records(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        """The records of versions and evaluations in a file of the run, without a last line that is not complete."""
-        path = self.folder / file
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        records = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [record for record in records if "version" in record]
+        """The records of versions and evaluations in a file of the run."""
+        return records_in(self.folder / file)
 
     def __enter__(self) -> "Processes":
         return self
@@ -187,6 +178,13 @@ class Processes:
     def __exit__(self, *error: object) -> None:
         for process in self._running.values():
             kill(process)
+
+
+def records_in(path: Path) -> list[dict[str, Any]]:
+    """The records of versions and evaluations in a file of metrics, without a last line that is not complete."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if "version" in record]
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:

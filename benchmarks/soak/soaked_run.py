@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from benchmarks.learns import make
-from benchmarks.runs.processes import free_port
+from benchmarks.runs.ports import free_port
 from configs.load import load
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "countdown"

@@ -15,7 +15,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.runs.ports import free_port
 from benchmarks.weights.shapes import CASES, SHAPES, WeightsCase, folder_of
 from benchmarks.weights.sharing import as_host
 from benchmarks.weights.table import PROBE_EVERY, ResultRow, progress, rows_of, write
@@ -120,12 +120,6 @@ def assign_gpus(case: WeightsCase, shared: bool) -> tuple[list[int], list[list[i
     if not shared or max(case.ranks, case.tensor_parallel) > seen:
         raise RuntimeError(f"needs {needed} GPUs, {seen} are seen; --shared puts several ends on one")
     return learner, [[gpu % seen for gpu in gpus] for gpus in servers], True
-
-
-def free_port() -> int:
-    """A port on which nothing listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 async def run(case: WeightsCase, args: argparse.Namespace, work: Path) -> dict[str, Any]:

@@ -33,8 +33,8 @@ Readable with any SQLite tool, also while the buffer runs:
     changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
 """
 
-APPLICATION, SCHEMA = 0x48445243, 6
-READABLE = (3, 4, 5, SCHEMA)
+APPLICATION, SCHEMA = 0x48445243, 7
+READABLE = (3, 4, 5, 6, SCHEMA)
 """Schemas that are read; a file of an earlier one is brought to SCHEMA when a buffer opens it."""
 ROWS = """
 CREATE TABLE rows (
@@ -76,9 +76,10 @@ MIGRATIONS = {
         INSERT INTO meta SELECT 'rows_since', value FROM meta WHERE name = 'next_item'
     """,
     5: "",
+    6: "",
 }
-"""By schema: what brings a file to the next one. Samples of schema 6 may have a teacher: the tables are those of 5, and
-an older release, which could not read such samples, refuses the file."""
+"""By schema: what brings a file to the next one. Samples of schema 6 may have a teacher, those of 7 its most probable
+tokens: the tables are those of 5, and an older release, which could not read such samples, refuses the file."""
 NO_PLACES = "CREATE TEMP VIEW problems AS SELECT *, NULL AS place FROM main.problems"
 NO_ROWS = ROWS.replace("CREATE TABLE", "CREATE TEMP TABLE")
 AS_NOW = {

@@ -43,7 +43,7 @@ from buffer.wire.message import Array, Message
 from buffer.wire.sample import stats_of
 from buffer.wire.values import Bounds
 
-PROTOCOL = 13
+PROTOCOL = 14
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 MOST_REASON = 1000

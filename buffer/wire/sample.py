@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgpack
 import numpy as np
-from pydantic import Field, FiniteFloat, ValidationError, model_validator
+from pydantic import Discriminator, Field, FiniteFloat, Tag, ValidationError, model_validator
 
 from buffer.ledger.types import SampleStats
 from buffer.wire.message import LIMITS, TEXT, Array, Count, Message, in_words, open_map
@@ -29,6 +29,7 @@ from buffer.wire.values import (
     judge,
     judge_rewards,
     judge_teacher,
+    judge_top,
     plausible,
     plausible_logprobs,
 )
@@ -47,6 +48,31 @@ class SampleImage(Message):
     data: bytes = b""
     """The encoded file of an image that the task made; empty for those of the row, which follow each other: the k-th
     image without data is the row's k-th, counted anew in each segment."""
+
+
+class TopTeacher(Message):
+    """A teacher that gave its k most probable tokens in place of each sampled one (`teacher.top_k`).
+
+    Example: of two sampled tokens with k = 2: `name` "", `ids` int32 [[7, 3], [2, 9]],
+    `logprobs` float32 [[-0.1, -2.5], [-0.7, -0.7]].
+    """
+
+    name: str = ""
+    """As `Sample.teacher`."""
+    ids: Array
+    """int32 [sampled tokens, k], all different in one place."""
+    logprobs: Array
+    """float32 [sampled tokens, k]: the teacher's log-probability of each, at temperature 1."""
+
+    @model_validator(mode="after")
+    def _alike(self) -> "TopTeacher":
+        shape = self.ids.shape
+        if len(shape) != 2 or not 1 <= shape[1] <= MOST_TOP or self.ids.dtype != "int32":
+            needed = f"must be int32 [sampled tokens, 1 to {MOST_TOP}]"
+            raise ValueError(f"ids {needed}; is {self.ids.dtype}{shape}")
+        if self.logprobs.dtype != LOGPROB or self.logprobs.shape != shape:
+            raise ValueError(f"logprobs must be {LOGPROB}{shape}; is {self.logprobs.dtype}{self.logprobs.shape}")
+        return self
 
 
 class Sample(Message):
@@ -83,8 +109,12 @@ class Sample(Message):
     """[tokens, layers, k], uint8 or, of more than 256 experts, uint16: the k experts that the server chose for each
     token in each layer with experts, in order; zeros for a token that it did not compute, as the last one of a segment.
     None without `rollout.routing_replay`."""
-    teacher: str = ""
-    """The teacher that scored it, by the `data_source` of its rows: "" is the teacher of all other rows, or none."""
+    teacher: Annotated[
+        Annotated[str, Tag("name")] | Annotated[TopTeacher, Tag("top")],
+        Discriminator(lambda given: "top" if isinstance(given, dict | TopTeacher) else "name"),
+    ] = ""
+    """The teacher that scored it, by the `data_source` of its rows: "" is the teacher of all other rows, or none; with
+    its most probable tokens, where they were asked for."""
     teacher_logprobs: Array | None = None
     """float32 [tokens]: the teacher's log-probability of each sampled token in the same context, at temperature 1; 0
     elsewhere. None: the sample has no teacher."""
@@ -139,9 +169,22 @@ class Sample(Message):
         array, shape = self.teacher_logprobs, self.tokens.shape
         if array is None:
             return f"teacher is {self.teacher!r:.60}, but there are no teacher_logprobs" if self.teacher else ""
+        top, number = self.teacher_top, int(np.count_nonzero(self.sampled.numpy()))
+        if top is not None and top.ids.shape[0] != number:
+            return f"teacher.ids are of {top.ids.shape[0]} tokens, and {number} were sampled"
         if array.dtype != LOGPROB or array.shape != shape:
             return f"teacher_logprobs must be {LOGPROB}{shape}, one-dimensional; is {array.dtype}{array.shape}"
         return ""
+
+    @property
+    def teacher_name(self) -> str:
+        """The teacher, by the `data_source` of its rows."""
+        return self.teacher if isinstance(self.teacher, str) else self.teacher.name
+
+    @property
+    def teacher_top(self) -> TopTeacher | None:
+        """What the teacher gave besides; None: its most probable tokens were not asked for."""
+        return None if isinstance(self.teacher, str) else self.teacher
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -197,6 +240,8 @@ def num_turns(sampled: np.ndarray) -> int:
 
 
 ROUTE_DTYPES = ("uint8", "uint16")
+MOST_TOP = 64
+"""Most tokens that a teacher gives in place of one."""
 LOGPROB, TAUGHT = "float32", "teacher_logprobs"
 SCALARS = [name for name in Sample.model_fields if name not in Sample.DTYPES]
 """The fields that follow the arrays."""
@@ -272,6 +317,8 @@ def _teacher_fits(data: bytes, number: int, last: int, name: str, flags: bytes, 
     """Whether the teacher's log-probabilities, which begin with their header at `last`, cannot be refused."""
     if len(data) - last == len(NO_TEACHER):
         return not name and not bounds.always_taught
+    if bounds.top_k:  # none are here
+        return False
     logprobs = np.frombuffer(data, UNSIGNED, number, len(data) - 4 * number)
     given = np.frombuffer(flags, np.uint8) == 0
     return plausible_logprobs(logprobs) and not logprobs[given].any() and bounds.has_teacher(name)
@@ -304,7 +351,10 @@ def _parse_checked(data: bytes, bounds: Bounds = ANY) -> SampleStats:
     columns = Columns(tokens, sampled, logprobs, versions)
     judge_rewards([sample.reward, *sample.turn_rewards])
     judge(columns, bounds, [image.start for image in sample.images], sample.starts, routes)
-    judge_teacher(sample.teacher_logprobs, sample.teacher, sampled, bounds)
+    judge_teacher(sample.teacher_logprobs, sample.teacher_name, sampled, bounds)
+    if sample.teacher_logprobs is not None:
+        top = sample.teacher_top
+        judge_top(None if top is None else (top.ids.numpy(), top.logprobs.numpy()), bounds)
     oldest, newest = int(versions[sampled].min()), int(versions.max())
     trainable = int(sampled.sum())  # none of them is a segment's first token, which nothing predicts
     truncated, prompt = sample.finish == "length", int(sampled.argmax())

@@ -21,6 +21,8 @@ LEAST_LOGPROB = -1000.0
 """No sampler draws a token of less: with float32 noise the smallest one that can be drawn is about -100."""
 SIGNED, UNSIGNED = np.dtype("<i4"), np.dtype("<u4")
 LEAST_BITS = int(np.float32(LEAST_LOGPROB).view(UNSIGNED))
+MOST_MASS_OFF = 0.01
+"""The probabilities of a teacher's tokens may sum to so much above 1, by rounding."""
 MOST_REWARD = 1e6
 """Largest size of a reward, of a turn too."""
 LARGEST = 2**31 - 1
@@ -62,12 +64,17 @@ class Bounds:
     """Every sample needs routes (`rollout.routing_replay`)."""
     teachers: frozenset[str] | None = None
     """The teachers of the run, by the `data_source` of their rows; None: unknown."""
+    top_k: int | None = None
+    """How many of its most probable tokens a teacher gives in place of each sampled one; None: none, or unknown."""
 
     @classmethod
-    def of_model(cls, path: str, replayed: bool = False, teachers: Iterable[str] | None = None) -> "Bounds":
+    def of_model(
+        cls, path: str, replayed: bool = False, teachers: Iterable[str] | None = None, top_k: int | None = None
+    ) -> "Bounds":
         """Bounds of the model in this folder; of a hub name only the learner knows them."""
         facts, known = model_facts(path), None if teachers is None else frozenset(teachers)
-        return cls(facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token, replayed, known)
+        model = facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token
+        return cls(*model, replayed, known, top_k)
 
     @property
     def always_taught(self) -> bool:
@@ -119,6 +126,28 @@ def judge_teacher(logprobs: Array | None, name: str, sampled: np.ndarray, bounds
         known = ", ".join(map(repr, sorted(bounds.teachers or ()))) or "none"
         raise WrongValue("teacher", f"{name!r:.60}; the run has {known}")
     _judge_logprobs("teacher_logprobs", logprobs.numpy(), sampled)
+
+
+def judge_top(top: tuple[np.ndarray, np.ndarray] | None, bounds: Bounds) -> None:
+    """Raise WrongValue for the most probable tokens that a teacher cannot have given a sample with a teacher: ids and
+    log-probabilities, [sampled tokens, k] each; None: it gave none."""
+    number = 0 if top is None else top[0].shape[1]
+    if bounds.teachers is not None and number != (bounds.top_k or 0):
+        raise WrongValue("teacher", f"{number} tokens in place of each sampled one; teacher.top_k is {bounds.top_k}")
+    if top is None:
+        return
+    ids, logprobs = top
+    flat, rule = ids.reshape(-1), f"a token is 0 to {bounds.vocabulary - 1}"
+    _require((flat >= 0) & (flat < bounds.vocabulary), "teacher.ids", flat, rule)
+    ordered = np.sort(ids, axis=1)
+    repeated = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
+    _require(~repeated, "teacher.ids", ids[:, 0], "the tokens in one place are all different")
+    rule = f"a log-probability is {LEAST_LOGPROB:g} to 0, rounded by {ROUNDING:g} at most"
+    flat = logprobs.reshape(-1)
+    with np.errstate(invalid="ignore"):
+        _require((flat >= LEAST_LOGPROB) & (flat <= ROUNDING), "teacher.logprobs", flat, rule)
+    total = np.exp(logprobs.astype(np.float64)).sum(axis=1)
+    _require(total <= 1 + MOST_MASS_OFF, "teacher.logprobs", total, "the probabilities in one place sum to 1 at most")
 
 
 def judge(columns: Columns, bounds: Bounds, images: Sequence[int], starts: Sequence[int], routes: Any) -> None:

@@ -3,7 +3,8 @@
 The policy-gradient form: A of a token gains weight (log q - log mu), where q is the teacher and mu the behaviour policy
 that sampled the token. Its expectation under mu is minus the reverse KL of mu to q, of which the mean of log mu - log q
 over sampled tokens is an unbiased estimate (arXiv:2306.13649; Thinking Machines, On-Policy Distillation, 2025). Pure
-functions, used by `learner/train/step.py`; ratio, caps and masks are those of the loss.
+functions, used by `learner/train/step.py`; ratio, caps and masks are those of the loss. The other form, with the
+teacher's most probable tokens (`teacher.top_k`), is a term of the loss by itself: `learner/model/top_tokens.py`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -12,6 +13,8 @@ from torch import Tensor
 
 SHARE, KL = "teacher/share", "teacher/reverse_kl"
 """Metrics: share of sampled tokens that have a teacher, and the estimate of the reverse KL over these, in nats."""
+DIVERGENCE, DIVERGENCE_SUM = "teacher/divergence", "teacher_divergence"
+"""With `teacher.top_k`: the mean divergence over the tokens that have a teacher, in nats, and its sum."""
 
 
 def with_teacher(advantages: Tensor, teacher: Tensor, behaviour: Tensor, weights: Tensor) -> Tensor:
@@ -44,6 +47,7 @@ def kl_metrics(sums: Mapping[str, float], names: Collection[str], sampled: float
     metrics = {SHARE: sum(tokens.values()) / max(sampled, 1.0)}
     if total := sum(tokens.values()):
         metrics[KL] = sum(kl.values()) / total
+        metrics |= {DIVERGENCE: sums[DIVERGENCE_SUM] / total} if DIVERGENCE_SUM in sums else {}
     named = {name: number for name, number in tokens.items() if number and len(names) > 1}
     return metrics | {f"teacher/{name or 'other'}/reverse_kl": kl[name] / number for name, number in named.items()}
 

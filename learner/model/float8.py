@@ -39,7 +39,7 @@ class Float8Linear(nn.Linear):
     """A linear layer whose products are in FP8. Made by `convert` of a plain one; the bias is added afterwards."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = _Products.apply(x.reshape(-1, self.in_features), self.weight)  # type: ignore[no-untyped-call]
+        out: Tensor = _Products.apply(x.reshape(-1, self.in_features), self.weight)  # type: ignore[no-untyped-call]
         out = out.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
@@ -82,7 +82,8 @@ def _scale(largest: Tensor) -> Tensor:
 
 def _multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """a [m, k] times bᵀ, b [n, k]: [m, n] in `dtype`."""
-    return torch._scaled_mm(a, b.t(), a_scale, b_scale.view(1, -1), out_dtype=dtype, use_fast_accum=FAST_SUMS)
+    found: Tensor = torch._scaled_mm(a, b.t(), a_scale, b_scale.view(1, -1), out_dtype=dtype, use_fast_accum=FAST_SUMS)
+    return found
 
 
 def layers_of(model: PreTrainedModel) -> Iterator[nn.Linear]:
@@ -93,15 +94,16 @@ def layers_of(model: PreTrainedModel) -> Iterator[nn.Linear]:
 
 def _inside(block: nn.Module) -> Iterator[nn.Linear]:
     for layer in block.modules():
-        if type(layer) in (nn.Linear, Float8Linear) and not any(n % MULTIPLE for n in layer.weight.shape):
-            assert isinstance(layer, nn.Linear)
+        if not isinstance(layer, nn.Linear) or type(layer) not in (nn.Linear, Float8Linear):
+            continue
+        if not any(n % MULTIPLE for n in (layer.out_features, layer.in_features)):
             yield layer
 
 
 def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
     """What casts add to a block's passes: bytes of its weights, cast by row and by column, and bytes per token of the
     gradients of its outputs, cast likewise, and of its widest input. A byte each; of the block that needs most."""
-    sizes = [[layer.weight.shape for layer in _inside(block)] for block in blocks(model)]
+    sizes = [[(layer.out_features, layer.in_features) for layer in _inside(block)] for block in blocks(model)]
     weights = max(2 * sum(out * inner for out, inner in block) for block in sizes)
     tokens = max(2 * sum(out for out, _ in block) + max((i for _, i in block), default=0) for block in sizes)
     return weights, tokens

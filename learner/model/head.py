@@ -15,14 +15,26 @@ from torch import Tensor
 
 from configs.schema import LearnerConfig
 from learner.model.epilogue import Epilogue
+from learner.model.top_tokens import TopGradient, TopTokens, divergence, top_gradient
 
 ChunkLoss = Callable[[Tensor, Tensor, Any], Tensor]
 """(log-probabilities, entropies, which tokens they are of) -> the loss of these tokens: [], by plain autograd. Which:
 a slice, or int64 indices where several samples train a token (`policy.py`)."""
 
 
-ChunkGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""A chunk's log-normalisers, entropies, gradient with respect to log-probabilities and, if wanted, to entropies."""
+class ChunkGradients(NamedTuple):
+    """What the gradient at a chunk's logits is computed from."""
+
+    norms: Tensor
+    """Log-normalisers."""
+    entropy: Tensor
+    of_logprob: Tensor
+    """Gradient with respect to the targets' log-probabilities."""
+    of_entropy: Tensor | None
+    """Gradient with respect to the entropies, if wanted."""
+    top: TopGradient | None = None
+    """Where teachers gave their most probable tokens."""
+
 
 GradientsOfChunk = Callable[[Tensor, slice], ChunkGradients]
 """(the logits of a chunk, the chunk) -> its gradients."""
@@ -71,14 +83,17 @@ def chunked_loss(
     loss: ChunkLoss,
     options: HeadOptions,
     bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    top: TopTokens | None = None,
+) -> tuple[Tensor, ...]:
     """Log-probabilities and entropies without gradient, and the sum of `loss` over the chunks with gradient: [].
 
-    Other arguments and results as in `logprobs_and_entropy`.
+    With `top`, what teachers said of the tokens, the sum has their divergence times its weight too, and the divergence
+    of each token, without gradient, is a fourth result: [tokens]. Other arguments and results as in
+    `logprobs_and_entropy`.
     """
     inputs = hidden, weight, bias, targets
-    logprobs, entropy, total = _ChunkedLoss.apply(*inputs, loss, options)  # type: ignore[no-untyped-call]
-    return logprobs, entropy, total
+    results: tuple[Tensor, ...] = _ChunkedLoss.apply(*inputs, loss, options, top)  # type: ignore[no-untyped-call]
+    return results[:3] if top is None else results
 
 
 class _RecomputedLogits(torch.autograd.Function):
@@ -112,7 +127,7 @@ class _RecomputedLogits(torch.autograd.Function):
 
         def of_chunk(z: Tensor, chunk: slice) -> ChunkGradients:
             wanted = grad_entropy[chunk] if options.entropy_gradient else None
-            return norms[chunk], entropy[chunk], grad_logprob[chunk], wanted
+            return ChunkGradients(norms[chunk], entropy[chunk], grad_logprob[chunk], wanted)
 
         wanted = ctx.needs_input_grad[1:3]
         return *_input_gradients(hidden, weight, bias, targets, options, of_chunk, wanted), None, None
@@ -130,25 +145,34 @@ class _ChunkedLoss(torch.autograd.Function):
         targets: Tensor,
         loss: ChunkLoss,
         options: HeadOptions,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        top: TopTokens | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dtype = _precision(hidden)
         logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
-        total = logprobs.new_zeros(())
+        total, distances = logprobs.new_zeros(()), torch.zeros_like(logprobs)
 
         def of_chunk(z: Tensor, chunk: slice) -> ChunkGradients:
             logprobs[chunk], norms, entropy[chunk] = _logprob_forward(z, targets[chunk], options.divisor)
             value, grads = _loss_gradient(loss, logprobs[chunk], entropy[chunk], chunk, options.entropy_gradient)
             total.add_(value)
-            return norms, entropy[chunk], *grads
+            found = None
+            if top is not None:
+                given, target = top.select(chunk), (targets[chunk], logprobs[chunk])
+                policy = z.gather(-1, given.ids) / options.divisor - norms[:, None]
+                distance = divergence(given.logprobs.to(dtype), policy)
+                distances[chunk] = distance.value
+                total.add_((given.weights * distance.value).sum())
+                found = top_gradient(given, distance, policy, target, grads, entropy[chunk])
+            return ChunkGradients(norms, entropy[chunk], *grads, found)
 
         wanted = ctx.needs_input_grad[1:3]
         ctx.save_for_backward(*_input_gradients(hidden, weight, bias, targets, options, of_chunk, wanted))
-        ctx.mark_non_differentiable(logprobs, entropy)
-        return logprobs, entropy, total
+        ctx.mark_non_differentiable(logprobs, entropy, distances)
+        return logprobs, entropy, total, distances
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if x is None else x * grads[2] for x in ctx.saved_tensors), None, None, None
+        return *(None if x is None else x * grads[2] for x in ctx.saved_tensors), None, None, None, None
 
 
 def _input_gradients(
@@ -231,11 +255,14 @@ def _logit_gradient(
     z: Tensor, targets: Tensor, known: ChunkGradients, temperature: float, dtype: torch.dtype
 ) -> Tensor:
     """Gradient of the loss with respect to the logits `z`, in `dtype`. It may overwrite `z`."""
+    norms, entropy, grad_logprob, grad_entropy, top = known
+    if top is not None:
+        shifted = known._replace(of_logprob=grad_logprob + top.shift, top=None)
+        return top.write(_logit_gradient(z, targets, shifted, temperature, dtype), temperature)
     if _fused(z):
         from learner.model.kernels import head_kernels
 
-        return head_kernels.logit_gradient(z, targets, *known, temperature, dtype)
-    norms, entropy, grad_logprob, grad_entropy = known
+        return head_kernels.logit_gradient(z, targets, norms, entropy, grad_logprob, grad_entropy, temperature, dtype)
     logp = z.div_(temperature).sub_(norms[:, None])
     p = logp.exp()
     if grad_entropy is None:

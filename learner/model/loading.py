@@ -27,7 +27,7 @@ from configs.schema import ModelConfig
 from learner.model import bounds, state
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 from learner.model.idle_parts import nests_text, sees
-from learner.model.master_weights import MasterWeights
+from learner.model.master_weights import MasterWeights, rows_of
 
 Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter of that name at version 0."""
@@ -159,9 +159,9 @@ def distribute_weights(
             wide = torch.float32 if masters and parameter.requires_grad else parameter.dtype
             like: dict[str, Any] = {"dtype": wide, "device": device}
             full = torch.empty(parameter.shape, **like) if given is None else given.to(device).to(wide)
-            shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+            shard: torch.Tensor = distribute_tensor(full, parameter.device_mesh, parameter.placements)
             if masters and parameter.requires_grad:
-                masters.keep(first, shard.to_local())
+                masters.keep(first, rows_of(shard))
                 shard = shard.to(parameter.dtype)
             filled[first] = nn.Parameter(shard.cpu() if offload else shard, requires_grad=parameter.requires_grad)
         filled[name] = filled[first]

@@ -144,6 +144,11 @@ class Microbatch:
     turn."""
     teacher: Tensor | None = None
     """float32: the teacher's log-probability of the token, 0 where there is none; None: no token has a teacher."""
+    teacher_ids: Tensor | None = None
+    """int64 [trainable tokens, k]: the teacher's k most probable tokens in place of each of `scored`, zeros where there
+    is no teacher; None: no token has them."""
+    teacher_top: Tensor | None = None
+    """float32 [trainable tokens, k]: the teacher's log-probabilities of these."""
     targets: Targets | None = None
     """None: each trainable token is one of the row."""
     own: RowSlice | None = None

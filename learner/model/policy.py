@@ -36,6 +36,7 @@ from learner.model.idle_parts import idle_modules, idle_names, sees
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.master_weights import MasterWeights, keep_wide_gradients, narrow
 from learner.model.microbatch import Microbatch, Targets, one_document
+from learner.model.top_tokens import TopTokens
 from learner.model.unshard import is_sharded, own_rows, unshard
 from learner.model.value_head import replace_head, values
 from learner.weights.plan import Spec
@@ -168,13 +169,17 @@ class Policy(nn.Module):
         fully_shard(self, **options)
 
     def forward(
-        self, microbatch: Microbatch, temperature: float | None = None, loss: ChunkLoss | None = None
+        self,
+        microbatch: Microbatch,
+        temperature: float | None = None,
+        loss: ChunkLoss | None = None,
+        top: TopTokens | None = None,
     ) -> tuple[Tensor, ...]:
         """Log-probability and entropy of each trainable token given those before it: two [tokens] float32.
 
         Both are of the tokens of `microbatch.sampled`, and 0 where that is false: the head skips these. With `loss`, a
         function of some of `microbatch.scored`, they have no gradient; its sum, [] float32 with gradient, is the third
-        result.
+        result. `top`, of `microbatch.scored`: as in `chunked_loss`, which returns a fourth one.
 
         A critic's body has one result: the value of the state after each token, [tokens] float32 with gradient.
         """
@@ -182,7 +187,7 @@ class Policy(nn.Module):
         if self.valued:
             return (values(self.model, hidden),)
         options = self.head if temperature is None else self.head._replace(temperature=temperature)
-        return apply_head(self.model, hidden, microbatch, options, loss)
+        return apply_head(self.model, hidden, microbatch, options, loss, top)
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch, temperature: float | None = None) -> Tensor:
@@ -368,7 +373,12 @@ def hidden_states(
 
 
 def apply_head(
-    model: PreTrainedModel, hidden: Tensor, microbatch: Microbatch, options: HeadOptions, loss: ChunkLoss | None = None
+    model: PreTrainedModel,
+    hidden: Tensor,
+    microbatch: Microbatch,
+    options: HeadOptions,
+    loss: ChunkLoss | None = None,
+    top: TopTokens | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute the result of `Policy.forward` from the row's hidden states."""
     own, scored, targets = microbatch.own, microbatch.predicted, microbatch.targets
@@ -386,7 +396,7 @@ def apply_head(
     if loss is None:
         outputs: tuple[Tensor, ...] = logprobs_and_entropy(*inputs, options, bias)
     else:
-        outputs = chunked_loss(*inputs, loss if targets is None else _of_targets(loss, targets), options, bias)
+        outputs = chunked_loss(*inputs, loss if targets is None else _of_targets(loss, targets), options, bias, top)
     zeros = outputs[0].new_zeros(len(microbatch.sampled))
     values = outputs[:2] if targets is None else [output.index_select(0, targets.of_scored) for output in outputs[:2]]
     scores = [zeros.index_copy(0, scored, value) for value in values]

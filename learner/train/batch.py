@@ -15,8 +15,6 @@ from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from buffer.data.images import ImageFormat, SeenImage
 from buffer.wire.protocol import Part, SampleRows
@@ -28,6 +26,7 @@ from learner.model.vision import PATCHES_PER_TOKEN
 from learner.train import collectives
 from learner.train.pictures import NOTHING_SEEN, PictureMismatch, Piece, Seen, num_patches, open_images, show
 from learner.train.routes import RouteMismatch, laid_out, open_routes
+from learner.train.teacher_rows import TeacherTop, pieces_of, teacher_row, top_of, with_top
 from learner.train.trees import copies, grow
 
 LEAST_SAVED = 0.03
@@ -48,6 +47,8 @@ class Document:
     """[tokens, layers with experts, k] integers: experts that the server chose; None: not replayed."""
     teacher: np.ndarray | None = None
     """[tokens] float32: log-probabilities of its teacher, 0 for tokens that were given; None: it has no teacher."""
+    top: TeacherTop | None = None
+    """Its teacher's most probable tokens in place of each sampled one; None: they were not asked for."""
 
     @property
     def tokens(self) -> int:
@@ -290,7 +291,7 @@ def pack_all(opened: Opened, agreed: Agreed, budget: int, quadratic: float, patc
 def teachers_of(samples: Sequence[Sample], rows: Sequence[int]) -> dict[int, str]:
     """The teacher of each sample that has one, by its index in `Batch.rows`."""
     both = zip(samples, rows, strict=True)
-    return {row: sample.teacher for sample, row in both if sample.teacher_logprobs is not None}
+    return {row: sample.teacher_name for sample, row in both if sample.teacher_logprobs is not None}
 
 
 def teacher_kl(samples: Sequence[Sample]) -> dict[str, tuple[float, int]]:
@@ -300,8 +301,8 @@ def teacher_kl(samples: Sequence[Sample]) -> dict[str, tuple[float, int]]:
         if sample.teacher_logprobs is not None:
             sampled = sample.sampled.numpy() != 0
             gap = sample.behaviour_logprobs.numpy().astype(float) - sample.teacher_logprobs.numpy()
-            total, number = found.get(sample.teacher, (0.0, 0))
-            found[sample.teacher] = total + float(gap[sampled].sum()), number + int(sampled.sum())
+            total, number = found.get(sample.teacher_name, (0.0, 0))
+            found[sample.teacher_name] = total + float(gap[sampled].sum()), number + int(sampled.sum())
     return found
 
 
@@ -328,7 +329,8 @@ def documents_of(
             inside = [image for image in images if image.start < stop - start]
             own = None if routed is None else routed[start:stop]
             taught = None if sample.teacher_logprobs is None else sample.teacher_logprobs.numpy()[start:stop]
-            documents.append(Document(row, [column[start:stop] for column in columns], inside, own, taught))
+            top = top_of(sample, sampled, start, stop)
+            documents.append(Document(row, [column[start:stop] for column in columns], inside, own, taught, top))
     return documents, Turns(np.array(turn_rows, np.int64), np.array(rewards, np.float64))
 
 
@@ -433,24 +435,9 @@ def pack_plain(units: Sequence[Unit]) -> Microbatch:
     routes = [document.routes if document.routes is None else document.routes[part] for document, part in pieces]
     taught = [None if document.teacher is None else document.teacher[part] for document, part in pieces]
     packed = replace(packed, routes=laid_out(routes), teacher=teacher_row(taught, pieces_of(packed)))
+    packed = with_top(packed, [document.top for document, _ in pieces])
     pictured = [Piece(document.images, document.tokens, part) for document, part in pieces]
     return show(packed, pictured)
-
-
-def pieces_of(packed: Microbatch) -> list[int]:
-    """Tokens of each piece of a row."""
-    return packed.cu_seqlens.diff().tolist()  # type: ignore[no-any-return]
-
-
-def teacher_row(taught: Sequence[np.ndarray | None], lengths: Sequence[int]) -> Tensor | None:
-    """The teachers' log-probabilities of a row of pieces: [tokens] float32, 0 in a piece without a teacher; None where
-    no piece has one."""
-    if all(each is None for each in taught):
-        return None
-    whole = [
-        np.zeros(length, np.float32) if each is None else each for each, length in zip(taught, lengths, strict=True)
-    ]
-    return torch.from_numpy(np.concatenate(whole).astype(np.float32))
 
 
 def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:

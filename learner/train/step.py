@@ -23,16 +23,17 @@ from configs.schema import AlgorithmConfig
 from learner.algorithms.advantages import mask_overlong, soft_overlong, turn_returns
 from learner.algorithms.corrections import m2_limit, m2_squares
 from learner.algorithms.diagnostics import combine, is_max, per_sample_sums, sample_metrics, summary
-from learner.algorithms.inputs import LossContext, LossInputs
+from learner.algorithms.inputs import LossContext, LossInputs, aggregation_weights
 from learner.algorithms.losses import is_tokenwise, needs_first_pass
 from learner.algorithms.own import advantage_of, loss_of
-from learner.algorithms.teachers import kl_metrics, kl_sums, with_teacher
+from learner.algorithms.teachers import DIVERGENCE_SUM, kl_metrics, kl_sums, with_teacher
 from learner.critic.critic import Critic
 from learner.model.context import check_same
 from learner.model.experts.mixture import load_metrics
 from learner.model.lora.base import Base
 from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
+from learner.model.top_tokens import TopTokens
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.extra_texts import TOTAL, DrawnBeside, TrainedBeside
@@ -47,6 +48,7 @@ TEACHER_WEIGHTS = "teacher_weights"
 PHASES = ("pack", "backward", "update")
 """The phases of a step: packing the batch, forward and backward passes, optimizer."""
 JUDGED = "a critic judges each token of a row for one sample"
+TOPPED = "teacher.top_k: most probable tokens are given for each sample's own tokens"
 TALLY = "moe"
 """Among a rank's sums, of a mixture of experts, what its routers did: [layers, ...]."""
 Result = tuple[Tensor, dict[str, Tensor]]
@@ -59,7 +61,8 @@ class Algorithm:
     `budget`: tokens per microbatch. `max_tokens`: the longest answer, from which the soft overlong penalty and, by
     default, `aggregation: constant` count. `form`: how a vision-language model sees images. `critic`: gives each token
     its advantage, with `advantage: gae`. `beside`: texts that are trained beside the samples. `teachers`: the weight of
-    each teacher, by the `data_source` of its rows.
+    each teacher, by the `data_source` of its rows; `top_k`: whether they gave their most probable tokens, for a loss
+    that `is_tokenwise`.
     """
 
     def __init__(
@@ -73,8 +76,9 @@ class Algorithm:
         critic: Critic | None = None,
         beside: TrainedBeside | None = None,
         teachers: Mapping[str, float] = MappingProxyType({}),
+        top_k: bool = False,
     ) -> None:
-        self.teachers = teachers
+        self.teachers, self.top_k = teachers, top_k
         self.config = config.model_copy(update={"constant_length": config.constant_length or max_tokens})
         self.optimizer, self.budget, self.max_tokens, self.reference = optimizer, budget, max_tokens, reference
         self.form, self.beside, self.skipped = form, beside, SkippedSteps()
@@ -135,8 +139,8 @@ class Algorithm:
         if policy.context_group is not None:
             check_same(_digest(part), policy.context_group)
         key_room = policy.key_room
-        if self.critic and key_room is not None:
-            log.info("learner.share_prompts: prompts alone are computed once, no longer prefixes: %s", JUDGED)
+        if (reason := JUDGED if self.critic else TOPPED if self.top_k else None) and key_room is not None:
+            log.info("learner.share_prompts: prompts alone are computed once, no longer prefixes: %s", reason)
             key_room = policy.key_room = None
         batch = Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed, key_room)
         if self.critic:
@@ -175,18 +179,22 @@ class Algorithm:
         if self.reference:
             unrouted = replace(microbatch, routes=None)  # the routes are the policy's
             shared = shared | {"reference": self.reference.score(unrouted)}
-        loss, sums = self.forward(policy, microbatch, loss_context(microbatch, shared))
+        context = loss_context(microbatch, shared)
+        top = self._top(microbatch, context, shared[TEACHER_WEIGHTS]) if self.top_k else None
+        loss, sums = self.forward(policy, microbatch, context, top)
         (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
         return sums if policy.mixture is None else sums | {TALLY: policy.mixture.tally.double()}
 
-    def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext) -> Result:
+    def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
         """The loss of all tokens together, after the head; the head recomputes its logits in the backward pass. Ranks
-        that share the row compute the same loss, and each differentiates it by the tokens that it predicts."""
+        that share the row compute the same loss, and each differentiates it by the tokens that it predicts. There is no
+        `top`: the run file was checked."""
+        assert top is None
         logprobs, entropy = policy(microbatch)
         loss, sums = self.loss(context.inputs(logprobs, entropy), self.config)
         return loss + 0.0 * logprobs.sum(), sums  # so that even a dummy's loss depends on every parameter
 
-    def by_chunk(self, policy: Policy, microbatch: Microbatch, context: LossContext) -> Result:
+    def by_chunk(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
         """The same for a loss that `is_tokenwise`, differentiated in the head's chunks; the sums of all tokens
         together.
 
@@ -198,8 +206,24 @@ class Algorithm:
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice | Tensor) -> Tensor:
             return loss.of_tokens(scored.select(chunk).inputs(logprobs, entropy), self.config)
 
-        logprobs, entropy, total = policy(microbatch, loss=chunk_loss)
-        return total, loss(context.inputs(logprobs, entropy), self.config)[1]
+        logprobs, entropy, total, *distances = policy(microbatch, loss=chunk_loss, top=top)
+        sums = loss(context.inputs(logprobs, entropy), self.config)[1]
+        if top is not None:
+            (of_token,) = distances
+            sums["loss/teacher"] = (top.weights * of_token).sum().double()
+            sums[DIVERGENCE_SUM] = torch.where(top.weights != 0, of_token, 0).sum().double()
+        return total, sums
+
+    def _top(self, microbatch: Microbatch, context: LossContext, of_turns: Tensor) -> TopTokens:
+        """The teachers' most probable tokens in place of the trainable ones, weighted as the loss of these is, times
+        the weight of the teacher of their turn."""
+        config, scored = self.config, microbatch.scored
+        inputs = context.select(scored).inputs(microbatch.behaviour[scored])
+        weights = aggregation_weights(inputs, config.aggregation, config.constant_length)
+        ids, logprobs = microbatch.teacher_ids, microbatch.teacher_top
+        if ids is None or logprobs is None:
+            ids, logprobs, weights = scored.new_zeros(len(scored), 1), weights.new_zeros(len(scored), 1), weights * 0
+        return TopTokens(ids, logprobs, weights * of_turns[microbatch.turn[scored]])
 
     def shared_context(self, batch: Batch, device: torch.device, counts: bool = True) -> dict[str, Any]:
         """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`, but
@@ -339,7 +363,7 @@ def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:
     known = {name: x[microbatch.sequence] if name in PER_SAMPLE else x for name, x in shared.items()}
     weights, own = known.pop(TEACHER_WEIGHTS)[microbatch.turn], microbatch.advantages
     known["advantages"] = shared["advantages"][microbatch.turn] if own is None else own
-    if microbatch.teacher is not None:
+    if microbatch.teacher is not None and microbatch.teacher_ids is None:
         facts = known["advantages"], microbatch.teacher, microbatch.behaviour
         known["advantages"] = with_teacher(*facts, weights)
     fields = ("behaviour", "sampled", "sequence", "versions")

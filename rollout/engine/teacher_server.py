@@ -69,9 +69,11 @@ def arguments(config: Config, number: int, cpu: bool) -> dict[str, Any]:
         "enable_prefix_caching": False,  # vLLM reads nothing from it for prompt_logprobs
     }
     defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES} if cpu else {}
+    top = {} if config.teacher.top_k is None else {"max_logprobs": config.teacher.top_k}
     return {
         **defaults,
         **teacher.engine,
+        **top,
         "model": teacher.model,
         "runner": "generate",
         "host": config.teacher.host,

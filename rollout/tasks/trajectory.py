@@ -15,7 +15,7 @@ import numpy as np
 
 from buffer.data.images import ImageFormat, Picture, decode
 from buffer.wire.message import Array
-from buffer.wire.sample import Sample, SampleImage, num_turns
+from buffer.wire.sample import Sample, SampleImage, TopTeacher, num_turns
 from rollout.errors import EpisodeError
 from rollout.rewards.convention import Score, finite
 
@@ -101,6 +101,17 @@ class Taught(NamedTuple):
     """The `data_source` of the teacher's rows; "" is the teacher of all other rows."""
     logprobs: np.ndarray
     """[tokens] float32: log-probability of each sampled token, 0 for those that were given."""
+    ids: np.ndarray | None = None
+    """int32 [sampled tokens, k]: its most probable tokens in place of each sampled one; None: not asked for."""
+    top: np.ndarray | None = None
+    """float32 [sampled tokens, k]: their log-probabilities."""
+
+    @property
+    def sent(self) -> str | TopTeacher:
+        """`Sample.teacher`."""
+        if self.ids is None or self.top is None:
+            return self.teacher
+        return TopTeacher(name=self.teacher, ids=Array.of(self.ids), logprobs=Array.of(self.top))
 
 
 class Trajectory:
@@ -178,7 +189,7 @@ class Trajectory:
             starts=self.starts,
             turn_rewards=turns,
             routes=None if self.routes is None else Array.of(self.routes),
-            teacher=self.taught.teacher if self.taught else "",
+            teacher=self.taught.sent if self.taught else "",
             teacher_logprobs=Array.of(self.taught.logprobs) if self.taught else None,
         )
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
@@ -22,7 +22,7 @@ from rollout.errors import RewardError, TeacherError
 from rollout.rewards.models.http_model import ServersAway
 from rollout.rewards.models.own_servers import OwnServers
 from rollout.tasks.trajectory import Taught, Trajectory
-from rollout.teachers.teacher_client import TeacherClient
+from rollout.teachers.teacher_client import Opinion, TeacherClient
 
 MOST_LOSSES = 3
 """How often one request may lose the run's teacher servers before the attempt has failed: it may be what ends them."""
@@ -54,10 +54,11 @@ class Teachers:
             return
         with Stay(self._waiting, len(made)):
             found = await teacher.score([segments(trajectory) for trajectory in made])
-        for trajectory, logprobs in zip(made, found, strict=True):
+        for trajectory, opinion in zip(made, found, strict=True):
             sampled = columns_of(trajectory)["sampled"].astype(bool)
-            trajectory.taught = Taught(teacher.source, np.where(sampled, logprobs, np.float32(0)))
-        self._tokens += sum(map(len, found))
+            own = np.where(sampled, opinion.logprobs, np.float32(0))
+            trajectory.taught = Taught(teacher.source, own, opinion.ids, opinion.top)
+        self._tokens += sum(len(opinion.logprobs) for opinion in found)
 
     def stats(self) -> dict[str, float]:
         """Figures for a heartbeat: samples that wait for a teacher, the longest wait in seconds, and tokens that
@@ -79,7 +80,7 @@ class Teacher:
         key = key_of(config, source)
         asked = {"url": urls, "model": given.model, "api_key_env": given.api_key_env}
         try:
-            limits = {"timeout_s": config.timeout_s, "retries": config.retries}
+            limits = {"timeout_s": config.timeout_s, "retries": config.retries, "top_k": config.top_k}
             self._client = TeacherClient.model_validate(asked | limits).called(key)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
@@ -98,20 +99,20 @@ class Teacher:
             self._servers.close()
         await self._client.close()
 
-    async def score(self, samples: Sequence[Sequence[list[int]]]) -> list[np.ndarray]:
-        """For each sample, which is a list of its segments, [tokens] float32. Raises TeacherError."""
+    async def score(self, samples: Sequence[Sequence["Text"]]) -> list[Opinion]:
+        """For each sample, which is a list of its segments, what the teacher gives. Raises TeacherError."""
         texts = [segment for sample in samples for segment in sample]
         found = iter(await self._asked(texts))
-        return [np.concatenate([next(found) for _ in sample]) for sample in samples]
+        return [joined([next(found) for _ in sample]) for sample in samples]
 
-    async def _asked(self, texts: Sequence[list[int]]) -> list[np.ndarray]:
+    async def _asked(self, texts: Sequence["Text"]) -> list[Opinion]:
         """One request, again when the run's own servers were lost meanwhile and have come back."""
         losses = 0
         while True:
             if self._servers:
                 await self._servers.ready()
             try:
-                return await self._client.logprobs(texts)
+                return await self._client.opinions([text.tokens for text in texts], [text.sampled for text in texts])
             except TeacherError:
                 raise
             except RewardError as error:
@@ -121,10 +122,28 @@ class Teacher:
                 self._servers.lost()
 
 
-def segments(trajectory: Trajectory) -> list[list[int]]:
-    """The texts of a sample, each a context by itself: usually one."""
-    tokens = columns_of(trajectory)["tokens"].tolist()
-    return [tokens[start:end] for start, end in pairwise([*trajectory.starts, len(tokens)])]
+class Text(NamedTuple):
+    """A context by itself."""
+
+    tokens: list[int]
+    sampled: np.ndarray
+    """[tokens] bool"""
+
+
+def segments(trajectory: Trajectory) -> list[Text]:
+    """The texts of a sample: usually one."""
+    columns = columns_of(trajectory)
+    tokens, sampled = columns["tokens"].tolist(), columns["sampled"].astype(bool)
+    bounds = pairwise([*trajectory.starts, len(tokens)])
+    return [Text(tokens[start:end], sampled[start:end]) for start, end in bounds]
+
+
+def joined(opinions: Sequence[Opinion]) -> Opinion:
+    """What a teacher gave for a sample, from that of its segments."""
+    ids = [each.ids for each in opinions if each.ids is not None]
+    top = [each.top for each in opinions if each.top is not None]
+    tops = (np.concatenate(ids), np.concatenate(top)) if ids and top else ()
+    return Opinion(np.concatenate([each.logprobs for each in opinions]), *tops)
 
 
 def columns_of(trajectory: Trajectory) -> dict[str, np.ndarray]:

@@ -6,25 +6,41 @@ side. vLLM samples one token after each text, because it must sample some; nobod
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import PrivateAttr
 
+from buffer.wire.values import LARGEST as MOST_TOKEN
+from buffer.wire.values import LEAST_LOGPROB
 from rollout.errors import TeacherError
 from rollout.rewards.models.http_model import HttpModel
 
 PATH = "/v1/completions"
-SAMPLING = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "add_special_tokens": False}
-"""`prompt_logprobs: 0`: of the text's own tokens only, at temperature 1."""
+SAMPLING = {"max_tokens": 1, "temperature": 0, "add_special_tokens": False}
+"""`prompt_logprobs`, which comes to these, asks for log-probabilities of the text's own tokens, at temperature 1, and
+for so many of the most probable ones in place of each."""
 LARGEST = float(np.finfo(np.float32).max)
 SHOWN_CHARS = 200
 """Most characters of an answer that an error repeats."""
 
 
+class Opinion(NamedTuple):
+    """What a teacher gave for a text."""
+
+    logprobs: np.ndarray
+    """[tokens] float32: of each token given those before it; 0 for the first one."""
+    ids: np.ndarray | None = None
+    """int32 [sampled tokens, k]: the most probable tokens in place of each sampled one; None: not asked for."""
+    top: np.ndarray | None = None
+    """float32 [sampled tokens, k]: their log-probabilities."""
+
+
 class TeacherClient(HttpModel):
     """A teacher's servers. Raises ValueError for an address or key that cannot be used."""
 
+    top_k: int | None = None
+    """How many of the most probable tokens are asked for; null: none."""
     _name: str = PrivateAttr("teacher")
 
     def called(self, name: str) -> "TeacherClient":
@@ -32,10 +48,11 @@ class TeacherClient(HttpModel):
         self._name = name
         return self
 
-    async def logprobs(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """For each text the log-probability of each of its tokens given those before it: [tokens] float32, 0 for the
-        first token. Raises TeacherError for an answer that has not all of them, RewardError as `post` does."""
-        reply = await self.post(PATH, {"prompt": [list(text) for text in texts], **SAMPLING})
+    async def opinions(self, texts: Sequence[Sequence[int]], sampled: Sequence[np.ndarray]) -> list[Opinion]:
+        """For each text what the teacher gives; `sampled`: which of its tokens were sampled, [tokens] bool each. Raises
+        TeacherError for an answer that has not all of it, RewardError as `post` does."""
+        asked = {"prompt": [list(text) for text in texts], **SAMPLING, "prompt_logprobs": self.top_k or 0}
+        reply = await self.post(PATH, asked)
         try:
             choices = sorted(reply["choices"], key=lambda one: one["index"])
             numbers, found = [each["index"] for each in choices], [each["prompt_logprobs"] for each in choices]
@@ -44,7 +61,37 @@ class TeacherClient(HttpModel):
         if numbers != list(range(len(texts))):
             given = f"{len(found)} completions, of texts {numbers!r:.80}"
             raise TeacherError(f"{self._name}: {given}, for {len(texts)} texts")
-        return [self._of_tokens(text, entries) for text, entries in zip(texts, found, strict=True)]
+        each = zip(texts, found, sampled, strict=True)
+        return [Opinion(self._of_tokens(text, entries), *self._tops(entries, of)) for text, entries, of in each]
+
+    def _tops(self, entries: Any, sampled: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The `top_k` most probable tokens in place of each sampled one, of `entries` that `_of_tokens` has read."""
+        if self.top_k is None:
+            return None, None
+        places = np.flatnonzero(sampled).tolist()
+        tops = [self._top(entries[place], place, self.top_k) for place in places]
+        columns = np.array(tops, np.float64).reshape(len(places), self.top_k, 2)
+        return columns[..., 0].astype(np.int32), columns[..., 1].astype(np.float32)
+
+    def _top(self, entry: dict[str, Any], place: int, number: int) -> list[tuple[int, float]]:
+        """The most probable `number` tokens of one place, the first of equal ones, with their log-probabilities."""
+        try:
+            known = {int(token): each["logprob"] for token, each in entry.items()}
+        except (KeyError, TypeError, ValueError):
+            raise TeacherError(f"{self._name}: no tokens at {place} but {str(entry)[:SHOWN_CHARS]}") from None
+        if len(known) < number:
+            raise TeacherError(f"{self._name}: {len(known)} tokens at {place}; teacher.top_k is {number}")
+        wrong = (each for each in known.items() if not self._sound(*each))
+        if (first := next(wrong, None)) is not None:
+            token, logprob = first
+            raise TeacherError(f"{self._name}: log-probability {logprob!r:.40} of token {token!r:.20} at {place}")
+        best = sorted(known.items(), key=lambda each: -each[1])[:number]
+        return [(token, max(logprob, LEAST_LOGPROB)) for token, logprob in best]
+
+    @staticmethod
+    def _sound(token: int, logprob: Any) -> bool:
+        """Whether a token and its log-probability can be stored; the buffer knows the vocabulary."""
+        return 0 <= token <= MOST_TOKEN and type(logprob) in (int, float) and abs(logprob) <= LARGEST
 
     def _of_tokens(self, text: Sequence[int], entries: Any) -> np.ndarray:
         """`entries`: None for the first token, then a map from token ids to `{logprob, ...}` for each token."""

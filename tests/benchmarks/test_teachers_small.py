@@ -1,8 +1,12 @@
-"""The benchmark of teachers: when a run has reached its goal, and the rows of a seed."""
+"""The benchmark of teachers: when a run has reached its goal, the rows of a seed, and several benchmarks at a time."""
+
+import argparse
+from pathlib import Path
 
 import pytest
 
-from benchmarks.teachers import reached, rows_of
+from benchmarks.runs.ports import FIRST, LAST, free_port
+from benchmarks.teachers import Plan, laid_over, only_maker, plans, play, reached, rows_of, setting
 
 
 @pytest.mark.parametrize(
@@ -32,5 +36,62 @@ def test_versions_are_compared_where_both_runs_reached_the_goal() -> None:
 
 
 def test_a_run_that_never_reached_it_is_shown_with_its_last_rewards() -> None:
-    never, _ = rows_of(1, [{"reward/mean": 0.5}] * 20, TAUGHT)
-    assert never.what.startswith("never to a mean reward of 0.8") and (never.value, never.against_value) == (0.9, 0.5)
+    weak = [one | {"reward/mean": 0.6} for one in TAUGHT]
+    never, _ = rows_of(1, [{"reward/mean": 0.5}] * 20, weak)
+    assert never.what == "not to a mean reward of 0.8 in 10 versions: the last mean"
+    assert (never.value, never.against, never.against_value) == (pytest.approx(0.6), "alone, after 20", 0.5)
+
+
+def test_rewards_that_never_reached_it_bound_the_share() -> None:
+    versions, share, _ = rows_of(1, [{"reward/mean": 0.5}] * 20, TAUGHT)
+    assert (versions.value, versions.against, versions.against_value) == (5, "rewards alone, more than", 20)
+    assert share.what == "  as a share, less than" and share.value == 0.25
+
+
+def test_runs_take_gpus_in_turn_and_a_learner_another_one_than_its_server() -> None:
+    made = plans([0, 1, 2], [4, 5])
+    assert [(plan.seed, plan.taught) for plan in made] == [(s, t) for t in (False, True) for s in range(3)]
+    assert all(plan.gpu != plan.learner_gpu and {plan.gpu, plan.learner_gpu} == {4, 5} for plan in made)
+    assert plans([0], []) == [Plan(0, False, None, None), Plan(0, True, None, None)]
+
+
+def test_a_setting_is_laid_over_key_by_key() -> None:
+    config = {"learner": {"lr": 1e-3, "device": "cpu"}, "data": {"eval": "file"}}
+    for change in ({"data": {"eval": {}}}, setting("learner.lr=4e-3"), setting("teacher.engine.dtype=float32")):
+        laid_over(config, change)
+    assert config["learner"] == {"lr": "4e-3", "device": "cpu"} and config["data"] == {"eval": {}}
+    assert config["teacher"] == {"engine": {"dtype": "float32"}}
+
+
+def plan_in(work: Path, only: str | None) -> tuple[argparse.Namespace, Plan, Path]:
+    """A run on rewards alone, whose run file and one record exist."""
+    folder = work / "rewards-seed0"
+    folder.mkdir()
+    (folder / "given.yaml").write_text("of another process")
+    (folder / "metrics.jsonl").write_text('{"version": 1, "reward/mean": 0.5}\n{"version": 2, "rew')
+    args = argparse.Namespace(work=work, set=[], only=only, versions=10, budget_s=5.0)
+    return args, Plan(0, False, None, None), folder / "given.yaml"
+
+
+@pytest.mark.parametrize("only", ["teacher", "nothing"])
+def test_a_run_that_only_leaves_out_is_read_and_its_run_file_kept(tmp_path: Path, only: str) -> None:
+    """Another benchmark may have begun it a moment ago: its processes read the address of their buffer there."""
+    args, plan, file = plan_in(tmp_path, only)
+    assert [one["reward/mean"] for one in play(args, plan)] == [0.5]
+    assert file.read_text() == "of another process"
+
+
+def test_a_run_that_another_benchmark_makes_is_not_made_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args, plan, file = plan_in(tmp_path, None)
+    with only_maker(file.parent):
+        assert [one["reward/mean"] for one in play(args, plan)] == [0.5]
+    assert file.read_text() == "of another process"
+    assert f"another benchmark makes the run in {file.parent} now" in "".join(capsys.readouterr())
+
+
+def test_a_port_is_given_once_and_never_one_of_outgoing_connections() -> None:
+    """Searches that begin at the same port find different ones, as searches of other processes would."""
+    ports = [free_port(20_000) for _ in range(5)] + [free_port() for _ in range(5)]
+    assert len(set(ports)) == 10 and all(FIRST <= port < LAST for port in ports)

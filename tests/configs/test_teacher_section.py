@@ -72,7 +72,7 @@ def test_a_run_without_a_teacher_has_the_fingerprint_of_before() -> None:
 def test_where_a_teacher_is_may_change_and_who_it_is_may_not() -> None:
     before = settings(config(REWARD, "model=big", "servers=1"))
     assert changes(before, config(REWARD, "model=big", "servers=2", "port=6001", "timeout_s=9"))
-    for changed in ("model=other", "weight=2"):
+    for changed in ("model=other", "weight=2", "top_k=4"):
         with pytest.raises(ConfigError, match=f"^teacher.{changed.partition('=')[0]}: "):
             changes(before, config(REWARD, "model=big", "servers=1", changed))
 
@@ -80,6 +80,8 @@ def test_where_a_teacher_is_may_change_and_who_it_is_may_not() -> None:
 def test_a_teacher_takes_room_in_a_group() -> None:
     plain, taught = config(REWARD), config(REWARD, "model=big", "servers=1")
     assert max_group_bytes(taught) * 13 == max_group_bytes(plain) * 17
+    most = config(REWARD, "model=big", "servers=1", "top_k=16")
+    assert max_group_bytes(most) * 13 == max_group_bytes(plain) * (17 + 16 * 8)
 
 
 OWN = ["model=big", "servers=1"]
@@ -132,7 +134,13 @@ OWN = ["model=big", "servers=1"]
         ),
         (["by_source=[{model: x}]"], "teacher.by_source.0.data_source: missing"),
         (["by_source=[{data_source: a, wieght: 2}]"], "teacher.by_source.0.wieght: no such key"),
-        ([*OWN, "top_k=8"], "teacher.top_k: no such key"),
+        ([*OWN, "top_k=65"], "teacher.top_k: 65 is not a whole number"),
+        (["top_k=8", REWARD], "teacher.top_k: there is no teacher that it is for"),
+        ([*OWN, "engine={max_logprobs: 9}"], "teacher.engine.max_logprobs: Headrace sets it; remove the key"),
+        (
+            [*OWN, "top_k=8", "--algorithm.loss=own.py:loss"],
+            "teacher.top_k: 8 with algorithm.loss: own.py:loss: nobody has trained both; set it to null",
+        ),
         ([*OWN, "weight=0"], "teacher.weight: 0 is not a number"),
         ([*OWN, "--sampling.temperature=0.7"], "sampling.temperature: 0.7, but a teacher's log-probabilities are of 1"),
         ([*OWN, "--algorithm.loss=gspo"], "algorithm.loss: gspo weights whole samples, and a teacher gives each token"),

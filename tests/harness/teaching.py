@@ -10,6 +10,8 @@ from typing import Any
 from configs.inner_command import inner_words
 from tests.harness.model_server import ModelServer
 
+OTHERS = 1000
+"""The first of the tokens that are given besides a text's own."""
 Opinion = Callable[[Sequence[int], int], float]
 """From a text and a place in it to the log-probability of the token there."""
 
@@ -19,15 +21,21 @@ def by_context(text: Sequence[int], place: int) -> float:
     return -(1 + (sum((1 + at) * token for at, token in enumerate(text[: place + 1])) % 200)) / 64
 
 
+def entry(token: int, logprob: float, others: int) -> dict[str, Any]:
+    """What vLLM answers of one token: its own log-probability, and so many others, here less probable ones."""
+    known = {token: logprob} | {OTHERS + number: -8.0 - number for number in range(others)}
+    return {str(one): {"logprob": each, "rank": 1, "decoded_token": "x"} for one, each in known.items()}
+
+
 def completions(body: dict[str, Any], opinion: Opinion = by_context) -> dict[str, Any]:
     """What vLLM answers to a request of TeacherClient, the last choice first."""
-    assert body["prompt_logprobs"] == 0 and body["max_tokens"] == 1
+    assert body["max_tokens"] == 1
     choices = [
         {
             "index": index,
             "text": "x",
             "prompt_logprobs": [
-                {str(token): {"logprob": opinion(text, place), "rank": 1, "decoded_token": "x"}} if place else None
+                entry(token, opinion(text, place), body["prompt_logprobs"]) if place else None
                 for place, token in enumerate(text)
             ],
         }

@@ -157,8 +157,8 @@ def test_a_tree_s_squares_are_the_pairs_that_attention_sees() -> None:
     for unit in trees_of(documents, np.array([entry.item for entry in entries]), 10**6, 0.0):
         row = pack([unit])
         pairs = sum(
-            int(n) * int(m) - int(n) * (int(n) - 1) // 2
-            for n, m in zip(row.cu_seqlens.diff(), row.shared.starts.diff(), strict=True)
+            n * m - n * (n - 1) // 2
+            for n, m in zip(row.cu_seqlens.diff().tolist(), row.shared.starts.diff().tolist(), strict=True)
         )
         assert unit.squares == 2 * pairs - unit.tokens and len(row.tokens) == unit.tokens
         assert unit.copies == len(row.shared.keys) - unit.tokens

@@ -22,7 +22,7 @@ from tests.harness.fakes import FakeEngine, FakePrompts, FakeRewards, fake_sampl
 from tests.harness.keys import TOKEN, give_keys
 from tests.harness.model_server import ModelServer
 from tests.harness.ports import free_port
-from tests.harness.teaching import by_context, completions, teacher_server
+from tests.harness.teaching import OTHERS, by_context, completions, teacher_server
 
 
 def item(problem: str = "1+1=", **columns: Any) -> WorkItem:
@@ -84,6 +84,50 @@ async def test_of_several_turns_and_segments_only_sampled_tokens_count_in_their_
     assert sample.teacher_logprobs.numpy().tolist() == expected(sample)
     assert np.flatnonzero(sample.teacher_logprobs.numpy()).tolist() == [4, 5, 7, 8, 14, 15]
     assert len(server.requests[0][2]["prompt"]) == 6
+
+
+async def test_the_most_probable_tokens_come_in_place_of_each_sampled_one_of_all_segments() -> None:
+    async with teacher_server() as server, episodes(TeacherConfig(url=server.url, top_k=3), task=forks) as made:
+        outcome = await made.run(item())
+    assert isinstance(outcome, Group) and server.requests[0][2]["prompt_logprobs"] == 3
+    (sample, *_) = outcome.samples
+    top, sampled = sample.teacher_top, sample.sampled.numpy() != 0
+    assert top is not None and sample.teacher_logprobs is not None
+    assert top.ids.numpy().tolist() == [
+        [token, OTHERS, OTHERS + 1] for token in sample.tokens.numpy()[sampled].tolist()
+    ]
+    own = sample.teacher_logprobs.numpy()[sampled].tolist()
+    assert top.logprobs.numpy().tolist() == [[logprob, -8.0, -9.0] for logprob in own]
+    assert sample_stats(sample.pack(), Bounds(teachers=frozenset({""}), top_k=3)).sampled == 6
+
+
+def spoiled(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any], int], tuple[int, Any]]:
+    """Completions of which the last token's entry is spoiled by `change`."""
+
+    def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        made = completions(body)
+        change(made["choices"][0]["prompt_logprobs"][-1])
+        return 200, made
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda entry: entry.pop(str(OTHERS)) and entry.pop(str(OTHERS + 1)), "2 tokens at 5; teacher.top_k is 3"),
+        (lambda entry: entry.update({str(OTHERS): {"logprob": None}}), "log-probability None of token 1000 at 5"),
+        (lambda entry: entry.update({"-1": {"logprob": -1.0}}), "log-probability -1.0 of token -1 at 5"),
+        (lambda entry: entry.update({"x": {"logprob": -1.0}}), "no tokens at 5 but"),
+    ],
+)
+async def test_an_answer_without_so_many_sound_tokens_fails_the_attempt(change: Any, reason: str) -> None:
+    async with (
+        ModelServer(spoiled(change)) as server,
+        episodes(TeacherConfig(url=server.url, top_k=3)) as made,
+    ):
+        outcome = await made.run(item())
+    assert isinstance(outcome, Failure) and outcome.kind == "engine" and reason in outcome.reason
 
 
 async def test_tokens_that_a_task_left_as_numpy_s_are_sent_as_numbers() -> None:

@@ -1,0 +1,99 @@
+"""The teacher's k most probable tokens: a divergence of the policy from them, and its gradient at the logits.
+
+With p the policy's probabilities of the k tokens, q the teacher's, and t all other tokens as one:
+D = sum p log(p/q) + p_t log(p_t/q_t), the reverse KL over k + 1 outcomes. Distilling by the reverse KL on the policy's
+own samples is MiniLLM (arXiv:2306.08543) and Thinking Machines' On-Policy Distillation (2025); one outcome for all
+other tokens is as in verl's `forward_kl_topk_tail`. At k = vocabulary it is the whole reverse KL. Pure functions, used
+by the head (`head.py`) while a chunk's logits exist; nothing here is as large as they are.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, cat, where
+
+LEAST_TAIL = 1e-6
+"""Inside the logarithms, the probability of all other tokens is at least this, the teacher's and the policy's: 1 - sum
+is rounded in float32. So log(p_t/q_t) lies within 13.9 of 0."""
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """What the teachers gave for some trained tokens. No tuple: FSDP would cast what is in one to `model.dtype`.
+
+    Example: one token, k = 2: `ids` [[7, 3]], `logprobs` [[-0.1, -2.5]], `weights` [0.01].
+    """
+
+    ids: Tensor
+    """int64 [tokens, k]: the teacher's most probable tokens, all different; anything where the weight is 0."""
+    logprobs: Tensor
+    """float [tokens, k]: the teacher's log-probability of each."""
+    weights: Tensor
+    """float [tokens]: what the divergence is multiplied by in the loss; 0: the token has no teacher."""
+
+    def select(self, tokens: slice) -> "TopTokens":
+        """Of these tokens only."""
+        return TopTokens(self.ids[tokens], self.logprobs[tokens], self.weights[tokens])
+
+
+class Divergence(NamedTuple):
+    """D of each token, and its gradient with respect to the logits."""
+
+    value: Tensor
+    """[tokens]"""
+    inside: Tensor
+    """[tokens, k]: the gradient at the logits of the k tokens, p (log(p/q) - D)."""
+    outside: Tensor
+    """[tokens]: log(p_t/q_t) - D; times its probability, the gradient at the logit of any other token."""
+
+
+def divergence(teacher: Tensor, policy: Tensor) -> Divergence:
+    """D of the log-probabilities of the same tokens, [tokens, k] each."""
+    p, ratios = policy.exp(), policy - teacher
+    rest, own = ((1 - each.exp().sum(-1)).clamp(min=0) for each in (teacher, policy))
+    of_tail = own.clamp(min=LEAST_TAIL).log() - rest.clamp(min=LEAST_TAIL).log()
+    value = (p * ratios).sum(-1) + own * of_tail
+    return Divergence(value, p * (ratios - value[:, None]), of_tail - value)
+
+
+class TopGradient(NamedTuple):
+    """The gradient of the loss at a chunk's logits, where the teacher's tokens change it."""
+
+    shift: Tensor
+    """[tokens]: what is added to the gradient with respect to the sampled token's log-probability, for all logits that
+    are not among these."""
+    places: Tensor
+    """int64 [tokens, k + 1]: the sampled token and the k."""
+    values: Tensor
+    """[tokens, k + 1]: the gradient at these logits, with the sampled token's own part."""
+
+    def write(self, gradient: Tensor, divisor: float) -> Tensor:
+        """Put the values in place: `gradient` [tokens, vocabulary], whose dtype they are rounded to once."""
+        return gradient.scatter_(-1, self.places, (self.values / divisor).to(gradient.dtype))
+
+
+def top_gradient(
+    top: TopTokens,
+    found: Divergence,
+    policy: Tensor,
+    target: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
+    entropy: Tensor,
+) -> TopGradient:
+    """The gradient of weights x D and of the loss of the sampled token together.
+
+    `policy` [tokens, k] log-probabilities of the teacher's tokens. `target`: the sampled tokens and their
+    log-probabilities, `grads`: the gradients of the loss with respect to these and, if wanted, to `entropy`.
+    """
+    (ids, own), (slope, of_entropy), weights = target, grads, top.weights.to(policy.dtype)
+    hits = top.ids == ids[:, None]
+    outside = weights * found.outside
+    values = weights[:, None] * found.inside
+    sampled = where(hits.any(-1), (values * hits).sum(-1), outside * own.exp())
+    values = values + slope[:, None] * (hits.to(policy.dtype) - policy.exp())
+    sampled = sampled + slope * (1 - own.exp())
+    if of_entropy is not None:
+        values = values - of_entropy[:, None] * policy.exp() * (policy + entropy[:, None])
+        sampled = sampled - of_entropy * own.exp() * (own + entropy)
+    places, both = cat([ids[:, None], top.ids], -1), cat([sampled[:, None], values], -1)
+    return TopGradient(-outside, places, both)

@@ -1,0 +1,72 @@
+"""What teachers gave, laid out for a microbatch: in the order of its pieces, zeros where a piece has no teacher.
+
+Pure functions of arrays, used by `batch.py` as it packs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from buffer.wire.sample import Sample
+from learner.model.microbatch import Microbatch
+
+
+class TeacherTop(NamedTuple):
+    """A teacher's k most probable tokens in place of each sampled token of a text."""
+
+    ids: np.ndarray
+    """int32 [sampled tokens, k]"""
+    logprobs: np.ndarray
+    """float32 [sampled tokens, k]"""
+
+
+def top_of(sample: Sample, sampled: np.ndarray, start: int, stop: int) -> TeacherTop | None:
+    """Those of the segment from `start` to `stop` of a sample; `sampled` [tokens] bool. None: nobody asked for them."""
+    top = sample.teacher_top
+    if top is None:
+        return None
+    before, inside = int(sampled[:start].sum()), int(sampled[start:stop].sum())
+    return TeacherTop(*(each.numpy()[before : before + inside] for each in (top.ids, top.logprobs)))
+
+
+def pieces_of(packed: Microbatch) -> list[int]:
+    """Tokens of each piece of a row."""
+    return packed.cu_seqlens.diff().tolist()  # type: ignore[no-any-return]
+
+
+def teacher_row(taught: Sequence[np.ndarray | None], lengths: Sequence[int]) -> Tensor | None:
+    """The teachers' log-probabilities of a row of pieces: [tokens] float32, 0 in a piece without a teacher; None where
+    no piece has one."""
+    if all(each is None for each in taught):
+        return None
+    whole = [
+        np.zeros(length, np.float32) if each is None else each for each, length in zip(taught, lengths, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(whole).astype(np.float32))
+
+
+def with_top(packed: Microbatch, tops: Sequence[TeacherTop | None]) -> Microbatch:
+    """`packed` with the teachers' tokens of its pieces, of which a piece without sampled tokens gets none; unchanged
+    where no piece has any. A piece has all sampled tokens of its document, or none: a shared prompt is what is before
+    the first one."""
+    widths = {top.ids.shape[1] for top in tops if top is not None}
+    if not widths:
+        return packed
+    (width,) = widths
+    bounds, sampled = packed.cu_seqlens.tolist(), packed.sampled.numpy()
+    ids, logprobs = [], []
+    for start, stop, top in zip(bounds[:-1], bounds[1:], tops, strict=True):
+        number = int(sampled[start:stop].sum())
+        empty = TeacherTop(np.zeros((number, width), np.int32), np.zeros((number, width), np.float32))
+        given = top if top is not None and number else empty
+        ids.append(given.ids)
+        logprobs.append(given.logprobs)
+    return replace(
+        packed,
+        teacher_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)),
+        teacher_top=torch.from_numpy(np.concatenate(logprobs)),
+    )
