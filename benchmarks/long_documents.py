@@ -63,7 +63,7 @@ def run(way: Way, folder: Path, mesh: DeviceMesh, args: argparse.Namespace) -> l
     """Train in one way; returns its rows on rank 0, which prints them too."""
     gpu, first = mesh.device_type == "cuda", mesh.get_rank() == 0
     model = ModelConfig(path=str(folder), dtype="bfloat16" if gpu else "float32")
-    expected = estimate(model, way.learner, mesh.size())
+    expected = estimate(model, way.learner, mesh.size(), alone=True)
     memory = gpu_memory(torch.device(mesh.device_type))
     if memory is not None and expected.total(args.tokens) > memory:
         if first:

@@ -32,6 +32,10 @@ RECORDED = {
     "weights/gb_per_s": ("broadcast", "GB/s"),
     "weights/bytes": ("weights that are sent", "bytes"),
     "time/publish_s": ("publish, as the learner waits for it", "s"),
+    "time/backward_s": ("forward and backward passes", "s"),
+    "time/update_s": ("the optimizer's step", "s"),
+    "moe/load_max_over_mean": ("busiest expert over the mean", ""),
+    "mfu/version": ("MFU of the whole version, waiting included", ""),
     "mismatch/k3_fresh": ("k3 of tokens of the newest policy", "nat"),
 }
 """Keys of the learner's records whose medians are shown."""
@@ -54,12 +58,14 @@ def whole_run(args: argparse.Namespace) -> list[dict[str, Any]]:
         first = time.monotonic() - started
         wanted = args.warm_up + args.versions
         run.wait(f"{wanted} versions", lambda: versions_of(run) >= wanted, args.start_s)
+        held = memory_of_gpus(args.ranks)
     log = (run.folder / "learner.log").read_text(errors="replace")
     for line in log.splitlines():
-        if "auto takes" in line or "tokens per microbatch" in line:
+        if any(part in line for part in ("auto takes", "tokens per microbatch", "in host memory")):
             progress(line)
     return [
         *table(args, run.records()[: args.warm_up + args.versions], log),
+        *(ResultRow(f"{who}'s GPU, all that the driver counts", gib, "GiB").line() for who, gib in held.items()),
         ResultRow("the weights were written to disk", written, "s").line(),
         ResultRow("first version after the start", first, "s").line(),
     ]
@@ -71,6 +77,15 @@ def start(run: Processes, ranks: int) -> None:
     run.start("rollout", "rollout")
     gpus = ",".join(str(FIRST_GPU + 1 + rank) for rank in range(ranks))
     run.start("learner", "learner", **({"CUDA_VISIBLE_DEVICES": gpus} if torch.cuda.is_available() else {}))
+
+
+def memory_of_gpus(ranks: int) -> dict[str, float]:
+    """GiB in use on the GPU of the server and of each rank, as the driver sees them; empty without GPUs."""
+    names = ["the server", *(f"rank {rank}" for rank in range(ranks))]
+    if torch.cuda.device_count() < FIRST_GPU + len(names):
+        return {}
+    sizes = (torch.cuda.mem_get_info(FIRST_GPU + at) for at in range(len(names)))
+    return {name: (total - free) / 2**30 for name, (free, total) in zip(names, sizes, strict=True)}
 
 
 def table(args: argparse.Namespace, records: list[dict[str, Any]], log: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
-from configs import context_parallel, critic, matmul, publishing, sft, staging, teachers, variables
+from configs import context_parallel, critic, matmul, offloading, publishing, sft, staging, teachers, variables
 from configs.data.sources import INSTALL, problems_with, source_name
 from configs.load import ConfigError
 from configs.model_facts import model_facts
@@ -116,9 +116,9 @@ def check(
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
         *publishing.contradictions(config), *staging.contradictions(config), *context_parallel.contradictions(config),
-        *sft.beside(config), *matmul.contradictions(config), *_nodes(config), *_trackers(config, files),
-        *_lora(config),
-        *teachers.rules(config, max_sample_tokens(config)), *_variables(config), *_shadows(config), *further,
+        *sft.beside(config), *matmul.contradictions(config), *offloading.contradictions(config), *_nodes(config),
+        *_trackers(config, files), *_lora(config), *teachers.rules(config, max_sample_tokens(config)),
+        *_variables(config), *_shadows(config), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -136,7 +136,7 @@ def check_sft(config: Config, *, rows: int | None = None, files: Collection[str]
     data.train, where known."""
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
-        *_architecture(config),
+        *offloading.contradictions(config), *_architecture(config),
         *_devices(config), *_nodes(config), *_lora(config),
         *_files(config, files), *_trackers(config, files), *_chat(config), *_variables(config),
     ]  # fmt: skip

@@ -66,4 +66,5 @@ def _unproven(config: Config) -> Iterator[str]:
     if config.data.demonstrations is not None:
         yield f"{key} with data.demonstrations: nobody has trained both; remove that key or {without}"
     if config.learner.cpu_offload:
-        yield f"{key} with learner.cpu_offload: true: a critic stays on its GPU; set it to false or {without}"
+        given = str(config.learner.cpu_offload).lower()
+        yield f"{key} with learner.cpu_offload: {given}: a critic stays on its GPU; set it to false or {without}"

@@ -27,8 +27,10 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"{KEY} casts bfloat16, but model.dtype is {model.dtype}; set model.dtype: bfloat16, or {REMEDY}"
     if learner.compile is False:
         yield f"{KEY} casts in compiled code, but learner.compile is false; set learner.compile: auto, or {REMEDY}"
-    if learner.cpu_offload:
+    if learner.cpu_offload is True:
         yield f"{KEY} is compiled, which is not tested with learner.cpu_offload: true; set that to false, or {REMEDY}"
+    elif learner.cpu_offload:
+        yield f"{KEY} is not tested with learner.cpu_offload: {learner.cpu_offload}; set that to false, or {REMEDY}"
     if model.lora:
         yield f"{KEY} is not tested with model.lora; set model.lora: null, or {REMEDY}"
     if keeps_critic(config):

@@ -110,6 +110,11 @@ class ModelFacts:
         frozen = (self.parameters or 0) * BYTES[model.dtype] if model.lora else -12 * self.idle
         return 16 * (self.saved_parameters(model) or 0) + frozen
 
+    def optimizer_bytes(self, model: ModelConfig) -> int:
+        """Host memory with `learner.cpu_offload: optimizer`: weight and two moments in float32 of all that is trained;
+        0 where unknown."""
+        return 12 * ((self.saved_parameters(model) or 0) - self.idle)
+
 
 def model_facts(path: str) -> ModelFacts:
     """Facts of the model in folder `path`; all None for a hub name or a folder that cannot be read."""

@@ -36,9 +36,10 @@ def publishes_rows(config: Config, shards: int) -> bool:
 
 
 def _plain(config: Config) -> bool:
-    """Whether it is known from config.json that the model's files hold its weights as the learner does."""
+    """Whether it is known from config.json that servers take the model's weights as the learner holds them: those of
+    its files, or all experts of a layer in one."""
     facts = model_facts(config.model.path)
-    return facts.proven and not facts.experts and facts.image_token is None
+    return facts.proven and facts.image_token is None
 
 
 def _saved(config: Config, shards: int) -> int:

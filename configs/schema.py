@@ -534,7 +534,8 @@ class LearnerConfig(Section):
     """When the shards of weights are gathered and gradients reduced: block by block in each forward and each backward
     pass (`pass`, the least memory), or once a batch, however many microbatches it has (`batch`: all weights in
     `model.dtype` and unsharded fp32 gradients stay). `auto` takes `batch` on a GPU if it takes at most a tenth of its
-    memory more, or of the microbatch where that is `auto`, and still fits; on CPU always; `pass` with `cpu_offload`."""
+    memory more, or of the microbatch where that is `auto`, and still fits; on CPU always; `pass` with
+    `cpu_offload: true`."""
     head_chunk_tokens: Positive | Literal["auto"] = "auto"
     """Tokens per chunk of the log-probability head: the logits of one chunk exist at a time. `auto` takes 4096 on a
     GPU, or 1024 where microbatches of 8,192 tokens do not fit otherwise; 1024 on CPU."""
@@ -560,13 +561,17 @@ class LearnerConfig(Section):
     compile: bool | Literal["auto"] = "auto"
     """Compile each transformer block with torch.compile. This takes a minute at the start; steps are then faster and
     need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, or with
-    `matmul: fp8`, but not with `cpu_offload`."""
+    `matmul: fp8`, but not with
+    `cpu_offload: true`."""
     matmul: Literal["bfloat16", "fp8"] = "bfloat16"
     """Precision in which the linear layers of the blocks multiply: forward and both gradients. `fp8` casts each factor
     to e4m3 with a scale for each row, which rounds more; docs/fp8.md has the figures. Head, embeddings, norms and
     attention stay in bfloat16. Needs a GPU with compute capability 8.9 or later (Ada, Hopper), and is compiled."""
-    cpu_offload: bool = False
-    """Keep master weights and optimizer state in host memory."""
+    cpu_offload: bool | Literal["optimizer"] = False
+    """Keep master weights and optimizer state in host memory, from where each step brings them to the GPU in parts
+    (`optimizer`: 12 bytes a trained parameter; weights in `model.dtype` and gradients stay on the GPU), or weights,
+    gradients and optimizer state (`true`, the least GPU memory; each pass fetches the weights, and the processor
+    updates them)."""
     timeout_s: Seconds = 600.0
     """Timeout of every collective between ranks; on expiry all ranks exit and log which one was missing."""
     checkpoint_every: Positive = 20
@@ -722,7 +727,7 @@ class WeightsConfig(Section):
     """Who sends: rank 0, which gathers and holds two whole copies (`gather`); or each learner rank the rows that it
     owns, and holds its share of two copies (`rows`), so that larger models fit. `auto` takes `rows` where several ranks
     share the model, the memory that rank 0 saves is more than a server needs for the connections, and the model is
-    a dense Llama, Qwen2 or Qwen3."""
+    a Llama, Qwen2, Qwen3 or Qwen3-MoE."""
     staging: Literal["auto", "full", "slices", "bucket"] = "auto"
     """Where a server receives: into a second copy of the weights while the engine generates (`full`), or into a copy
     of what each of its workers loads (`slices`), or bucket by bucket into the engine's weights while it is paused

@@ -75,6 +75,7 @@ from learner.sft.beside import Beside, read_beside
 from learner.sound import SoundSteps, bounds_of
 from learner.starting import choose_device, configure_process, decide_gather, decide_speed
 from learner.train import collectives
+from learner.train.offload_trial import check_offload
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import PictureMismatch, max_sample_patches, one_shown
 from learner.train.routes import RouteMismatch
@@ -143,6 +144,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
     with process_group(config, device) as mesh, ExitStack() as parts:
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
+        check_offload(config.learner, mesh, device)
         patches = max_sample_patches(config, form) if form else 0
         config = decide_gather(decide_speed(config, gpu_memory(device), mesh, patches), device, mesh, patches)
         sends = copies_over(config, shards(mesh), rank)

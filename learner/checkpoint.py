@@ -49,7 +49,7 @@ from learner.saved.manifest import (
     versions_to_keep,
 )
 from learner.saved.saving_ranks import SavingRanks
-from learner.saved.shards import Planner, Reader, Writer, read_index, refusal, refused_value
+from learner.saved.shards import Planner, Reader, Uncopied, Writer, read_index, refusal, refused_value
 from learner.train.collectives import broadcast_from_rank0, broadcast_state
 from learner.train.optimizer import Optimizer
 
@@ -110,6 +110,8 @@ class Checkpoints:
         options = StateDictOptions(strict=self.model.lora is None)
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(policy.model, self.optimizer.adamw, **states, options=options)
+        if policy.masters:
+            policy.masters.to_device()
         self.optimizer.restore_options()
         if self._critic:
             self._critic.load(state)
@@ -184,13 +186,16 @@ class Checkpoints:
         state = self._state(policy, version)
         if self.ranks.writes:
             private_folder(partial / "state")
-            response = async_save(state, storage_writer=Writer(partial / "state"), process_group=self.ranks.writers)
+            options: dict[str, Any] = {"storage_writer": Writer(partial / "state"), "process_group": self.ranks.writers}
+            response = async_save(state, async_stager=Uncopied() if policy.masters else None, **options)
             shards = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
             position = self._position and self._position(version)
             self._writing = self._thread.submit(
                 self._complete, shards, partial, weights, self._reward, adapter, position
             )
         self._last = version
+        if policy.masters:  # there is no room for a copy of what the next step will change
+            self._wait()
         return True
 
     def _complete(
@@ -229,6 +234,8 @@ class Checkpoints:
         model, optimizer = get_state_dict(policy.model, self.optimizer.adamw)
         if self.model.lora:
             model = {name: value for name, value in model.items() if name.endswith(ADAPTER)}
+        if policy.masters:
+            model = policy.masters.in_place_of(model)
         state = {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "version": torch.tensor(version)}
         return state | (self._critic.state() if self._critic else {})
 

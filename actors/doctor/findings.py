@@ -197,7 +197,8 @@ def _room(config: Config | None, machine: Machine) -> Iterator[Finding]:
     """Room on the disk, whose checkpoints `run_file.py` adds up, and for the learner's state in memory."""
     learner = 0
     if config and (config.learner.cpu_offload or config.learner.device == "cpu" or not machine.gpus):
-        learner = model_facts(config.model.path).state_bytes(config.model)
+        facts, apart = model_facts(config.model.path), config.learner.cpu_offload == "optimizer" and machine.gpus
+        learner = facts.optimizer_bytes(config.model) if apart else facts.state_bytes(config.model)
     less_disk = "free some, or set run.folder elsewhere"
     less_memory = "close other programs (a vLLM server takes about 2 GiB), or take a smaller model or another machine"
     where = f"{config.run.folder}: " if config else ""

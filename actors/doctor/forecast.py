@@ -96,6 +96,7 @@ class Forecast:
 
 
 ELSEWHERE: dict[str, dict[str, Any]] = {
+    "learner.cpu_offload: optimizer": {"learner": {"cpu_offload": "optimizer"}},
     "learner.cpu_offload: true": {"learner": {"cpu_offload": True}},
     "an adapter, model.lora: {rank: 32}": {"model": {"lora": {"rank": 32}}},
 }

@@ -3,7 +3,8 @@
 Random, of full size, and with a known length of answers: at each token an answer ends with probability 1 / MEAN, never
 for 0 (`benchmarks/weights/known.py`). Those of a model that sees stay random in all parts, so that the probe's picture
 tells right weights from wrong ones: its answers run to their full length, because the token that ends one is as likely
-as each of the tens of thousands of others. On a GPU if there is one; takes seconds for 1.5B, most of them for the disk.
+as each of the tens of thousands of others. So do those of a mixture of experts (`mixture_files.py`). On a GPU if there
+is one; takes seconds for 1.5B, most of them for the disk.
 """
 
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
+from benchmarks.runs.mixture_files import write_mixture
 from benchmarks.weights.family_shapes import FAMILIES
 from benchmarks.weights.known import end_answers
 from benchmarks.weights.seeing import SEEING
-from benchmarks.weights.shapes import END, folder_of
+from benchmarks.weights.shapes import END, EXPERTS, folder_of
 from configs.inner_command import inner_words
 from learner.model.loading import auto_class
 
@@ -25,6 +27,10 @@ def weights_of(shape: str, work: Path, mean: float) -> Path:
     folder = folder_of(shape, work / f"mean-{mean:g}")
     done = folder / "complete"
     if not done.exists():
+        if shape in EXPERTS:
+            write_mixture(shape, folder)
+            done.touch()
+            return folder
         config = AutoConfig.from_pretrained(folder)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             torch.manual_seed(0)

@@ -53,13 +53,19 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
         "num_experts": 128, "num_experts_per_tok": 8,
     },
+    "Qwen3-30B-A3B-4": {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "num_experts": 128, "num_experts_per_tok": 8,
+    },
     "tiny-experts": {
         "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512,
         "num_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.2,
     },
 }  # fmt: skip
-"""Mixtures of experts, which `known.py` does not silence. `Qwen3-30B-A3B-8` has 8 of the 48 layers of Qwen3-30B-A3B."""
+"""Mixtures of experts, which `known.py` does not silence. `Qwen3-30B-A3B-8` has 8 of the 48 layers of Qwen3-30B-A3B,
+`-4` has 4."""
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,
     "tie_word_embeddings": False,

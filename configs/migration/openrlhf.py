@@ -69,7 +69,7 @@ REASONS = {
     "use_dynamic_batch": "= microbatches are always packed by tokens",
     "train_max_tokens_per_gpu": AUTO,
     "rollout_max_tokens_per_gpu": AUTO,
-    "adam_offload": "= learner.cpu_offload, if a GPU is too small",
+    "adam_offload": "= learner.cpu_offload: optimizer, if a GPU is too small",
     "zero_stage": "= the learner is FSDP2",
     "zpg": "= learner.shard",
     "overlap_comm": "= the learner is FSDP2",

@@ -27,6 +27,7 @@ from configs.schema import ModelConfig
 from learner.model import bounds, state
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 from learner.model.idle_parts import nests_text, sees
+from learner.model.master_weights import MasterWeights, rows_of
 
 Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter of that name at version 0."""
@@ -136,10 +137,16 @@ def all_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def distribute_weights(
-    empty: PreTrainedModel, model: ModelConfig, device: torch.device, offload: bool, initial: Initial
+    empty: PreTrainedModel,
+    model: ModelConfig,
+    device: torch.device,
+    offload: bool,
+    initial: Initial,
+    masters: MasterWeights | None = None,
 ) -> None:
     """Fill `empty`, sharded and on meta, with the weights that rank 0 reads, tensor by tensor, and with `initial` ones
-    where the model has parameters that the files lack: an adapter's, and a critic's head, which begins as zeros."""
+    where the model has parameters that the files lack: an adapter's, and a critic's head, which begins as zeros.
+    `masters`: keep what is trained before it is rounded."""
     source = _read(model) if dist.get_rank() == 0 else {}
     first_name = {id(parameter): name for name, parameter in empty.named_parameters()}
     filled: dict[str, nn.Parameter] = {}
@@ -149,9 +156,13 @@ def distribute_weights(
             assert isinstance(parameter, DTensor)
             given = initial(first, parameter.shape) if first.endswith(ADAPTER) else source.get(first)
             given = torch.zeros(parameter.shape) if first.endswith(VALUE_HEAD) else given
-            like: dict[str, Any] = {"dtype": parameter.dtype, "device": device}
-            full = torch.empty(parameter.shape, **like) if given is None else given.to(**like)
-            shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+            wide = torch.float32 if masters and parameter.requires_grad else parameter.dtype
+            like: dict[str, Any] = {"dtype": wide, "device": device}
+            full = torch.empty(parameter.shape, **like) if given is None else given.to(device).to(wide)
+            shard: torch.Tensor = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+            if masters and parameter.requires_grad:
+                masters.keep(first, rows_of(shard))
+                shard = shard.to(parameter.dtype)
             filled[first] = nn.Parameter(shard.cpu() if offload else shard, requires_grad=parameter.requires_grad)
         filled[name] = filled[first]
     empty.load_state_dict(filled, strict=False, assign=True)
@@ -177,9 +188,11 @@ def _read(model: ModelConfig) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in [*read.named_parameters(), *read.named_buffers()]}
 
 
-def init_random(empty: PreTrainedModel, device: torch.device, shards: int) -> None:
+def init_random(
+    empty: PreTrainedModel, device: torch.device, shards: int, masters: MasterWeights | None = None
+) -> None:
     """Random weights instead of the file's, each rank its own shard, equal in all replicas: for benchmarks of shapes,
-    not for training."""
+    not for training. `masters`: get them too."""
     empty.to_empty(device=device)
     spread = getattr(empty.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator(device).manual_seed(dist.get_rank() % shards)
@@ -190,6 +203,8 @@ def init_random(empty: PreTrainedModel, device: torch.device, shards: int) -> No
                 local.normal_(0.0, spread, generator=generator)
             else:  # norms, whatever they are called, and biases
                 local.fill_(name.endswith("weight"))
+            if masters and parameter.requires_grad:
+                masters.keep(name, local)
     decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
     decoder.rotary_emb = type(decoder.rotary_emb)(config=empty.config.get_text_config()).to(device)
     if sees(empty.config):

@@ -37,6 +37,7 @@ from learner.model.host_copies import INPUTS_HELD
 from learner.model.idle_parts import idle_modules
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
+from learner.model.master_weights import KINDS, PORTION, device_bytes
 from learner.model.value_head import replace_head
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
 
@@ -148,7 +149,7 @@ def choose_gather(
         room = budgets[1] >= max(tokens, (1 - GATHERED_SHARE) * budgets[0])
     else:
         room = more <= GATHERED_SHARE * memory and once.total(tokens) <= SHARE * memory
-    chosen = ways[room and not learner.cpu_offload]
+    chosen = ways[room and learner.cpu_offload is not True]
     log.info("learner.gather: auto takes %s: batch takes %.1f GiB more", chosen.gather, more / GIB)
     return chosen
 
@@ -161,7 +162,9 @@ def memory_budget(
     expected, budget = budget_in(config, gpu_memory(device), shards, reference, sends, patches)
     if device.type == "cuda":
         ranks = ranks_of_node(config.learner, config.learner.ranks, os.environ)
-        check_host(config, max(budget, least_microbatch(config, patches)), ranks, psutil.virtual_memory().available)
+        check_host(
+            config, max(budget, least_microbatch(config, patches)), ranks, psutil.virtual_memory().available, shards
+        )
     return expected, budget
 
 
@@ -174,10 +177,15 @@ def budget_in(
     too small.
     """
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
-    expected = estimate(config.model, config.learner, shards, reference, sends, keeps_critic(config))
+    sizes = config.model, config.learner, shards, reference, sends, keeps_critic(config)
+    expected, share = estimate(*sizes), share_of_batch(config)
+    if available is not None and not (keeps_critic(config) or patches or config.data.demonstrations):
+        single = estimate(*sizes, alone=True)
+        room = single.fit(int(SHARE * available)) if wanted == "auto" else wanted
+        expected = single if share <= room else expected
     if available is None:
         return expected, max(AUTO_TOKENS_ON_CPU, least) if wanted == "auto" else wanted
-    budget = min(expected.fit(int(SHARE * available)), share_of_batch(config)) if wanted == "auto" else wanted
+    budget = min(expected.fit(int(SHARE * available)), share) if wanted == "auto" else wanted
     needed = expected.describe(max(budget, least))
     log.info("%d tokens per microbatch: a rank takes %s of %.1f GiB", budget, needed, available / GIB)
     if (wanted == "auto" and budget < least) or expected.total(max(budget, least)) > available:
@@ -203,16 +211,40 @@ def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
     return text.layers * text.width * -(-tokens // learner.context_parallel)
 
 
-def check_host(config: Config, tokens: int, ranks: int, available: int) -> None:
-    """Raise ConfigError if `ranks` ranks of a machine with `available` bytes of host memory cannot keep the inputs of
-    their blocks there."""
-    needed = ranks * host_bytes(config.model, config.learner, tokens)
-    if needed:
-        log.info("activation_checkpointing: offload keeps %.1f GiB in host memory, for %d ranks", needed / GIB, ranks)
-    if needed > available:
-        problem = f"{ranks} ranks would keep {needed / GIB:.1f} GiB of inputs in host memory, and {available / GIB:.1f}"
+def host_state_bytes(model: ModelConfig, learner: LearnerConfig, shards: int) -> int:
+    """Host memory of one of `shards` ranks that `cpu_offload` fills: weights and moments, and gradients too if all is
+    offloaded."""
+    if not learner.cpu_offload:
+        return 0
+    size = sizes_of(model, learner.context_parallel)
+    if learner.cpu_offload == "optimizer":
+        return 4 * KINDS * size.trained // shards
+    return (size.held + 12 * size.trained) // shards
+
+
+def check_host(config: Config, tokens: int, ranks: int, available: int, shards: int) -> None:
+    """Raise ConfigError if `ranks` ranks of a machine with `available` bytes of host memory cannot keep there what
+    `cpu_offload` and `activation_checkpointing: offload` move there. `shards`: as in `estimate`."""
+    inputs, state = (
+        ranks * size
+        for size in (
+            host_bytes(config.model, config.learner, tokens),
+            host_state_bytes(config.model, config.learner, shards),
+        )
+    )
+    if inputs:
+        log.info("activation_checkpointing: offload keeps %.1f GiB in host memory, for %d ranks", inputs / GIB, ranks)
+    if state:
+        log.info("cpu_offload keeps %.1f GiB in host memory, for %d ranks", state / GIB, ranks)
+    if state > available:
+        problem = f"{ranks} ranks would keep {state / GIB:.1f} GiB in host memory, and {available / GIB:.1f} GiB"
+        key = f"learner.cpu_offload: {str(config.learner.cpu_offload).lower()}"
+        raise ConfigError([f"{key}: {problem} are free; set it to false with more learner.ranks, or add memory"])
+    if inputs + state > available:
+        problem = f"{ranks} ranks would keep {inputs / GIB:.1f} GiB of inputs in host memory, and"
+        free = f"{(available - state) / GIB:.1f} GiB are free"
         remedy = "lower learner.tokens_per_microbatch, raise learner.context_parallel, or set it to block"
-        raise ConfigError([f"learner.activation_checkpointing: offload: {problem} GiB are free; {remedy}"])
+        raise ConfigError([f"learner.activation_checkpointing: offload: {problem} {free}; {remedy}"])
 
 
 def check_copies(expected: Estimate, available: int, config: Config, shards: int) -> None:
@@ -232,11 +264,13 @@ def estimate(
     reference: bool = False,
     sends: int = 0,
     critic: bool = False,
+    alone: bool = False,
 ) -> Estimate:
     """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too.
     `sends`: over how many ranks the copies for the servers are spread, of which this GPU holds a share
     (`learner.weights.buckets.DoubleBuffer`); 0: it holds none. `critic`: one is trained too; its gradients come
-    after the policy's are gone, and its passes keep no more than the policy's. As in `Policy`, keys that are still
+    after the policy's are gone, and its passes keep no more than the policy's. `alone`: a batch is one microbatch, in
+    whose backward pass the shards of gradients come while activations go. As in `Policy`, keys that are still
     `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
     size, width = sizes_of(model, learner.context_parallel), getattr(torch, model.dtype).itemsize
     held, parameters, trained = size.held, size.parameters, size.trained
@@ -246,11 +280,13 @@ def estimate(
     # of a token of a row, of which a rank has its slice
     kept, working = (-(-saved // learner.context_parallel) for saved in _saved(size.text, learner))
     images, in_tower = _saved_by_tower(size, learner)
-    on_gpu, once = 0 if learner.cpu_offload else 1, learner.gather == "batch"
+    on_gpu, once = 0 if learner.cpu_offload is True else 1, learner.gather == "batch"
+    apart = learner.cpu_offload == "optimizer"
+    rounded = (4 - width) * trained if apart else 0  # bytes that are in host memory instead
     always = {
-        "weights": held * on_gpu * (1 + reference) // shards,
+        "weights": (held * on_gpu * (1 + reference) - rounded) // shards,
         "gradients": 4 * trained * on_gpu // shards,
-        "optimizer": 8 * trained * on_gpu // shards,
+        "optimizer": 0 if apart else 8 * trained * on_gpu // shards,
     }
     if critic:
         always["critic"] = STATE_BYTES * size.critic // shards
@@ -273,10 +309,25 @@ def estimate(
         rest["casts to FP8"], per_token = size.casts
         grown["casts to FP8"] = -(-per_token // learner.context_parallel)
     in_block = PeakCandidate(always | rest, grown)
-    if not images:
-        return Estimate([at_head, in_block])
-    # In the backward pass of the tower that of the text model is over, and what it kept is gone.
-    return Estimate([at_head, in_block, PeakCandidate(always | rest, images | {"backward pass": in_tower})])
+    if alone and not once:
+        none = {"gradients": 0}
+        last = grown | {"activations": kept // size.text.layers}
+        # the reduction at the end, of the output embedding's gradient, may begin while the last block's goes on
+        reduced = {"head": 2 * width * head + 4 * head}
+        at_head, in_block, in_last = (
+            PeakCandidate(at_head.fixed | none, at_head.per_token),
+            PeakCandidate(in_block.fixed | none, in_block.per_token),
+            PeakCandidate(always | rest | reduced, last),
+        )
+        found = [at_head, in_block, in_last]
+    else:
+        found = [at_head, in_block]
+    if apart:  # in the optimizer's step, when all activations are gone
+        portions = device_bytes(trained // shards, PORTION)
+        found.append(PeakCandidate(always | {"optimizer's portions": portions}, {}))
+    if images:  # in the backward pass of the tower that of the text model is over, and what it kept is gone
+        found.append(PeakCandidate(always | rest, images | {"backward pass": in_tower}))
+    return Estimate(found)
 
 
 @dataclass(frozen=True)
@@ -289,6 +340,10 @@ class Traced:
     layers: int
     width: int
     """Bytes of a block's input."""
+    widest: int
+    """Bytes of the largest output of a matmul."""
+    alike: bool = True
+    """Whether all blocks have as many parameters."""
 
 
 @dataclass(frozen=True)
@@ -387,9 +442,10 @@ def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: in
     if context_parallel > 1:
         given["context_group"] = planned(context_parallel)
     traced = _trace(empty, lambda: decoder(**given))
-    everything, matmuls, inputs = (size * width // traced_in.itemsize for size in traced)
+    everything, matmuls, inputs, widest = (size * width // traced_in.itemsize for size in traced)
     hidden: int = empty.config.get_text_config().hidden_size
-    return Traced(everything, matmuls, inputs, len(blocks(empty)), width * hidden)
+    alike = len({sum(p.numel() for p in block.parameters()) for block in blocks(empty)}) == 1
+    return Traced(everything, matmuls, inputs, len(blocks(empty)), width * hidden, widest, alike)
 
 
 def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | None, bool, int]:
@@ -407,8 +463,8 @@ def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | N
     ends = sum(_trace(empty, partial(merger, hidden))[0] for merger in mergers(tower))
     ends += trained * dtype.itemsize * tower.patch_embed.proj.weight[0].numel()  # the patches themselves
     n = len(tower.blocks)
-    everything, matmuls, inputs = (n * size for size in traced)
-    return Traced(everything, matmuls, inputs, n, dtype.itemsize * config.hidden_size), trained, ends
+    everything, matmuls, inputs = (n * size for size in traced[:3])
+    return Traced(everything, matmuls, inputs, n, dtype.itemsize * config.hidden_size, traced[3]), trained, ends
 
 
 def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str, int], int]:
@@ -427,12 +483,18 @@ def _meta_places() -> Tensor:
 
 
 def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
-    """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with."""
+    """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with.
+
+    A block that is recomputed holds then what it would have kept, and no more of its gradients at a time than those of
+    an MLP's two factors, the largest there are: what was kept of a layer goes when its gradient is there. A compiled
+    one counts as much, though it keeps less: how much less was measured only of blocks that are not recomputed.
+    """
     everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)
     if learner.activation_checkpointing in ("auto", "block", "offload"):
         inputs = min(layers, INPUTS_HELD) if learner.activation_checkpointing == "offload" else layers
-        return (inputs + 2) * width, working + everything // layers  # 2: what the last norm keeps
+        working = everything // layers + 2 * traced.widest if traced.alike else working + everything // layers
+        return (inputs + 2) * width, working  # 2: what the last norm keeps
     if learner.compile is True:  # the compiler keeps inputs and outputs of matmuls
         return min(matmuls + traced.inputs, everything), working
     if learner.activation_checkpointing == "selective":
@@ -448,9 +510,9 @@ def _add(storages: Storages, *tensors: Tensor) -> None:
     storages.update({tensor.untyped_storage()._cdata: tensor for tensor in tensors})
 
 
-def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int, int]:
+def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int, int, int]:
     """Bytes per token that `forward` keeps, a pass of META_TOKENS tokens or patches: all; outputs of matmuls and
-    attention; other inputs of matmuls."""
+    attention; other inputs of matmuls; and the largest of these outputs."""
     fixed: Storages = {}
     kept: Storages = {}
     _add(fixed, *empty.parameters(), *empty.buffers())
@@ -468,7 +530,8 @@ def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int
         return sum(x.untyped_storage().nbytes() for key, x in storages.items() if key not in without) // META_TOKENS
 
     inputs = per_token(matmuls.inputs, fixed | matmuls.outputs)
-    return per_token(kept, fixed), per_token(matmuls.outputs, {}), inputs
+    widest = max((x.untyped_storage().nbytes() for x in matmuls.outputs.values()), default=0) // META_TOKENS
+    return per_token(kept, fixed), per_token(matmuls.outputs, {}), inputs, widest
 
 
 class _MatmulRecorder(TorchDispatchMode):

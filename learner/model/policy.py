@@ -34,6 +34,7 @@ from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_los
 from learner.model.host_copies import INPUTS_HELD, HostCopies
 from learner.model.idle_parts import idle_modules, idle_names, sees
 from learner.model.lora.adapter import Factor, adapt, factors, initial
+from learner.model.master_weights import MasterWeights, keep_wide_gradients, narrow
 from learner.model.microbatch import Microbatch, Targets, one_document
 from learner.model.top_tokens import TopTokens
 from learner.model.unshard import is_sharded, own_rows, unshard
@@ -114,14 +115,24 @@ class Policy(nn.Module):
         self.key_room = self._key_room(learner)
         if learner.share_prompts and not (frozen or valued):
             self._log_sharing(learner)
-        offload = learner.cpu_offload and on_gpu
+        offload = learner.cpu_offload is True and on_gpu
         if not frozen:
             _checkpoint_activations(self.model, learner)
+        apart = learner.cpu_offload == "optimizer" and not frozen
+        if apart:
+            narrow(self.model, self.dtype)
         self._shard(learner.compile is True, offload)
+        self.masters = MasterWeights(self.model, self.device) if apart else None
+        """With `learner.cpu_offload: optimizer`: the weights that are trained, in fp32, in host memory."""
         if random:
-            loading.init_random(self.model, torch.device("cpu") if offload else self.device, shards(mesh))
+            place = torch.device("cpu") if offload else self.device
+            loading.init_random(self.model, place, shards(mesh), self.masters)
         else:
-            loading.distribute_weights(self.model, model, self.device, offload, partial(initial, seed=seed))
+            given = partial(initial, seed=seed)
+            loading.distribute_weights(self.model, model, self.device, offload, given, self.masters)
+        if self.masters:
+            assert isinstance(self, FSDPModule), "fully_shard made it one"
+            keep_wide_gradients(self, self.masters.parameters)
 
     def _key_room(self, learner: LearnerConfig) -> float | None:
         """As in `Batch.from_part`: None where no prefixes beyond prompts are to be shared."""

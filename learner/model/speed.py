@@ -37,7 +37,7 @@ def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int) -> list[L
     """List the possible settings of `learner`, the fastest first; none needs more memory than the one before. Never
     empty."""
     worth = versions >= VERSIONS_WORTH_COMPILING or learner.matmul == "fp8"
-    compiled = on_gpu and not learner.cpu_offload and worth
+    compiled = on_gpu and learner.cpu_offload is not True and worth
     if learner.compile != "auto":
         compiled = learner.compile
     ways: Sequence[str] = (
@@ -107,8 +107,8 @@ def _why_compiled(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, v
         return f"a minute at the start, then about {EAGER_TIME:g} times the tokens/s"
     if not on_gpu:
         return "it is for GPUs"
-    if written.cpu_offload:
-        return "compiling is not tested with learner.cpu_offload"
+    if written.cpu_offload is True:
+        return "compiling is not tested with learner.cpu_offload: true"
     return f"{versions} versions are too few for its minute at the start"
 
 

@@ -47,6 +47,7 @@ from learner.sft.answer_loss import AnswerSteps, HeldOut
 from learner.sft.answers import AnswerReader
 from learner.sft.demonstrations import Demonstrations, read_demonstrations
 from learner.starting import choose_device, configure_process, decide_gather, decide_speed
+from learner.train.offload_trial import check_offload
 from learner.train.optimizer import Optimizer
 from learner.train.skipped import StepsSkipped
 
@@ -114,6 +115,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
         rank = mesh.get_rank()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         data, held_out = read_all(config)
+        check_offload(config.learner, mesh, device)
         config = fitted(config, device, mesh, data, held_out)
         expected, budget = memory_budget(config, device, shards(mesh), False, False)
         parts.enter_context(explain_out_of_memory(expected, budget))

@@ -7,6 +7,7 @@ norm. Used by `step.py`, which reports skipped steps (`skipped.py`); `learner/ch
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,7 +16,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from configs.schema import LearnerConfig
 from learner.model.policy import Policy
 from learner.train import collectives
+from learner.train.offloaded_adam import OffloadedAdamW
 
+OPTIONS = ("lr", "betas", "eps", "weight_decay")
 FLOOR = 0.1
 """Share of the learning rate at which `linear` and `cosine` end."""
 
@@ -28,13 +31,12 @@ class Optimizer:
 
     def __init__(self, policy: Policy, config: LearnerConfig, versions: int, held: int = 0) -> None:
         self.config, self.versions, self.held = config, versions - held, held
-        self.adamw = torch.optim.AdamW(
-            [parameter for parameter in policy.parameters() if parameter.requires_grad],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
+        options: dict[str, Any] = {name: getattr(config, name) for name in OPTIONS}
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.adamw: torch.optim.AdamW = (
+            OffloadedAdamW(policy.masters, **options)
+            if policy.masters
+            else torch.optim.AdamW(trained, fused=True, **options)
         )
 
     def learning_rate(self, version: int) -> float:

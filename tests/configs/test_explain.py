@@ -416,14 +416,18 @@ def test_auto_publishes_rows_where_that_saves_memory(
     """A server's worker needs 700 MiB for each further rank that sends, and rank 0 keeps its share of two copies."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [megabytes * 10**6 // 4], "data_offsets": [0, 0]}})
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    given = {"model_type": "qwen3_moe", "num_experts": 8} if megabytes == 1_600 else {"model_type": "qwen2"}
+    (tmp_path / "config.json").write_text(json.dumps(given))
     run = config(f"model.path={tmp_path}", *keys)
     assert choice(run, shards_of(run)).startswith(f"weights.publish: auto takes {chosen}")
     assert publishes_rows(run, shards_of(run)) == chosen.startswith("rows")
     assert not choice(config(f"model.path={tmp_path}", *keys, "weights.publish=gather"), 2)
 
 
-@pytest.mark.parametrize("given", [{"model_type": "gemma3"}, {"model_type": "qwen3_moe", "num_experts": 8}, {}])
+@pytest.mark.parametrize(
+    "given",
+    [{"model_type": "gemma3"}, {"model_type": "qwen3_vl", "vision_config": {"depth": 1}, "image_token_id": 7}, {}],
+)
 def test_auto_gathers_what_the_files_may_hold_in_another_form(tmp_path: Path, given: dict[str, object]) -> None:
     """Rows of these are refused, and whoever wrote nothing must not meet that refusal."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [4 * 10**9], "data_offsets": [0, 0]}})

@@ -33,6 +33,7 @@ REFUSED = [
     ("model.dtype=float32", "casts bfloat16, but model.dtype is float32; set model.dtype: bfloat16, or"),
     ("learner.compile=false", "casts in compiled code, but learner.compile is false; set learner.compile: auto, or"),
     ("learner.cpu_offload=true", "is compiled, which is not tested with learner.cpu_offload: true; set that to fal"),
+    ("learner.cpu_offload=optimizer", "is not tested with learner.cpu_offload: optimizer; set that to false, or"),
     ("model.lora={}", "is not tested with model.lora; set model.lora: null, or"),
     ("algorithm.advantage=gae", "is not tested with a critic (algorithm.advantage: gae); set another advantage, or"),
 ]

@@ -42,6 +42,7 @@ from tests.harness.adapters import stir
 from tests.harness.episodic import make_episodes, make_forks
 from tests.harness.expert_batches import SIZES, random_routes, routed
 from tests.harness.keys import client_keys
+from tests.harness.offloaded import offloaded
 from tests.harness.pictured import form_of, make_pictured
 from tests.harness.published_rows import rows
 from tests.harness.valued import actor_critic, critic_of, gradients_of_both
@@ -478,6 +479,7 @@ CASES: dict[str, Callable[..., None]] = {
         other_base,
         gathers,
         wholes,
+        offloaded,
         rows,
         decisions,
         speeds,

@@ -166,6 +166,11 @@ def test_room_for_the_model(tmp_path: Path) -> None:
     assert (found.state, found.what) == ("fail", "memory")
     (found,) = troubles(replace(CUDA, memory_free=1_600_000), run)
     assert found.state == "warn"
+    state_alone = config(tmp_path, f"model.path={tmp_path / 'model'}", "learner.cpu_offload=optimizer")
+    assert [troubles(replace(CUDA, memory_free=free), state_alone)[0].state for free in (1_199_999, 1_200_000)] == [
+        "fail",
+        "warn",
+    ]
     needed = 3_800_000 + SPARE_BYTES  # 3 x 12 + 2 bytes per parameter
     assert list(disk_space(run, needed)) == []
     (line,) = disk_space(run, needed - 1)

@@ -1,11 +1,14 @@
 """The memory estimate: the pass on meta counts what autograd keeps; descriptions, budgets and errors."""
 
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from buffer.data.images import Picture, SeenImage
 from configs.load import ConfigError
@@ -309,3 +312,58 @@ def test_out_of_memory_says_what_fills_it_and_what_to_change() -> None:
 
 def test_meta_needs_no_storage(tmp_path: Path) -> None:
     assert memory.build_on_meta(tiny_model(tmp_path), memory.META_ATTENTION).device.type == "meta"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that live at a time, of those that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for made in tree_leaves(output):
+            if isinstance(made, torch.Tensor) and (storage := made.untyped_storage())._cdata not in self._alive:
+                self._alive.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return output
+
+    def _gone(self, address: int, num_bytes: int) -> None:
+        self._alive.remove(address)
+        self.now -= num_bytes
+
+
+def peak_of_a_pass(model: ModelConfig, tokens: int) -> int:
+    """Bytes of all tensors at a time while transformers differentiates a row and recomputes its blocks."""
+    plain = AutoModelForCausalLM.from_pretrained(model.path, attn_implementation="sdpa").train()
+    plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    row = torch.ones(1, tokens, dtype=torch.int64)
+    with LiveBytes() as live:
+        plain.model(row, use_cache=False).last_hidden_state.sum().backward()
+    return live.peak
+
+
+def test_a_recomputed_block_needs_what_it_keeps_and_two_gradients(tmp_path: Path) -> None:
+    """By the difference of two lengths, so that the weights do not count."""
+    model = tiny_model(tmp_path)
+    small, large = (peak_of_a_pass(model, tokens) for tokens in (512, 1024))
+    learner = LEARNER.model_copy(update={"activation_checkpointing": "block"})
+    each = sum(estimate(model, learner, 1).candidates[1].per_token.values())
+    assert (large - small) / 512 <= each <= 1.2 * (large - small) / 512
+
+
+def test_gradients_come_while_activations_go_in_a_batch_of_one_microbatch(tmp_path: Path) -> None:
+    """So that the larger of both decides, not their sum; with a second microbatch it is the sum."""
+    model = tiny_model(tmp_path)
+    learner = LEARNER.model_copy(update={"activation_checkpointing": "block", "gather": "pass"})
+    several, single = (estimate(model, learner, 1, alone=alone) for alone in (False, True))
+    gradients = several.candidates[1].fixed["gradients"]
+    assert single.total(1 << 20) == several.total(1 << 20) - gradients
+    end, block = single.candidates[2].fixed, several.candidates[1].fixed
+    assert end == block | {"head": end["head"]} and end["head"] > block["head"], "at the end all gradients are there"
+    once = learner.model_copy(update={"gather": "batch"})
+    assert estimate(model, once, 1, alone=True).total(1 << 20) == estimate(model, once, 1).total(1 << 20)

@@ -40,6 +40,7 @@ def test_a_short_run_and_one_with_offload_are_not_compiled() -> None:
             {"compile": False, "head_chunk_tokens": 4096},
             [(False, "none", 4096), (False, "selective", 4096), (False, "block", 4096)],
         ),
+        ({"cpu_offload": "optimizer"}, [(True, "none", 4096), (True, "block", 4096), (True, "block", 1024)]),
         ({"compile": True, "cpu_offload": True}, [(True, "none", 4096), (True, "block", 4096), (True, "block", 1024)]),
         ({"activation_checkpointing": "selective"}, [(True, "selective", 4096), (True, "selective", 1024)]),
         ({"head_chunk_tokens": 7}, [(True, "none", 7), (True, "block", 7)]),

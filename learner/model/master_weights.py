@@ -1,0 +1,185 @@
+"""Master weights in host memory, beside parameters in `model.dtype` on the GPU (`learner.cpu_offload: optimizer`).
+
+A GPU then holds parameters in bfloat16, and gradients in fp32. The fp32 weights and the optimizer's two moments lie in
+one `host_memory` each, which is cut into portions. `learner/train/offloaded_adam.py` brings one portion after another
+to the GPU. FSDP2 would round the gradients of bfloat16 parameters: `keep_wide_gradients` has it leave them in fp32. On
+a CPU host memory is the device's, and everything else is the same. Made by `policy.py`; waits for nothing.
+"""
+
+import logging
+import mmap
+import time
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+log = logging.getLogger(__name__)
+PORTION = 1 << 26
+"""Numbers of a portion: 256 MiB in fp32, which takes 5 ms over PCIe."""
+ALIGNED = 64
+"""Each parameter begins at a multiple of so many numbers, for copies and kernels that take several at a time."""
+LOGGED = 1 << 28
+"""Bytes of host memory whose locking takes long enough to be logged."""
+KINDS = 3
+"""Numbers in host memory of each that is trained: the weight and two moments."""
+SLOTS = 3
+"""Portions on the GPU at a time: one on its way there, one that is updated, one on its way back."""
+
+
+def device_bytes(numbers: int, portion: int) -> int:
+    """GPU memory of an optimizer's step over so many numbers of this rank."""
+    return 4 * KINDS * SLOTS * min(numbers, portion)
+
+
+class HeldSpan(NamedTuple):
+    """A range of this rank's rows of a parameter, and where it lies in its portion; all in numbers."""
+
+    parameter: int
+    start: int
+    size: int
+    offset: int
+
+
+def spans_of(sizes: Sequence[int], portion: int = PORTION) -> list[list[HeldSpan]]:
+    """Lay parameters of these sizes one behind the other, each at a multiple of ALIGNED, and cut that into portions.
+
+    Example: `spans_of([5, 70], 128) == [[HeldSpan(0, 0, 5, 0), HeldSpan(1, 0, 64, 64)], [HeldSpan(1, 64, 6, 0)]]`
+    """
+    begins = _begins(sizes)
+    found: list[list[HeldSpan]] = [[] for _ in range(-(-begins[-1] // portion))]
+    for number, (size, begin) in enumerate(zip(sizes, begins, strict=False)):
+        start = 0
+        while start < size:
+            index, offset = divmod(begin + start, portion)
+            taken = min(size - start, portion - offset)
+            found[index].append(HeldSpan(number, start, taken, offset))
+            start += taken
+    return found
+
+
+def _begins(sizes: Sequence[int]) -> list[int]:
+    """Where each parameter begins, and where the last one ends."""
+    return list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
+
+
+def host_memory(numbers: int, device: torch.device, portion: int = PORTION) -> Tensor:
+    """`[numbers] float32` zeros in host memory; for a GPU locked portion by portion, so that copies do not wait.
+
+    Not torch's own pinned memory, which has sizes of powers of two: up to twice as much. Raises RuntimeError if it
+    cannot be locked.
+    """
+    if device.type != "cuda" or not numbers:
+        return torch.zeros(numbers)
+    began = time.monotonic()
+    pages = mmap.mmap(-1, 4 * numbers, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.float32).zero_()  # touches the pages, with all threads
+    for part in memory.split(portion):
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.nbytes, 0))
+    if memory.nbytes >= LOGGED:
+        log.info("%.1f GiB of host memory locked in %.1f s", memory.nbytes / 2**30, time.monotonic() - began)
+    return memory
+
+
+def unlock(memory: Tensor, device: torch.device, portion: int = PORTION) -> None:
+    """Let go of `host_memory` that is not needed until the process ends; locked addresses cannot be locked again."""
+    for part in memory.split(portion) if device.type == "cuda" and memory.numel() else ():
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(part.data_ptr()))
+
+
+def narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have the trained parameters of `model`, on meta, be of `dtype`."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+class MasterWeights:
+    """This rank's rows of all trained parameters of `model`, which is sharded. `portion`: as in `host_memory`."""
+
+    def __init__(self, model: nn.Module, device: torch.device, portion: int = PORTION) -> None:
+        self._model, self.device, self.portion = model, device, portion
+        sizes = [rows_of(parameter).numel() for parameter in self.parameters]
+        self.spans, self._begins = spans_of(sizes, portion), _begins(sizes)
+        self.values = self.memory()
+        named = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        self._views = dict(zip(named, self.views(self.values), strict=True))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters on the device, in order."""
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    def memory(self) -> Tensor:
+        """Host memory for one more number of each that is trained."""
+        return host_memory(self._begins[-1], self.device, self.portion)
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """This rank's rows of each parameter in such memory."""
+        rows = [rows_of(parameter) for parameter in self.parameters]
+        return [
+            memory[begin : begin + own.numel()].view(own.shape) for begin, own in zip(self._begins, rows, strict=False)
+        ]
+
+    def as_sharded(self, memory: Tensor) -> list[Tensor]:
+        """The same as DTensors like the parameters, which is how a checkpoint holds them."""
+        return [_like(parameter, rows) for parameter, rows in zip(self.parameters, self.views(memory), strict=True)]
+
+    @torch.no_grad()
+    def keep(self, name: str, rows: Tensor) -> None:
+        """Take the initial weights of a parameter, this rank's rows."""
+        self._views[name].copy_(rows)
+
+    @torch.no_grad()
+    def to_device(self) -> None:
+        """Round all master weights to the parameters."""
+        for parameter, rows in zip(self.parameters, self.views(self.values), strict=True):
+            rows_of(parameter).copy_(rows)
+
+    def in_place_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """`state`, of the model, with master weights for the rounded ones."""
+        masters = dict(zip(map(id, self.parameters), self.as_sharded(self.values), strict=True))
+        every = dict(self._model.named_parameters(remove_duplicate=False))  # a tied head is in a state twice
+        return {name: masters.get(id(every.get(name)), value) for name, value in state.items()}
+
+
+def rows_of(parameter: Tensor) -> Tensor:
+    """This rank's rows of a parameter or gradient: a view."""
+    found = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return found.detach()
+
+
+def _like(parameter: nn.Parameter, rows: Tensor) -> Tensor:
+    """`rows` as a DTensor that is sharded as `parameter` is. `DTensor.from_local` would bring them to the GPU."""
+    if not isinstance(parameter, DTensor):
+        return rows
+    size = TensorMeta(parameter.shape, parameter.stride(), rows.dtype)
+    return DTensor(rows, DTensorSpec(parameter.device_mesh, parameter.placements, size), requires_grad=False)
+
+
+def keep_wide_gradients(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
+    """Have the gradients of narrower `parameters` be, and add up, in fp32, the dtype in which they are reduced.
+
+    FSDP2 gives gradients the dtype of their parameters, which it notes when it is initialised, and has no option for
+    that.
+    """
+    root._get_fsdp_state()._lazy_init()
+    for module in root.modules():  # type: ignore[attr-defined]
+        for group in _groups_of(module) if isinstance(module, FSDPModule) else ():
+            if group._orig_dtype is not None:  # None: it has no trained parameter
+                group._orig_dtype = torch.float32
+    for parameter in parameters:
+        parameter.grad_dtype = torch.float32
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    """FSDP's groups of a module's own parameters: until torch 2.12 there was at most one."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] * bool(state._fsdp_param_group) if groups is None else list(groups)

@@ -1,0 +1,131 @@
+"""Tries `learner.cpu_offload: optimizer` at the start, on the run's GPUs, before a weight of the model is loaded.
+
+Two linear layers in bfloat16, sharded as the run's model will be, are trained by `OffloadedAdamW`, with all rows in one
+portion and with many portions, and beside it in fp32 by torch's AdamW without offloading. What was trained must be
+equal bit for bit; otherwise, or if torch lacks what `keep_wide_gradients` sets, the run is refused in one line. Called
+by `learner/__main__.py` and `learner/sft/command.py`. A collective of all ranks; takes a second or two.
+"""
+
+import gc
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.optim import AdamW
+
+from configs.load import ConfigError
+from configs.schema import LearnerConfig
+from learner.model.master_weights import PORTION, MasterWeights, keep_wide_gradients, narrow, rows_of, unlock
+from learner.train import collectives
+from learner.train.offloaded_adam import OffloadedAdamW
+
+log = logging.getLogger(__name__)
+WIDTH, FACTOR, TOKENS = 512, 4, 16
+STEPS, MICROBATCHES = 3, 2
+SMALL = 1 << 14
+"""Numbers of the smaller portions: 64 KiB, because whole pages of memory are locked, which may be as large."""
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+KEY, REMEDY = "learner.cpu_offload: optimizer", "set it to true or false"
+
+
+def check_offload(learner: LearnerConfig, mesh: DeviceMesh, device: torch.device) -> None:
+    """Raise ConfigError, on all ranks alike, if the run is to offload its optimizer to the host of a GPU and a trial
+    differs from training without offloading."""
+    if learner.cpu_offload == "optimizer" and device.type == "cuda":
+        try_offload(mesh, device)
+        gc.collect()
+        torch.cuda.empty_cache()  # what is free is counted next
+        log.info(
+            "cpu_offload: optimizer trained two layers bit for bit as without it, with torch %s", torch.__version__
+        )
+
+
+def try_offload(
+    mesh: DeviceMesh, device: torch.device, optimizer: type[OffloadedAdamW] = OffloadedAdamW, width: int = WIDTH
+) -> None:
+    """Raise ConfigError if two layers, of `width` and FACTOR times that, are not trained as without offloading."""
+    problem = f"{KEY}: with torch {torch.__version__}"
+    try:
+        expected = _trained_plainly(mesh, device, width)
+        found = [_trained_apart(mesh, device, width, portion, optimizer) for portion in (PORTION, SMALL)]
+    except (AttributeError, TypeError, RuntimeError) as error:  # what torch has changed, or memory that is not locked
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError([f"{problem} the trial of a step failed ({why}); {REMEDY}"]) from None
+    differences = [_difference(one, other) for each in found for one, other in zip(expected, each, strict=True)]
+    (largest,) = collectives.all_reduce_max(max(differences))
+    if largest:
+        differs = f"weights of a trial differ from those without offloading, by {largest:.3g} at most"
+        raise ConfigError([f"{problem} {differs}; {REMEDY}"])
+
+
+def _trained_plainly(mesh: DeviceMesh, device: torch.device, width: int) -> list[Tensor]:
+    """This rank's rows of the weights in fp32, and as the next forward pass has them."""
+    model = _sharded(mesh, width, narrowed=False)
+    _fill(model, device, width)
+    _train(model, AdamW(model.parameters(), fused=True, **OPTIONS), device, width)
+    weights = [rows_of(parameter) for parameter in model.parameters()]
+    return [*weights, *(rows.bfloat16() for rows in weights)]
+
+
+def _trained_apart(
+    mesh: DeviceMesh, device: torch.device, width: int, portion: int, optimizer: type[OffloadedAdamW]
+) -> list[Tensor]:
+    """The same with master weights in host memory."""
+    model = _sharded(mesh, width, narrowed=True)
+    masters = MasterWeights(model, device, portion)
+    _fill(model, device, width, masters)
+    keep_wide_gradients(model, masters.parameters)  # type: ignore[arg-type]  # fully_shard has made it an FSDPModule
+    adamw = optimizer(masters, **OPTIONS)
+    _train(model, adamw, device, width)
+    found = [rows.clone() for rows in masters.views(masters.values)]
+    for memory in adamw.held:
+        unlock(memory, device, portion)
+    return [*found, *(rows_of(parameter) for parameter in model.parameters())]
+
+
+def _sharded(mesh: DeviceMesh, width: int, narrowed: bool) -> nn.Module:
+    """The layers without weights, wrapped as `Policy` wraps a model."""
+    layers = nn.Linear(width, FACTOR * width, device="meta"), nn.Linear(FACTOR * width, width, device="meta")
+    model = nn.Sequential(*layers)
+    if narrowed:
+        narrow(model, torch.bfloat16)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=mixed)
+    return model
+
+
+def _fill(model: nn.Module, device: torch.device, width: int, masters: MasterWeights | None = None) -> None:
+    """Give each parameter the same random weights each time, in fp32 to `masters`."""
+    filled, draw = {}, torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        whole = torch.randn(parameter.shape, generator=draw, device=device) / math.sqrt(width)
+        shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+        if masters:
+            masters.keep(name, rows_of(shard))
+        filled[name] = nn.Parameter(shard.to(parameter.dtype))
+    model.load_state_dict(filled, assign=True)
+
+
+def _train(model: nn.Module, optimizer: AdamW, device: torch.device, width: int) -> None:
+    draw = torch.Generator(device).manual_seed(1)
+    for _ in range(STEPS):
+        for _ in range(MICROBATCHES):
+            model(torch.randn(TOKENS, width, generator=draw, device=device)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """The largest between numbers of the same place; infinite where one is not a number, or of another dtype."""
+    if one.dtype != other.dtype:
+        return math.inf
+    if one.numel() == 0 or torch.equal(one.cpu(), other.cpu()):
+        return 0.0
+    largest = float((one.cpu().double() - other.cpu().double()).abs().max())
+    return largest if math.isfinite(largest) else math.inf
