@@ -45,13 +45,13 @@ def test_a_host_without_room_is_refused(tmp_path: Path) -> None:
         {"model": {"path": path}, "data": {"train": "d.parquet"}, "reward": {"function": "countdown"},
          "learner": {"activation_checkpointing": "offload", "ranks": 4}}
     )  # fmt: skip
-    check_host(config, 131072, 4, 100 * GIB)
+    check_host(config, 131072, 4, 100 * GIB, 4)
     with pytest.raises(ConfigError) as error:
-        check_host(config, 131072, 4, 90 * GIB)
+        check_host(config, 131072, 4, 90 * GIB, 4)
     (line,) = error.value.problems
     assert line == (
         "learner.activation_checkpointing: offload: 4 ranks would keep 98.0 GiB of inputs in host memory, and 90.0 GiB "
         "are free; lower learner.tokens_per_microbatch, raise learner.context_parallel, or set it to block"
     )
     blocked = config.learner.model_copy(update={"activation_checkpointing": "block"})
-    check_host(config.model_copy(update={"learner": blocked}), 131072, 4, 0)
+    check_host(config.model_copy(update={"learner": blocked}), 131072, 4, 0, 4)

@@ -46,9 +46,9 @@ def test_loss_and_gradient_are_those_of_the_definition(k: int, bonus: bool) -> N
     def own(logp: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
         return (slopes[chunk] * logp).sum() + (0.3 * (entropy * slopes[chunk]).sum() if bonus else 0)
 
-    leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
-    _, _, total, distances = chunked_loss(*leaves, targets, own, options, top=TopTokens(ids, logprobs, weights))
-    found = torch.autograd.grad(total, leaves)
+    x, w = (each.clone().requires_grad_() for each in (hidden, weight))
+    _, _, total, distances = chunked_loss(x, w, targets, own, options, top=TopTokens(ids, logprobs, weights))
+    found = torch.autograd.grad(total, [x, w])
     plain = [each.clone().requires_grad_() for each in (hidden, weight)]
     policy = (plain[0] @ plain[1].T / 0.7).log_softmax(-1)
     entropy = -(policy.exp() * policy).sum(-1)
