@@ -8,12 +8,14 @@ Only on GPUs: on a CPU nothing is compiled. Not for models that read images or r
 than tokens; they compile with their first batch.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
-from buffer.wire.split import Groups, parts
+from buffer.wire.split import BatchCut
 from configs.checks import max_sample_tokens
 from configs.schema import Config
 from learner.model.policy import Policy
@@ -29,37 +31,36 @@ def own_part(config: Config, policy: Policy, budget: int, vocabulary: int, part:
     """Part `part` of the `number` of `made_up`; None where nothing is to be tried."""
     if policy.device.type == "cpu" or policy.sight is not None or policy.replayed is not None:
         return None
-    return made_up(config, budget, vocabulary, number, policy.share_prompts)[part]
+    return made_up(config, budget, vocabulary, part, number, policy.share_prompts)
 
 
-def made_up(config: Config, budget: int, vocabulary: int, number: int, share_prompts: bool) -> list[Part]:
-    """The parts, `number` of them, of a batch that fills MICROBATCHES microbatches of `budget` tokens in each.
+def made_up(config: Config, budget: int, vocabulary: int, part: int, number: int, share_prompts: bool) -> Part:
+    """Part `part` of the `number` of a batch that fills MICROBATCHES microbatches of `budget` tokens in each.
 
     The documents are as long as the run's longest samples; half of one is its prompt, or `data.max_prompt_tokens` if
-    that is less. `vocabulary`: the model's; `share_prompts` as in `Policy`.
+    that is less. `vocabulary`: the model's; `share_prompts` as in `Policy`. Only the samples of this part are made.
     """
-    draw = np.random.default_rng(0)
-    groups: Groups = [
-        (item, 0, [(data, sample_stats(data)) for data in group])
-        for item, group in enumerate(
-            _group(draw, config, budget, vocabulary, share_prompts) for _ in range(MICROBATCHES * number)
-        )
-    ]
-    return parts(0, number, groups, share_prompts=share_prompts)
-
-
-def _group(draw: np.random.Generator, config: Config, budget: int, vocabulary: int, shared: bool) -> list[bytes]:
-    """Packed samples of one problem that fill a microbatch."""
     longest = max_sample_tokens(config)
     prompt = max(min(longest // 2, config.data.max_prompt_tokens), 1)
-    answer = longest - prompt
-    number = max((budget - prompt) // answer if shared else budget // longest, 1)
-    saved = (number - 1) * prompt / (number * longest)
-    if shared and saved < LEAST_SAVED:  # then each sample has its prompt in the row
-        number = max(budget // longest, 1)
-    tokens = draw.integers(0, min(vocabulary, PLAIN), (number, longest)).astype(np.int32)
-    tokens[:, :prompt] = tokens[0, :prompt]
-    return [_sample(row, prompt, vocabulary).pack() for row in tokens]
+    size = _group_size(longest, prompt, budget, share_prompts)
+
+    def fetch(item: int, indexes: Sequence[int]) -> list[bytes]:
+        draw = np.random.default_rng(item)
+        tokens = draw.integers(0, min(vocabulary, PLAIN), (size, longest)).astype(np.int32)
+        tokens[:, :prompt] = tokens[0, :prompt]
+        return [_sample(tokens[index], prompt, vocabulary).pack() for index in indexes]
+
+    figures = sample_stats(fetch(0, [0])[0])
+    groups = [(item, 0, [figures] * size) for item in range(MICROBATCHES * number)]
+    return BatchCut(0, number, groups, {}, share_prompts).part(part, fetch, lambda item: None)
+
+
+def _group_size(longest: int, prompt: int, budget: int, shared: bool) -> int:
+    """How many samples of one problem fill a microbatch."""
+    apart = max(budget // longest, 1)
+    together = max((budget - prompt) // (longest - prompt), 1)
+    saved = (together - 1) * prompt / (together * longest)
+    return together if shared and saved >= LEAST_SAVED else apart
 
 
 def _sample(tokens: np.ndarray, prompt: int, vocabulary: int) -> Sample:
