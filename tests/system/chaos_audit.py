@@ -27,6 +27,7 @@ LOST = (
     "was not heard of for",
     "lost: its server does not know",
     "could not be trained within",
+    "warden were lost",
 )
 """Reasons for the end of a lease that are not the fault of its problem."""
 ZERO_VARIANCE = "zero variance"
