@@ -82,7 +82,8 @@ def judge_price(config: Config, named: Card | None) -> Judgement:
 def _memory(found: "Forecast") -> Iterator[str]:
     """What the GPUs of learner and servers hold."""
     card, learner, settled = found.card, found.settled.learner, found.settled
-    near = "measured peaks were within 5 %" if card.name in MEASURED else "no run was measured on this card"
+    measured = "measured peaks were within 5 %, up to 11 % lower where blocks are recomputed"
+    near = measured if card.name in MEASURED else "no run was measured on this card"
     yield f"on {card.name}: {card.total / GIB:.1f} GiB, of which {card.free / GIB:.1f} can be used; {ESTIMATED}, {near}"
     taken = ", ".join(f"{key} {str(getattr(learner, key)).lower()}" for key in SETTINGS)
     yield f"the learner's settings there, auto decided: {taken}"

@@ -38,7 +38,7 @@ FAST = ("one key head", "copied prompts", "episodes", "sinks")
 """The others are in the long lane, on four ranks."""
 OTHER_ROWS = 60
 """Tokens that a row of the control has more: half as many rows, or fewer."""
-OF_ROWS = ("microbatches", "tokens_microbatch_max", "tokens_computed", "flops")
+OF_ROWS = ("microbatches", "tokens_microbatch_max", "tokens_computed", "flops", "flops_saved")
 """Metrics that depend on how samples are packed."""
 Alone = Callable[[str], list[Found]]
 
