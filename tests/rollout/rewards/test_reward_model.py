@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from buffer.keys import load_token
 from configs.load import load
 from configs.schema import RewardConfig
 from rollout.errors import RewardError
@@ -45,8 +46,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(model: Path, port: int, *more: str) -> list[str]:
     """The command line of a run with one reward server."""
     given = ["--model.path=m", "--data.train=d.jsonl", "--reward.function=reward_model", "--rollout.device=cpu"]
-    given += [f"--reward.model={model}", "--reward.servers=1", f"--reward.port={port}"]
+    given += [f"--reward.model={model}", "--reward.servers=1", f"--reward.port={port}", f"--run.folder={model.parent}"]
     return [*given, "--reward.engine={dtype: float32, max_model_len: 512, kv_cache_memory_bytes: 67108864}", *more]
+
+
+@pytest.fixture
+def key(server: tuple[str, psutil.Popen], model: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The variable with the token of the server's run."""
+    monkeypatch.setenv("REWARD_TOKEN", load_token(load(settings(model, 1)).run.path / "keys"))
+    return "REWARD_TOKEN"
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +80,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 @pytest.mark.long
 @pytest.mark.vllm
-async def test_its_logits_are_those_of_transformers(server: tuple[str, psutil.Popen], model: Path):
+async def test_its_logits_are_those_of_transformers(server: tuple[str, psutil.Popen], model: Path, key: str):
     """Raw logits, with their scale, of chats by the model's own template, and of texts by a template of ours."""
-    reward = load_reward(RewardConfig(function="reward_model", kwargs={"url": server[0], "model": str(model)}))
+    reward = load_reward(
+        RewardConfig(function="reward_model", kwargs={"url": server[0], "model": str(model), "api_key_env": key})
+    )
     for row in ROWS:
         prompt = row.get("prompt") or [{"role": "user", "content": row["problem"]}]
         expected = logits_of(model, [[*prompt, {"role": "assistant", "content": text}] for text in TEXTS])
@@ -86,9 +96,10 @@ async def test_its_logits_are_those_of_transformers(server: tuple[str, psutil.Po
 
 @pytest.mark.long
 @pytest.mark.vllm
-async def test_a_template_of_ours_makes_the_same_text(server: tuple[str, psutil.Popen], model: Path):
+async def test_a_template_of_ours_makes_the_same_text(server: tuple[str, psutil.Popen], model: Path, key: str):
     template = "<user>{{ problem }}\n<assistant>{{ answer }}\n"
-    reward = load_reward(RewardConfig(function="reward_model", kwargs={"url": server[0], "template": template}))
+    kwargs = {"url": server[0], "template": template, "api_key_env": key}
+    reward = load_reward(RewardConfig(function="reward_model", kwargs=kwargs))
     chats = [[{"role": "user", "content": ROWS[1]["problem"]}, {"role": "assistant", "content": t}] for t in TEXTS]
     found = [score.reward for score in await reward.score_async(answers(ROWS[1], *TEXTS))]
     assert found == pytest.approx(logits_of(model, chats), abs=2e-4)
@@ -103,7 +114,7 @@ async def test_a_template_of_ours_makes_the_same_text(server: tuple[str, psutil.
 @pytest.mark.vllm
 async def test_the_pool_finds_the_runs_own_server(server: tuple[str, psutil.Popen], model: Path):
     config = load(settings(model, int(server[0].rpartition(":")[2])))
-    async with RewardPool(config.reward) as pool:
+    async with RewardPool(config.reward, keys=config.run.path / "keys") as pool:
         groups = await asyncio.gather(*(pool.score(answers(ROWS[0], *TEXTS)) for _ in range(8)))
     expected = logits_of(model, [[*CHAT, {"role": "assistant", "content": text}] for text in TEXTS])
     for group in groups:
