@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     seed: int
     taught: bool
     gpu: int | None
-    """Of the server and the teacher; the learner has the next one of `gpus`."""
+    """The GPU that the server and the teacher share; None: they run on the CPU."""
     learner_gpu: int | None
 
 

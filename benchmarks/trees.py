@@ -40,7 +40,7 @@ from learner.train.optimizer import Optimizer
 from learner.train.step import Algorithm
 
 CHARACTERS = 4
-"""Of a token, in TRACE."""
+"""Characters of TRACE that count as one token."""
 POLICY = 6219
 """Characters of tau-bench's policy for airlines (`tau_bench/envs/airline/wiki.md` of sierra-research/tau-bench); its
 tools, which come with it, are left out."""
