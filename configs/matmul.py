@@ -44,7 +44,7 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def lines(config: Config) -> Iterator[str]:
-    """What is said of it before a run starts; nothing with bfloat16."""
+    """Yield what `explain` prints of `learner.matmul`; nothing with bfloat16."""
     if config.learner.matmul == "fp8":
         stays = "head, embeddings, norms, attention, and layers with a size that 16 does not divide"
         yield f"matmul: the blocks' linear layers multiply in FP8, forward and both gradients; in bfloat16 stay {stays}"

@@ -167,7 +167,8 @@ def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept
     """Why attention `name` cannot compute once a prefix beyond the prompt that several samples of this model share;
     None if it can. `kept`: as in `why_unshared`.
 
-    On a CPU a sliding window does not matter: all keys of a text are copied."""
+    On a CPU a sliding window does not matter: all keys of a text are copied.
+    """
     text = config.get_text_config()
     if kept:
         return f"the model has layers that keep a state ({', '.join(kept)})"

@@ -32,7 +32,7 @@ class TopTokens:
     """float [tokens]: what the divergence is multiplied by in the loss; 0: the token has no teacher."""
 
     def select(self, tokens: slice) -> "TopTokens":
-        """Of these tokens only."""
+        """Return the same of these tokens only."""
         return TopTokens(self.ids[tokens], self.logprobs[tokens], self.weights[tokens])
 
 

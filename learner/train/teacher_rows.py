@@ -25,7 +25,9 @@ class TeacherTop(NamedTuple):
 
 
 def top_of(sample: Sample, sampled: np.ndarray, start: int, stop: int) -> TeacherTop | None:
-    """Those of the segment from `start` to `stop` of a sample; `sampled` [tokens] bool. None: nobody asked for them."""
+    """The most probable tokens of the segment from `start` to `stop` of a sample, None where the sample has none.
+
+    `sampled`: [tokens] bool."""
     top = sample.teacher_top
     if top is None:
         return None
