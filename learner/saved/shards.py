@@ -97,7 +97,7 @@ class Uncopied(AsyncStager):
     _synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What is written, `state_dict` itself."""
+        """Return `state_dict` itself, which is written without a copy."""
         return state_dict
 
     def synchronize_staging(self) -> None:
