@@ -191,8 +191,8 @@ class Staging:
             self.read_until(torch.cuda.current_stream(self.device).record_event())
 
     def _regions_for(self, plan: Plan, wanted: str) -> tuple[Region, ...] | None:
-        """What is staged in mode `slices`; None for another mode. Raises ValueError if `slices` is wanted and cannot
-        be. `auto` takes it where it needs less memory."""
+        """Return the regions that mode `slices` stages; None for another mode. `auto` takes it where it needs less
+        memory. Raises ValueError if `slices` is wanted and cannot be."""
         if wanted not in ("auto", "slices"):
             return None
         regions = self._find_regions([slot.spec for slot in plan.slots], plan.frozen_names)
