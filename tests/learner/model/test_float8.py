@@ -160,7 +160,7 @@ def test_a_step_is_near_and_the_same_however_it_is_computed(tmp_path: Path, mesh
     again = gradients(model, mesh, FP8.model_copy(update=other))
     assert distance(again, ours) < 1e-5
     unshared = gradients(model, mesh, FP8.model_copy(update={"share_prompts": False}))
-    assert 0 < distance(unshared, ours) < 0.5
+    assert 0 < distance(unshared, ours) < 0.1
 
 
 def test_casts_are_counted_in_the_memory_estimate(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_ranks_that_share_rows_train_near_one_rank(tmp_path: Path) -> None:
     world.together("share_rows", 2, tmp_path, cases=[case | {"learner": {"matmul": "fp8"}}], size=2)
     for rank in range(2):
         (found,) = torch.load(tmp_path / f"shared_rows-{rank}.pt")
-        assert 0.01 < distance(found["gradients"], exact["gradients"]) < 0.5
+        assert 0.01 < distance(found["gradients"], exact["gradients"]) < 0.4
 
 
 @pytest.mark.long
