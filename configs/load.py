@@ -240,8 +240,9 @@ def _read_file(file: str, warn: Callable[[str], object] | None) -> tuple[dict[st
     try:
         source = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise ConfigError([f"{file}: {'no such file' if missing else f'cannot be read as text: {error}'}"]) from None
+        missing = f"no such file (from {Path.cwd()}); correct the path"
+        problem = missing if isinstance(error, FileNotFoundError) else f"cannot be read as text: {error}"
+        raise ConfigError([f"{file}: {problem}"]) from None
     _check_sum(file, source, warn)
     tree = _parse(source, file)
     lines: dict[str, int] = {}

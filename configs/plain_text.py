@@ -89,8 +89,8 @@ def visible_lines(text: str) -> str:
 def print_visible(text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED) -> None:
     """Print `text`, made visible, on stdout or `stream`, and flush: the only print of Headrace's processes."""
     stream = sys.stdout if stream is None else stream
-    print(visible(str(text), most), end=end, file=stream)
     with suppress(OSError):  # it stays in the buffer, and the end of the process reports it (`entrypoint.py`)
+        print(visible(str(text), most), end=end, file=stream)
         stream.flush()
 
 

@@ -145,11 +145,12 @@ function draw(chart) {
   const tens = (u, vs) => vs.map(v => Number.isInteger(+Math.log10(v).toFixed(6)) ? v : null);
   const powers = { filter: tens, grid: { ...axis.grid, filter: tens }, values: (u, vs) => vs.map(v => v == null ? "" : v.toExponential(0)) };
   const top = u => { const vs = column(series[0][0]).filter(v => v != null).sort((a, b) => a - b); return [0, (vs[Math.floor(.98 * (vs.length - 1))] || 1) * 1.1]; };
+  const padded = (u, low, high) => low === 0 && high === 0 ? [0, 1] : low == null ? [null, null] : uPlot.rangeNum(low, high, .1, true);  // uPlot draws nothing but zeros up to 100
   const few = dataOf(chart, series)[0].length < 3;
   chart.u = new uPlot({
     width: Math.max(200, chart.card.clientWidth - 24), height: height(), legend: { show: false },
     cursor: { sync: { key: chart.x === "looks" ? "looks" : "versions" }, drag: { x: true, y: false }, points: { size: 5 } },
-    scales: { x: { time: false }, y: chart.cut ? { range: top } : chart.range ? { range: chart.range } : chart.log ? { distr: 3 } : {}, z: {} },
+    scales: { x: { time: false }, y: chart.cut ? { range: top } : chart.range ? { range: chart.range } : chart.log ? { distr: 3 } : { range: padded }, z: {} },
     axes: [{ ...axis, size: 26 }, chart.log ? { ...axis, ...powers } : axis, ...(right ? [{ ...axis, scale: "z", side: 1, grid: { show: false }, size: 46 }] : [])],
     series: [{}, ...series.map(([name, c, o = {}]) => ({
       label: name, stroke: paint(tint(c), o.a), width: chart.stack ? 0 : o.w || 1.2, scale: o.y2 ? "z" : "y", spanGaps: false, gaps: gapsOf(chart),

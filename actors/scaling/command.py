@@ -30,6 +30,9 @@ def main(argv: Sequence[str]) -> int:
     """Exit code: 0 done (with `--no-wait`: accepted), 1: buffer or launcher do not answer, or a new server could not be
     kept, 2: no such run, or a number that the run cannot have."""
     flags, rest = split_flags(argv, PROG, servers={"metavar": "N|auto"}, no_wait={"action": "store_true"})
+    if flags.servers is None and rest[1:] and (rest[-1] == "auto" or rest[-1].isdigit()):
+        print_visible(f"{rest[-1]}: the number of servers has a flag; write --servers={rest[-1]}", sys.stderr)
+        return BAD_INPUT
     config, run = find_run(rest, f"{PROG} --servers N|auto [--no-wait]")
     words = str(flags.servers)
     if words != "auto" and not (words.isdigit() and int(words) >= 1):

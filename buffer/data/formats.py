@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import re
+import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -246,33 +247,41 @@ def _rows_of(kept: Sequence[bytes], rules: ColumnRules, where: str, with_images:
     return FileRows(len(kept), row, found() if with_images else None)
 
 
-class RepeatedKey(ValueError):
-    """A JSON object has the same key twice."""
+class RefusedValue(ValueError):
+    """JSON that Python could read otherwise than it was meant, or not at all: the text says what it is and what to do."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from these keys and values. Raises RepeatedKey."""
+    """Make an object from these keys and values. Raises RefusedValue."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise RepeatedKey(f"the key {twice!a} appears twice in an object")
+        raise RefusedValue(f"the key {twice!a} appears twice in an object; leave one out")
     return found
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_once)
+def _whole(digits: str) -> int:
+    """The whole number `digits`. Raises RefusedValue."""
+    most = sys.get_int_max_str_digits()
+    if most and len(digits.lstrip("-")) > most:
+        raise RefusedValue(f"a number of {len(digits):,} digits, and Python reads {most:,}; write it as a text")
+    return int(digits)
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_int=_whole)
 
 
 def _decoded(data: bytes) -> Any:
-    """Like `json.loads`, but refuses repeated keys. Raises ValueError, RecursionError."""
+    """Like `json.loads`, but refuses repeated keys by name. Raises ValueError, RecursionError."""
     return DECODER.decode(data.decode(json.detect_encoding(data), "surrogatepass"))
 
 
 def _object(line: bytes, rules: ColumnRules, where: str, form: str) -> dict[str, Any]:
     try:
         row = _decoded(line)
-    except RepeatedKey as error:
-        raise ProblemsError(f"{where}: {error}; leave one out") from None
+    except RefusedValue as error:
+        raise ProblemsError(f"{where}: {error}") from None
     except ValueError as error:
         remedy = "write the file as UTF-8" if isinstance(error, UnicodeDecodeError) else f"write {form}"
         raise ProblemsError(f"{where}: not JSON ({error}); {remedy}") from None
@@ -287,7 +296,7 @@ def _json(data: bytes, rules: ColumnRules, where: str) -> FileRows:
     form = "a list of objects"
     try:
         rows = the_list(_decoded(data))
-    except (RepeatedKey, RecursionError) as error:
+    except (RefusedValue, RecursionError) as error:
         for number, text in enumerate(_elements(data.decode(json.detect_encoding(data), "surrogatepass"))):
             _object(text.encode(errors="surrogatepass"), rules, f"{where}: row {number}", form)  # finds the row
         raise ProblemsError(f"{where}: not JSON with rows: {error}") from None

@@ -133,7 +133,7 @@ def test_broken_files_name_file_and_line(tmp_path: Path) -> None:
     path = file(tmp_path, "countdown")
     assert refused(path).startswith(f"{path}: must be a map of sections (run, model,")
     lines = refused("absent.yaml", str(tmp_path)).splitlines()
-    assert lines[0] == "absent.yaml: no such file"
+    assert lines[0] == f"absent.yaml: no such file (from {Path.cwd()}); correct the path"
     assert lines[1] == f"{tmp_path}: a folder; name a run file, such as {tmp_path}/config.yaml"
     (tmp_path / "latin.yaml").write_bytes(b"run: {name: \xe9}\n")
     assert refused(str(tmp_path / "latin.yaml")).startswith(f"{tmp_path / 'latin.yaml'}: cannot be read as text")

@@ -50,7 +50,7 @@ def test_a_command_is_a_module_with_arguments() -> None:
 @pytest.mark.parametrize(("safe", "path"), [("-P", "."), ("", "")])  # as the installed script starts it, and by hand
 def test_a_command_runs_in_a_folder_with_packages_of_the_same_names(repository: Path, path: str, safe: str) -> None:
     code, out, err = headrace(repository, "launch", "no.yaml", safe=safe, PYTHONPATH=path)
-    assert (code, out, err) == (2, "", "no.yaml: no such file\n")
+    assert (code, out, err) == (2, "", f"no.yaml: no such file (from {repository}); correct the path\n")
 
 
 def test_names_of_commands_in_messages_are_those_that_work_here(repository: Path) -> None:

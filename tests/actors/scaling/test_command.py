@@ -67,6 +67,11 @@ def test_a_number_that_is_none_is_refused(words: list[str], capsys: pytest.Captu
     assert line.startswith("--servers: ") and "write --servers=4, or --servers=auto" in line
 
 
+def test_a_number_without_its_flag_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert command.main([str(tmp_path), "2"]) == 2
+    assert capsys.readouterr().err == "2: the number of servers has a flag; write --servers=2\n"
+
+
 def test_a_run_that_does_not_exist_and_a_buffer_that_does_not_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
