@@ -71,7 +71,7 @@ def sample_of(prompt: np.ndarray, answer: np.ndarray, reward: float) -> bytes:
 
 def exact(policy: Policy, algorithm: Algorithm, part: Part, budget: int, share: bool) -> tuple[Tensor, list[Tensor]]:
     """Log-probabilities of the sampled tokens, in the order of the samples, and gradients of all parameters."""
-    batch = Batch.from_part(part, budget, policy.attention_cost, share)
+    batch = Batch.from_part(part, budget, policy.costs.quadratic, share)
     by_sample: dict[int, Tensor] = {}
     for placed in map(policy.place, batch.microbatches):
         logprobs, rows = policy.score(placed)[placed.scored], placed.sequence[placed.scored]
@@ -103,14 +103,14 @@ def compare(policy: Policy, algorithm: Algorithm, prompt: int, args: argparse.Na
     found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for step in range(args.steps + 1):  # the first ones compile
         for share in found:
-            policy.share_prompts = share
+            policy.sharing.prompts = share
             version = 2 * step + share
             part = groups_of(prompt, answer, groups, vocabulary, step, version)
             found[share].append(timed(policy, algorithm, part))
             progress(f"{label}: share_prompts {share}: {found[share][-1]['seconds']:.2f} s")
     if args.profile:
         for share in found:
-            policy.share_prompts = share
+            policy.sharing.prompts = share
             part = groups_of(prompt, answer, groups, vocabulary, 0, 2 * args.steps + 2 + share)
             print(f"{label}: share_prompts {share}")
             profile(partial(algorithm.step, policy, part))
@@ -155,7 +155,7 @@ def main() -> int:
         learner = LearnerConfig(**(OURS | {"tokens_per_microbatch": args.tokens} | args.learner))
         learner = choose_gather(model, learner, 1, gpu_memory(torch.device(mesh.device_type)), args.tokens)
         policy = Policy(model, learner, mesh, random=True)
-    policy.most_copied = policy.most_copied if args.most_copied is None else args.most_copied
+    policy.sharing.most_copied = policy.sharing.most_copied if args.most_copied is None else args.most_copied
     algorithm = Algorithm(AlgorithmConfig(), Optimizer(policy, learner, 100), args.tokens, args.answer)
     lines = [ResultRow(f"attention {policy.attention}", args.tokens, "tokens", "of a microbatch").line()]
     for prompt in map(int, args.prompts.split(",")):

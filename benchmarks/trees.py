@@ -146,8 +146,8 @@ def exact(
     policy: Policy, algorithm: Algorithm, part: Part, budget: int, way: SharingWay
 ) -> tuple[Tensor, list[Tensor]]:
     """Log-probabilities of the sampled tokens, by turn and place, and gradients of all parameters."""
-    key_room = policy.key_room if way.trees else None
-    batch = Batch.from_part(part, budget, policy.attention_cost, way.prompts, key_room=key_room)
+    key_room = policy.sharing.key_room if way.trees else None
+    batch = Batch.from_part(part, budget, policy.costs.quadratic, way.prompts, key_room=key_room)
     found: dict[tuple[int, int], float] = {}
     for row in batch.microbatches:
         scores = policy.score(policy.place(row)).cpu()[row.scored].tolist()
@@ -177,15 +177,15 @@ def exactness(policy: Policy, algorithm: Algorithm, part: Part, case: str) -> li
 
 def measured(policy: Policy, algorithm: Algorithm, case: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Medians of the measured steps of each way; the first step of each warms up."""
-    key_room, vocabulary = policy.key_room, policy.model.config.vocab_size
+    key_room, vocabulary = policy.sharing.key_room, policy.model.config.vocab_size
     steps: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
     for step in range(args.steps + 1):
         for number, (name, way) in enumerate(WAYS.items()):
-            policy.share_prompts, policy.key_room = way.prompts, key_room if way.trees else None
+            policy.sharing.prompts, policy.sharing.key_room = way.prompts, key_room if way.trees else None
             part = group_of(case, args.samples, vocabulary, args.scale, len(WAYS) * step + number)
             steps[name].append(timed(policy, algorithm, part))
             progress(f"{case}, {name}: {steps[name][-1]['seconds']:.2f} s")
-    policy.share_prompts, policy.key_room = True, key_room
+    policy.sharing.prompts, policy.sharing.key_room = True, key_room
     keys = ("seconds", "flops", "tokens", "gib")
     return {name: {key: median(row[key] for row in rows[1:]) for key in keys} for name, rows in steps.items()}
 

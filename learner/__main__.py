@@ -166,7 +166,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         log.info("waiting for the buffer at %s", config.buffer.address)
         serves = weights.address if isinstance(weights, Sender) else None
         name, print_ = f"learner-{rank}", fingerprint(config)
-        options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.shares}
+        options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.sharing.whole_groups}
         sharing = config.learner.context_parallel  # ranks that take, and train, the same part
         part = rank // sharing, world // sharing
         batches = LearnerClient(config.buffer.address, name, print_, *part, serves, **options)

@@ -31,7 +31,7 @@ def own_part(config: Config, policy: Policy, budget: int, vocabulary: int, part:
     """Part `part` of the `number` of `made_up`; None where nothing is to be tried."""
     if policy.device.type == "cpu" or policy.sight is not None or policy.replayed is not None:
         return None
-    return made_up(config, budget, vocabulary, part, number, policy.share_prompts)
+    return made_up(config, budget, vocabulary, part, number, policy.sharing.prompts)
 
 
 def made_up(config: Config, budget: int, vocabulary: int, part: int, number: int, share_prompts: bool) -> Part:

@@ -248,7 +248,7 @@ def _rows_of(kept: Sequence[bytes], rules: ColumnRules, where: str, with_images:
 
 
 class RefusedValue(ValueError):
-    """JSON that Python could read otherwise than it was meant, or not at all: the text says what it is and what to do."""
+    """JSON that Python would read otherwise than it was meant, or not at all. The text says what and how to mend it."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -142,17 +142,17 @@ def examine(
         policy = Policy(model, OPTIONS.model_copy(update={"share_prompts": share}), mesh)
     except ConfigError as error:
         return [Check(what="a policy of the learner", fault="; ".join(error.problems))]
-    unshared = (policy.unshared or "") if share else "learner.share_prompts is off"
+    unshared = (policy.sharing.unshared or "") if share else "learner.share_prompts is off"
     every = list(cases(config.get_text_config().vocab_size))
     checks: list[Check] = []
     for case in every:
-        if case.shares and not policy.share_prompts:
+        if case.shares and not policy.sharing.prompts:
             checks.append(Check(what=case.what, note=unshared))
         else:
             checks += compare(policy, reference, case)
     longest = next(case for case in every if len(case.texts) > 1 and "longer" in case.what)
     checks += attempt("two ranks = one", lambda: compare_ranks(model, reference, longest, pair))
-    for case in [longest, *(case for case in every if case.shares and policy.share_prompts)] if splits else []:
+    for case in [longest, *(case for case in every if case.shares and policy.sharing.prompts)] if splits else []:
         checks += attempt(f"two ranks, one row: {case.what}", partial(compare_split, model, reference, case, pair))
     return checks + attempt(
         "copies of changed weights", lambda: compare_copies(policy, reference, model, longest, folder)

@@ -45,7 +45,7 @@ def _logprobs(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
     with torch.no_grad():
         with block_outputs(policy.model) as ours:
             got = policy(case.row.to(policy.device), 1.0)[0][case.row.scored]
-        policy._reshard_all()
+        policy.gathering.reshard()
         with block_outputs(reference) as theirs:
             wanted = expected(reference, case)
     where = _attention(policy) if case.shares else first_difference(policy.model, ours, theirs)

@@ -143,11 +143,11 @@ def _answer(model: ModelConfig, documents: Sequence[Document], sharing: Sharing 
     try:
         learner = OPTIONS.model_copy(update={"context_parallel": RANKS if sharing else 1})
         policy, how = Policy(model, learner, mesh), sharing or Sharing()
-        policy.most_copied = inf if how.copied else -1.0
+        policy.sharing.most_copied = inf if how.copied else -1.0
         row = packed_row([tokens for tokens, _ in documents], how.groups)
         weights = torch.from_numpy(np.concatenate([each for _, each in documents]))
-        policy.reduce_after_next(last=True)
-        with policy.keep_gathered():
+        policy.gathering.reduce_after_next(last=True)
+        with policy.gathering.held():
             got = policy(policy.place(row), 1.0)[0][row.scored]
             (got * weights).sum().backward()
         lengths = [len(each) for _, each in documents]

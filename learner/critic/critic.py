@@ -71,7 +71,7 @@ class Critic:
         `rewards` [turns] float64: of this rank's turns. `masked`: tokens of truncated samples get 0.
         """
         placed = [self.body.place(replace(each, routes=None)) for each in batch.microbatches]
-        with self.body.keep_gathered():
+        with self.body.gathering.held():
             states = [self.body.score(each) for each in placed]
         truncated = torch.from_numpy(batch.rows.truncated.numpy()[batch.turns.rows] != 0)
         targets = self._targets(batch, rewards, placed, states, truncated).float().to(self.body.device)
@@ -144,9 +144,9 @@ class Critic:
         As the policy's: the mean is over all sampled tokens of the batch, so that microbatches and ranks add up.
         """
         clipped = torch.zeros((), dtype=torch.float64, device=self.body.device)
-        with self.body.keep_gathered():
+        with self.body.gathering.held():
             for judged in self._judged:
-                self.body.reduce_after_next(last=judged is self._judged[-1])
+                self.body.gathering.reduce_after_next(last=judged is self._judged[-1])
                 values = self.body(judged.microbatch)[0].index_select(0, judged.microbatch.predictor)
                 losses, outside = value_losses(values, judged.before, judged.targets, self.config.clip)
                 (losses.sum() / self._tokens * dist.get_world_size()).backward()  # FSDP averages over ranks

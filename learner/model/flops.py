@@ -27,30 +27,6 @@ from learner.model.vision import mergers, tower_of
 
 
 @dataclass(frozen=True)
-class Costs:
-    """FLOPs of forward and backward pass. Example: `Costs(per_token=6, per_trainable=2, per_pair=1)`."""
-
-    per_token: float
-    per_trainable: float
-    per_pair: float
-    """Attention, per squared token of a document's length, or what counts as one where a prompt is shared."""
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "Costs":
-        """The costs of `model`, counted from its parameters."""
-        config, layers = model.config.get_text_config(), blocks(model)
-        width = sum(_width(config, number) for number, layer in enumerate(layers) if state.attends(layer))
-        products = sum(map(_products, layers)) - _idle(model, _products)
-        products += 3 * sum(state.products(each) for layer in layers for each in state.layers_of(layer))
-        head: nn.Parameter = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
-        return cls(2.0 * products, 2.0 * _passes(head) * head.numel(), 6.0 * width)
-
-    def total(self, tokens: float, trainable: float, squares: float) -> float:
-        """FLOPs of t tokens, s of them trainable, whose documents have q squares of tokens."""
-        return self.per_token * tokens + self.per_trainable * trainable + self.per_pair * squares
-
-
-@dataclass(frozen=True)
 class TowerCosts:
     """FLOPs of a tower's forward pass and, where it is trained, backward pass."""
 
@@ -84,6 +60,42 @@ class TowerCosts:
     def total(self, patches: Iterable[int]) -> float:
         """FLOPs of images of so many patches each."""
         return sum(p * (self.per_patch + self.per_pair * p) for p in patches)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """FLOPs of forward and backward pass. Example: `Costs(per_token=6, per_trainable=2, per_pair=1)`."""
+
+    per_token: float
+    per_trainable: float
+    per_pair: float
+    """Attention, per squared token of a document's length, or what counts as one where a prompt is shared."""
+    tower: TowerCosts | None = None
+    """Those of the tower, which a text model has not."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Costs":
+        """The costs of `model`, counted from its parameters."""
+        config, layers = model.config.get_text_config(), blocks(model)
+        width = sum(_width(config, number) for number, layer in enumerate(layers) if state.attends(layer))
+        products = sum(map(_products, layers)) - _idle(model, _products)
+        products += 3 * sum(state.products(each) for layer in layers for each in state.layers_of(layer))
+        head: nn.Parameter = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+        return cls(2.0 * products, 2.0 * _passes(head) * head.numel(), 6.0 * width)
+
+    def total(self, tokens: float, trainable: float, squares: float) -> float:
+        """FLOPs of t tokens, s of them trainable, whose documents have q squares of tokens."""
+        return self.per_token * tokens + self.per_trainable * trainable + self.per_pair * squares
+
+    @property
+    def quadratic(self) -> float:
+        """FLOPs of attention per token pair over all other FLOPs per token: the q of n + q n² for n tokens."""
+        return self.per_pair / (self.per_token + self.per_trainable)
+
+    @property
+    def patch_cost(self) -> float:
+        """FLOPs of a patch in the tower over those of a token in the text model; 0 for a text model."""
+        return self.tower.per_patch / (self.per_token + self.per_trainable) if self.tower else 0.0
 
 
 def _width(config: Any, number: int) -> int:

@@ -9,7 +9,6 @@ last; a backward pass is one of all ranks. Built by `learner/__main__.py`.
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -30,12 +29,14 @@ from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture
 from learner.model.file_form import FileForm
 from learner.model.flops import Costs, TowerCosts
+from learner.model.gathering import Gathering
 from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
-from learner.model.host_copies import INPUTS_HELD, HostCopies
+from learner.model.host_copies import HostCopies
 from learner.model.idle_parts import idle_modules, idle_names, sees
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.master_weights import MasterWeights, keep_wide_gradients, narrow
 from learner.model.microbatch import Microbatch, Targets, one_document
+from learner.model.prefix_sharing import PrefixSharing
 from learner.model.top_tokens import TopTokens
 from learner.model.unshard import is_sharded, own_rows, unshard
 from learner.model.value_head import replace_head, values
@@ -87,8 +88,6 @@ class Policy(nn.Module):
         parallel, timeout = learner.context_parallel, timedelta(seconds=learner.timeout_s)
         self.context_group = context.join(parallel, timeout) if parallel > 1 else None
         """Name of the group of ranks that share each row with this one; None: each rank has rows of its own."""
-        self.gathers_once = learner.gather == "batch" and not frozen  # only a backward pass would end it
-        self._stays_gathered = False
         config = loading.read_config(model)
         self.head = HeadOptions(temperature, chunk_tokens(learner), entropy_gradient, Epilogue.of(config))
         self.attention = attention.choose(learner.attention, self.device, self.dtype, config)
@@ -109,19 +108,19 @@ class Policy(nn.Module):
         self.replayed = self.mixture.sizes if self.mixture and replay else None
         seeing = sees(self.model.config)
         self.sight = vision.Sight(self.model, attention.of_tower(self.attention)) if seeing else None
-        self.costs, self.tower_costs = Costs.of(self.model), TowerCosts.of(self.model)
-        self.share_prompts = bool(learner.share_prompts) and self.unshared is None
-        self.most_copied = attention.most_copied(self.model.config)
-        self.key_room = self._key_room(learner)
-        if learner.share_prompts and not (frozen or valued):
-            self._log_sharing(learner)
+        self.costs = replace(Costs.of(self.model), tower=TowerCosts.of(self.model))
+        self.sharing = self._sharing(learner)
+        if not (frozen or valued):
+            self.sharing.tell(learner)
         offload = learner.cpu_offload is True and on_gpu
         if not frozen:
             _checkpoint_activations(self.model, learner)
         apart = learner.cpu_offload == "optimizer" and not frozen
         if apart:
             narrow(self.model, self.dtype)
-        self._shard(learner.compile is True, offload)
+        gathers_once = learner.gather == "batch" and not frozen  # only a backward pass would end it
+        self._shard(learner.compile is True, offload, gathers_once)
+        self.gathering = Gathering(self, gathers_once)
         self.masters = MasterWeights(self.model, self.device) if apart else None
         """With `learner.cpu_offload: optimizer`: the weights that are trained, in fp32, in host memory."""
         if random:
@@ -134,22 +133,18 @@ class Policy(nn.Module):
             assert isinstance(self, FSDPModule), "fully_shard made it one"
             keep_wide_gradients(self, self.masters.parameters)
 
-    def _key_room(self, learner: LearnerConfig) -> float | None:
-        """As in `Batch.from_part`: None where no prefixes beyond prompts are to be shared."""
-        if learner.share_prompts is not True or self.no_trees:
-            return None
-        layers = len(loading.blocks(self.model))
-        kept = min(layers, INPUTS_HELD) if learner.activation_checkpointing == "offload" else layers
-        return attention.key_room(self.model.config, kept)
+    def _sharing(self, learner: LearnerConfig) -> PrefixSharing:
+        other = None
+        if self.sight is not None:
+            other = "the model sees images"
+        elif self.context_group is not None:
+            other = "ranks share rows (learner.context_parallel)"
+        elif self.replayed is not None:
+            other = "routes are replayed (rollout.routing_replay), and a token may have others in each sample"
+        kept, blocks = state.kinds(self.model), len(loading.blocks(self.model))
+        return PrefixSharing.of(self.model.config, learner, self.attention, self.device, kept, blocks, other)
 
-    def _log_sharing(self, learner: LearnerConfig) -> None:
-        """Log why prompts, or longer prefixes, are computed for every sample, in one line."""
-        if self.key_room is None and self.unshared:
-            log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", self.unshared)
-        elif learner.share_prompts is True and self.no_trees:
-            log.info("learner.share_prompts: prompts alone are computed once, no longer prefixes: %s", self.no_trees)
-
-    def _shard(self, compiled: bool, offload: bool) -> None:
+    def _shard(self, compiled: bool, offload: bool, gathers_once: bool) -> None:
         """Wrap each block, then the rest (embedding, last norm, head), which stays gathered until the backward pass; so
         do the blocks that are gathered once a batch."""
         options: dict[str, Any] = {
@@ -163,7 +158,7 @@ class Policy(nn.Module):
             if compiled:  # only the arithmetic: FSDP's hooks around it gather and reduce as before
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
             block.register_forward_pre_hook(partial(_cast_inputs, self.dtype), with_kwargs=True)
-            fully_shard(block, reshard_after_forward=not self.gathers_once, **options)
+            fully_shard(block, reshard_after_forward=not gathers_once, **options)
         for idle in idle_modules(self.model):
             fully_shard(idle, **options)  # no pass reaches it, so it is never gathered
         fully_shard(self, **options)
@@ -193,39 +188,8 @@ class Policy(nn.Module):
     def score(self, microbatch: Microbatch, temperature: float | None = None) -> Tensor:
         """Log-probabilities, or a critic's values, as in `forward`, without gradient: [tokens] float32."""
         logprobs: Tensor = self(microbatch, temperature)[0]
-        if not self._stays_gathered:
-            self._reshard_all()  # only a backward pass does it by itself, and readers of the weights want shards
+        self.gathering.reshard()
         return logprobs
-
-    @contextmanager
-    def keep_gathered(self) -> Iterator[None]:
-        """Around all passes of a batch: with `learner.gather: batch` the first one gathers for all. After it every
-        weight is a shard; not where a pass was broken off in the middle, which ends the learner."""
-        self._stays_gathered = self.gathers_once
-        try:
-            yield
-        finally:
-            self._stays_gathered = False
-            self._reshard_all()
-
-    def _reshard_all(self) -> None:
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # of its own weights alone
-
-    def reduce_after_next(self, last: bool) -> None:
-        """Whether the next backward pass is the `last` of the batch, after which the replicas' gradients are reduced:
-        once a batch, not once a microbatch. Until then each replica adds up its own; with `learner.gather: batch` each
-        rank does, in fp32, and keeps the weights gathered.
-
-        So every pass must give every trained parameter a gradient, if only of zeros: FSDP refuses to reduce one that
-        came with the last pass alone, which is still in `model.dtype`, beside those that were added up.
-        """
-        assert isinstance(self, FSDPModule), "fully_shard made it one"
-        self.set_requires_all_reduce(last)
-        if self.gathers_once:
-            self.set_requires_gradient_sync(last)
-            self.set_reshard_after_backward(last)
 
     def place(self, microbatch: Microbatch) -> Microbatch:
         """`microbatch`, made on the CPU, on this policy's device; where ranks share a row, with this rank's slice."""
@@ -233,7 +197,7 @@ class Policy(nn.Module):
             microbatch = replace(microbatch, images=self.sight.lay_out(microbatch.images))
         if self.context_group is not None:
             microbatch = context.cut(microbatch, self.context_group)
-        return microbatch.copying(self.most_copied).to(self.device)
+        return microbatch.copying(self.sharing.most_copied).to(self.device)
 
     def logprobs_of(self, tokens: Microbatch | Sequence[int]) -> list[float]:
         """Log-probabilities, at temperature 1, of `tokens[1:]`, each given those before it; with images as a microbatch
@@ -316,40 +280,6 @@ class Policy(nn.Module):
     def lora(self) -> bool:
         """Whether an adapter is trained, beside a frozen model."""
         return any(True for _ in factors(self.model))
-
-    @property
-    def unshared(self) -> str | None:
-        """Why a prompt cannot be computed once for several samples; None if it can."""
-        kept = state.kinds(self.model)
-        return attention.why_unshared(self.model.config, self.attention, self.device, kept)
-
-    @property
-    def shares(self) -> bool:
-        """Whether a rank should get whole groups, because it computes once what their samples have in common."""
-        return self.share_prompts or self.key_room is not None
-
-    @property
-    def no_trees(self) -> str | None:
-        """Why no prefix beyond the prompt can be computed once for several samples; None if it can."""
-        if self.sight is not None:
-            return "the model sees images"
-        if self.context_group is not None:
-            return "ranks share rows (learner.context_parallel)"
-        if self.replayed is not None:
-            return "routes are replayed (rollout.routing_replay), and a token may have others in each sample"
-        kept = state.kinds(self.model)
-        return attention.why_no_trees(self.model.config, self.attention, self.device, kept)
-
-    @property
-    def patch_cost(self) -> float:
-        """FLOPs of a patch in the tower over those of a token in the text model; 0 for a text model."""
-        tower = self.tower_costs
-        return tower.per_patch / (self.costs.per_token + self.costs.per_trainable) if tower else 0.0
-
-    @property
-    def attention_cost(self) -> float:
-        """FLOPs of attention per token pair over all other FLOPs per token: the q of n + q n² for n tokens."""
-        return self.costs.per_pair / (self.costs.per_token + self.costs.per_trainable)
 
 
 def hidden_states(

@@ -39,7 +39,7 @@ class AnswerSteps:
         position = version * self.rows
         texts = self.data.drawn(position, self.rows)
         tokens, trained, world = [len(text.tokens) for text in texts], num_trained(texts), dist.get_world_size()
-        packed = microbatches(texts, dist.get_rank(), world, self.budget, policy.attention_cost)
+        packed = microbatches(texts, dist.get_rank(), world, self.budget, policy.costs.quadratic)
         placed = [policy.place(microbatch) for microbatch in packed]
         backward_began = time.perf_counter()
         total, tally = self._backward(policy, placed, trained)
@@ -70,9 +70,9 @@ class AnswerSteps:
             return -logprobs.sum() / trained
 
         total, tally = torch.zeros((), dtype=torch.float64, device=policy.device), None
-        with policy.keep_gathered():
+        with policy.gathering.held():
             for microbatch in placed:
-                policy.reduce_after_next(last=microbatch is placed[-1])
+                policy.gathering.reduce_after_next(last=microbatch is placed[-1])
                 logprobs, _, loss = policy(microbatch, loss=chunk_loss)
                 (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
                 total -= logprobs.double().sum()
@@ -107,10 +107,10 @@ class HeldOut:
         texts = [text for row in data.rows for text in row]
         total = torch.zeros((), dtype=torch.float64, device=policy.device)
         rank, world = dist.get_rank(), dist.get_world_size()
-        with policy.keep_gathered():
+        with policy.gathering.held():
             for start in range(0, len(texts), MEASURED_AT_ONCE):
                 some = texts[start : start + MEASURED_AT_ONCE]
-                for microbatch in microbatches(some, rank, world, self.budget, policy.attention_cost):
+                for microbatch in microbatches(some, rank, world, self.budget, policy.costs.quadratic):
                     total -= policy.score(policy.place(microbatch)).double().sum()
         trained = num_trained(texts)
         loss = float(collectives.all_reduce_sum(total.cpu())) / trained

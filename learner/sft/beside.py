@@ -51,7 +51,7 @@ class Drawn:
     ) -> None:
         self._lengths, self._trained = [len(text.tokens) for text in texts], num_trained(texts)
         self._weight, self._rows, self._epoch = weight, rows, epoch
-        packed = microbatches(texts, dist.get_rank(), dist.get_world_size(), budget, policy.attention_cost)
+        packed = microbatches(texts, dist.get_rank(), dist.get_world_size(), budget, policy.costs.quadratic)
         self.microbatches = [policy.place(microbatch) for microbatch in packed]
         self.total = torch.zeros((), dtype=torch.float64, device=policy.device)
         """-log p of the trained tokens of this rank's microbatches so far: [] float64."""

@@ -416,7 +416,7 @@ def pack_trees(units: Sequence[Unit | Tree]) -> Microbatch:
     for unit in units:
         assert isinstance(unit, Tree) or len(unit.documents) == 1
         for document, joined in zip(unit.documents, unit.joined if isinstance(unit, Tree) else [0], strict=True):
-            assert document.routes is None and not document.images, "Policy.no_trees"
+            assert document.routes is None and not document.images, "PrefixSharing.no_trees"
             tokens, sampled, behaviour, versions, turns = document.columns
             texts.append(Text(tokens, sampled, behaviour, versions, turns, document.teacher, document.row, joined))
     return lay_out_forest(texts)

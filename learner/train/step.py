@@ -134,14 +134,14 @@ class Algorithm:
 
     def pack(self, policy: Policy, part: Part) -> Batch:
         """The microbatches of this rank's `part`. A collective."""
-        costs = policy.attention_cost, policy.patch_cost
-        shared, replayed = policy.share_prompts, policy.replayed
+        costs = policy.costs.quadratic, policy.costs.patch_cost
+        shared, replayed = policy.sharing.prompts, policy.replayed
         if policy.context_group is not None:
             check_same(_digest(part), policy.context_group)
-        key_room = policy.key_room
+        key_room = policy.sharing.key_room
         if (reason := JUDGED if self.critic else TOPPED if self.top_k else None) and key_room is not None:
             log.info("learner.share_prompts: prompts alone are computed once, no longer prefixes: %s", reason)
-            key_room = policy.key_room = None
+            key_room = policy.sharing.key_room = None
         batch = Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed, key_room)
         if self.critic:
             rewards = turn_rewards(batch, self._rewards(batch))
@@ -153,7 +153,7 @@ class Algorithm:
         rank's sums."""
         shared = self.shared_context(batch, policy.device, policy.counts)
         microbatches = [policy.place(microbatch) for microbatch in batch.microbatches]  # all now: copies block
-        with policy.keep_gathered():
+        with policy.gathering.held():
             if needs_first_pass(self.config):
                 shared["m2_limit"] = self._m2_limit(policy, microbatches, shared)
             if batch.scattered and not is_tokenwise(self.config):
@@ -161,10 +161,10 @@ class Algorithm:
             sums, more = [], drawn.microbatches if drawn else ()
             last = [*microbatches, *more][-1]
             for microbatch in microbatches:
-                policy.reduce_after_next(last=microbatch is last)
+                policy.gathering.reduce_after_next(last=microbatch is last)
                 sums.append(self.backward_of(policy, microbatch, shared))
             for microbatch in more:
-                policy.reduce_after_next(last=microbatch is last)
+                policy.gathering.reduce_after_next(last=microbatch is last)
                 if drawn:
                     drawn.backward_of(policy, microbatch)
         advantages = shared["advantages"]
@@ -343,11 +343,11 @@ def _work(batch: Batch) -> dict[str, float]:
 
 def _seen(policy: Policy, batch: Batch) -> dict[str, float]:
     """Images that this rank encodes, their patches and the tower's FLOPs; empty for a text model."""
-    if policy.tower_costs is None:
+    if policy.costs.tower is None:
         return {}
     images = [row.images.grid.prod(-1) for row in batch.microbatches if row.images is not None]
     patches = [number for grid in images for number in grid.tolist()]
-    return {"images": len(patches), "patches": sum(patches), "tower": policy.tower_costs.total(patches)}
+    return {"images": len(patches), "patches": sum(patches), "tower": policy.costs.tower.total(patches)}
 
 
 def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:

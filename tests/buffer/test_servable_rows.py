@@ -173,8 +173,8 @@ LINES = {
     b'{"problem": "?", "answer": "2", "\\udc00": 1}': "a key of the row has half a surrogate pair",
     b'{"problem": "?", "answer": "2", "x": [{"y": "a\\udc00"}]}': "x[0].y has half a surrogate pair",
     b'{"problem": "?", "answer": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "nested more than 100 levels",
-    b'{"problem": "?", "answer": ' + b"9" * 5000 + b"}": "a number of 5,000 digits, and Python reads 4,300; write it as "
-    "a text",
+    b'{"problem": "?", "answer": ' + b"9" * 5000 + b"}": "a number of 5,000 digits, and Python reads 4,300; write it "
+    "as a text",
     b'{"problem": "?", "answer": "\xff"}': "not JSON ('utf-8' codec can't decode byte 0xff in position 28: invalid "
     "start byte); write the file as UTF-8",
     b"{}": "needs the columns",

@@ -99,7 +99,7 @@ def test_inputs_in_host_memory_change_nothing(tmp_path: Path, gpu: DeviceMesh) -
     for way in ("block", "offload"):
         keys = {"activation_checkpointing": way, "attention": "varlen"}
         policy = policy_of(model, gpu, LEARNER.model_copy(update=keys))
-        batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 64, policy.attention_cost)
+        batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 64, policy.costs.quadratic)
         assert len(batch.microbatches) > 2
         algorithm_of(policy, 64).backward(policy, batch)
         found.append({name: gradient.clone() for name, gradient in world.gradients(policy).items()})

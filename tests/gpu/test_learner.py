@@ -119,7 +119,7 @@ def test_no_microbatch_waits_for_the_gpu(tmp_path: Path, gpu: DeviceMesh, loss: 
     """From the forward pass to the end of the backward pass the CPU only launches kernels."""
     learner = LEARNER.model_copy(update={"attention": "varlen"})
     policy, share = policy_of(tiny_model(tmp_path, dtype=torch.bfloat16), gpu, learner), form in FORMS
-    policy.most_copied = FORMS.get(form, 0.0)
+    policy.sharing.most_copied = FORMS.get(form, 0.0)
     step, entries = algorithm_of(policy, 200, AlgorithmConfig(loss=loss)), make_samples(long=90)
     entries = make_groups() if share else entries
     batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 200, share_prompts=share)
@@ -218,10 +218,10 @@ def shared_step(
     model, mesh: DeviceMesh, share: bool, budget: int, form: str = "joined", **changes
 ) -> tuple[dict[str, torch.Tensor], Batch]:
     policy = policy_of(model, mesh, LEARNER.model_copy(update={"share_prompts": share} | changes))
-    assert policy.share_prompts == share
-    policy.most_copied = FORMS[form]
+    assert policy.sharing.prompts == share
+    policy.sharing.most_copied = FORMS[form]
     entries = make_groups()
-    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.attention_cost, policy.share_prompts)
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.costs.quadratic, policy.sharing.prompts)
     algorithm_of(policy, budget).backward(policy, batch)
     return world.gradients(policy), batch
 

@@ -48,7 +48,7 @@ def test_attention(head_dim: int) -> None:
 
 def gradients(model, mesh, form, **changes) -> dict[str, torch.Tensor]:
     policy = policy_of(model, mesh, LEARNER.model_copy(update=changes))
-    batch = Batch.from_part(make_pictured(form).part(3, [15], 0), 200, share_prompts=policy.share_prompts, form=form)
+    batch = Batch.from_part(make_pictured(form).part(3, [15], 0), 200, share_prompts=policy.sharing.prompts, form=form)
     algorithm_of(policy, 200, form=form).backward(policy, batch)
     return {name: gradient.cpu() for name, gradient in world.gradients(policy).items()}
 

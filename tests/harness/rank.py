@@ -80,8 +80,8 @@ def gradients(
         for parts, budget in product(cuts, budgets):
             algorithm = world.algorithm_of(policy, budget, config)
             part = world.cut(entries, 3, parts, rank)
-            key_room = policy.key_room if trees else None
-            batch = Batch.from_part(part, budget, policy.attention_cost, share, replayed=sizes, key_room=key_room)
+            key_room = policy.sharing.key_room if trees else None
+            batch = Batch.from_part(part, budget, policy.costs.quadratic, share, replayed=sizes, key_room=key_room)
             sums = algorithm.backward(policy, batch)
             found[f"{parts} {budget} {number}"] = world.gradients(policy)
             if sizes:
@@ -181,7 +181,7 @@ def pictured(folder: Path, model: dict[str, Any], cuts: list[list[int]], budget:
     algorithm = world.algorithm_of(policy, budget, form=form)
     for parts in cuts:
         part = make_pictured(form).part(3, parts, rank)
-        batch = Batch.from_part(part, budget, policy.attention_cost, True, form, policy.patch_cost)
+        batch = Batch.from_part(part, budget, policy.costs.quadratic, True, form, policy.costs.patch_cost)
         algorithm.backward(policy, batch)
         found.append(world.gradients(policy))
         algorithm.optimizer.adamw.zero_grad()
@@ -227,7 +227,7 @@ def replicated(folder: Path, copies: list[int], cuts: list[int], budget: int) ->
         mesh = make_mesh("cpu", number)
         policy = world.policy_of(model, mesh, world.LEARNER.model_copy(update={"gather": gather}))
         algorithm = world.algorithm_of(policy, budget)
-        batch = Batch.from_part(world.cut(world.make_samples(), 3, cuts, rank), budget, policy.attention_cost)
+        batch = Batch.from_part(world.cut(world.make_samples(), 3, cuts, rank), budget, policy.costs.quadratic)
         before = reductions(mesh)
         algorithm.backward(policy, batch)
         reduced, grads = reductions(mesh) - before, world.gradients(policy)
@@ -266,7 +266,7 @@ def gathered(case: dict[str, Any], gather: str, cuts: list[int], budget: int) ->
     algorithm = world.algorithm_of(policy, budget, config, reference=Base(policy) if model.lora else None, form=form)
     part = (make_pictured(form).part(3, [9, 6], dist.get_rank()) if form
             else world.cut(world.make_samples(), 3, cuts, dist.get_rank()))  # fmt: skip
-    batch = Batch.from_part(part, budget, policy.attention_cost, False, form, policy.patch_cost)
+    batch = Batch.from_part(part, budget, policy.costs.quadratic, False, form, policy.costs.patch_cost)
     before = collectives_begun()
     algorithm.backward(policy, batch)
     numbers = collectives_begun()

@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
 BATCHES = {"samples": world.make_samples, "groups": world.make_groups, "episodes": make_episodes}
 Case = dict[str, Any]
 """`model`: of MODELS. `algorithm`, `learner`: keys. `batch`: of BATCHES. `budget`: tokens of a row. `copied`: as
-`Policy.most_copied`. `lora`, `replay`: with them. `dtype`: if not float32."""
+`Policy.sharing.most_copied`. `lora`, `replay`: with them. `dtype`: if not float32."""
 Found = dict[str, Any]
 
 
@@ -78,7 +78,7 @@ def _computed(folder: Path, case: Case, mesh: Any, size: int) -> Found:
     learner = world.LEARNER.model_copy(update={"context_parallel": size} | case.get("learner", {}))
     options = {"entropy_gradient": config.entropy_bonus > 0, "replay": bool(case.get("replay"))}
     policy = world.policy_of(model, mesh, learner, **options)
-    policy.most_copied = case.get("copied", -1.0)
+    policy.sharing.most_copied = case.get("copied", -1.0)
     if lora:
         stir(policy)
     algorithm, batch = world.algorithm_of(policy, case["budget"], config), BATCHES[case.get("batch", "samples")]()
@@ -89,8 +89,8 @@ def _computed(folder: Path, case: Case, mesh: Any, size: int) -> Found:
     packed = Batch.from_part(
         part,
         case["budget"],
-        policy.attention_cost,
-        policy.share_prompts,
+        policy.costs.quadratic,
+        policy.sharing.prompts,
         replayed=SIZES if case.get("replay") else None,
     )
     rows, text = [policy.place(row) for row in packed.microbatches], list(range(2, 9))

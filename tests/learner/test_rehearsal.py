@@ -42,7 +42,7 @@ def test_a_step_after_the_made_up_samples_is_the_same_as_without_them(tmp_path: 
         policy = policy_of(tiny_model(tmp_path), mesh)
         steps = algorithm_of(policy, 64)
         if tried:
-            trial = made_up(run_file(8, 22), 64, 64, 0, 1, policy.share_prompts)
+            trial = made_up(run_file(8, 22), 64, 64, 0, 1, policy.sharing.prompts)
             sound = SoundSteps(steps, None, None, trial)  # type: ignore[arg-type]
             sound.warm_up(policy)
             assert sound.made_up is None and all(p.grad is None for p in policy.parameters())

@@ -64,7 +64,7 @@ def test_a_loss_of_the_users_has_the_gradient_of_the_same_built_in_one(
         policy = policy_of(tiny_model(tmp_path), mesh)
         part = cut(entries, 3, [len(entries)], 0)
         config = AlgorithmConfig(loss=loss, advantage=f"{file}:centred" if own == "cispo" else "group_mean")
-        algorithm_of(policy, 64, config).backward(policy, Batch.from_part(part, 64, policy.attention_cost))
+        algorithm_of(policy, 64, config).backward(policy, Batch.from_part(part, 64, policy.costs.quadratic))
         found.append(gradients(policy))
     assert found[0] and all(torch.allclose(found[0][name], found[1][name], rtol=1e-4, atol=1e-6) for name in found[0])
 

@@ -26,7 +26,7 @@ class Counting(Policy):
 @pytest.mark.parametrize("proximal", ["recompute", "loglinear"])
 def test_only_m2po_costs_a_pass(tmp_path: Path, mesh, proximal: str) -> None:
     entries, policy = make_samples(), Counting(tiny_model(tmp_path), LEARNER, mesh)
-    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 64, policy.attention_cost)
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 64, policy.costs.quadratic)
     assert len(batch.microbatches) > 1
     for loss in LOSSES:
         config, before = AlgorithmConfig(loss=loss, proximal=proximal), policy.passes

@@ -233,7 +233,7 @@ def test_a_block_is_captured_as_one_graph(tmp_path: Path, mesh) -> None:
     (layer,) = policy.model.model.layers
     layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend="eager")
     part = cut(entries, 3, [len(entries)], 0)
-    batch = Batch.from_part(part, 150, policy.attention_cost, True, replayed=sizes)
+    batch = Batch.from_part(part, 150, policy.costs.quadratic, True, replayed=sizes)
     assert len(batch.microbatches) > 2
     for row in batch.microbatches:
         assert policy.score(policy.place(row)).isfinite().all()
@@ -256,7 +256,7 @@ def test_a_compiled_block_is_one_graph_and_does_as_not_compiled(tmp_path: Path, 
             layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend="aot_eager")
         algorithm = algorithm_of(policy, 150)
         part = cut(entries, 3, [len(entries)], 0)
-        batch = Batch.from_part(part, 150, policy.attention_cost, True, replayed=SIZES)
+        batch = Batch.from_part(part, 150, policy.costs.quadratic, True, replayed=SIZES)
         assert all(row.shared for row in batch.microbatches) and len(batch.microbatches) > 2
         sums = algorithm.backward(policy, batch)
         found.append((sums["moe"], [p.grad.full_tensor() for p in policy.model.parameters()]))

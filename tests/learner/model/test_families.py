@@ -273,7 +273,7 @@ def test_a_family_is_trained_exactly(name: str, tmp_path: Path, mesh: Any) -> No
     assert estimate(written, LEARNER, 1).total(1024) > 16 * model.num_parameters()
     policy = Policy(written, LEARNER, mesh)
     check_packed(policy, model)
-    if policy.share_prompts:
+    if policy.sharing.prompts:
         check_shared(policy, model)
     check_published(policy, tmp_path)
 

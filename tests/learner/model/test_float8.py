@@ -141,7 +141,7 @@ def gradients(model: ModelConfig, mesh, learner: LearnerConfig) -> dict[str, Ten
     """Of one batch of groups, whose prompts are shared where `learner` has it so."""
     policy, entries = policy_of(model, mesh, learner), make_groups()
     step = algorithm_of(policy, 161, ALGORITHM.model_copy(update={"tv_low": None, "tv_high": None}))  # a smooth loss
-    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 161, policy.attention_cost, policy.share_prompts)
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 161, policy.costs.quadratic, policy.sharing.prompts)
     step.backward(policy, batch)
     return world.gradients(policy)
 

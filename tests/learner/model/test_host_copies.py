@@ -20,7 +20,7 @@ def test_on_the_cpu_it_is_block(tmp_path: Path, mesh) -> None:
     model, found = tiny_model(tmp_path), []
     for way in ("block", "offload"):
         policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": way}))
-        batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 64, policy.attention_cost)
+        batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 64, policy.costs.quadratic)
         algorithm_of(policy, 64).backward(policy, batch)
         found.append(world.gradients(policy))
     block, offload = found

@@ -158,8 +158,8 @@ def test_gathering_once_keeps_all_weights_and_whole_gradients(tmp_path: Path, me
     for made in (tiny_model, adapted_model):
         model = made(tmp_path / made.__name__, dtype=torch.bfloat16)
         policy = policy_of(model, mesh, ONCE)
-        with policy.keep_gathered():
-            policy.reduce_after_next(last=False)
+        with policy.gathering.held():
+            policy.gathering.reduce_after_next(last=False)
             policy(one_document([1, 2, 3]))[0].sum().backward()
             weights = sum(p.nbytes for p in policy.parameters())
             trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)

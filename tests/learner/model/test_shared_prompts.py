@@ -274,7 +274,7 @@ def test_a_block_has_no_more_graphs_than_the_compiler_may_keep(tmp_path: Path, m
         for layer in policy.model.model.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True, backend="eager")
         for share, most in ((False, 0.0), *((True, most) for most in FORMS.values())):
-            policy.most_copied = most
+            policy.sharing.most_copied = most
             row = policy.place(row_of(MIXED, share))
             policy(row)[0].sum().backward()
             assert torch.isfinite(policy.score(row)).all() and torch.isfinite(Base(policy).score(row)).all()
@@ -302,13 +302,15 @@ def test_only_full_attention_shares(config: PreTrainedConfig, why: str | None) -
 def test_what_cannot_share_says_so(
     tmp_path: Path, mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert policy_of(tiny_model(tmp_path), mesh).share_prompts
-    assert not policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"share_prompts": False})).share_prompts
+    assert policy_of(tiny_model(tmp_path), mesh).sharing.prompts
+    assert not policy_of(
+        tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"share_prompts": False})
+    ).sharing.prompts
     assert "share_prompts" not in caplog.text
     assert "on CPU only" in attention.why_unshared(Qwen2Config(), "sdpa", torch.device("cuda"))
     for why in ("why_unshared", "why_no_trees"):
         monkeypatch.setattr(attention, why, lambda *_, **__: "the model has a sliding window of 8")
-    assert not policy_of(tiny_model(tmp_path), mesh).share_prompts
+    assert not policy_of(tiny_model(tmp_path), mesh).sharing.prompts
     assert "learner.share_prompts: off, every sample's prompt is computed: the model has a sliding" in caplog.text
     heads, row = torch.randn(1, 2, 12, 4), row_of([(2, [3, 3]), (1, [3])])
     places = {"cu_seq_lens_q": row.cu_seqlens, "max_length_q": row.max_seqlen, "shared_prompts": row.shared}

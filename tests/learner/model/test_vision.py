@@ -121,7 +121,9 @@ def test_every_parameter_gets_a_gradient_without_images(seeing: ModelConfig, mes
 
 def gradients(policy, batch, form: ImageFormat, budget: int, share: bool = True) -> dict[str, torch.Tensor]:
     algorithm = algorithm_of(policy, budget, form=form)
-    packed = Batch.from_part(batch.part(3, [15], 0), budget, policy.attention_cost, share, form, policy.patch_cost)
+    packed = Batch.from_part(
+        batch.part(3, [15], 0), budget, policy.costs.quadratic, share, form, policy.costs.patch_cost
+    )
     algorithm.backward(policy, packed)
     found = world.gradients(policy)
     algorithm.optimizer.adamw.zero_grad()
@@ -258,6 +260,6 @@ def test_a_block_of_the_tower_compiles_in_one_piece(seeing: ModelConfig) -> None
 
 def test_text_models_have_no_tower(tmp_path: Path, mesh) -> None:
     policy = policy_of(world.tiny_model(tmp_path), mesh)
-    assert policy.sight is None and policy.tower_costs is None and policy.frozen_names() == frozenset()
+    assert policy.sight is None and policy.costs.tower is None and policy.frozen_names() == frozenset()
     assert policy.place(one_document([1, 2, 3])).images is None
     assert TowerCosts.of(policy.model) is None

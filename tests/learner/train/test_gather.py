@@ -116,7 +116,7 @@ def gradients(case: GatherCase, model: ModelConfig, mesh, gather: str) -> dict[s
     for version in (3, 4):
         entries = make_samples(version)
         part = make_pictured(form, version).part(version, [15], 0) if form else cut(entries, version, [24], 0)
-        batch = Batch.from_part(part, 60, policy.attention_cost, True, form, policy.patch_cost)
+        batch = Batch.from_part(part, 60, policy.costs.quadratic, True, form, policy.costs.patch_cost)
         assert len(batch.microbatches) > 2
         step.backward(policy, batch)
         assert sharded(policy)
@@ -155,7 +155,7 @@ def test_compiled_blocks_stay_gathered_too(tmp_path: Path, mesh, gather: str) ->
     plain = policy_of(tiny_model(tmp_path), mesh)
     for each in (policy, plain):
         part = cut(make_samples(), 3, [24], 0)
-        algorithm_of(each, 60).backward(each, Batch.from_part(part, 60, each.attention_cost))
+        algorithm_of(each, 60).backward(each, Batch.from_part(part, 60, each.costs.quadratic))
     close(world.gradients(policy), world.gradients(plain))
     assert sharded(policy)
 
@@ -168,12 +168,12 @@ def test_weights_stay_until_the_last_backward_pass(tmp_path: Path, mesh, gather:
     batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 60)
     shared, stay = step.shared_context(batch, policy.device), [gather == "batch"] * 2
     assert blocks_gathered(policy) == [False, False]
-    with policy.keep_gathered():
+    with policy.gathering.held():
         policy.score(batch.microbatches[0])
         assert blocks_gathered(policy) == stay
         for microbatch in batch.microbatches:
             last = microbatch is batch.microbatches[-1]
-            policy.reduce_after_next(last)
+            policy.gathering.reduce_after_next(last)
             step.backward_of(policy, microbatch, shared)
             assert blocks_gathered(policy) == ([False, False] if last else stay)
     assert sharded(policy)
@@ -183,7 +183,7 @@ def test_weights_stay_until_the_last_backward_pass(tmp_path: Path, mesh, gather:
 
 def test_a_batch_that_ends_between_two_passes_leaves_shards(tmp_path: Path, mesh) -> None:
     policy = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": "batch"}))
-    with pytest.raises(KeyError), policy.keep_gathered():
+    with pytest.raises(KeyError), policy.gathering.held():
         policy.score(one_document(TEXT))
         raise KeyError
     policy.score(one_document(TEXT))
@@ -204,7 +204,7 @@ def test_a_backward_pass_alone_is_a_last_one(tmp_path: Path, mesh) -> None:
 def test_a_reference_gathers_for_each_pass(tmp_path: Path, mesh) -> None:
     """It has no backward pass, whose end would be that of the batch."""
     reference = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": "batch"}), frozen=True)
-    with reference.keep_gathered():
+    with reference.gathering.held():
         reference.score(one_document(TEXT))
         assert sharded(reference)
 

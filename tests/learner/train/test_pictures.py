@@ -154,7 +154,7 @@ def test_metrics_count_images(seeing: ModelConfig, mesh) -> None:
     patches = row.images.grid.prod(-1).tolist()
     assert (figures["images"], figures["patches"]) == (len(patches), sum(patches))
     text = policy.costs.total(figures["tokens_computed"], figures["tokens_sampled"], 0)
-    assert figures["flops"] > text + 0.99 * policy.tower_costs.total(patches)
+    assert figures["flops"] > text + 0.99 * policy.costs.tower.total(patches)
 
 
 def test_text_models_have_no_metrics_of_images(tmp_path: Path, mesh) -> None:

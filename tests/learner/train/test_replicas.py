@@ -61,7 +61,7 @@ def test_copies_change_nothing(
 def a_step_is_that_of_one_rank(folder: Path, mesh, copies: list[int]) -> None:
     policy = policy_of(world.ModelConfig(path=str(folder / "model"), dtype="float32"), mesh)
     algorithm = algorithm_of(policy, 10**6)
-    algorithm.backward(policy, Batch.from_part(cut(make_samples(), 3, [24], 0), 10**6, policy.attention_cost))
+    algorithm.backward(policy, Batch.from_part(cut(make_samples(), 3, [24], 0), 10**6, policy.costs.quadratic))
     want = world.gradients(policy)
     norm, after = algorithm.optimizer.update(3)["gradient/norm"], world.weights(policy)
     found, every = torch.load(folder / "replicated.pt")

@@ -31,7 +31,7 @@ def found(policy, entries, budget: int = 64, share: bool = False, algorithm: Alg
     step = algorithm_of(policy, budget, algorithm, **options)
     replayed = policy.mixture.sizes if Sample.unpack(entries[0].sample).routes else None
     part = cut(entries, 3, [len(entries)], 0)
-    batch = Batch.from_part(part, budget, policy.attention_cost, share, replayed=replayed)
+    batch = Batch.from_part(part, budget, policy.costs.quadratic, share, replayed=replayed)
     sums = step.backward(policy, batch)
     gradient = gradients(policy)
     step.optimizer.adamw.zero_grad()

@@ -38,7 +38,7 @@ CASES = [
 
 def batch_of(policy, budget: int, share: bool) -> Batch:
     entries = make_episodes()
-    return Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.attention_cost, share)
+    return Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.costs.quadratic, share)
 
 
 def step(policy, budget: int, config: AlgorithmConfig, share: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -56,7 +56,7 @@ class Found(NamedTuple):
 def step(policy, budget: int, algorithm: AlgorithmConfig, share: bool) -> Found:
     entries = make_groups()
     part = cut(entries, 3, [len(entries)], 0)
-    batch = Batch.from_part(part, budget, policy.attention_cost, share)
+    batch = Batch.from_part(part, budget, policy.costs.quadratic, share)
     made = algorithm_of(policy, budget, algorithm)
     sums = made.backward(policy, batch)
     gradients = world.gradients(policy)
@@ -96,7 +96,7 @@ def test_sharing_changes_nothing(tmp_path: Path, mesh, saving: str, options: dic
     assert max(differences(control, alone)) < TOLERANCE
     kinds = {"joined": SharedPrompts, "copied": CopiedPrompts}
     for budget, form in product((10**6, 160, 50), FORMS):  # all groups whole, some, none
-        policy.most_copied = FORMS[form]
+        policy.sharing.most_copied = FORMS[form]
         shared = step(policy, budget, algorithm, share=True)
         assert kinds[form] in {type(policy.place(row).shared) for row in shared.batch.microbatches}
         assert shared.batch.tokens < alone.batch.tokens

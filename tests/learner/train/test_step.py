@@ -39,7 +39,7 @@ def close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolera
 def gradient(policy, budget: int, algorithm: AlgorithmConfig = ALGORITHM, entries=None, **options):
     entries = make_samples() if entries is None else entries
     step = algorithm_of(policy, budget, algorithm, **options)
-    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.attention_cost)
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.costs.quadratic)
     sums = step.backward(policy, batch)
     found = gradients(policy)
     step.optimizer.adamw.zero_grad()
@@ -118,7 +118,7 @@ def test_by_chunk_is_as_at_once(tmp_path: Path, mesh, tied: bool, options: dict)
     found = []
     for forward in (step.by_chunk, step.at_once):
         step.forward = forward
-        batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 64, policy.attention_cost)
+        batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 64, policy.costs.quadratic)
         sums = step.backward(policy, batch)
         found.append((gradients(policy), sums))
         step.optimizer.adamw.zero_grad()

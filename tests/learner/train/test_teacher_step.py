@@ -73,7 +73,7 @@ def test_the_gradient_is_the_formula_s(tmp_path: Path, mesh: Any, reward: float,
     algorithm = OPEN.model_copy(update={"overlong": "mask" if mask else "keep"})
     policy = policy_of(model, mesh)
     step = algorithm_of(policy, 64, algorithm, teachers=WEIGHTS)
-    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 64, policy.attention_cost)
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 64, policy.costs.quadratic)
     sums = step.backward(policy, batch)
     assert sums["advantages_nonzero"] > 0
     close(gradients(policy), by_hand(plain(model), entries, algorithm.is_cap, mask))
@@ -85,7 +85,7 @@ def test_shared_prompts_and_several_turns_change_nothing(tmp_path: Path, mesh: A
     policy = policy_of(model, mesh)
     for budget, share in ((10**6, True), (64, True), (64, False)):
         step = algorithm_of(policy, budget, OPEN, teachers=WEIGHTS)
-        batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.attention_cost, share)
+        batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.costs.quadratic, share)
         step.backward(policy, batch)
         close(gradients(policy), expected, tolerance=2e-5)
         step.optimizer.adamw.zero_grad()
@@ -176,7 +176,7 @@ def test_with_most_probable_tokens_the_gradient_is_that_of_the_divergence(
     policy = policy_of(model, mesh)
     entries = topped(taught(make_groups()), policy.model.config.vocab_size)
     step = algorithm_of(policy, budget, OPEN, teachers=WEIGHTS, top_k=True)
-    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.attention_cost, share)
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.costs.quadratic, share)
     sums = step.backward(policy, batch)
     assert float(sums["loss/teacher"]) > 0 and float(sums["teacher_divergence"]) > 0
     close(gradients(policy), top_by_hand(plain(model), entries, OPEN.is_cap, WEIGHTS), tolerance=2e-5)

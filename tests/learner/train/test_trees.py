@@ -60,8 +60,8 @@ def saved(folder: Path, name: str) -> Path:
 def step(policy, budget: int, algorithm: AlgorithmConfig, trees: bool) -> Found:
     entries = make_forks()
     part = cut(entries, 3, [len(entries)], 0)
-    key_room = policy.key_room if trees else None
-    batch = Batch.from_part(part, budget, policy.attention_cost, key_room=key_room)
+    key_room = policy.sharing.key_room if trees else None
+    batch = Batch.from_part(part, budget, policy.costs.quadratic, key_room=key_room)
     made = algorithm_of(policy, budget, algorithm)
     sums = made.backward(policy, batch)
     gradients = world.gradients(policy)
@@ -166,15 +166,20 @@ def test_a_tree_s_squares_are_the_pairs_that_attention_sees() -> None:
 
 def test_what_shares_prompts_alone_says_so(tmp_path: Path, mesh, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model(tmp_path)
-    assert policy_of(model, mesh).key_room and not caplog.text
+    assert policy_of(model, mesh).sharing.key_room and not caplog.text
     prompts = policy_of(model, mesh, LEARNER.model_copy(update={"share_prompts": "prompts"}))
-    assert prompts.share_prompts and prompts.key_room is None and not caplog.text
+    assert prompts.sharing.prompts and prompts.sharing.key_room is None and not caplog.text
     with caplog.at_level(logging.INFO):
         window = ModelConfig(path=str(saved(tmp_path / "window", "window")), dtype="float32")
         sliding = policy_of(window, mesh)
-        assert sliding.key_room and not sliding.share_prompts and sliding.shares and "share_prompts" not in caplog.text
+        assert (
+            sliding.sharing.key_room
+            and not sliding.sharing.prompts
+            and sliding.sharing.whole_groups
+            and "share_prompts" not in caplog.text
+        )
         experts = ModelConfig(path=str(saved(tmp_path / "experts", "experts")), dtype="float32")
-        assert policy_of(experts, mesh, replay=True).key_room is None
+        assert policy_of(experts, mesh, replay=True).sharing.key_room is None
         assert "no longer prefixes: routes are replayed (rollout.routing_replay)" in caplog.text
         policy_of(window, mesh, LEARNER.model_copy(update={"share_prompts": "prompts"}))
         assert "learner.share_prompts: off, every sample's prompt is computed: the model has a sliding" in caplog.text

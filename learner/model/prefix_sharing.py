@@ -1,0 +1,66 @@
+"""What a policy computes once for several samples: prompts, longer prefixes, or neither; and why not. Pure.
+
+`Policy` decides it once, when it is built, from its model, its attention and `learner.share_prompts`.
+`learner/train/batch.py` packs rows by it.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from configs.schema import LearnerConfig
+from learner.model import attention
+from learner.model.host_copies import INPUTS_HELD
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class PrefixSharing:
+    """What samples of a group have in common and one row computes once."""
+
+    prompts: bool
+    """Whether the prompt is."""
+    key_room: float | None
+    """As in `Batch.from_part`; None where no prefixes beyond prompts are shared."""
+    most_copied: float
+    """Most keys that a row copies, as a multiple of its tokens (`attention.most_copied`)."""
+    unshared: str | None
+    """Why a prompt cannot be shared; None if it can."""
+    no_trees: str | None
+    """Why no prefix beyond the prompt can be shared; None if it can."""
+
+    @classmethod
+    def of(
+        cls,
+        config: PreTrainedConfig,
+        learner: LearnerConfig,
+        name: str,
+        device: torch.device,
+        kept: Sequence[str],
+        blocks: int,
+        other: str | None = None,
+    ) -> "PrefixSharing":
+        """What a model of `blocks` blocks shares with attention `name`. `kept`: kinds of its layers that keep a state
+        (`state.kinds`); `other`: another reason against prefixes beyond the prompt."""
+        unshared = attention.why_unshared(config, name, device, kept)
+        no_trees = other or attention.why_no_trees(config, name, device, kept)
+        inputs = min(blocks, INPUTS_HELD) if learner.activation_checkpointing == "offload" else blocks
+        room = None if learner.share_prompts is not True or no_trees else attention.key_room(config, inputs)
+        prompts = bool(learner.share_prompts) and unshared is None
+        return cls(prompts, room, attention.most_copied(config), unshared, no_trees)
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether a rank should get whole groups, because it computes once what their samples have in common."""
+        return self.prompts or self.key_room is not None
+
+    def tell(self, learner: LearnerConfig) -> None:
+        """Log why prompts, or longer prefixes, are computed for every sample, in one line."""
+        if learner.share_prompts and self.key_room is None and self.unshared:
+            log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", self.unshared)
+        elif learner.share_prompts is True and self.no_trees:
+            log.info("learner.share_prompts: prompts alone are computed once, no longer prefixes: %s", self.no_trees)
