@@ -273,28 +273,52 @@ def estimate(
     whose backward pass the shards of gradients come while activations go. As in `Policy`, keys that are still
     `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
     size, width = sizes_of(model, learner.context_parallel), getattr(torch, model.dtype).itemsize
-    held, parameters, trained = size.held, size.parameters, size.trained
-    block, changed, root = size.block, size.changed, size.parameters - size.blocks - size.idle
-    head = size.output if size.output_is_trained else 0
-    chunk = chunk_tokens(learner) * size.vocabulary
-    # of a token of a row, of which a rank has its slice
-    kept, working = (-(-saved // learner.context_parallel) for saved in _saved(size.text, learner))
-    images, in_tower = _saved_by_tower(size, learner)
-    on_gpu, once = 0 if learner.cpu_offload is True else 1, learner.gather == "batch"
-    apart = learner.cpu_offload == "optimizer"
-    rounded = (4 - width) * trained if apart else 0  # bytes that are in host memory instead
-    always = {
-        "weights": (held * on_gpu * (1 + reference) - rounded) // shards,
-        "gradients": 4 * trained * on_gpu // shards,
-        "optimizer": 0 if apart else 8 * trained * on_gpu // shards,
-    }
+    always = _always(size, learner, width, shards, reference)
     if critic:
         always["critic"] = STATE_BYTES * size.critic // shards
-    if once:  # whole until the last backward pass, in which shards take their place
-        always["gradients"] = 4 * trained
     if sends:  # twice what is trained, once what is frozen; of a model with an adapter, the adapter alone
-        always["copies to send"] = width * (trained + (trained if model.lora else parameters)) // sends
-    gathered = width * (root * (1 + reference) + (size.blocks if once else 2 * block))
+        always["copies to send"] = width * (size.trained + (size.trained if model.lora else size.parameters)) // sends
+    images, in_tower = _saved_by_tower(size, learner)
+    at_head, in_block = _passes(size, learner, width, always, images, reference)
+    found = [at_head, in_block]
+    if alone and learner.gather != "batch":
+        found = _while_gradients_come(size, width, at_head, in_block)
+    if learner.cpu_offload == "optimizer":  # in the optimizer's step, when all activations are gone
+        portions = device_bytes(size.trained // shards, PORTION)
+        found.append(PeakCandidate(always | {"optimizer's portions": portions}, {}))
+    if images:  # in the backward pass of the tower that of the text model is over, and what it kept is gone
+        found.append(PeakCandidate(in_block.fixed, images | {"backward pass": in_tower}))
+    return Estimate(found)
+
+
+def _always(size: "ModelSizes", learner: LearnerConfig, width: int, shards: int, reference: bool) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state. `width`: bytes of a number in `model.dtype`."""
+    on_gpu, apart = 0 if learner.cpu_offload is True else 1, learner.cpu_offload == "optimizer"
+    rounded = (4 - width) * size.trained if apart else 0  # bytes that are in host memory instead
+    always = {
+        "weights": (size.held * on_gpu * (1 + reference) - rounded) // shards,
+        "gradients": 4 * size.trained * on_gpu // shards,
+        "optimizer": 0 if apart else 8 * size.trained * on_gpu // shards,
+    }
+    if learner.gather == "batch":  # whole until the last backward pass, in which shards take their place
+        always["gradients"] = 4 * size.trained
+    return always
+
+
+def _passes(
+    size: "ModelSizes",
+    learner: LearnerConfig,
+    width: int,
+    always: dict[str, int],
+    images: dict[str, int],
+    reference: bool,
+) -> tuple[PeakCandidate, PeakCandidate]:
+    """The peaks at the head and in a block's backward pass. `images`: what the tower keeps for a patch."""
+    once, head = learner.gather == "batch", size.output if size.output_is_trained else 0
+    chunk, root = chunk_tokens(learner) * size.vocabulary, size.parameters - size.blocks - size.idle
+    # of a token of a row, of which a rank has its slice
+    kept, working = (-(-saved // learner.context_parallel) for saved in _saved(size.text, learner))
+    gathered = width * (root * (1 + reference) + (size.blocks if once else 2 * size.block))
     # At the head: its gradient in fp32 and in model.dtype, and a chunk's logits with their gradient; with a softcap its
     # slope. They exist at the end of the forward pass or at the start of the backward pass, while all activations are
     # kept.
@@ -302,32 +326,28 @@ def estimate(
     at_head = PeakCandidate(always | {"gathered weights": gathered, "head": in_head}, {"activations": kept} | images)
     # In a block's backward pass: its gradient in model.dtype and in fp32 for the reduction, and the gradient of the
     # output embedding, which is reduced at the end.
-    rest = {"gathered weights": gathered + (0 if once else width * block), "head": width * head}
-    rest["block's gradient"] = (4 + width) * changed
+    rest = {"gathered weights": gathered + (0 if once else width * size.block), "head": width * head}
+    rest["block's gradient"] = (4 + width) * size.changed
     grown = {"activations": kept, "backward pass": working} | images
     if learner.matmul == "fp8":
         rest["casts to FP8"], per_token = size.casts
         grown["casts to FP8"] = -(-per_token // learner.context_parallel)
-    in_block = PeakCandidate(always | rest, grown)
-    if alone and not once:
-        none = {"gradients": 0}
-        last = grown | {"activations": kept // size.text.layers}
-        # the reduction at the end, of the output embedding's gradient, may begin while the last block's goes on
-        reduced = {"head": 2 * width * head + 4 * head}
-        at_head, in_block, in_last = (
-            PeakCandidate(at_head.fixed | none, at_head.per_token),
-            PeakCandidate(in_block.fixed | none, in_block.per_token),
-            PeakCandidate(always | rest | reduced, last),
-        )
-        found = [at_head, in_block, in_last]
-    else:
-        found = [at_head, in_block]
-    if apart:  # in the optimizer's step, when all activations are gone
-        portions = device_bytes(trained // shards, PORTION)
-        found.append(PeakCandidate(always | {"optimizer's portions": portions}, {}))
-    if images:  # in the backward pass of the tower that of the text model is over, and what it kept is gone
-        found.append(PeakCandidate(always | rest, images | {"backward pass": in_tower}))
-    return Estimate(found)
+    return at_head, PeakCandidate(always | rest, grown)
+
+
+def _while_gradients_come(
+    size: "ModelSizes", width: int, at_head: PeakCandidate, in_block: PeakCandidate
+) -> list[PeakCandidate]:
+    """The peaks where shards of gradients come while activations go: no gradient at first, few activations at last."""
+    none, head = {"gradients": 0}, size.output if size.output_is_trained else 0
+    last = in_block.per_token | {"activations": in_block.per_token["activations"] // size.text.layers}
+    # the reduction at the end, of the output embedding's gradient, may begin while the last block's goes on
+    reduced = {"head": 2 * width * head + 4 * head}
+    return [
+        PeakCandidate(at_head.fixed | none, at_head.per_token),
+        PeakCandidate(in_block.fixed | none, in_block.per_token),
+        PeakCandidate(in_block.fixed | reduced, last),
+    ]
 
 
 @dataclass(frozen=True)
