@@ -127,7 +127,8 @@ def test_staleness_zero_is_synchronous_also_over_a_ctrl_c(toy: Toy) -> None:
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     audit(run, 6, groups=4, staleness=0)
     assert run.query("select count(*) from items where state = 'trained' and version <> batch") == [(0,)]
-    assert max(record["weights/probe"] for record in run.metrics()) <= 0.02
+    probes = [record["weights/probe"] for record in run.metrics() if "weights/probe" in record]
+    assert len(probes) >= 4 and max(probes) <= 0.02  # of a round that goes on, a record has none yet
 
 
 @pytest.mark.long
