@@ -1,5 +1,7 @@
 """The order of the loop's calls, and the ends of a run: versions used up, problems used up, a signal."""
 
+import ast
+import inspect
 import os
 import signal
 import threading
@@ -13,6 +15,9 @@ from learner import loop
 from learner.drain import Stopping
 from learner.train import collectives
 from tests.harness.world import FORKS, ROOT
+from tests.system import chaos_learner, scaled_learner
+from tests.system.failures import stand_ins
+from tests.system.nemesis import learner as nemesis_learner
 
 POLICY = object()
 
@@ -87,6 +92,30 @@ class Parts:
         with StopSignals(stopping.begin):
             loop.run(POLICY, self, self, stopping, self, self, self, versions)
         return self.calls
+
+
+STAND_INS = {
+    "algorithm": [chaos_learner.Journal, scaled_learner.SharedJournal, nemesis_learner.Algorithm],
+    "checkpoints": [chaos_learner.Checkpoints, scaled_learner.Reader, nemesis_learner.Checkpoints],
+    "metrics": [chaos_learner.Metrics, stand_ins.EvaluationLog],
+    "stopping": [chaos_learner.Unstoppable],
+    "weights": [chaos_learner.Weights, scaled_learner.Follower],
+}
+"""The parts that whole runs of the long lane give the loop in place of the real ones."""
+
+
+@pytest.mark.parametrize(("part", "stand_in"), [(part, one) for part, some in STAND_INS.items() for one in some])
+def test_a_stand_in_takes_the_calls_of_the_loop(part: str, stand_in: type) -> None:
+    """The fast lane runs no loop with these parts: a call that the loop got and a stand-in did not is found here."""
+    names = inspect.signature(loop.run).parameters
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(loop.run))) if isinstance(node, ast.Call)]
+    named = [
+        node for node in calls if isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == part
+    ]
+    assert part in names and named
+    for node in named:
+        given = [object()] * (1 + len(node.args))
+        inspect.signature(getattr(stand_in, node.func.attr)).bind(*given, **dict.fromkeys(k.arg for k in node.keywords))
 
 
 def test_a_version(mesh) -> None:

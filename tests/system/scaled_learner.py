@@ -39,6 +39,9 @@ class SharedJournal:
     def __init__(self, journal: Journal, store: TCPStore, rank: int, world: int) -> None:
         self.journal, self.store, self.rank, self.world = journal, store, rank, world
 
+    def warm_up(self, policy: Policy) -> None:
+        pass
+
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
         version = part.version
         self.store.set(f"part/{version}/{self.rank}", msgpack.packb(placed(part)))
