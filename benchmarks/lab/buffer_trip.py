@@ -2,9 +2,14 @@
 
 `python -m benchmarks.lab.buffer_trip [--list]` runs the real buffer (socket, ledger, SQLite file) and its real clients
 in this process, and lets one group through: Ask to Work, Put to Stored, Take to Part, Trained to its Ack. It prints
-for each leg how many of our functions ran and in how many files; `--list` prints their names. A comprehension or a
-lambda counts as a part of the function that it stands in. What an idle turn of the buffer's event loop runs is counted
-apart: it belongs to no request. Waits for nothing but the four answers.
+for each leg how many of our functions ran and in how many files; `--list` prints their names.
+
+A function counts if a reader who follows the group must visit it. So a comprehension or a lambda counts as a part of
+the function or class that it stands in, and methods that a dataclass or a NamedTuple generates do not count. Another
+group makes the trip first, uncounted: what runs once per process, as opening the first segment, is no part of a trip.
+The task that looks at strangers' connections runs by the clock, whatever is under way, and does not count either. What
+an idle turn of the event loop runs counts where a leg runs it too; it is also printed apart, because it belongs to no
+request. Waits for nothing but the answers.
 """
 
 import argparse
@@ -13,8 +18,8 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -43,6 +48,11 @@ SETTLE_S = 0.2
 """Pause before each leg, so that it does not count what the one before has left to do."""
 IDLE, IDLE_S = "an idle turn", 1.2
 """Time in which the event loop turns at least once."""
+BY_THE_CLOCK = "BufferServer._watch_strangers"
+"""The task whose functions do not count."""
+
+Counted = Callable[[str], AbstractContextManager[None]]
+"""What runs in the block belongs to this leg."""
 
 
 class Profiler:
@@ -56,7 +66,7 @@ class Profiler:
         sys.setprofile(self._note)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and self._leg:
+        if event == "call" and self._leg and not runs_by_the_clock():
             self.seen[self._leg].add(frame.f_code)
 
     @contextmanager
@@ -78,26 +88,35 @@ class Profiler:
         return {named for code in self.seen[leg] if (named := named_function(code))}
 
 
+def runs_by_the_clock() -> bool:
+    """Whether the calling thread runs the task BY_THE_CLOCK now."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return False
+    return task is not None and getattr(task.get_coro(), "__qualname__", "") == BY_THE_CLOCK
+
+
 def named_function(code: CodeType) -> tuple[str, str] | None:
     """(file, function) of our own code, without the parts that Python names itself; None for code of others.
 
-    Example: `Store.load.<locals>.<listcomp>` counts as `Store.load`.
+    Example: `Store.load.<locals>.<listcomp>` counts as `Store.load`; `Sample.<lambda>`, a field's default, not at all.
     """
     path = Path(code.co_filename)
     if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in CORE:
         return None
     function = code.co_qualname.partition(".<locals>.<")[0]
-    return None if function.startswith("<") else (str(path.relative_to(ROOT)), function)
+    return None if "<" in function.replace("<locals>", "") else (str(path.relative_to(ROOT)), function)
 
 
-def made_group(version: int) -> list[Sample]:
-    """Two samples of four tokens, one of them solved."""
+def made_group(version: int, prompt: int) -> list[Sample]:
+    """Two samples, one of them solved: a prompt of so many tokens, and an answer of two."""
     return [
         Sample(
-            tokens=Array.of(np.array([5, 9, 12, 2], np.int32)),
-            sampled=Array.of(np.array([0, 0, 1, 1], np.uint8)),
-            behaviour_logprobs=Array.of(np.array([0, 0, -0.7, -0.1], np.float32)),
-            versions=Array.of(np.array([-1, -1, version, version], np.int32)),
+            tokens=Array.of(np.array([5] * prompt + [12, 2], np.int32)),
+            sampled=Array.of(np.array([0] * prompt + [1, 1], np.uint8)),
+            behaviour_logprobs=Array.of(np.array([0] * prompt + [-0.7, -0.1], np.float32)),
+            versions=Array.of(np.array([-1] * prompt + [version, version], np.int32)),
             reward=float(number),
             finish="stop",
         )
@@ -106,7 +125,7 @@ def made_group(version: int) -> list[Sample]:
 
 
 async def trip(profiler: Profiler, folder: Path) -> None:
-    """Take a batch of one group through the buffer."""
+    """Take two batches of one group through the buffer; the second one counts."""
     requests, clock = made_buffer(folder / "buffer.sqlite")
     keys = make_keys(folder / "keys")
     async with BufferServer(LOCAL, 2**24, buffer_keys(LOCAL, folder), clock) as server:
@@ -118,25 +137,31 @@ async def trip(profiler: Profiler, folder: Path) -> None:
                 LearnerClient, LOCAL, "learner-0", FINGERPRINT, 0, 1, keys=load_client_keys(keys, "learner")
             )
             await asyncio.to_thread(learner.rewind, 0)
-            await asyncio.sleep(SETTLE_S)
+            await legs(lambda leg: nullcontext(), samples, learner, 0)
             with profiler.counted(IDLE):
                 await asyncio.sleep(IDLE_S)
-            with profiler.counted("Ask to Work"):
-                (item,) = await samples.ask(1) or []
-            await asyncio.sleep(SETTLE_S)
-            with profiler.counted("Put to Stored"):
-                assert (await samples.put(item, made_group(0))).accepted
-            await asyncio.sleep(SETTLE_S)
-            with profiler.counted("Take to Part"):
-                assert await asyncio.to_thread(learner.take, 0)
-            await asyncio.sleep(SETTLE_S)
-            with profiler.counted("Trained"):
-                await asyncio.to_thread(learner.trained, 0, 0)
-                await asyncio.to_thread(answered, learner)
+            await legs(profiler.counted, samples, learner, 1)
             await asyncio.to_thread(learner.close)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         requests.handlers.store.close()
+
+
+async def legs(counted: Counted, samples: RolloutClient, learner: LearnerClient, version: int) -> None:
+    """Take batch `version` through the four legs. Its samples are longer than those of the batch before."""
+    with counted("Ask to Work"):
+        (item,) = await samples.ask(1) or []
+    await asyncio.sleep(SETTLE_S)
+    with counted("Put to Stored"):
+        assert (await samples.put(item, made_group(0, prompt=2 + version))).accepted
+    await asyncio.sleep(SETTLE_S)
+    with counted("Take to Part"):
+        assert await asyncio.to_thread(learner.take, version)
+    await asyncio.sleep(SETTLE_S)
+    with counted("Trained"):
+        await asyncio.to_thread(learner.trained, version, 0)
+        await asyncio.to_thread(answered, learner)
+    await asyncio.sleep(SETTLE_S)
 
 
 def answered(learner: LearnerClient) -> None:
