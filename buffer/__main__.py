@@ -19,8 +19,8 @@ import uvloop
 from buffer import inspect, scrub
 from buffer.curve import buffer_keys
 from buffer.keys import KeysError, make_keys
+from buffer.ledger.counts import Marks
 from buffer.ledger.difficulty import Shares
-from buffer.ledger.rows import Marks
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from buffer.ledger.counts import BANDS, Marks, RowRecord
 from buffer.ledger.reasons import MOST_LEFT_OUT
-from buffer.ledger.rows import BANDS, Marks, RowRecord
 from configs.schema import DifficultyConfig
 
 STATES = (*BANDS, "retired", "left_out")

@@ -1,6 +1,6 @@
 """Draws problems by how hard they are: each band of solved share gets its share of the draws (`data.difficulty`).
 
-A row of the data set is in a band (`rows.py`). Source and band of a draw take turns by weight, so that in any stretch
+A row of the data set is in a band (`counts.py`). Source and band of a draw take turns by weight, so that in any stretch
 each has its share within a draw or two, as long as it has rows; the turns of a band without rows go to the others. A
 band gives the row that was drawn longest ago; rows that were never drawn come in the order of the first epoch.
 
@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from buffer.ledger import schedule
-from buffer.ledger.rows import BANDS
+from buffer.ledger.counts import BANDS
 from buffer.ledger.state import LedgerState
 
 PARTS = 10**6

@@ -4,10 +4,10 @@ Evaluations are due at version 0, every `every` versions, and at the last one. A
 server, which claims it when it has loaded a version and then holds newer ones back. If that server dies, another one
 (or the restarted one) claims it with the version that it has by then; an evaluation that is still to be done when the
 next one is due is left out. So a result is of exactly one version, and each evaluation has at most one.
-`buffer/wire/handlers.py` drives this and commits what changed (`drain`) before it answers.
+`buffer/wire/handlers.py` drives this and commits what changed (`Ledger.drain`) before it answers.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -59,7 +59,8 @@ class Evaluations:
     lease_s: float
     known: dict[int, EvaluationState] = field(default_factory=dict)
     """By the version at which they were due: those that were ever claimed."""
-    _changed: dict[int, EvaluationRow] = field(default_factory=dict)
+    changed: dict[int, EvaluationRow] = field(default_factory=dict)
+    """Evaluations that are not written down yet."""
     revision: int = 0
     """Moves when a request for results may have an answer."""
 
@@ -134,11 +135,6 @@ class Evaluations:
         """The one that is being made."""
         return next((one for one in self.known.values() if one.state == "running"), None)
 
-    def drain(self) -> Mapping[int, EvaluationRow]:
-        """What changed since the last call: the caller must write it."""
-        changed, self._changed = self._changed, {}
-        return changed
-
     def restore(self, rows: Collection[EvaluationRow], now: float) -> None:
         """Continue from what was saved; a claim begins anew at `now`."""
         for row in rows:
@@ -163,5 +159,5 @@ class Evaluations:
 
     def _set(self, one: EvaluationState, samples: str = "") -> None:
         self.known[one.due] = one
-        self._changed[one.due] = one.row(samples)
+        self.changed[one.due] = one.row(samples)
         self.revision += 1

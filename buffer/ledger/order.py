@@ -4,6 +4,7 @@
 is committed, so that a restart draws the same rows.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Protocol
@@ -45,7 +46,8 @@ class EpochOrder:
     def __init__(
         self, problems: int, seed: int, shuffle: bool, epochs: int | None, shares: Sequence[tuple[int, float]]
     ) -> None:
-        self._problems, self._seed, self._shuffle, self._epochs, self._shares = problems, seed, shuffle, epochs, shares
+        self._problems, self._seed, self._shuffle, self._shares = problems, seed, shuffle, shares
+        self._epochs = math.inf if epochs is None else epochs
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
         """The epoch last drawn from, and its rows."""
         self._following: tuple[int, schedule.Drawing] | None = None
@@ -56,12 +58,12 @@ class EpochOrder:
         self.skip(state)
         state.rows.moved.clear()
         epoch, place = divmod(state.next_item, self._problems)
-        return None if self._is_past(epoch) or state.rows.all_left_out else self.rows(epoch)[place]
+        return None if epoch >= self._epochs or state.rows.all_left_out else self.rows(epoch)[place]
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
         """Up to the end of the epoch."""
         epoch, place = divmod(state.next_item, self._problems)
-        if self._is_past(epoch):
+        if epoch >= self._epochs:
             return ()
         rows, out = self.rows(epoch), state.rows.left_out
         if not out:
@@ -74,13 +76,13 @@ class EpochOrder:
             return
         while state.rows.left_out:
             epoch, place = divmod(state.next_item, self._problems)
-            if self._is_past(epoch) or self.rows(epoch)[place] not in state.rows.left_out:
+            if epoch >= self._epochs or self.rows(epoch)[place] not in state.rows.left_out:
                 return
             state.next_item += 1
 
     def draw_ahead(self) -> None:
         """Draw a few more rows of the next epoch."""
-        if self._following:
+        if self._following and self._following[1].drawn is None:
             self._following[1].step()
 
     def counters(self) -> dict[str, int]:
@@ -94,15 +96,12 @@ class EpochOrder:
         """Nothing: rows of an epoch differ in nothing."""
         return {}
 
-    def _is_past(self, epoch: int) -> bool:
-        return self._epochs is not None and epoch >= self._epochs
-
     def rows(self, epoch: int) -> Sequence[int]:
         """The rows of an epoch in the order of their dispatch."""
         if self._epoch[0] != epoch:
             begun = self._following and self._following[0] == epoch and self._following[1]
             self._epoch = epoch, (begun or self._drawing(epoch)).rows()
-            self._following = None if self._is_past(epoch + 1) else (epoch + 1, self._drawing(epoch + 1))
+            self._following = None if epoch + 1 >= self._epochs else (epoch + 1, self._drawing(epoch + 1))
         return self._epoch[1]
 
     def _drawing(self, epoch: int) -> schedule.Drawing:

@@ -1,14 +1,20 @@
-"""The open items as sets: which wait to be dispatched, which are stored, how many are open under each dispatch version.
+"""The open items as sets: which wait to be dispatched, which are stored, how many are open under each dispatch version;
+and whether they can be trained within the bound.
 
 Part of the ledger (`state.py` moves the items); here they are counted and kept in order. Every operation costs the
 logarithm of the number of items, or the number of distinct dispatch versions or of servers.
+
+The functions below `Pool` are the arithmetic of the bound. Open items are given as counts by dispatch version,
+`{d: number}`: sorted by d, the item at index i goes into batch `version + i // groups` at the latest, where `version`
+is the next batch to be formed. The set is *feasible* when every item meets `d + staleness >= version + i // groups`.
+Only the last item of each d can break that, so the cost of each function is the number of distinct d, at most
+`staleness + 1`, however many items are open.
 """
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from buffer.ledger import schedule
 from buffer.ledger.types import OPEN, ItemState, server_name
 
 NOBODY = ""
@@ -91,13 +97,9 @@ class Pool:
             heapq.heappop(self._anywhere)
         return first
 
-    def add_open(self, version: int) -> None:
-        """An item was leased under `version`."""
-        self.open[version] += 1
-
     def remove_open(self, version: int) -> None:
         """A leased item of `version` is no longer open."""
-        _decrement(self.open, version)
+        self.open -= Counter((version,))
 
     def store(self, version: int, item: int) -> None:
         """A leased item is stored."""
@@ -107,20 +109,57 @@ class Pool:
     def take(self, number: int) -> list[tuple[int, int]]:
         """Take out the `number` stored items with the smallest (d, item), in that order."""
         taken = [heapq.heappop(self._stored) for _ in range(number)]
-        for version, _ in taken:
-            _decrement(self._stored_by, version)
-            _decrement(self.open, version)
+        by_version = Counter(version for version, _ in taken)
+        self.open -= by_version
+        self._stored_by -= by_version
         return taken
 
     def ready(self, version: int, groups: int, staleness: int) -> bool:
         """Whether batch `version` may take its groups: there are enough, and those left behind keep the bound."""
         if len(self._stored) < groups:
             return False
-        left = schedule.left_behind(self.open, self._stored_by, groups)
-        return schedule.feasible(left, version + 1, groups, staleness)
+        left = left_behind(self.open, self._stored_by, groups)
+        return feasible(left, version + 1, groups, staleness)
 
 
-def _decrement(counts: Counter[int], version: int) -> None:
-    counts[version] -= 1
-    if not counts[version]:
-        del counts[version]
+def feasible(counts: Mapping[int, int], version: int, groups: int, staleness: int) -> bool:
+    """Whether all open items can still be trained within the bound."""
+    end = 0
+    for dispatched in sorted(counts):
+        end += counts[dispatched]
+        if counts[dispatched] and dispatched + staleness < version + (end - 1) // groups:
+            return False
+    return True
+
+
+def room(counts: Mapping[int, int], version: int, groups: int, staleness: int, dispatched: int) -> int:
+    """How many more items of `dispatched` may be opened.
+
+    Items that sort before the new ones keep their places and are not checked: the bound holds for them already, and a
+    straggler that missed a tighter target must not close admission for all.
+    """
+    end = sum(number for d, number in counts.items() if d <= dispatched)
+    free = (dispatched + staleness - version + 1) * groups - end
+    for d in sorted(d for d in counts if d > dispatched):
+        end += counts[d]
+        free = min(free, (d + staleness - version + 1) * groups - end)
+    return max(free, 0)
+
+
+def left_behind(counts: Mapping[int, int], stored: Mapping[int, int], groups: int) -> dict[int, int]:
+    """The open items that remain when a batch takes the `groups` stored ones with the smallest d."""
+    left, wanted = dict(counts), groups
+    for d in sorted(stored):
+        taken = min(stored[d], wanted)
+        left[d] -= taken
+        wanted -= taken
+    return left
+
+
+def keepable(dispatched: Iterable[int], version: int, groups: int, staleness: int) -> list[bool]:
+    """For each item in order: whether to keep it, so that the kept ones are feasible and as many as possible."""
+    kept, verdicts = 0, []
+    for d in dispatched:
+        verdicts.append(d + staleness >= version + kept // groups)
+        kept += verdicts[-1]
+    return verdicts

@@ -6,9 +6,8 @@ Read-only views of the ledger; shown by `python -m actors status`, the launcher'
 import heapq
 from collections import Counter
 
-from buffer.ledger.attempts import ZERO_VARIANCE
-from buffer.ledger.rules import Ledger
-from buffer.ledger.trend import GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS
+from buffer.ledger.counts import GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS
+from buffer.ledger.rules import ZERO_VARIANCE, Ledger
 from buffer.ledger.types import ItemState, server_name
 
 SHOWN = 3

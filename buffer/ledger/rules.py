@@ -3,24 +3,26 @@
 Pure Python: no sockets, no threads, no clock (callers pass `now` in seconds). It knows items by number and never sees
 tokens: payloads live in the store. `buffer/wire/handlers.py` drives it and commits what each call changed (`drain`)
 before it answers. Here are the requests of rollout servers, in `training.py` those of the learner, in `view.py` what
-changes nothing. How an attempt ends is decided in `attempts.py`; the state that all of them change is in `state.py`.
+changes nothing. The state that all of them change is in `state.py`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 from buffer.ledger import state
-from buffer.ledger.attempts import Attempts
+from buffer.ledger.counts import GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_ROWS, Marks, Rows
 from buffer.ledger.difficulty import DifficultyOrder, Shares
 from buffer.ledger.evaluations import Evaluations
 from buffer.ledger.order import EpochOrder, Order
-from buffer.ledger.rows import Marks, Rows
+from buffer.ledger.pool import feasible, keepable
 from buffer.ledger.scaling import WantedServers
 from buffer.ledger.state import LedgerState, ServerRecord
-from buffer.ledger.suspicion import Suspicion
-from buffer.ledger.training import Batches
+from buffer.ledger.training import Batches, Suspicion
 from buffer.ledger.types import (
+    OPEN,
     Changes,
     FailureKind,
     ItemState,
@@ -29,11 +31,119 @@ from buffer.ledger.types import (
     SampleStats,
     Saved,
     Terms,
+    server_name,
 )
 from buffer.ledger.view import LedgerView
 
+ZERO_VARIANCE = "zero variance"
 FIXED = ("problems", "seed", "shuffle")
 """Terms that must not change while a run goes on."""
+COUNTERS: Mapping[str, str] = {
+    **{name: f"terms.{name}" for name in FIXED},
+    **{name: f"state.{name}" for name in ("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease")},
+    **{name: f"state.trend.{name}" for name in ("failures_in_row", "given_up", "flat_in_row", "quarantined_in_row")},
+    **{name: f"state.undone.{name}" for name in ("restored", "reached")},
+    **{f"suspicion_{one.name}": f"batches.suspicion.{one.name}" for one in fields(Suspicion)},
+    **{one.name: f"wanted.{one.name}" for one in fields(WantedServers)},
+}
+"""The counters that the store keeps, by name, and where the ledger has them; the order of rows has further ones."""
+counters_of = attrgetter(*COUNTERS.values())
+
+
+class Attempts:
+    """How an attempt at an item begins and ends: which item is next, who tries it again, and when the run is given up.
+    `order` draws the rows of new items."""
+
+    def __init__(self, terms: Terms, state: LedgerState, order: Order, view: LedgerView) -> None:
+        self._terms, self._state, self._order, self._view = terms, state, order, view
+
+    def next_item(self, server: str) -> ItemState | None:
+        """The item to dispatch next to `server`: a waiting one, else a new one, else None."""
+        waiting = self._state.pool.next_waiting(server)
+        if waiting is not None:
+            return self._state.items[waiting]
+        row = self._order.draw(self._state)
+        if row is None:
+            return None
+        item = self._state.create(row, self._state.next_item // self._terms.problems)
+        self._order.skip(self._state)
+        return item
+
+    def is_alive(self, server: ServerRecord, now: float) -> bool:
+        """Whether the server has sent something within `lease_s`."""
+        return now < server.heard + self._terms.lease_s
+
+    def store(self, item: ItemState, samples: Sequence[SampleStats], now: float) -> bool:
+        """The leased item has a group. False: it cannot be trained, and the attempt has failed."""
+        state, d = self._state, item.version
+        newest = max((sample.newest for sample in samples if sample.newest is not None), default=0)
+        oldest = min((sample.oldest for sample in samples if sample.oldest is not None), default=d)
+        wrong = (
+            ""  # no server can have had the policies that sampled these tokens; only a rewind leads back to older ones
+        )
+        if newest > (most := max(state.ceiling, state.undone.reached)):
+            wrong = f"sampled under version {newest}, and no policy above version {most} exists"
+        elif oldest < (least := state.undone.least(d)):
+            wrong = f"sampled under version {oldest}, and its server had version {least} or a later one"
+        if wrong:
+            self.end(item, wrong, now, "engine")
+            return False
+        if oldest < d and not self._redate(item, oldest):
+            bound = f"within {self._terms.max_staleness} versions"
+            self.end(item, f"sampled under version {oldest}, it could not be trained {bound}", now)
+            return False
+        flat = self._terms.skip_zero_variance and len({sample.reward for sample in samples}) == 1
+        state.accept(item, samples, ZERO_VARIANCE if flat else None)
+        if state.trend.flat_in_row >= self._view.most_flat and not state.trend.given_up:
+            state.give_up_run(GIVEN_UP_FLAT)
+        return True
+
+    def end(
+        self, item: ItemState, reason: str, now: float, kind: FailureKind = "infrastructure", permanent: bool = False
+    ) -> None:
+        """An attempt failed. The next one is made by another server if there is one that lives; but if that does not
+        ask within `lease_s`, by any."""
+        state = self._state
+        is_left_out = state.count_failure(item.row, kind, reason, permanent)
+        if is_left_out:
+            self._order.skip(state)
+        if permanent or is_left_out or item.attempts >= self._terms.attempts:
+            state.give_up(item, reason)
+        else:
+            name = server_name(item.server)
+            other = any(server_name(key) != name and self.is_alive(one, now) for key, one in state.servers.items())
+            state.release(item, reason, elsewhere_until=now + self._terms.lease_s if other else 0.0)
+        if self._view.is_hopeless():
+            state.give_up_run(GIVEN_UP_FAILED)
+        elif state.rows.all_left_out and not self._view.all_dispatched():
+            state.give_up_run(GIVEN_UP_ROWS)
+
+    def end_all(self, server: ServerRecord, reason: str, now: float) -> None:
+        """All attempts of this server failed."""
+        for number in list(server.leases.values()):
+            self.end(self._state.items[number], reason, now)
+
+    def take_back_too_old(self, but: int = -1) -> None:
+        """Take back the open items that cannot be trained within the bound, `but` one: v' or the bound was set from
+        outside."""
+        state, most = self._state, self._terms.max_staleness
+        opened = (item for item in state.items.values() if item.state in OPEN and item.number != but)
+        items = sorted(opened, key=lambda item: (item.version, item.number))
+        sound = [item for item in items if item.version <= state.ceiling]
+        kept = keepable([item.version for item in sound], state.version, self._terms.groups, most)
+        void = [item for item, keep in zip(sound, kept, strict=True) if not keep] + items[len(sound) :]
+        if void:
+            state.take_back(void, f"could not be trained within {most} versions of {state.version}")
+
+    def _redate(self, item: ItemState, version: int) -> bool:
+        """Have the open item count as dispatched under the older `version`, if all stay within the bound."""
+        counts = dict(self._state.pool.open)
+        counts[item.version] -= 1
+        counts[version] = counts.get(version, 0) + 1
+        if not feasible(counts, self._state.version, self._terms.groups, self._terms.max_staleness):
+            return False
+        self._state.redate(item, version)
+        return True
 
 
 class Ledger:
@@ -70,7 +180,7 @@ class Ledger:
         self.wanted = WantedServers()
         self.view = LedgerView(self.terms, self.state, self.order)
         self._attempts = Attempts(self.terms, self.state, self.order, self.view)
-        self.batches = Batches(self.terms, self.state, self.view, self._attempts, self.find)
+        self.batches = Batches(self.terms, self.state, self.view, self._attempts.take_back_too_old, self.find)
 
     @property
     def revision(self) -> int:
@@ -211,11 +321,16 @@ class Ledger:
 
     def drain(self) -> Changes:
         """What changed since the last call. The ledger forgets it: the caller must write it."""
-        further = {name: int(getattr(self.terms, name)) for name in FIXED}
-        for part in self.batches.suspicion, self.order, self.wanted:
-            further |= part.counters()
-        changes = state.drain(self.state, further)
-        changes.evaluations = self.evaluations.drain()
+        state, journal, changes = self.state, self.state.journal, self.state.journal.changes
+        changes.items |= {number: state.items[number].row_values() for number in journal.touched}
+        changes.totals = {(what, which): state.totals.known[what][which] for what, which in state.totals.changed}
+        changes.rows = {row: state.rows.records[row].row_values() for row in state.rows.changed}
+        changes.evaluations, self.evaluations.changed = self.evaluations.changed, {}
+        counters = dict(zip(COUNTERS, map(int, counters_of(self)), strict=True)) | self.order.counters()
+        changes.scalars = {name: value for name, value in counters.items() if journal.counters.get(name) != value}
+        journal.changes, journal.counters = Changes(), counters
+        for noted in journal.touched, state.totals.changed, state.rows.changed:
+            noted.clear()
         return changes
 
     def restore(self, saved: Saved, now: float) -> None:
@@ -231,10 +346,12 @@ class Ledger:
                 raise LedgerError(
                     f"the buffer's file has {name} = {was}, the run {value}: undo that, or choose another run.name"
                 )
+        for name, path in COUNTERS.items():
+            if name in saved.scalars and name not in FIXED:  # the file of an earlier release lacks some
+                part, _, counter = path.rpartition(".")
+                setattr(attrgetter(part)(self), counter, saved.scalars[name])
         state.restore(self.state, saved, now)
         self.order.restore(saved.scalars)
         self.order.skip(self.state)
         self.evaluations.restore(saved.evaluations, now)
-        self.batches.suspicion = Suspicion.restored(saved.scalars)
-        self.wanted = WantedServers.restored(saved.scalars)
         self._attempts.take_back_too_old()

@@ -3,13 +3,13 @@
 No rule of the ledger: kept beside it, and written down with its counters, because it outlives the launcher.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass
 class WantedServers:
-    """`wanted_servers` is 0 before anybody named a number; `wanted_by_person` is 1 while the number is a person's."""
+    """`wanted_servers` is 0 before anybody named a number; `wanted_by_person` is 1 while the number is a person's.
+    The store keeps both."""
 
     wanted_servers: int = 0
     wanted_by_person: int = 0
@@ -22,17 +22,8 @@ class WantedServers:
     def scale(self, servers: int | None, by_person: bool) -> bool:
         """So many servers are wanted from now on; None: a person's number no longer holds. Returns whether that is
         news: while a person's number holds, the rule's changes nothing."""
-        before = self.counters()
+        before = self.wanted_servers, self.wanted_by_person
         if by_person or not self.wanted_by_person:
             self.wanted_servers = self.wanted_servers if servers is None else servers
             self.wanted_by_person = int(by_person and servers is not None)
-        return before != self.counters()
-
-    def counters(self) -> dict[str, int]:
-        """What the store keeps, by name."""
-        return asdict(self)
-
-    @classmethod
-    def restored(cls, counters: Mapping[str, int]) -> "WantedServers":
-        """Undo `counters`; a file of an earlier release has none."""
-        return cls(counters.get("wanted_servers", 0), counters.get("wanted_by_person", 0))
+        return before != (self.wanted_servers, self.wanted_by_person)

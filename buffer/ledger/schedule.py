@@ -1,15 +1,9 @@
-"""The arithmetic of the ledger: the order of the problems, and whether the open items can be trained within the bound.
-
-Pure functions. Open items are given as counts by dispatch version, `{d: number}`: sorted by d, the item at index i goes
-into batch `version + i // groups` at the latest, where `version` is the next batch to be formed. The set is *feasible*
-when every item meets `d + staleness >= version + i // groups`. Only the last item of each d can break that, so the cost
-of each function is the number of distinct d, at most `staleness + 1`, however many items are open.
-"""
+"""The order of the problems of an epoch, of one source or of several by weight. Pure functions, used by `order.py`."""
 
 import heapq
 import random
 from array import array
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from itertools import accumulate
 from math import floor
 
@@ -23,21 +17,22 @@ class Drawing:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._rows: array[int] | None = None
+        self.drawn: array[int] | None = None
+        """All rows, once they are drawn."""
 
     def step(self) -> None:
         """Draw some more rows, if any are left to draw."""
-        if self._rows is None:
+        if self.drawn is None:
             try:
                 next(self._steps)
             except StopIteration as end:
-                self._rows = end.value
+                self.drawn = end.value
 
     def rows(self) -> "array[int]":
         """All of them; what is not drawn yet is drawn now."""
-        while self._rows is None:
+        while self.drawn is None:
             self.step()
-        return self._rows
+        return self.drawn
 
 
 def order(problems: int, seed: int | str, epoch: int, shuffle: bool) -> "array[int]":
@@ -105,46 +100,3 @@ def drawn_before(problems: int, weights: Sequence[float]) -> list[int]:
         drawn[part] += 1
         heapq.heapreplace(heap, ((drawn[part] + 0.5) / weights[part], part))
     return drawn
-
-
-def feasible(counts: Mapping[int, int], version: int, groups: int, staleness: int) -> bool:
-    """Whether all open items can still be trained within the bound."""
-    end = 0
-    for dispatched in sorted(counts):
-        end += counts[dispatched]
-        if counts[dispatched] and dispatched + staleness < version + (end - 1) // groups:
-            return False
-    return True
-
-
-def room(counts: Mapping[int, int], version: int, groups: int, staleness: int, dispatched: int) -> int:
-    """How many more items of `dispatched` may be opened.
-
-    Items that sort before the new ones keep their places and are not checked: the bound holds for them already, and a
-    straggler that missed a tighter target must not close admission for all.
-    """
-    end = sum(number for d, number in counts.items() if d <= dispatched)
-    free = (dispatched + staleness - version + 1) * groups - end
-    for d in sorted(d for d in counts if d > dispatched):
-        end += counts[d]
-        free = min(free, (d + staleness - version + 1) * groups - end)
-    return max(free, 0)
-
-
-def left_behind(counts: Mapping[int, int], stored: Mapping[int, int], groups: int) -> dict[int, int]:
-    """The open items that remain when a batch takes the `groups` stored ones with the smallest d."""
-    left, wanted = dict(counts), groups
-    for d in sorted(stored):
-        taken = min(stored[d], wanted)
-        left[d] -= taken
-        wanted -= taken
-    return left
-
-
-def keepable(dispatched: Iterable[int], version: int, groups: int, staleness: int) -> list[bool]:
-    """For each item in order: whether to keep it, so that the kept ones are feasible and as many as possible."""
-    kept, verdicts = 0, []
-    for d in dispatched:
-        verdicts.append(d + staleness >= version + kept // groups)
-        kept += verdicts[-1]
-    return verdicts

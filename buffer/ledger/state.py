@@ -1,18 +1,15 @@
 """The ledger's state: every item, lease, batch and server, and the elementary steps between the states of an item.
 
-Each step keeps the counts right and notes what it changed, until `drain` hands that to the store. No decision is made
-here: `rules.py` owns the state, knows the rules and chooses the next step.
+Each step keeps the counts right and notes what it changed, until `Ledger.drain` hands that to the store. No decision
+is made here: `rules.py` owns the state, knows the rules and chooses the next step.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from buffer.ledger.journal import Journal
+from buffer.ledger.counts import GIVEN_UP_FAILED, GIVEN_UP_ROWS, LONG_REASON, Rows, Totals, Trend, remember
 from buffer.ledger.pool import Pool
-from buffer.ledger.rows import Rows
-from buffer.ledger.totals import LONG_REASON, Totals
-from buffer.ledger.trend import GIVEN_UP_FAILED, GIVEN_UP_ROWS, Trend, remember
-from buffer.ledger.types import Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
+from buffer.ledger.types import CLOSED, Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
 
 
 @dataclass
@@ -45,10 +42,29 @@ class ServerRecord:
             self.asked.pop(request, None)
             remember(self.answered, request, None)
 
-    def record_delivery(self, lease: int) -> None:
-        """The lease ended with an accepted group."""
-        self.leases.pop(lease, None)
-        remember(self.done, lease, None)
+
+class Journal:
+    """What changed since `Ledger.drain` was called last. `changes` are filled in by whoever makes them; items are noted
+    by number, and read when they are drained."""
+
+    def __init__(self) -> None:
+        self.changes = Changes()
+        self.touched = set[int]()
+        """Items that changed."""
+        self.counters: Mapping[str, int] = {}
+        """As they were written last."""
+
+    def close(self, item: ItemState) -> None:
+        """The item leaves memory: its last change is kept."""
+        if item.number in self.touched:
+            self.touched.remove(item.number)
+            self.changes.items[item.number] = item.row_values()
+
+    def closed(self, number: int) -> ItemState | None:
+        """An item that was dropped or put into quarantine and is not in the store yet."""
+        row = self.changes.items.get(number)
+        item = ItemState(*row) if row else None  # type: ignore[arg-type]
+        return item if item and item.state in CLOSED else None
 
 
 @dataclass
@@ -114,18 +130,18 @@ class LedgerState:
         item.lease, item.attempts = self.next_lease, item.attempts + 1
         self.next_lease += 1
         self.servers[server].leases[item.lease] = item.number
-        self.pool.add_open(version)
+        self.pool.open[version] += 1
         self._touch(item)
 
     def _touch(self, item: ItemState) -> None:
         """The item changed: it is written down, and whoever draws looks at its row again."""
-        self.journal.touch(item)
+        self.journal.touched.add(item.number)
         self.rows.moved.add(item.row)
 
     def redate(self, item: ItemState, version: int) -> None:
         """The leased item counts as dispatched under another version."""
         self.pool.remove_open(item.version)
-        self.pool.add_open(version)
+        self.pool.open[version] += 1
         item.version = version
         self._touch(item)
 
@@ -180,7 +196,9 @@ class LedgerState:
         if item.attempts > 1:
             self.totals.add("retried", lengths)
         self.trend.note_group(unwanted, is_flat=len({*rewards}) == 1)
-        self.servers[item.server].record_delivery(item.lease)
+        server = self.servers[item.server]
+        server.leases.pop(item.lease, None)
+        remember(server.done, item.lease, None)
         self.rows.note_group(item.row, rewards)
         self.journal.changes.sample_stats[item.number] = tuple(samples)
         self._touch(item)
@@ -318,29 +336,10 @@ def _batch(version: int, taken: Sequence[tuple[int, int]]) -> FormedBatch:
     return FormedBatch(version, tuple(number for _, number in taken), tuple(dispatched for dispatched, _ in taken))
 
 
-COUNTERS: Mapping[str, Sequence[str]] = {
-    "": ("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease"),
-    "trend": ("failures_in_row", "given_up", "flat_in_row", "quarantined_in_row"),
-    "undone": ("restored", "reached"),
-}
-"""The counters that the store keeps, by the part of the state that they are in."""
-
-
-def drain(state: LedgerState, further: Mapping[str, int]) -> Changes:
-    """What changed since the last call; `further` are counters of the caller."""
-    counters = {name: getattr(_part(state, part), name) for part, names in COUNTERS.items() for name in names}
-    changes = state.journal.drain(state.items, {**further, **counters})
-    changes.totals, changes.rows = state.totals.drain(), state.rows.drain()
-    return changes
-
-
 def restore(state: LedgerState, saved: Saved, now: float) -> None:
-    """Continue from what was saved; `state` must be new. Leases begin anew at `now`."""
-    for part, names in COUNTERS.items():
-        for name in names:
-            setattr(_part(state, part), name, saved.scalars.get(name, 0))  # an older file lacks some
+    """Continue from what was saved; `state` must be new but for its counters. Leases begin anew at `now`."""
     state.trend.examples = dict(saved.failed_rows)
-    state.journal.restore(saved.scalars)
+    state.journal.counters = saved.scalars
     state.totals.restore(saved.totals)
     state.rows.restore(saved.rows)
     state.items = {item.number: item for item in saved.items}
@@ -355,7 +354,3 @@ def restore(state: LedgerState, saved: Saved, now: float) -> None:
         elif item.state == "batched":
             members[item.batch].append((item.version, item.number))
     state.batches = {version: _batch(version, sorted(pairs)) for version, pairs in members.items()}
-
-
-def _part(state: LedgerState, name: str) -> object:
-    return getattr(state, name) if name else state

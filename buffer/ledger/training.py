@@ -3,30 +3,86 @@ trained.
 
 Part of the ledger, as `Ledger.batches`. A batch once formed never changes, but that it loses a group that cannot be
 trained.
+
+`Suspicion` finds out which batch ends the learner, and which of its groups. A process that is killed, by the system for
+its memory or by a fault of its GPU, names no cause. So the ledger counts the starts that took a batch and never trained
+it: a batch with which MOST_ENDS starts ended is *suspect*, and the learner tries each of its groups by itself before it
+trains the batch (`learner/sound.py`). A group during whose trial MOST_ENDS starts ended is the culprit. Starts are
+counted at their successor's Rewind.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from buffer.ledger.attempts import Attempts
+from buffer.ledger.counts import GIVEN_UP_QUARANTINED
 from buffer.ledger.state import LedgerState
-from buffer.ledger.suspicion import MOST_ENDS, Suspicion
-from buffer.ledger.trend import GIVEN_UP_QUARANTINED
 from buffer.ledger.types import FormedBatch, ItemState, LedgerError, Terms
 from buffer.ledger.view import LedgerView
 
+MOST_ENDS = 2
+"""Ends of the learner from which on a batch is suspect, and a group that was tried by itself is the culprit."""
+
+
+@dataclass
+class Suspicion:
+    """Counts of the starts of the learner that ended; -1 stands for no batch or item. The store keeps each field."""
+
+    taken: int = -1
+    """Batch that the learner took and has not trained."""
+    suspect: int = -1
+    """Batch with which the learner ended last."""
+    suspect_ends: int = 0
+    """How many starts ended with it, one after another."""
+    tried: int = -1
+    """Item that the learner tries by itself."""
+    alone: int = -1
+    """Item during whose trial the learner ended last."""
+    alone_ends: int = 0
+
+    def is_suspect(self, version: int) -> bool:
+        """Whether MOST_ENDS starts of the learner ended with this batch."""
+        return version == self.suspect and self.suspect_ends >= MOST_ENDS
+
+    def try_alone(self, item: int | None) -> None:
+        """The learner tries this item by itself from now on; None: it has tried all of the batch."""
+        self.tried = -1 if item is None else item
+
+    def begin(self) -> int | None:
+        """A learner has started: count the end of the one before it. Returns the item that is the culprit.
+
+        Every rank says that it has started; only the first one counts.
+        """
+        if self.taken >= 0:
+            self.suspect_ends = self.suspect_ends + 1 if self.taken == self.suspect else 1
+            self.suspect = self.taken
+        if self.tried >= 0:
+            self.alone_ends = self.alone_ends + 1 if self.tried == self.alone else 1
+            self.alone = self.tried
+        self.taken = self.tried = -1
+        return self.alone if self.alone_ends >= MOST_ENDS else None
+
+    def clear(self, version: int) -> None:
+        """Batch `version` was trained, or is another one now: nothing is held against it or its groups."""
+        if version >= self.taken:
+            self.taken = self.tried = -1
+        if version >= self.suspect:
+            self.suspect = self.alone = -1
+            self.suspect_ends = self.alone_ends = 0
+
 
 class Batches:
-    """`find` returns an item, also one that has left memory."""
+    """`find` returns an item, also one that has left memory; `take_back_too_old` is that of `Attempts`."""
 
     def __init__(
         self,
         terms: Terms,
         state: LedgerState,
         view: LedgerView,
-        attempts: Attempts,
+        take_back_too_old: Callable[..., None],
         find: Callable[[int], ItemState | None],
     ) -> None:
-        self._terms, self._state, self._view, self._attempts, self._find = terms, state, view, attempts, find
+        self._terms, self._state, self._view, self._find = terms, state, view, find
+        self._take_back_too_old = take_back_too_old
         self.suspicion = Suspicion()
 
     def take(self, version: int) -> FormedBatch | None:
@@ -51,7 +107,7 @@ class Batches:
             state.form(self._terms.groups)
         state.raise_ceiling(version + 1)
         if version > state.last_trained:
-            self.suspicion.take(version)
+            self.suspicion.taken = version
         return state.batches[version]
 
     def trained(self, version: int) -> list[int]:
@@ -83,7 +139,7 @@ class Batches:
         state = self._state
         if version != state.version and not state.num_formed:
             state.start_at(version)
-            self._attempts.take_back_too_old()
+            self._take_back_too_old()
         if version > state.version:
             raise LedgerError(
                 f"the learner restored version {version}, but the buffer's next batch is {state.version}: they are not "
@@ -145,7 +201,7 @@ class Batches:
         self.suspicion.clear(batch)
         if not self._state.batches[batch].items:
             self._state.unform(batch)
-            self._attempts.take_back_too_old(but=item.number)
+            self._take_back_too_old(item.number)
 
     def _pruned(self, version: int) -> str:
         return (

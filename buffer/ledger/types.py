@@ -13,7 +13,7 @@ CLOSED = ("dropped", "quarantined")
 FailureKind = Literal["reward", "task", "prompt", "engine", "infrastructure"]
 """Whose fault a failed attempt is: the reward function's, the task's, the row's, vLLM's, or anything else's."""
 RowValues = tuple[int | str, ...]
-"""The fields of a `RowRecord` (`rows.py`), as the store has them."""
+"""The fields of a `RowRecord` (`counts.py`), as the store has them."""
 Outcome = Literal["versions", "data", "failed"]
 """How a run ends: with version `run.versions`, with the data before that, or given up because attempts only fail."""
 
@@ -206,7 +206,7 @@ class Changes:
     batches: dict[int, bool] = field(default_factory=dict)
     """By batch: has it been trained?"""
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
-    """Running totals by (what, which), see `totals.py`."""
+    """Running totals by (what, which), see `counts.py`."""
     rows: Mapping[int, RowValues] = field(default_factory=dict)
     """`RowRecord.row_values()` by row of the data set."""
     evaluations: Mapping[int, EvaluationRow] = field(default_factory=dict)

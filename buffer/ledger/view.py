@@ -5,9 +5,9 @@ Part of the ledger (`rules.py` decides by it). Everything is computed from the s
 
 from collections.abc import Iterator
 
-from buffer.ledger import schedule
 from buffer.ledger.evaluations import Reach
 from buffer.ledger.order import Order
+from buffer.ledger.pool import room
 from buffer.ledger.state import LedgerState
 from buffer.ledger.types import ItemState, Lengths, Outcome, Terms
 
@@ -27,6 +27,10 @@ class LedgerView:
 
     def __init__(self, terms: Terms, state: LedgerState, order: Order) -> None:
         self._terms, self._state, self._order = terms, state, order
+        self.most_flat = max(LEAST_FLAT, LEAST_FLAT_BATCHES * terms.groups)
+        """Number of groups in a row without variance that ends the run."""
+        self.most_quarantined = max(LEAST_QUARANTINED, terms.groups)
+        """Number of groups put into quarantine in a row, none trained between them, that ends the run."""
 
     # how far the run is
 
@@ -68,7 +72,7 @@ class LedgerView:
         terms, state, pool = self._terms, self._state, self._state.pool
         if state.trend.given_up:
             return 0
-        free = schedule.room(pool.open, state.version, terms.groups, terms.target_staleness, dispatched)
+        free = room(pool.open, state.version, terms.groups, terms.target_staleness, dispatched)
         if terms.versions is not None:
             kept = pool.num_held + (pool.num_elsewhere(server) if server else 0)
             free = min(free, (terms.versions - state.version) * terms.groups - pool.num_open - kept)
@@ -97,16 +101,6 @@ class LedgerView:
         """Every problem of every epoch was dispatched once."""
         terms = self._terms
         return terms.epochs is not None and self._state.next_item >= terms.problems * terms.epochs
-
-    @property
-    def most_flat(self) -> int:
-        """Number of groups in a row without variance that ends the run."""
-        return max(LEAST_FLAT, LEAST_FLAT_BATCHES * self._terms.groups)
-
-    @property
-    def most_quarantined(self) -> int:
-        """Number of groups put into quarantine in a row, none trained between them, that ends the run."""
-        return max(LEAST_QUARANTINED, self._terms.groups)
 
     def is_hopeless(self) -> bool:
         """Whether attempts fail and no group is made any more.

@@ -24,7 +24,7 @@ Readable with any SQLite tool, also while the buffer runs:
               streak               groups in a row with all samples solved; negative: with none
               last_item, last_version   the item drawn last, and the next batch to be formed then
               failed, hopeless, reason  attempts that failed by the row, reward or task; 1 if one failed for good; why
-    totals    what, which, groups, samples, tokens, sampled, truncated   running sums, see `buffer/ledger/totals.py`
+    totals    what, which, groups, samples, tokens, sampled, truncated   running sums, see `buffer/ledger/counts.py`
     meta      name, value          counters of the ledger, digest of the data, the run's settings as JSON by key;
                                    `ledger`: a random name of this file, `commits`: how often it was committed
     evaluations  due, state, version, server   version at which it was due; running, lost, done, failed; what was

@@ -19,7 +19,7 @@ from typing import Any
 
 from google_crc32c import value as crc32c
 
-from buffer.ledger.trend import EXAMPLES
+from buffer.ledger.counts import EXAMPLES
 from buffer.ledger.types import Changes, EvaluationRow, ItemState, Lengths, Saved, Transaction
 from buffer.store import segments, sql, witness
 from buffer.store.faults import DamagedSample, StoreError

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 from benchmarks.lab.buffer_trip import BY_THE_CLOCK, named_function, num_files, runs_by_the_clock
-from buffer.ledger.schedule import drawn_before, feasible
+from buffer.ledger.schedule import drawn_before, order
 from buffer.wire.sample import Sample
 from buffer.wire.server import BufferServer
 
@@ -43,5 +43,5 @@ def test_other_peoples_code_and_the_tests_do_not_count() -> None:
 
 
 def test_files_are_counted_once() -> None:
-    both = {named_function(code) for code in (drawn_before.__code__, feasible.__code__)}
+    both = {named_function(code) for code in (drawn_before.__code__, order.__code__)}
     assert len(both) == 2 and num_files(both) == 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.ledger.suspicion import MOST_ENDS
+from buffer.ledger.training import MOST_ENDS
 from buffer.wire.client import LearnerClient
 from buffer.wire.message import Array
 from buffer.wire.sample import Sample, sample_stats

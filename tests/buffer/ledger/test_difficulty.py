@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from buffer.ledger.counts import BANDS, Marks
 from buffer.ledger.difficulty import Shares, Turns
-from buffer.ledger.rows import BANDS, Marks
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import Lease, SampleStats, Transaction
 from buffer.store.sqlite import Store

@@ -141,8 +141,8 @@ def test_everything_comes_back_from_the_store():
     found.claim(A, 0, reach(0), 0.0)
     found.finish(A, 0, 0, "zero", "s", reach(23))
     found.claim(A, 5, reach(5), 0.0)
-    rows = found.drain()
-    assert rows[0].samples == "s" and found.drain() == {}
+    rows = found.changed
+    assert rows[0].samples == "s"
     again = make()
     again.restore(rows.values(), now=100.0)
     assert again.claim(B, 6, reach(6), 101.0) is None, "its server is given time to be heard of"
@@ -197,12 +197,12 @@ def test_whatever_happens_there_is_one_result_of_one_version(seed: int):
             found.leave(key(name))
             servers[name] = {"token": server["token"] + 1, "version": -1, "doing": None}
         elif act < 0.88:
-            rows |= found.drain()
+            rows |= found.changed
             found = make(3)
             found.restore(rows.values(), now)
         results = [one for one in found.known.values() if one.state == "done"]
         assert all(one.due <= one.version <= last for one in results)
         assert sum(one.state == "running" for one in found.known.values()) <= 1
-    rows |= found.drain()
+    rows |= found.changed
     assert found.over(Reach(last, last))
     assert found.known[last].state in ("done", "failed")

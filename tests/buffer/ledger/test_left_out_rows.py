@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from buffer.ledger import reasons
+from buffer.ledger.counts import BANDS
 from buffer.ledger.difficulty import Shares
-from buffer.ledger.rows import BANDS
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import SampleStats, Transaction
 from buffer.store.sqlite import Store

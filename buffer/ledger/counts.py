@@ -1,0 +1,293 @@
+"""What the ledger counts: over the whole run, lately, and by row of the data set.
+
+`Totals` says how many groups, and how much text, were generated, trained, failed, dropped and why. Lengths are counted
+with everything, so that a loss of long answers shows: compare the means of generated, trained and dropped samples
+(`State.lengths`). `Trend` says how attempts and groups went lately, and whether the run was given up for it: a run in
+which nothing succeeds must end, and say why; but a failure now and then, or a hundred fast ones beside slow groups,
+must end no run. `view.py` compares its counts with the bounds. `Rows` knows how often each row was drawn, its solved
+share, and whether it only fails; `difficulty.py` draws by it. Part of the ledger (`state.py` notes what happens);
+stored in the tables `totals` and `rows`.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from buffer.ledger.types import FailureKind, Lengths, RowValues
+
+MANY_REASONS = 64
+LONG_REASON = 200
+OTHER = "other reasons"
+GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS = 1, 2, 3, 4
+"""Why a run was given up: all attempts fail; all groups lack variance; none can be trained; all rows are left out."""
+EXAMPLES = 3
+"""Rows kept whose attempts failed last."""
+REMEMBERED = 1024
+"""Request and lease numbers kept of each server, so that repeated messages are recognised."""
+T = TypeVar("T")
+BANDS = ("unseen", "unsolved", "between", "solved")
+"""No group yet; none of its samples solved; some; all."""
+OWN_FAILURES = ("reward", "task", "prompt")
+"""Kinds of failures that may come from the row. Failures of vLLM and of the infrastructure may not."""
+
+
+class Totals:
+    """Totals by (what, which). `what` is one of
+
+    - `generated`: accepted groups, whatever became of them;  `trained`: groups of trained batches;
+    - `retried`: accepted groups that were not made at the first attempt;
+    - `dropped`, by reason;  `discarded`, by reason: groups generated, then thrown away, whose problem is tried again;
+    - `quarantined`: groups generated and kept, that are never trained;
+    - `failed`, by `KIND: REASON`: attempts;  `age`, by age: groups of formed batches, trained or about to be.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[str, dict[str, Lengths]] = defaultdict(dict)
+        """By `what`, then by `which`."""
+        self.changed: set[tuple[str, str]] = set()
+        """(what, which) of the totals that are not written down yet."""
+
+    def add(self, what: str, lengths: Lengths, which: str = "", times: int = 1) -> str:
+        """Count one group more, or with `times=-1` one less; returns the `which` it was counted under.
+
+        Reasons come from users' reward functions: they are cut to one line each, and to a bounded number of them.
+        """
+        known = self.known[what]
+        if what in ("dropped", "discarded", "failed"):
+            which = (which.strip().splitlines() or ["no reason given"])[0][:LONG_REASON]
+            which = which if which in known or len(known) < MANY_REASONS else OTHER
+        known[which] = known.get(which, Lengths()).plus(lengths, times)
+        self.changed.add((what, which))
+        return which
+
+    def by(self, what: str) -> dict[str, Lengths]:
+        """The totals of `what`. Example: `by("dropped")` -> `{"zero variance": Lengths(groups=3, ...)}`."""
+        return {which: lengths for which, lengths in self.known[what].items() if lengths.groups}
+
+    def groups(self, what: str) -> int:
+        """The number of groups, or of failed attempts, over all of `what`."""
+        return sum(lengths.groups for lengths in self.known[what].values())
+
+    def lengths(self) -> dict[str, Lengths]:
+        """What became of the samples: by `generated`, `trained`, `quarantined`, `dropped: REASON`,
+        `discarded: REASON`."""
+        kinds = ("generated", "trained", "dropped", "discarded", "quarantined")
+        return {f"{kind}: {which}" if which else kind: n for kind in kinds for which, n in self.by(kind).items()}
+
+    def restore(self, totals: Mapping[tuple[str, str], Lengths]) -> None:
+        """Continue from what the store kept."""
+        for (what, which), lengths in totals.items():
+            self.known[what][which] = lengths
+
+
+class Trend:
+    """Counts since the last success of each kind, and since the last batch was formed."""
+
+    def __init__(self) -> None:
+        self.failures_in_row = 0
+        """Attempts that failed since a group was made or the learner was started; failures of the infrastructure do not
+        count."""
+        self.flat_in_row = 0
+        """Groups without variance in a row, since a group had variance or the learner was started."""
+        self.quarantined_in_row = 0
+        """Groups put into quarantine since a batch was trained or the learner was started."""
+        self.given_up = 0
+        """0, or why the run was given up: GIVEN_UP_FAILED for `failures_in_row`, GIVEN_UP_FLAT for `flat_in_row`,
+        GIVEN_UP_QUARANTINED for `quarantined_in_row`, GIVEN_UP_ROWS."""
+        self.is_announced = False
+        """Whether the learner has been answered that the run was given up."""
+        self.last_quarantined = ""
+        """Why the last group was put into quarantine; not written down."""
+        self.examples: dict[int, str] = {}
+        """By row of the data set: `KIND: REASON` of the rows that failed last."""
+        self.recent_failures: Counter[str] = Counter()
+        """Attempts that failed since the last batch was formed, by `KIND: REASON`."""
+        self.recent_groups = Counter[str]()
+        """Groups made since the last batch was formed: `varied`, and groups that were left out, by the reason."""
+        self.flat_groups = self.new_groups = 0
+        """Groups made between the last two batches that were formed, and how many had equal rewards; not written
+        down."""
+        self._flat = self._made = 0
+
+    def note_failure(self, row: int, kind: FailureKind, failure: str, counted_as: str) -> None:
+        """An attempt at this row failed; `counted_as` in the totals."""
+        self.recent_failures[counted_as] += 1
+        if kind != "infrastructure":
+            self.failures_in_row += 1
+            self.examples.pop(row, None)
+            remember(self.examples, row, failure, EXAMPLES)
+
+    def note_group(self, unwanted: str | None, is_flat: bool) -> None:
+        """A group was made; `unwanted`: why it is left out, `is_flat`: its rewards are equal."""
+        self.failures_in_row = 0
+        self.flat_in_row = 0 if unwanted is None else self.flat_in_row + 1
+        self.recent_groups["varied" if unwanted is None else unwanted] += 1
+        self._made, self._flat = self._made + 1, self._flat + is_flat
+
+    def note_quarantine(self, reason: str) -> None:
+        """A group was put into quarantine."""
+        self.quarantined_in_row += 1
+        self.last_quarantined = reason
+
+    def note_batch(self) -> None:
+        """A batch was formed."""
+        self.recent_failures.clear()
+        self.recent_groups.clear()
+        self.flat_groups, self.new_groups, self._flat, self._made = self._flat, self._made, 0, 0
+
+    def begin_anew(self) -> None:
+        """The learner was started: whoever did so has mended what failed."""
+        self.failures_in_row = self.flat_in_row = self.quarantined_in_row = self.given_up = 0
+        self.is_announced = False
+
+
+def remember(memory: dict[int, T], number: int, what: T, most: int = REMEMBERED) -> None:
+    """Note `what` under its number; the oldest makes room."""
+    memory[number] = what
+    if len(memory) > most:
+        del memory[next(iter(memory))]
+
+
+class Marks(NamedTuple):
+    """When a sample is solved, and when a row is always or never solved."""
+
+    solved_at: float = 1.0
+    """Reward from which on a sample is solved."""
+    streak: int = 2
+    """Groups in a row after which older ones count no longer."""
+
+
+@dataclass(slots=True)
+class RowRecord:
+    """One row of the data set, and a row of the store's table `rows`."""
+
+    row: int
+    drawn: int = 0
+    """Items that were made of it."""
+    groups: int = 0
+    samples: int = 0
+    solved: int = 0
+    streak: int = 0
+    """Groups in a row with all samples solved; negative: with none solved; 0: the last group had both."""
+    last_item: int = -1
+    last_version: int = 0
+    """The next batch to be formed when `last_item` was drawn."""
+    failed: int = 0
+    """Attempts that failed by a kind of OWN_FAILURES."""
+    hopeless: int = 0
+    """1: such a failure was permanent."""
+    reason: str = ""
+    """`KIND: REASON` of the last one."""
+
+    def row_values(self) -> RowValues:
+        """What the store writes, in the order of the fields."""
+        counts = (self.row, self.drawn, self.groups, self.samples, self.solved, self.streak)
+        return (*counts, self.last_item, self.last_version, self.failed, self.hopeless, self.reason)
+
+    def band(self, streak: int) -> str:
+        """Return the band (BANDS). After `streak` equal groups in a row, earlier groups count no longer."""
+        if not self.groups:
+            return "unseen"
+        if self.solved == self.samples or self.streak >= streak:
+            return "solved"
+        return "unsolved" if self.solved == 0 or self.streak <= -streak else "between"
+
+    def is_left_out(self, attempts: int) -> bool:
+        """Whether it failed all its attempts, at least `attempts` of them, and never made a group."""
+        return not self.groups and bool(self.hopeless or self.failed >= attempts)
+
+
+class Rows:
+    """The records of all rows that were drawn. `attempts`: as many failures leave a row out."""
+
+    def __init__(self, problems: int = 0, marks: Marks | None = None, attempts: int = 3) -> None:
+        self.problems, self.marks, self.attempts = problems, marks or Marks(), attempts
+        self.records: dict[int, RowRecord] = {}
+        self.left_out: dict[int, str] = {}
+        """`KIND: REASON` by row that is not drawn any more."""
+        self.news: list[int] = []
+        """Rows that were left out since the list was last cleared; not written down."""
+        self.moved: set[int] = set()
+        """Rows of items that have changed since whoever draws has last looked; not written down."""
+        self._bands: Counter[str] = Counter()
+        self.changed: set[int] = set()
+        """Rows whose records are not written down yet."""
+
+    @property
+    def all_left_out(self) -> bool:
+        """Whether no row is left to draw."""
+        return 0 < self.problems <= len(self.left_out)
+
+    def bands(self) -> dict[str, int]:
+        """How many rows are in each of BANDS. Rows that are left out are in none."""
+        known = {band: self._bands[band] for band in BANDS}
+        return known | {"unseen": self.problems - len(self.records) + self._bands["unseen"]}
+
+    def note_drawn(self, row: int, item: int, version: int) -> None:
+        """An item was made of the row."""
+        record = self._edited(row)
+        record.drawn, record.last_item, record.last_version = record.drawn + 1, item, version
+        self._count(record, 1)
+
+    def note_group(self, row: int, rewards: Sequence[float]) -> None:
+        """A group was made of the row: if it was left out, it is drawn again."""
+        if self.left_out.pop(row, None) is not None:
+            self._count(self.records[row], 1)
+        solved = sum(reward >= self.marks.solved_at for reward in rewards)
+        record = self._edited(row)
+        record.groups, record.samples = record.groups + 1, record.samples + len(rewards)
+        record.solved += solved
+        sign = 1 if solved == len(rewards) else -1 if not solved else 0
+        record.streak = record.streak + sign if sign * record.streak > 0 else sign
+        self._count(record, 1)
+
+    def note_failure(self, row: int, kind: FailureKind, failure: str, permanent: bool) -> bool:
+        """An attempt at the row failed. Returns whether the row is left out from now on."""
+        if kind not in OWN_FAILURES:
+            return False
+        record = self._edited(row)
+        record.failed, record.reason = record.failed + 1, failure
+        record.hopeless |= permanent
+        self._count(record, 1)
+        if record.is_left_out(self.attempts) and row not in self.left_out:
+            self.news.append(row)
+            self._count(record, -1)
+            self.left_out[row] = failure
+        elif row in self.left_out:
+            self.left_out[row] = failure
+        return row in self.left_out
+
+    def draw_again(self) -> None:
+        """Rows that are left out are drawn again: their failures count no longer."""
+        back, self.left_out = list(self.left_out), {}
+        for row in back:
+            record = self.records[row]
+            record.failed, record.hopeless = 0, 0
+            self.changed.add(row)
+            self._count(record, 1)
+        self.moved.update(back)
+
+    def restore(self, saved: Iterable[RowValues]) -> None:
+        """Continue with what the store kept; this must be new. A row whose failures are fewer than `attempts` now is
+        drawn again."""
+        for values in saved:
+            record = RowRecord(*values)  # type: ignore[arg-type]
+            self.records[record.row] = record
+            if record.is_left_out(self.attempts):
+                self.left_out[record.row] = record.reason
+            else:
+                self._count(record, 1)
+
+    def _edited(self, row: int) -> RowRecord:
+        """The record, which is about to change: it is in no band until it is counted again."""
+        if (record := self.records.get(row)) is None:
+            record = self.records[row] = RowRecord(row)
+        else:
+            self._count(record, -1)
+        self.changed.add(row)
+        return record
+
+    def _count(self, record: RowRecord, times: int) -> None:
+        if record.row not in self.left_out:
+            self._bands[record.band(self.marks.streak)] += times
