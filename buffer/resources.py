@@ -59,7 +59,7 @@ class OpenFiles:
 
 def raise_open_files(config: Config) -> None:
     """Take as many open files as the system lets the process have, but for a reserve that only the store uses
-    (`buffer/store/reserve.py`); warn if the run needs more."""
+    (`buffer/store/segments.py`); warn if the run needs more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = hard if hard == resource.RLIM_INFINITY else max(hard - capacity.RESERVED_FILES, hard // 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

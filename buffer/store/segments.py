@@ -6,22 +6,25 @@ file, and again when a page next to it moves. Space is allocated ahead, because 
 synced at a fifth of the speed. A segment of which nothing is named any more is deleted, or reused as a later segment:
 in a thread, because the file system takes 50 ms for it, during which everybody would wait.
 
-Plain files: the samples of a group are contiguous, without separators. Calls block for the disk. `GroupCache` keeps the
-latest groups in memory: most are batched before they would have to be read back.
+Plain files: the samples of a group are contiguous, without separators. Calls block for the disk. They are opened though
+connections have used up the open files that the process allows itself: `buffer/resources.py` keeps the soft limit below
+what the system lets the process have, and the rest is for the store. `GroupCache` keeps the latest groups in memory:
+most are batched before they would have to be read back.
 """
 
 import errno
 import os
+import resource
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from buffer.store.faults import StoreGone
-from buffer.store.reserve import open_file
-from buffer.store.same_files import identity
+from buffer.store.witness import identity
 from configs.variables import private_folder
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
@@ -68,7 +71,20 @@ class Segments:
         """Write `groups`; they count if the block ends without an error. Raises OSError, also for a full disk."""
         before = self.number, self.end
         try:
-            yield self._append(groups)
+            places: dict[int, Place] = {}
+            self.end += -self.end % BLOCK_BYTES
+            begin, waiting = self.end, list[bytes]()
+            for item, samples in groups.items():
+                size = sum(map(len, samples))
+                if self.end and self.end + size > SEGMENT_BYTES:
+                    self._write(begin, waiting)
+                    self._close_file()
+                    self.number, self.end, begin, waiting = self.number + 1, 0, 0, []
+                places[item] = Place(self.number, self.end)
+                waiting += samples
+                self.end += size
+            self._write(begin, waiting)
+            yield places
         except BaseException:
             self.number, self.end = before
             raise
@@ -130,22 +146,6 @@ class Segments:
             os.close(descriptor)
             self._open = None
 
-    def _append(self, groups: Groups) -> dict[int, Place]:
-        places: dict[int, Place] = {}
-        self.end += -self.end % BLOCK_BYTES
-        begin, waiting = self.end, list[bytes]()
-        for item, samples in groups.items():
-            size = sum(map(len, samples))
-            if self.end and self.end + size > SEGMENT_BYTES:
-                self._write(begin, waiting)
-                self._close_file()
-                self.number, self.end, begin, waiting = self.number + 1, 0, 0, []
-            places[item] = Place(self.number, self.end)
-            waiting += samples
-            self.end += size
-        self._write(begin, waiting)
-        return places
-
     def _write(self, position: int, samples: Sequence[bytes]) -> None:
         """The bytes are on disk when it returns."""
         if not samples:
@@ -155,8 +155,14 @@ class Segments:
             with suppress(OSError):  # no space, or no support for it: the write itself will raise
                 os.posix_fallocate(descriptor, position, self.end - position + AHEAD_BYTES)
             self._allocated = self.end + AHEAD_BYTES
-        for start in range(0, len(samples), BUFFERS):
-            position = _written(descriptor, samples[start : start + BUFFERS], position)
+        rest = deque([memoryview(sample) for sample in samples])
+        while rest:
+            number = os.pwritev(descriptor, list(islice(rest, BUFFERS)), position)
+            position += number
+            while rest and number >= len(rest[0]):
+                number -= len(rest.popleft())
+            if number:
+                rest[0] = rest[0][number:]
         if self._fsync:
             os.fdatasync(descriptor)
 
@@ -243,17 +249,26 @@ def read(folder: Path, place: Place, size: int) -> bytes:
     return data
 
 
-def _written(descriptor: int, buffers: Sequence[bytes], position: int) -> int:
-    """Write all of `buffers`; returns the position after them."""
-    rest = [memoryview(buffer) for buffer in buffers]
-    while rest:
-        number = os.pwritev(descriptor, rest, position)
-        position += number
-        while rest and number >= len(rest[0]):
-            number -= len(rest.pop(0))
-        if number:
-            rest[0] = rest[0][number:]
-    return position
+def open_file(path: Path, flags: int, mode: int = 0o777) -> int:
+    """As `os.open`, with the reserve where no file is left."""
+    try:
+        return os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    with reserve():
+        return os.open(path, flags, mode)
+
+
+@contextmanager
+def reserve() -> Iterator[None]:
+    """Let the process open as many files as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _sync_folder(folder: Path) -> None:
@@ -284,7 +299,7 @@ class GroupCache:
         """In place of an earlier group of the item."""
         self.forget(item)
         self._groups[item] = group
-        self.bytes += _size(group)
+        self.bytes += sum(map(len, group))
         while self.bytes > self.max_bytes:
             self.forget(next(iter(self._groups)))
 
@@ -305,8 +320,4 @@ class GroupCache:
 
     def forget(self, item: int) -> None:
         """An item that is not cached changes nothing."""
-        self.bytes -= _size(self._groups.pop(item, ()))
-
-
-def _size(group: Group) -> int:
-    return sum(map(len, group))
+        self.bytes -= sum(map(len, self._groups.pop(item, ())))

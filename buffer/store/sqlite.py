@@ -3,7 +3,7 @@
 Used by `buffer/wire/handlers.py`; the tables are in `sql.py`, the samples' files in `segments.py`. Only one process may
 write: it holds a lock on FILE.lock until it ends, however it ends. No byte is believed unchecked: a sample has its
 CRC32C in its row, the number of commits is compared with the witness's (`witness.py`), pages and rows with each other
-(`opening.py`), and a file that was deleted or replaced while it was open ends the process (`same_files.py`).
+(`opening.py`), and a file that was deleted or replaced while it was open ends the process (`witness.py`).
 """
 
 import errno
@@ -25,7 +25,6 @@ from buffer.store import segments, sql, witness
 from buffer.store.faults import DamagedSample, StoreError
 from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.opening import explained, opened, read_only
-from buffer.store.same_files import SameFiles
 from buffer.store.segments import Groups, InMemory, Place, Segments
 from configs.resume import Change, Settings
 from configs.variables import open_private, run_folder
@@ -67,7 +66,7 @@ class Store:
             self._require_same_problems(digest)
             if path:
                 self._open_witness(path, known)
-            self._files = SameFiles([path, path.with_name(f"{path.name}-wal")] if path else [])
+            self.files = witness.SameFiles([path, path.with_name(f"{path.name}-wal")] if path else [])
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
             self._known_rows: set[int] = set()
@@ -144,7 +143,7 @@ class Store:
     def commit(self, transaction: Transaction) -> None:
         """Write the changes, name the samples of the groups accepted in them, and no longer those that are void: all of
         it or, with sqlite3.Error or OSError raised, nothing."""
-        self._files.require()
+        self.files.require()
         changes, payloads = transaction.changes, transaction.payloads
         groups = {item: payloads[item] for item in changes.sample_stats if item in payloads}
         with self._segments.appended(groups) as places, self._transaction():
@@ -158,14 +157,17 @@ class Store:
                 self._db.executemany(sql.CHANGE, rows)
             empty = self._db.execute(sql.EMPTY, [self._segments.number]).fetchall()
             self._db.executemany("DELETE FROM segments WHERE segment = ?", empty)
-        self._segments.remove([number for (number,) in empty])
+        if empty:
+            self._segments.remove([number for (number,) in empty])
         if self._problems:
             self._known_rows.update(int(row[1]) for row in changes.items.values())
 
     def _write(self, changes: Changes, groups: Groups, places: Mapping[int, Place]) -> None:
         db, now = self._db, time.time()
-        self._remove(changes.discarded)
-        db.executemany(sql.ITEM, [_item_row(row, now) for row in changes.items.values()])
+        if changes.discarded:
+            self._remove(changes.discarded)
+        fields = changes.items.values()
+        db.executemany(sql.ITEM, [(*row, now, now if row[SAMPLES_FIELD] else None, now) for row in fields])
         db.executemany(sql.ROW, changes.rows.values())
         db.executemany("INSERT OR REPLACE INTO problems VALUES (?, ?, ?)", self._new_problems(changes))
         rows, ends, sizes = list[tuple[Any, ...]](), list[tuple[int, int, int]](), list[tuple[int, int]]()
@@ -223,10 +225,6 @@ class Store:
             if crc is not None and (now := crc32c(data)) != crc:
                 raise DamagedSample(item, index, path, f"its CRC32C is {now:08x}, and was {crc:08x} when it was stored")
         return found
-
-    def require_same_files(self) -> None:
-        """Raise StoreGone if the ledger was deleted, moved or replaced since it was opened."""
-        self._files.require()
 
     def untrained_bytes(self) -> dict[int, int]:
         """Bytes of samples that are yet to be trained, by item."""
@@ -296,12 +294,6 @@ def _data(folder: Path, segment: int, position: int, size: int, crc: int | None 
         log.warning("%s: the %d bytes from %d on are damaged; see `python -m buffer scrub RUN`", where, size, position)
         return b""
     return data
-
-
-def _item_row(fields: Sequence[Any], now: float) -> tuple[Any, ...]:
-    """Values of `sql.ITEM` for the fields of an `ItemState`."""
-    stored_at = now if fields[SAMPLES_FIELD] else None
-    return (*fields, now, stored_at, now)
 
 
 def _witnessed(path: Path) -> witness.Commits | None:

@@ -1,4 +1,7 @@
-"""The witness: a small file beside the ledger that knows how often the ledger was committed. Used by `sqlite.py`.
+"""Whether the ledger is what it was: how often it was committed, and whether its open files are still at their paths.
+Used by `sqlite.py` and `segments.py`.
+
+The witness is a small file beside the ledger that knows how often the ledger was committed.
 
 SQLite silently drops what it cannot read of its log: a log that was cut off, or an older copy of the file that
 somebody put back, is a sound database that lacks the last commits. So each transaction counts itself in the ledger,
@@ -10,12 +13,16 @@ SQLite has no checksums of its pages. So a buffer that ends cleanly leaves the C
 and the next one compares it. One that was killed leaves none: then the log has checksums, and the pages only their
 structure.
 
-One line: name of the ledger, number of commits, CRC32C of the file or dashes, and CRC32C of these three, as in
+Its one line: name of the ledger, number of commits, CRC32C of the file or dashes, and CRC32C of these three, as in
 `3f0c9a52b7e1d684 000000004711 -------- 9c3e01f2`.
+
+Linux lets a file be deleted, moved or replaced while it is written. Bytes written from then on are lost with the
+process, so they must not be acknowledged: `SameFiles` looks before each commit.
 """
 
 import os
 import sqlite3
+from collections.abc import Iterable
 from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
@@ -24,7 +31,7 @@ from typing import NamedTuple
 from google_crc32c import value as crc32c
 
 from buffer.store import sql
-from buffer.store.faults import ACCEPT, LostCommits
+from buffer.store.faults import ACCEPT, LostCommits, StoreGone
 from configs.checkpoint_files import crc32c_of
 from configs.variables import open_private
 
@@ -77,6 +84,28 @@ class Witness:
             self._memory.flush()
         self._memory.close()
         os.close(self._descriptor)
+
+
+class SameFiles:
+    """`paths`, all of which exist, each with the file that is there now."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._known = {str(path): identity(path) for path in paths}
+
+    def require(self) -> None:
+        """Raise StoreGone if there is no file, or another one, at one of the paths."""
+        for path, known in self._known.items():
+            if identity(path) != known:
+                raise StoreGone(Path(path))
+
+
+def identity(file: Path | str | int) -> tuple[int, int] | None:
+    """Device and inode of a path or descriptor; None: there is no such file."""
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def file_of(path: Path) -> Path:

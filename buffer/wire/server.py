@@ -77,7 +77,7 @@ class BufferServer:
             began, handlers.groups.turn = time.monotonic(), LoopTurn(seconds=0.0)
             received, more = self._router.receive()
             if not received:  # a commit looks for itself
-                handlers.store.require_same_files()
+                handlers.store.files.require()
             now, requests.unsent_bytes = self.clock.now(), self._router.unsent.total
             for role, frames in received:
                 requests.receive(frames, now, role)

@@ -12,7 +12,7 @@ import pytest
 
 from buffer.store import failures
 from buffer.store.failures import remedy
-from buffer.store.reserve import open_file
+from buffer.store.segments import open_file
 from buffer.wire import server
 from tests.harness.buffer_process import buffer, group, in_loop, make_requests, rollout
 
