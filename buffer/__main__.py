@@ -30,12 +30,11 @@ from buffer.store.faults import StoreGone
 from buffer.store.opening import is_damage
 from buffer.store.past import accept_loss, losses, past, store_path
 from buffer.store.sqlite import Store
-from buffer.wire.clock import ListeningClock
 from buffer.wire.handlers import Handlers
 from buffer.wire.limits import Limits
 from buffer.wire.requests import PendingRequests
 from buffer.wire.router import ListenError
-from buffer.wire.server import BufferServer
+from buffer.wire.server import BufferServer, ListeningClock
 from buffer.wire.values import Bounds
 from configs import load, resume
 from configs.checks import check, existing

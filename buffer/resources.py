@@ -102,14 +102,14 @@ class MemoryWatch:
     """Says in the log, while memory gets short, what the buffer holds."""
 
     def __init__(self, now: float) -> None:
-        self._looked_at = self._told_at = -inf
+        self._told_at = -inf
         self._collected_at = now
+        self.due = -inf
+        """When to look again."""
 
     def look(self, held: dict[str, int], now: float) -> None:
-        """`held`: bytes in memory by what they are. Looks at most every LOOK_S, which costs 0.1 ms."""
-        if now < self._looked_at + LOOK_S:
-            return
-        self._looked_at, left = now, memory_left()
+        """`held`: bytes in memory by what they are. A look costs 0.1 ms: it is `due` every LOOK_S."""
+        self.due, left = now + LOOK_S, memory_left()
         if now >= self._collected_at + COLLECT_S:
             self._collected_at = now
             gc.collect()

@@ -134,5 +134,5 @@ def test_the_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_fails_if_it_finds_any(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["buffer/wire/roles.py"]) == 0
+    assert main(["buffer/wire/peers.py"]) == 0
     assert capsys.readouterr().out == "0 sentences\n"

@@ -31,13 +31,12 @@ from buffer.keys import load_client_keys, make_keys
 from buffer.ledger.rules import Ledger
 from buffer.store.sqlite import Store
 from buffer.wire.client import Connection, LearnerClient, RolloutClient
-from buffer.wire.clock import ListeningClock
 from buffer.wire.handlers import Handlers
 from buffer.wire.limits import Limits
 from buffer.wire.message import Array
 from buffer.wire.requests import PendingRequests
 from buffer.wire.sample import Sample
-from buffer.wire.server import BufferServer
+from buffer.wire.server import BufferServer, ListeningClock
 
 ROOT = Path(__file__).parents[2]
 CORE = ("buffer", "configs")

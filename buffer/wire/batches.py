@@ -1,8 +1,8 @@
 """The groups that are stored and not yet trained: their bytes and figures, and the parts of the batch that is taken.
 
-Used by the verbs of `verbs.py`. A group's samples are opened once, when it is put; a batch is cut once for all ranks,
-and a rank's part of it is made when the rank asks for it. Blocks only for reading samples from disk that are not in
-memory any more.
+Used by the verbs of `handlers.py`. A group's samples are opened once, when it is put; a batch is cut once for all
+ranks, and a rank's part of it is made when the rank asks for it. Blocks only for reading samples from disk that are not
+in memory any more.
 """
 
 import logging

@@ -1,29 +1,292 @@
 """All requests of the samples wire as calls on ledger and store: `Handlers` builds the parts and answers what is
 answered at once. Driven by `requests.py`.
 
-The requests that may have to wait are in `verbs.py`, the processes that make them in `peers.py`, the samples in
-`batches.py`. Nothing that was answered may be sent before the `changes` until then are committed.
+A request that may have to wait has a class of its own, a verb. Its `answer` returns the answer, or None: not yet, try
+again when `Handlers.revision` has moved. A wrong request raises ValueError with one line. `waits_for` names the news
+that may bring an answer, so that `requests.py` tries together what waits for the same; `why` is for people, in one
+line. The processes that make requests are in `peers.py`, the samples in `batches.py`. Nothing that was answered may be
+sent before the `changes` until then are committed.
 """
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from buffer.data.image_rows import ImageUnavailable
+from buffer.data.images import ImageError
 from buffer.ledger import reasons
 from buffer.ledger.evaluations import Standing
 from buffer.ledger.rules import Ledger
-from buffer.ledger.types import Transaction, server_name
+from buffer.ledger.types import SampleStats, Transaction, server_name
 from buffer.store.sqlite import Store
-from buffer.wire import protocol, verbs
+from buffer.wire import protocol
 from buffer.wire.batches import UntrainedGroups
 from buffer.wire.limits import Limits
 from buffer.wire.message import Message
 from buffer.wire.peers import Peer, Peers
-from buffer.wire.served_rows import ServedRows
+from buffer.wire.protocol import (
+    Ack,
+    Ask,
+    EvaluationResult,
+    Finished,
+    Part,
+    Put,
+    Results,
+    Stored,
+    Take,
+    WeightsAddress,
+    Where,
+    Work,
+    WorkItem,
+)
+from buffer.wire.served_rows import WARN_S, ServedRows
+from buffer.wire.values import WrongValue
 from configs.resume import Change
 
 log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message, contravariant=True)
+HOLD_S = 2.0
+"""An item whose images could not be read is tried again after so long."""
+
+
+class AwaitedNews(NamedTuple):
+    """What parked requests wait for: all that wait for the same are parked for the same reason, and while one of them
+    gets no answer, neither do the others. Asks of one version are the exception: `AskVerb.admits` decides whether any
+    of them gets one."""
+
+    kind: str
+    version: int = -1
+    """The version that an Ask's server runs; the batch of a Take."""
+    detail: Hashable = None
+
+
+class ParkableVerb(Protocol[M]):
+    """A kind of request that may have to wait."""
+
+    def answer(self, peer: Peer, request: M, now: float) -> Message | None:
+        """The answer, or None: not yet."""
+
+    def waits_for(self, peer: Peer, request: M) -> AwaitedNews:
+        """What a parked request waits for."""
+
+    def why(self, peer: Peer, request: M) -> str:
+        """The same for people, in one line."""
+
+
+class AskVerb:
+    """A server asks for work: parked until there is an item for it."""
+
+    def __init__(self, ledger: Ledger, rows: ServedRows) -> None:
+        self._ledger, self._rows = ledger, rows
+
+    def answer(self, peer: Peer, ask: Ask, now: float) -> Work | Finished | None:
+        """Items, with their rows; Finished once there will be none."""
+        ledger, rows = self._ledger, self._rows
+        if rows.away:
+            return None
+        leases = ledger.ask(peer.key, ask.version, rows.room(ledger.upcoming, ask.room), now, ask.request)
+        if not leases and ask.request not in ledger.state.servers[peer.key].answered:
+            # Servers end after the learner does: a learner that is restarted before its answer needs them.
+            held = ledger.state.trend.given_up and not ledger.state.trend.is_announced
+            return None if held else finished(ledger)
+        items, away = list[WorkItem](), None
+        for lease in leases:
+            try:
+                problem = rows.problem(lease.index)
+            except ImageUnavailable as error:
+                away = error
+                ledger.fail(peer.key, lease.item, lease.lease, str(error), now, returned=True, hold_s=HOLD_S)
+            except ImageError as error:
+                ledger.fail(peer.key, lease.item, lease.lease, f"row {lease.index}: {error}", now, kind="prompt")
+            else:
+                items.append(WorkItem(item=lease.item, lease=lease.lease, version=lease.version, problem=problem))
+        if away:  # all images are, or a single file is broken
+            rows.note_away(away, now, pause=not items and ledger.state.pool.num_held > 1)
+        return Work(items=items)
+
+    def admits(self, version: int) -> bool:
+        """Whether an Ask of some server that runs `version` could be answered now; if not, then none of an older one
+        either."""
+        if self._ledger.view.finished():
+            return True
+        return not self._rows.away and self._ledger.view.admits(version) and self._rows.has_next(self._ledger.upcoming)
+
+    def waits_for(self, peer: Peer, ask: Ask) -> AwaitedNews:
+        """Work for the version that its server runs by now."""
+        known = self._ledger.state.servers.get(peer.key)
+        return AwaitedNews("Ask", known.version if known else ask.version)
+
+    def why(self, peer: Peer, ask: Ask) -> str:
+        """Why there is no item for this server."""
+        return self._rows.why_away or reasons.for_work(self._ledger, peer.key)
+
+    def differs_by(self, peer: Peer) -> Hashable:
+        """What may set the reason of this server apart from that of others with its version."""
+        running = self._ledger.evaluations.running()
+        return self._ledger.state.pool.num_elsewhere(peer.key), running is not None and running.server == peer.key
+
+
+class TakeVerb:
+    """A rank takes its part of a batch: parked until the batch is formed, and the part's turn has come."""
+
+    def __init__(self, ledger: Ledger, peers: Peers, groups: UntrainedGroups, rows: ServedRows) -> None:
+        self._ledger, self._peers, self._groups, self._rows = ledger, peers, groups, rows
+
+    def answer(self, peer: Peer, take: Take, now: float) -> Part | Finished | None:
+        """The part; Finished once there will be no batch."""
+        if take.rank >= take.world:
+            raise ValueError(f"Take of rank {take.rank} of {take.world}: ranks count from 0")
+        if peer.world != take.world:
+            self._peers.note_world(peer, take.world)
+        if self._rows.away:
+            return None
+        batch = self._ledger.batches.take(take.version)
+        if batch is None:
+            return finished(self._ledger)
+        try:
+            return self._groups.part(take, batch, lambda: self._counts(take.version))
+        except ImageUnavailable as error:
+            self._rows.note_away(error, now)
+            return None
+
+    def _counts(self, version: int) -> dict[str, Any]:
+        """The fields of a part that describe the run, when batch `version` is cut."""
+        ledger, state, totals = self._ledger, self._ledger.state, self._ledger.state.totals
+        serving = [peer for peer in self._peers.known.values() if peer.key in ledger.state.servers]
+        counts: dict[str, Any] = {
+            **{name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated", "quarantined")},
+            **{name: int(sum(peer.stats.get(name, 0) for peer in serving)) for name in ("running", "places")},
+            "restored": state.undone.restored,
+            "reached": state.undone.reached,
+            "suspect": ledger.batches.suspicion.is_suspect(version),
+            "problems": ledger.view.problems_by_state(),
+        }
+        if version == ledger.state.version - 1:  # of earlier ones nobody knows it any more
+            counts |= {"flat_groups": state.trend.flat_groups, "new_groups": state.trend.new_groups}
+        return counts
+
+    def is_formed(self, version: int) -> bool:
+        """Whether the batch is formed, so that a Take of it only waits for its turn."""
+        return version < self._ledger.state.version and not self._rows.away
+
+    def waits_for(self, peer: Peer, take: Take) -> AwaitedNews:
+        """The batch, cut for these ranks."""
+        return AwaitedNews("Take", take.version, (take.world, take.share_prompts))
+
+    def why(self, peer: Peer, take: Take) -> str:
+        """What the batch lacks."""
+        if self.is_formed(take.version):
+            return f"batch {take.version} is formed; parts are sent one after another"
+        return self._rows.why_away or reasons.for_batch(self._ledger)
+
+
+class PutVerb:
+    """A server hands over a group: parked while the byte budget is full."""
+
+    def __init__(self, ledger: Ledger, groups: UntrainedGroups, rows: ServedRows, limits: Limits) -> None:
+        self._ledger, self._groups, self._rows, self._limits = ledger, groups, rows, limits
+        self._unfit, self._logged_at = 0, -math.inf
+        """Groups refused since the start because they cannot be trained."""
+
+    def answer(self, peer: Peer, put: Put, now: float) -> Stored | None:
+        """Whether the group is accepted."""
+        try:
+            figures = self._judged(put)
+        except WrongValue as error:
+            return self._refused(peer, put, error, now)
+        if self._groups.full:
+            return None
+        is_leased = self._ledger.view.state_of(put.item) == "leased"
+        refusal = self._ledger.put(peer.key, put.item, put.lease, figures, now)
+        if is_leased and refusal is None:  # else it is a repetition
+            self._groups.add(put.item, put.samples, figures)
+        return Stored(accepted=refusal is None, reason=refusal or "")
+
+    def _judged(self, put: Put) -> list[SampleStats]:
+        """Figures of its samples. Raises WrongValue if they cannot be trained."""
+        if len(put.samples) != self._limits.samples:
+            what = f"{len(put.samples)} samples, batch.samples is {self._limits.samples}"
+            raise WrongValue(f"item {put.item}", what)
+        figures = put.figures(self._limits.bounds)
+        shown, known = max(sample.row_images for sample in figures), self._ledger.state.items.get(put.item)
+        if shown and known and shown > (has := len(self._rows.images_of(known.row))):
+            what = f"a sample shows {shown} images of row {known.row}, which has {has}"
+            raise WrongValue("images", what).within(f"item {put.item}")
+        return figures
+
+    def _refused(self, peer: Peer, put: Put, error: WrongValue, now: float) -> Stored:
+        """The attempt has failed, if the lease is the server's; the server goes on."""
+        reason = str(error)
+        self._ledger.fail(peer.key, put.item, put.lease, reason, now, kind=error.kind)
+        self._unfit += 1
+        if now >= self._logged_at + WARN_S:
+            self._logged_at = now
+            name, number = peer.hello.name, self._unfit
+            log.warning("%s delivered a group that cannot be trained, %d so far: %s", name, number, reason)
+        return Stored(accepted=False, reason=reason, unfit=True)
+
+    def waits_for(self, peer: Peer, put: Put) -> AwaitedNews:
+        """Room."""
+        return AwaitedNews("Put")
+
+    def why(self, peer: Peer, put: Put) -> str:
+        """How full the buffer is."""
+        used, limit = self._groups.bytes_stored / 2**30, self._limits.max_bytes / 2**30
+        return f"{used:.3g} GiB of untrained samples, buffer.max_gib is {limit:.3g}: the learner has to train some"
+
+
+class WhereVerb:
+    """A server asks for the learner's weights wire: parked until there is another one than it knows."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def answer(self, peer: Peer, where: Where, now: float) -> WeightsAddress | None:
+        """The address."""
+        if self._peers.weights is None or self._peers.weights == where.known:
+            return None
+        return WeightsAddress(address=self._peers.weights)
+
+    def waits_for(self, peer: Peer, where: Where) -> AwaitedNews:
+        """Another wire than the known one."""
+        return AwaitedNews("Where", detail=where.known)
+
+    def why(self, peer: Peer, where: Where) -> str:
+        """Whether there is a learner at all."""
+        weights = self._peers.weights
+        return f"no weights wire other than {weights}" if weights else "no learner has said Hello"
+
+
+class ResultsVerb:
+    """A rank asks for the result of an evaluation: parked until there is one that it does not know."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def answer(self, peer: Peer, wanted: Results, now: float) -> EvaluationResult | Ack | None:
+        """The earliest result that is not known; Ack: there will be no more."""
+        ledger = self._ledger
+        if (found := ledger.evaluations.unknown(wanted.known)) is None:
+            none_left = ledger.evaluations.over(ledger.view.reach) or ledger.view.outcome() == "failed"
+            return Ack() if none_left else None
+        figures, who = json.loads(found.results or "{}"), server_name(found.server)
+        return EvaluationResult(due=found.due, version=found.version, server=who, figures=figures, reason=found.reason)
+
+    def waits_for(self, peer: Peer, wanted: Results) -> AwaitedNews:
+        """A result beyond the known ones."""
+        return AwaitedNews("Results", detail=tuple(wanted.known))
+
+    def why(self, peer: Peer, wanted: Results) -> str:
+        """Who evaluates, or what has to be loaded first."""
+        return reasons.for_results(self._ledger)
+
+
+def finished(ledger: Ledger) -> Finished | None:
+    """The answer to a request that waits for work or for a batch, once there will be none."""
+    outcome = ledger.view.outcome()
+    return Finished(outcome=outcome, why=reasons.ended(ledger), last=ledger.view.reach.last) if outcome else None
 
 
 class Handlers:
@@ -33,13 +296,13 @@ class Handlers:
         self.ledger, self.store, self._limits = ledger, store, limits
         self.peers, self.rows = Peers(ledger, limits), ServedRows(problems)
         self.groups = UntrainedGroups(ledger, store, limits, self.rows)
-        self.ask = verbs.AskVerb(ledger, self.rows)
-        self.take = verbs.TakeVerb(ledger, self.peers, self.groups, self.rows)
-        self.verbs: dict[type[Message], verbs.ParkableVerb[Any]] = {
+        self.ask = AskVerb(ledger, self.rows)
+        self.take = TakeVerb(ledger, self.peers, self.groups, self.rows)
+        self.verbs: dict[type[Message], ParkableVerb[Any]] = {
             protocol.Take: self.take,
-            protocol.Put: verbs.PutVerb(ledger, self.groups, self.rows, limits),
-            protocol.Where: verbs.WhereVerb(self.peers),
-            protocol.Results: verbs.ResultsVerb(ledger),
+            protocol.Put: PutVerb(ledger, self.groups, self.rows, limits),
+            protocol.Where: WhereVerb(self.peers),
+            protocol.Results: ResultsVerb(ledger),
             protocol.Ask: self.ask,
         }
         """The requests that may have to wait."""
@@ -74,26 +337,23 @@ class Handlers:
 
     def expire(self, now: float) -> float | None:
         """End what ends by the clock; returns when to call again."""
-        ends = [self.rows.expire(now), self._expire_leases(now), self.peers.expire(now)]
-        return min((end for end in ends if end is not None), default=None)
-
-    def _expire_leases(self, now: float) -> float | None:
-        """`Ledger.expire`, which looks at every server, where it may have something to do: heartbeats only put off when
-        the next lease ends, and everything else moves one of two numbers."""
-        ledger = self.ledger
-        number, due = self._next_end
+        ledger, (number, due) = self.ledger, self._next_end
+        # Ledger.expire looks at every server. It has nothing to do where nothing has moved: heartbeats only put off
+        # when the next lease ends, and everything else moves one of two numbers.
         if number != (ledger.revision, ledger.state.next_lease) or (due is not None and now >= due):
             due = ledger.expire(now)
             self._next_end = (ledger.revision, ledger.state.next_lease), due
-        return due
+        ends = [self.rows.expire(now), due, self.peers.expire(now)]
+        return min((end for end in ends if end is not None), default=None)
 
     def changes(self) -> Transaction | None:
         """What changed since the last call, to be committed before anything else is handled; None: nothing."""
         changes = self.ledger.drain()
-        if (ended := reasons.ended(self.ledger)) != self._ended:
+        ended = reasons.ended(self.ledger) if self.ledger.view.outcome() else ""
+        if ended != self._ended:
             self._ended = changes.scalars["ended"] = ended
-        if lines := reasons.newly_left_out(self.ledger):
-            log.warning(lines)
+        if self.ledger.state.rows.news:
+            log.warning(reasons.newly_left_out(self.ledger))
         payloads = self.groups.written(changes)
         void_before, self._void_before = self._void_before, None
         noted, self._noted = tuple(self._noted), []

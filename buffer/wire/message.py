@@ -1,21 +1,40 @@
-"""What every message of the samples wire is made of: the base model, tensors, packing and the limits of unpacking.
+"""What every message of the samples wire is made of: the base model, bounds of fields, tensors, packing and the limits
+of unpacking.
 
 A message is one ZeroMQ frame of MessagePack: a map with `kind` (the name of the model), `id` (chosen by the client,
 repeated in the answer) and the fields of the model. The models are in `protocol.py` and `sample.py`. Large samples of a
 `Part` follow in frames of their own, which are sent from where they are, without a copy.
+
+Every number, text and list in a message of either wire has a bound, which is part of the type of its field. A value
+beyond its bound is refused on arrival (`validate`). Texts that explain something to people are cut instead: a long
+explanation must not end the process that gives it. Bytes are bounded by the size of the message.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import msgpack
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from buffer.data.servable import MOST_ENTRIES, MOST_KEYS
-from buffer.wire.bounds import Count as Count  # part of the wire
 
+T = TypeVar("T")
+NAME, TEXT_LENGTH, REPORT = 200, 4000, 100_000
+"""Characters of a name, of a text for people and of a report of many lines."""
+MOST_RANKS = 2**16
+"""A batch is not cut for more: the cut takes memory for each."""
+MOST_WORKERS = 4096
+"""Workers of one rollout server."""
+MOST_NAMED = 2**14
+"""Servers, sets or figures in one message."""
+MOST_HELD = 2**16
+"""Leases that one server holds, and samples of a group."""
+MOST_STATS = 256
+"""Figures in a heartbeat: every answer to `Status` repeats them for each server."""
+MOST_RESULTS = 2**18
+"""Evaluations of a run."""
 LIMITS: dict[str, Any] = {
     "strict_map_key": False,
     "max_array_len": MOST_ENTRIES,
@@ -35,6 +54,53 @@ FRAME_BYTES = 2**16
 Dtype = Literal["uint8", "uint16", "int32", "int64", "float32", "float64"]
 NAMES: dict[Any, Dtype] = {np.dtype(name): name for name in get_args(Dtype)}
 """Looked up, because NumPy makes a dtype's name anew each time it is asked for it, which takes as long as all else."""
+
+
+def written(text: Any) -> Any:
+    """`text` with half surrogate pairs, which UTF-8 cannot hold, as escapes; anything else as it is.
+
+    Example: `written("a\\ud83d")` is a, a backslash and ud83d.
+    """
+    return text.encode("utf-8", "backslashreplace").decode() if isinstance(text, str) else text
+
+
+def cut(text: Any, most: int = TEXT_LENGTH) -> Any:
+    """`text` as `written`, without what is beyond `most` characters; anything else as it is.
+
+    Example: `cut("abcdef", 4)` -> `"a..."`
+    """
+    return f"{text[: most - 3]}..." if isinstance(text := written(text), str) and len(text) > most else text
+
+
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+VersionOrNone = Annotated[int, Field(ge=-1, lt=2**62)]
+"""A version, or -1 for none."""
+Checksum = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Measured = FiniteFloat
+Flag = Annotated[str, Field(max_length=32)]
+"""The name of a backend or a kind."""
+Name = Annotated[str, Field(max_length=NAME)]
+"""The name of a process, a set or a figure; a token or a digest."""
+LongName = Annotated[str, Field(max_length=TEXT_LENGTH)]
+"""A path, an address, or a tensor's name."""
+Text = Annotated[str, BeforeValidator(cut), Field(max_length=TEXT_LENGTH)]
+"""For people, cut to its length."""
+Report = Annotated[str, BeforeValidator(lambda text: cut(text, REPORT)), Field(max_length=REPORT)]
+"""For people, several lines, cut to its length."""
+Label = Annotated[str, BeforeValidator(written), Field(max_length=2**20)]
+"""A text that users' code chose and the buffer repeats in an answer, as the name of a metric."""
+Row = Annotated[dict[str, Any], Field(max_length=MOST_KEYS)]
+"""A row of a data set. The size of the message bounds its values."""
+Few = Annotated[list[T], Field(max_length=MOST_NAMED)]
+Held = Annotated[list[T], Field(max_length=MOST_HELD)]
+Known = Annotated[list[T], Field(max_length=MOST_RESULTS)]
+Many = Annotated[list[T], Field(max_length=MOST_ENTRIES)]
+"""Samples of a batch, tokens or tensors."""
+Stats = Annotated[dict[Name, Measured], Field(max_length=MOST_STATS)]
+Figures = Annotated[dict[Label, Measured], Field(max_length=MOST_NAMED)]
+ByName = Annotated[dict[Name, T], Field(max_length=MOST_NAMED)]
+ByLabel = Annotated[dict[Label, T], Field(max_length=MOST_KEYS)]
 
 
 class Message(BaseModel):

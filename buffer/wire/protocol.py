@@ -20,8 +20,9 @@ from pydantic import BeforeValidator, Field, FiniteFloat, PrivateAttr
 from buffer.data.servable import MOST_KEYS
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.ledger.types import Outcome, SampleStats
-from buffer.wire.bounds import (
+from buffer.wire.message import (
     MOST_RANKS,
+    Array,
     ByLabel,
     ByName,
     Count,
@@ -31,6 +32,7 @@ from buffer.wire.bounds import (
     Known,
     LongName,
     Many,
+    Message,
     Name,
     Report,
     Row,
@@ -39,7 +41,6 @@ from buffer.wire.bounds import (
     VersionOrNone,
     written,
 )
-from buffer.wire.message import Array, Message
 from buffer.wire.sample import stats_of
 from buffer.wire.values import Bounds
 

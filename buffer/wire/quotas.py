@@ -6,7 +6,7 @@ Pure bookkeeping, used by `peers.py` and `requests.py`. Honest clients stay far 
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
-from buffer.wire.bounds import MOST_NAMED, MOST_RANKS
+from buffer.wire.message import MOST_NAMED, MOST_RANKS
 
 MOST_OBSERVERS = 256
 """Observers at a time; of more the one is forgotten that was silent for longest, and says Hello again if it lives."""

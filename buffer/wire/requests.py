@@ -2,7 +2,7 @@
 
 No sockets; driven by `server.py`: `receive` applies one message, `retry` tries the parked requests again,
 `Handlers.changes` is to be committed then, and only after that `answers` are to be sent. What a request means is in
-`handlers.py` and `verbs.py`; who waits here for what, and why, is `State.waiters`.
+`handlers.py`; who waits here for what, and why, is `State.waiters`.
 
 Thousands may be parked, and something changes with every message. So they are parked in groups that wait for the same:
 the first of a group that gets no answer speaks for all of it, and Asks are tried only if one of them can get work.
@@ -17,11 +17,10 @@ from itertools import count
 
 from buffer.ledger.types import Transaction
 from buffer.wire import protocol, status
-from buffer.wire.handlers import Handlers
+from buffer.wire.handlers import AwaitedNews, Handlers
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
+from buffer.wire.peers import refusal
 from buffer.wire.quotas import MOST_PENDING, MOST_PUTS
-from buffer.wire.roles import refusal
-from buffer.wire.verbs import AwaitedNews
 from configs.entrypoint import made_progress
 from configs.flow.capacity import PARKED_BYTES
 

@@ -1,7 +1,7 @@
 """The rows of the data set as they are dispatched and trained: which are ready, and their images.
 
 Some rows have to be made first (sets of reasoning-gym), and image files may be away for a while, as a file share is.
-Then requests wait here for them, and the buffer waits for nothing. Used by the verbs of `verbs.py`.
+Then requests wait here for them, and the buffer waits for nothing. Used by the verbs of `handlers.py`.
 """
 
 import logging

@@ -12,16 +12,16 @@ import asyncio
 import logging
 import sqlite3
 import time
+from collections.abc import Callable
 from typing import Any
 
 from buffer.keys import ServerKeys
 from buffer.resources import MemoryWatch
 from buffer.store.failures import remedy
 from buffer.wire.batches import LoopTurn
-from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.requests import PendingRequests
 from buffer.wire.router import Router
-from configs.entrypoint import unless
+from configs.entrypoint import made_progress, unless
 from configs.flow.capacity import IN_FLIGHT_BYTES, PARKED_BYTES
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,38 @@ RETRY_S = 1.0, 15.0
 LOOK_S, IDLE_LOOK_S, LOOK_SHARE = 0.02, 0.1, 20
 """Shortest time between two looks at the bytes of strangers' connections, the same without strangers, and how many
 times as long as a look."""
+
+DEAF_S = 0.5
+"""If a gap between two marks exceeds the announced wait by more than this, the clock leaves out the excess."""
+TICK_S = 0.5
+"""Longest wait of the event loop. A stop adds at most TICK_S + DEAF_S to the clock."""
+
+
+class ListeningClock:
+    """The buffer's one clock: it stands still while the process cannot receive, as while a commit waits for the disk,
+    while the process is stopped (SIGSTOP, a frozen container) or starved. That time must not end any silence, lease,
+    claim or wait. `BufferServer` marks it, all other modules read it; gaps of up to DEAF_S are included. The clock sees
+    a stop only as a gap between two marks, so the event loop never waits for longer than TICK_S.
+
+    Example: `clock.mark(5.0)` before a wait for messages of at most 5 s, `clock.mark()` after it. If 65 s lie between
+    the two, `clock.now()` has moved by 5.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._deaf_s, self._may_wait_s, self._marked_at = 0.0, 0.0, monotonic()
+
+    def now(self) -> float:
+        """Return seconds since an arbitrary moment."""
+        return self._monotonic() - self._deaf_s
+
+    def mark(self, wait_s: float = 0.0) -> None:
+        """Mark that a wait for messages of at most `wait_s` begins, or (0) that it has ended."""
+        at = self._monotonic()
+        gap_s = at - self._marked_at - self._may_wait_s
+        if gap_s > DEAF_S:
+            self._deaf_s += gap_s
+        self._marked_at, self._may_wait_s = at, wait_s
 
 
 class BufferServer:
@@ -92,14 +124,13 @@ class BufferServer:
                 await self._answer(requests, now, more)
             handlers.ledger.order.draw_ahead()
             handlers.groups.cache.free()
-            memory.look(
-                {
+            if now >= memory.due:
+                held = {
                     "groups until they are trained": handlers.groups.cache.bytes,
                     "groups that wait for room": requests.parked_bytes,
                     "answers on their way": self._router.unsent.total,
-                },
-                now,
-            )
+                }
+                memory.look(held, now)
 
     def _has_parts(self, requests: PendingRequests) -> bool:
         """Whether a part of a formed batch waits to be made, and may be sent."""
@@ -165,7 +196,7 @@ class BufferServer:
         transaction = requests.handlers.changes()
         while transaction:
             try:
-                requests.commit(transaction)
+                requests.handlers.store.commit(transaction)
                 break
             except (sqlite3.OperationalError, OSError) as error:
                 if not (advice := remedy(error)):
@@ -174,6 +205,8 @@ class BufferServer:
                 log.error("%s: %s; nothing is acknowledged until this ends: %s", path, error, advice)
                 await asyncio.sleep(wait_s)  # there is no event for free space
                 wait_s = min(2 * wait_s, longest_s)
+        if transaction and transaction.payloads:
+            made_progress()
         self._router.unsent.budget = PARKED_BYTES - requests.parked_bytes
         for answer in requests.answers():
             self._router.send(answer)

@@ -25,7 +25,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from buffer.curve import identify, judge_connections
 from buffer.keys import ClientKeys, ServerKeys
-from buffer.wire.bounds import (
+from buffer.wire.message import (
     MOST_RANKS,
     MOST_WORKERS,
     Checksum,
@@ -34,12 +34,14 @@ from buffer.wire.bounds import (
     LongName,
     Many,
     Measured,
+    Message,
     Name,
     Seconds,
     Text,
     VersionOrNone,
+    open_map,
+    validate,
 )
-from buffer.wire.message import Message, open_map, validate
 
 PROTOCOL = 7
 BEATS = 5

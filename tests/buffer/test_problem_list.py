@@ -18,7 +18,7 @@ from buffer.ledger.types import SampleStats, Transaction
 from buffer.problems import load_problems
 from buffer.store import sql
 from buffer.store.sqlite import Store, reading
-from buffer.wire.clock import ListeningClock
+from buffer.wire.server import ListeningClock
 from configs.load import load, write
 from configs.resume import settings as settings_of
 from configs.schema import Config

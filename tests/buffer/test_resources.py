@@ -79,7 +79,8 @@ def test_memory_that_gets_short_is_told_with_what_is_held_and_not_each_time(
     watch = MemoryWatch(0.0)
     watch.look({"groups that wait": 2**29}, 0.0)
     monkeypatch.setattr(resources, "LOW_BYTES", 2**60)
-    for now in (1.0, 10.0, 20.0, 100.0):
+    assert watch.due == resources.LOOK_S
+    for now in (10.0, 20.0, 100.0):
         watch.look({"groups that wait": 2**29}, now)
     assert len(caplog.messages) in (2, 3)  # a third where memory is short anyway
     assert "groups that wait 0.50" in caplog.messages[-1] and "memory gets short" in caplog.messages[-1]

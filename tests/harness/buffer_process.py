@@ -85,7 +85,7 @@ def samples_of(store: Store, item: int) -> list[bytes]:
 def committed(requests: PendingRequests) -> None:
     """Write what changed."""
     if transaction := requests.handlers.changes():
-        requests.commit(transaction)
+        requests.handlers.store.commit(transaction)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from buffer.ledger.types import Transaction
 from buffer.problems import Problems, load_problems
 from buffer.store.faults import StoreError
 from buffer.store.sqlite import Store
-from buffer.wire.clock import ListeningClock
+from buffer.wire.server import ListeningClock
 from configs.load import load
 from configs.schema import Config
 

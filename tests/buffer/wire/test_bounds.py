@@ -10,8 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from buffer.wire import protocol as samples
-from buffer.wire.bounds import REPORT, TEXT_LENGTH, cut
-from buffer.wire.message import Message, pack, unpack
+from buffer.wire.message import REPORT, TEXT_LENGTH, Message, cut, pack, unpack
 from learner.weights import protocol as weights
 
 KINDS = {

@@ -15,10 +15,9 @@ from buffer.ledger.types import Transaction
 from buffer.problems import Problems
 from buffer.store.sqlite import Store
 from buffer.wire import connection
-from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.message import pack, unpack
 from buffer.wire.protocol import ANSWERS, Ask, Evaluate, Fail, Heartbeat, News, Put, Scale, Stored
-from buffer.wire.server import BufferServer
+from buffer.wire.server import TICK_S, BufferServer, ListeningClock
 from tests.buffer.wire.test_many import Clients, hello
 from tests.buffer.wire.test_scale import kept
 from tests.buffer.wire.test_turns import Scripted
@@ -209,15 +208,15 @@ def test_a_scale_waits_for_room_on_the_disk_like_everything_else(tmp_path: Path)
     clients, database = Clients(requests), requests.handlers.store._db
     clients.say("o", hello("o", "launcher"))
     clients.say("o", kept("rollout-0"))
-    requests.commit(requests.handlers.changes())
+    requests.handlers.store.commit(requests.handlers.changes())
     (pages,) = database.execute("PRAGMA page_count").fetchone()
     database.execute(f"PRAGMA max_page_count={pages}")
     clients.say("o", Scale(servers=2))
     transaction = requests.handlers.changes()
     with pytest.raises(sqlite3.OperationalError, match="full"):
-        requests.commit(transaction)
+        requests.handlers.store.commit(transaction)
     database.execute("PRAGMA max_page_count=1000000")
-    requests.commit(transaction)
+    requests.handlers.store.commit(transaction)
     assert [tuple(row)[:3] for row in database.execute("SELECT key, old, new FROM changes")] == [
         ("rollout.servers", "1", '"2 (asked for by hand)"')
     ]

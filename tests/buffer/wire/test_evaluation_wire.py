@@ -169,7 +169,7 @@ def test_only_samples_of_the_first_and_the_newest_are_kept(tmp_path: Path):
         ledger.evaluations.finish("s#1", version, version, "{}", '{"few": []}', ledger.view.reach)
         transaction = requests.handlers.changes()
         assert transaction
-        requests.commit(transaction)
+        requests.handlers.store.commit(transaction)
     kept = [due for (due,) in store._db.execute("SELECT due FROM evaluations WHERE samples <> '' ORDER BY due")]
     assert kept == [0, *range(10, 30)]
     assert [row.due for row in store.load().evaluations] == list(range(30))

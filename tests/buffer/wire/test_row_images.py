@@ -17,12 +17,12 @@ from buffer.problems import Problems, load_problems
 from buffer.store.sqlite import Store
 from buffer.wire import status
 from buffer.wire.client import RefusedError
+from buffer.wire.handlers import HOLD_S
 from buffer.wire.message import pack
 from buffer.wire.protocol import Part, Put, RowImages, State, Status, Stored, Take
 from buffer.wire.sample import Sample, SampleImage, sample_stats
 from buffer.wire.served_rows import AWAY_S
 from buffer.wire.split import parts
-from buffer.wire.verbs import HOLD_S
 from configs.schema import DataConfig
 from tests.buffer.test_image_rows import JPEG, PNG, write
 from tests.harness.buffer_process import (
