@@ -78,15 +78,11 @@ class Attempts:
         state, d = self._state, item.version
         newest = max((sample.newest for sample in samples if sample.newest is not None), default=0)
         oldest = min((sample.oldest for sample in samples if sample.oldest is not None), default=d)
-        wrong = (
-            ""  # no server can have had the policies that sampled these tokens; only a rewind leads back to older ones
-        )
-        if newest > (most := max(state.ceiling, state.undone.reached)):
-            wrong = f"sampled under version {newest}, and no policy above version {most} exists"
-        elif oldest < (least := state.undone.least(d)):
-            wrong = f"sampled under version {oldest}, and its server had version {least} or a later one"
-        if wrong:
-            self.end(item, wrong, now, "engine")
+        least, most = state.undone.least(d), max(state.ceiling, state.undone.reached)
+        if newest > most or oldest < least:  # no server can have had these policies: only a rewind leads back
+            above = f"sampled under version {newest}, and no policy above version {most} exists"
+            below = f"sampled under version {oldest}, and its server had version {least} or a later one"
+            self.end(item, above if newest > most else below, now, "engine")
             return False
         if oldest < d and not self._redate(item, oldest):
             bound = f"within {self._terms.max_staleness} versions"

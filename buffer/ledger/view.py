@@ -114,10 +114,6 @@ class LedgerView:
 
     # for people
 
-    def state_of(self, number: int) -> str | None:
-        """`ItemState.state` of an item; None if it is not in memory: never dispatched, dropped or pruned."""
-        return self._state.items[number].state if number in self._state.items else None
-
     def leased(self) -> Iterator[ItemState]:
         """The items out on lease, server by server."""
         state = self._state

@@ -8,8 +8,7 @@ in memory any more.
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,27 +34,21 @@ class LoopTurn:
     must not hold up a heartbeat. Without bounds unless `server.py` sets them."""
 
     seconds: float = math.inf
-    """For cutting batches and making parts."""
+    """For cutting batches and making parts, from the first one on; 0: none are made."""
     room: float = math.inf
     """Bytes of parts that may still be handed over to be sent."""
-    spent: float = 0.0
-    """Seconds that were spent on it."""
+    ends: float | None = None
+    """When the seconds are over; None: nothing was cut or made yet."""
     postponed: bool = False
     """A part of a formed batch has to wait for the next turn."""
 
     def over(self) -> bool:
-        """Whether what is left has to wait; notes it."""
-        self.postponed = self.postponed or self.room <= 0 or self.spent >= self.seconds
+        """Whether what is left has to wait; notes it. Something is done in each turn that has time at all."""
+        now = time.monotonic()
+        is_late = self.seconds <= 0 if self.ends is None else now >= self.ends
+        self.ends = now + self.seconds if self.ends is None else self.ends
+        self.postponed = self.postponed or self.room <= 0 or is_late
         return self.postponed
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """The block's time counts."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.spent += time.monotonic() - began
 
 
 class UntrainedGroups:
@@ -84,15 +77,10 @@ class UntrainedGroups:
         """Whether a Put has to wait."""
         return self.bytes_stored >= self._limits.max_bytes and not self.learner_waiting
 
-    def set_learner_waiting(self, waiting: bool) -> None:
-        """Whether a Take is parked."""
-        self.revision += waiting and not self.learner_waiting  # it lets Puts in
-        self.learner_waiting = waiting
-
-    def add(self, item: int, samples: list[bytes], figures: Sequence[SampleStats]) -> None:
-        """The ledger has accepted this group."""
+    def add(self, item: int, samples: list[bytes], figures: Sequence[SampleStats], is_stored: bool) -> None:
+        """The ledger has accepted this group. Not `is_stored`: a filter left it out."""
         self._payloads[item] = samples
-        if self._ledger.view.state_of(item) == "stored":  # else a filter left it out
+        if is_stored:
             self.cache.add(item, samples)
             self._figures[item] = figures
             self._bytes[item] = sum(map(len, samples))
@@ -101,7 +89,8 @@ class UntrainedGroups:
     def written(self, changes: Changes) -> Mapping[int, Sequence[bytes]]:
         """The samples that are to be written with these changes. Groups that are discarded or in quarantine count no
         longer."""
-        self.forget(changes.discarded | changes.quarantined)
+        if void := changes.discarded | changes.quarantined:
+            self.forget(void)
         payloads, self._payloads = self._payloads, {}
         return {item: payloads[item] for item in changes.sample_stats}
 
@@ -122,39 +111,33 @@ class UntrainedGroups:
     def trained(self, items: Collection[int]) -> None:
         """These items have been trained."""
         self.forget(items)
-        if (
-            self._cut and self._cut[0][0] <= self._ledger.state.last_trained
-        ):  # a rank may have taken the next batch by now
+        last = self._ledger.state.last_trained
+        if self._cut and self._cut[0][0] <= last:  # a rank may have taken the next batch by now
             self._cut = None
 
     def part(self, take: Take, batch: FormedBatch, counts: Callable[[], Mapping[str, Any]]) -> Part | None:
         """The part of a rank. A batch is cut once for all, with the `counts` of that moment. None: not in this turn, or
         a group went into quarantine, so that the batch is another one. Raises ImageUnavailable and ImageError."""
-        key = take.version, take.world, take.share_prompts, batch.items
+        key, items = (take.version, take.world, take.share_prompts, batch.items), self._ledger.state.items
         try:
-            if (self._cut is None or self._cut[0] != key) and not self._opened(batch):
-                return None
-            with self.turn.counted():
-                if not self.turn.over() and (self._cut is None or self._cut[0] != key):
-                    self._cut = key, self._cut_batch(take, batch, counts())
-                if self.turn.over() or self._cut is None:
+            if self._cut is None or self._cut[0] != key:
+                if not self._opened(batch) or self.turn.over():
                     return None
-                items = self._ledger.state.items
-                part = self._cut[1].part(
-                    take.rank, self._fetch, lambda item: self._rows.images_of_item(item, items[item].row)
-                )
+                groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
+                if take.version <= self._ledger.state.last_trained:  # no Trained will follow that would forget them
+                    for item in batch.items:
+                        self._figures.pop(item, None)
+                self._cut = key, BatchCut(take.version, take.world, groups, counts(), take.share_prompts)
+            if self.turn.over():
+                return None
+            part = self._cut[1].part(
+                take.rank, self._fetch, lambda item: self._rows.images_of_item(item, items[item].row)
+            )
         except DamagedSample as damage:
             self._leave_out(damage, take.version)
             return None
         self.turn.room -= part.size_hint()
         return part
-
-    def _cut_batch(self, take: Take, batch: FormedBatch, counts: Mapping[str, Any]) -> BatchCut:
-        groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
-        if take.version <= self._ledger.state.last_trained:  # no Trained will follow that would forget them
-            for item in batch.items:
-                self._figures.pop(item, None)
-        return BatchCut(take.version, take.world, groups, counts, take.share_prompts)
 
     def _opened(self, batch: FormedBatch) -> bool:
         """Have the figures of all its groups: after a restart they are read from the samples, as many as the turn
@@ -163,12 +146,11 @@ class UntrainedGroups:
             if item not in self._figures:
                 if self.turn.over():
                     return False
-                with self.turn.counted():
-                    try:
-                        self._figures[item] = stats_of(item, self._store.group(item), self._limits.bounds)
-                    except WrongValue as error:
-                        self.quarantine(item, str(error))
-                        return False
+                try:
+                    self._figures[item] = stats_of(item, self._store.group(item), self._limits.bounds)
+                except WrongValue as error:
+                    self.quarantine(item, str(error))
+                    return False
         return True
 
     def quarantine(self, item: int, reason: str) -> None:

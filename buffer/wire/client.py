@@ -210,7 +210,8 @@ class LearnerClient:
         """This rank's part of batch `version`; None: there will be none, as `finished` or `stop` says."""
         if self._stopped.is_set():
             return None
-        self._raise_refusal()
+        if self._trained and self._trained.done():
+            self._trained.result()  # raises what the buffer refused
         take = protocol.Take(version=version, rank=self.rank, world=self.world, share_prompts=self.share_prompts)
         answer = self._wait(self.client.request(take), "Take")
         if isinstance(answer, protocol.Finished):
@@ -241,7 +242,8 @@ class LearnerClient:
         Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call, or
         `close`, raises what the buffer refused about this one.
         """
-        self._raise_refusal()
+        if self._trained and self._trained.done():
+            self._trained.result()  # raises what the buffer refused
         trained = protocol.Trained(version=version, oldest_kept=oldest_kept)
         if version >= self._new:
             made_progress()
@@ -273,10 +275,6 @@ class LearnerClient:
     async def _fetched(self) -> None:
         if self._fetching:
             await asyncio.shield(asyncio.wrap_future(self._fetching))
-
-    def _raise_refusal(self) -> None:
-        if self._trained and self._trained.done():
-            self._trained.result()
 
     @property
     def client(self) -> Connection:

@@ -114,29 +114,25 @@ class Dealer:
     """The socket: one process, one `identity`, through all connections. `connect` begins."""
 
     def __init__(self, identity: str) -> None:
-        self._socket = zmq.asyncio.Context().socket(zmq.DEALER)
+        self.socket = zmq.asyncio.Context().socket(zmq.DEALER)
         for option, value in OPTIONS.items():
-            self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        self._monitor = self._socket.get_monitor_socket(sum(LOST) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self.socket.setsockopt(option, value)
+        self.socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._monitor = self.socket.get_monitor_socket(sum(LOST) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def connect(self, address: str, keys: ClientKeys) -> None:
         """Connect, now and whenever the connection breaks."""
-        self._socket.setsockopt(zmq.IPV6, "[" in address)
-        identify(self._socket, keys, address)
-        self._socket.connect(endpoint(address, keys.folder))
+        self.socket.setsockopt(zmq.IPV6, "[" in address)
+        identify(self.socket, keys, address)
+        self.socket.connect(endpoint(address, keys.folder))
 
     def send(self, frame: Frame) -> None:
         """Send it, if there is a connection."""
-        sent = self._socket.send(frame, zmq.DONTWAIT)  # with DONTWAIT it is done at once
+        sent = self.socket.send(frame, zmq.DONTWAIT)  # with DONTWAIT it is done at once
         assert isinstance(sent, asyncio.Future)
         error = sent.exception()
         if error and not isinstance(error, zmq.Again):  # Again: not connected
             raise error
-
-    async def receive(self) -> list[bytes]:
-        """The frames of the next message."""
-        return await self._socket.recv_multipart()
 
     async def event(self) -> int:
         """The next event of a connection: EVENT_HANDSHAKE_SUCCEEDED, or one of LOST."""
@@ -145,10 +141,10 @@ class Dealer:
 
     def close(self) -> None:
         """Close it; what is not sent is lost."""
-        context = self._socket.context
-        self._socket.disable_monitor()
+        context = self.socket.context
+        self.socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close(0)
+        self.socket.close(0)
         context.term()
 
 
@@ -255,8 +251,9 @@ class Connection:
         self._dealer.send(pack(self._hello_number, self._hello))
 
     async def _read(self) -> None:
+        """Pass each answer on to who waits for it."""
         while True:
-            first, *large = await self._dealer.receive()
+            first, *large = await self._dealer.socket.recv_multipart()
             try:
                 number, answer = unpack(first, ANSWERS, large)
             except ValueError as error:
@@ -266,19 +263,17 @@ class Connection:
             elif isinstance(answer, NotRegistered):
                 if self._welcomed.is_set():  # else a Hello is pending already
                     self._say_hello()
-            elif (pending := self._pending.get(number)) and not pending.answer.done():
-                self._on_answer(pending, answer)
-
-    def _on_answer(self, pending: PendingAnswer, answer: Message) -> None:
-        if isinstance(answer, Later):
-            pending.is_put_off = True
-        elif isinstance(answer, Again):
-            pending.is_put_off = False
-            self._dealer.send(pending.frame)
-        elif isinstance(answer, Refused):
-            pending.answer.set_exception(RefusedError(answer.reason))
-        else:
-            pending.answer.set_result(answer)
+            elif not (pending := self._pending.get(number)) or pending.answer.done():
+                continue  # nobody waits for it any more
+            elif isinstance(answer, Later):
+                pending.is_put_off = True
+            elif isinstance(answer, Again):
+                pending.is_put_off = False
+                self._dealer.send(pending.frame)
+            elif isinstance(answer, Refused):
+                pending.answer.set_exception(RefusedError(answer.reason))
+            else:
+                pending.answer.set_result(answer)
 
     def _on_hello_answer(self, answer: Message) -> None:
         if isinstance(answer, Refused):

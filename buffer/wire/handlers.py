@@ -198,10 +198,11 @@ class PutVerb:
             return self._refused(peer, put, error, now)
         if self._groups.full:
             return None
-        is_leased = self._ledger.view.state_of(put.item) == "leased"
+        item = self._ledger.state.items.get(put.item)
+        is_leased = item is not None and item.state == "leased"
         refusal = self._ledger.put(peer.key, put.item, put.lease, figures, now)
-        if is_leased and refusal is None:  # else it is a repetition
-            self._groups.add(put.item, put.samples, figures)
+        if item and is_leased and refusal is None:  # else it is a repetition
+            self._groups.add(put.item, put.samples, figures, item.state == "stored")
         return Stored(accepted=refusal is None, reason=refusal or "")
 
     def _judged(self, put: Put) -> list[SampleStats]:
@@ -343,7 +344,11 @@ class Handlers:
         if number != (ledger.revision, ledger.state.next_lease) or (due is not None and now >= due):
             due = ledger.expire(now)
             self._next_end = (ledger.revision, ledger.state.next_lease), due
-        ends = [self.rows.expire(now), due, self.peers.expire(now)]
+        ends = [
+            due,
+            self.rows.expire(now) if self.rows.away else None,
+            self.peers.expire(now) if self.peers.broken else None,
+        ]
         return min((end for end in ends if end is not None), default=None)
 
     def changes(self) -> Transaction | None:
@@ -397,10 +402,10 @@ class Handlers:
         if trained.oldest_kept > trained.version + 1:
             raise ValueError(f"Trained({trained.version}): no checkpoint {trained.oldest_kept} can be yet")
         self.groups.trained(self.ledger.batches.trained(trained.version))
-        before = self.ledger.state.oldest
-        oldest = self.ledger.batches.prune(trained.oldest_kept)
-        if self._limits.keep == "checkpoints" and oldest > before:
-            self._void_before = oldest
+        if trained.oldest_kept > (before := self.ledger.state.oldest):
+            oldest = self.ledger.batches.prune(trained.oldest_kept)
+            if self._limits.keep == "checkpoints" and oldest > before:
+                self._void_before = oldest
         return protocol.Ack()
 
     def _quarantine(self, peer: Peer, message: protocol.Quarantine, now: float) -> Message:

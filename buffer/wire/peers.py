@@ -111,7 +111,7 @@ class Peers:
         """Tokens of processes whose name another one has taken over."""
         self._starts: defaultdict[str, int] = defaultdict(count().__next__)
         """Learner ranks in the order in which they first said Hello, by token: a larger number is newer."""
-        self._broken: dict[bytes, float] = {}
+        self.broken: dict[bytes, float] = {}
         """By identity of a server whose connection broke: when its leases end."""
 
     def hello(self, identity: bytes, hello: protocol.Hello, now: float) -> protocol.Welcome:
@@ -178,23 +178,23 @@ class Peers:
         """A message of this process has come."""
         if peer := self.known.get(identity):
             peer.heard, peer.broke = now, None
-            self._broken.pop(identity, None)
+            self.broken.pop(identity, None)
 
     def on_disconnect(self, identity: bytes, now: float) -> None:
         """The connection of this process broke: it has ended, or will connect again."""
         if peer := self.known.get(identity):
             peer.broke = now
             if peer.hello.role == "rollout":
-                self._broken[identity] = now + RECONNECT_GRACE * self._ledger.terms.lease_s
+                self.broken[identity] = now + RECONNECT_GRACE * self._ledger.terms.lease_s
 
     def expire(self, now: float) -> float | None:
         """End the leases of servers that did not come back in time; returns when to call again."""
-        for identity in [identity for identity, due in self._broken.items() if now >= due]:
-            del self._broken[identity]
+        for identity in [identity for identity, due in self.broken.items() if now >= due]:
+            del self.broken[identity]
             if peer := self.known.get(identity):  # else it was replaced
                 log.info("%s broke its connection and did not come back: its leases end", peer.hello.name)
                 self._ledger.lose(peer.key, "its server ended", now)
-        return min(self._broken.values(), default=None)
+        return min(self.broken.values(), default=None)
 
     def note_world(self, peer: Peer, world: int) -> None:
         """A rank takes a part for `world` ranks: ranks of an earlier start with another number may be cut off."""
@@ -251,7 +251,7 @@ class Peers:
         """Forget a process."""
         peer = self.known.pop(identity)
         self._unname(identity, peer)
-        self._broken.pop(identity, None)
+        self.broken.pop(identity, None)
         self.left.append(identity)
         return peer
 

@@ -15,13 +15,11 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from buffer.ledger.types import Transaction
 from buffer.wire import protocol, status
 from buffer.wire.handlers import AwaitedNews, Handlers
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
 from buffer.wire.peers import refusal
 from buffer.wire.quotas import MOST_PENDING, MOST_PUTS
-from configs.entrypoint import made_progress
 from configs.flow.capacity import PARKED_BYTES
 
 log = logging.getLogger(__name__)
@@ -43,6 +41,8 @@ class PendingRequest:
     since: float
     place: int = 0
     """Its turn among the parked ones: what came first is tried first."""
+    wait: AwaitedNews | None = None
+    """What it waits for; None: it is not parked."""
 
     def __post_init__(self) -> None:
         self.kind = type(self.message).__name__
@@ -54,23 +54,18 @@ class ParkedRequests:
     """By what they wait for (`ParkableVerb.waits_for`), each group in the order in which its requests came."""
 
     def __init__(self) -> None:
-        self._groups: dict[AwaitedNews, dict[Key, PendingRequest]] = {}
+        self.by_key: dict[Key, PendingRequest] = {}
+        self._groups: defaultdict[AwaitedNews, dict[Key, PendingRequest]] = defaultdict(dict)
         self._of: defaultdict[tuple[bytes, str], dict[Key, PendingRequest]] = defaultdict(dict)
         """By process and kind, the oldest first."""
-        self._wait_of: dict[Key, AwaitedNews] = {}
         self._places = count()
-
-    def get(self, key: Key) -> PendingRequest | None:
-        """The request of this key, if one is parked."""
-        return self._groups[self._wait_of[key]][key] if key in self._wait_of else None
 
     def add(self, request: PendingRequest, wait: AwaitedNews) -> None:
         """Park it; one that is parked changes its group, or is replaced by another of its key, and keeps its place."""
         known = self.pop(request.key)
-        request.place = known.place if known else next(self._places)
-        self._wait_of[request.key] = wait
-        self._groups.setdefault(wait, {})[request.key] = request
-        self._of[request.identity, request.kind][request.key] = request
+        request.place, request.wait = known.place if known else next(self._places), wait
+        for group in self.by_key, self._groups[wait], self._of[request.identity, request.kind]:
+            group[request.key] = request
 
     def beyond_quota(self, request: PendingRequest) -> list[PendingRequest]:
         """The oldest requests of this process and kind, where there are too many."""
@@ -79,13 +74,13 @@ class ParkedRequests:
 
     def pop(self, key: Key) -> PendingRequest | None:
         """Take it out."""
-        if (wait := self._wait_of.pop(key, None)) is None:
+        if (request := self.by_key.pop(key, None)) is None:
             return None
-        request = self._groups[wait].pop(key)
+        wait, request.wait, own = request.wait, None, (request.identity, request.kind)
+        assert wait
+        del self._groups[wait][key], self._of[own][key]
         if not self._groups[wait]:
             del self._groups[wait]
-        own = request.identity, request.kind
-        del self._of[own][key]
         if not self._of[own]:
             del self._of[own]
         return request
@@ -108,56 +103,54 @@ class DelayedPuts:
     they are asked to."""
 
     def __init__(self) -> None:
-        self._requests: dict[Key, tuple[PendingRequest, int]] = {}
+        self.requests: dict[Key, tuple[PendingRequest, int]] = {}
         """Without their groups, each with the size of its group."""
         self._number_of: Counter[bytes] = Counter()
         """By process."""
-        self._asked_for: dict[Key, tuple[float, int]] = {}
+        self.asked_for: dict[Key, tuple[float, int]] = {}
         """Groups that were asked for and have not come yet: when, and their size."""
 
     def add(self, request: PendingRequest, put: protocol.Put) -> protocol.Later:
         """Drop the group without parsing it. Raises ValueError beyond MOST_PUTS."""
-        if self._number_of[request.identity] >= MOST_PUTS and request.key not in self._requests:
+        if self._number_of[request.identity] >= MOST_PUTS and request.key not in self.requests:
             raise ValueError(f"Put of item {put.item}: {MOST_PUTS:,} groups of this process wait for room already")
         request.message = protocol.Put(item=put.item, lease=put.lease, samples=[])
-        self._number_of[request.identity] += request.key not in self._requests
-        self._requests[request.key] = request, _size(put)
+        self._number_of[request.identity] += request.key not in self.requests
+        self.requests[request.key] = request, _size(put)
         return protocol.Later()
 
     def note_arrival(self, key: Key) -> None:
         """The group is here again."""
         self._drop(key)
-        self._asked_for.pop(key, None)
+        self.asked_for.pop(key, None)
 
     def ask_for(self, now: float) -> Iterator[PendingRequest]:
         """The Puts that are to be repeated now, few enough to be held if the room ends."""
-        for key, (request, size) in list(self._requests.items()):
-            if self._asked_for and sum(size for _, size in self._asked_for.values()) + size > PARKED_BYTES:
+        for key, (request, size) in list(self.requests.items()):
+            if self.asked_for and sum(size for _, size in self.asked_for.values()) + size > PARKED_BYTES:
                 return
             self._drop(key)
-            self._asked_for[key] = now, size
+            self.asked_for[key] = now, size
             yield request
 
     def expire(self, now: float) -> float | None:
-        """Wait no longer for groups that did not come; returns when to call again."""
-        if not self._asked_for:
-            return None
-        self._asked_for = {key: one for key, one in self._asked_for.items() if now < one[0] + ASKED_FOR_S}
+        """Wait no longer for groups that did not come; returns when to call again, while some are waited for."""
+        self.asked_for = {key: one for key, one in self.asked_for.items() if now < one[0] + ASKED_FOR_S}
         return now + ASKED_FOR_S
 
     def forget(self, identities: Collection[bytes]) -> None:
         """These processes are gone."""
-        for key in [key for key in self._requests if key[0] in identities]:
+        for key in [key for key in self.requests if key[0] in identities]:
             self._drop(key)
 
     def _drop(self, key: Key) -> None:
-        if self._requests.pop(key, None):
+        if self.requests.pop(key, None):
             self._number_of[key[0]] -= 1
             if not self._number_of[key[0]]:
                 del self._number_of[key[0]]
 
     def __iter__(self) -> Iterator[PendingRequest]:
-        return (request for request, _ in self._requests.values())
+        return (request for request, _ in self.requests.values())
 
 
 class PendingRequests:
@@ -185,11 +178,14 @@ class PendingRequests:
         answered with Refused, and counted."""
         identity, data = bytes(frames[0]), frames[-1]
         try:
-            self._check(frames)
+            if len(frames) != 2:
+                raise ValueError(f"a message is one frame, not {len(frames) - 1}")
+            if len(data) > self.max_message:
+                size, limit = len(data) / 2**20, self.max_message / 2**20
+                raise ValueError(f"message of {size:.1f} MiB exceeds buffer.max_message_mib ({limit:g})")
             number, message = unpack(data, protocol.REQUESTS)
         except ValueError as error:
-            self._refuse(identity, number_of(data), "malformed", str(error), now)
-            return
+            return self._refuse(identity, number_of(data), "malformed", str(error), now)
         peer = self.handlers.peers.known.get(identity)
         if reason := refusal(role, peer.hello.role if peer else None, message):
             return self._refuse(identity, number, type(message).__name__, reason, now)
@@ -197,15 +193,15 @@ class PendingRequests:
         if isinstance(message, protocol.Put):
             self._delayed.note_arrival((identity, number))
         self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)
-        if isinstance(message, protocol.Heartbeat) and peer and (ask := self._parked.get((identity, "Ask"))):
+        if isinstance(message, protocol.Heartbeat) and peer and (ask := self._parked.by_key.get((identity, "Ask"))):
             self._park(ask)  # its server may run another version by now
         if self.handlers.peers.left:
             self._forget_left()
 
     def expire(self, now: float) -> float | None:
         """End what ends by the clock; returns when to call again."""
-        ends = [end for end in (self.handlers.expire(now), self._delayed.expire(now)) if end is not None]
-        return min(ends, default=None)
+        ends = [self.handlers.expire(now), self._delayed.expire(now) if self._delayed.asked_for else None]
+        return min((end for end in ends if end is not None), default=None)
 
     def retry(self, now: float) -> None:
         """Try the parked requests, oldest first, until none changes anything for the others."""
@@ -215,7 +211,7 @@ class PendingRequests:
             for wait in self._parked.waits(but="Ask"):
                 self._retry_alike(wait, now)
             self._retry_asks(now)
-        if not self.handlers.groups.full and not self._parked.waits("Put"):
+        if self._delayed.requests and not self.handlers.groups.full and not self._parked.waits("Put"):
             for request in self._delayed.ask_for(now):
                 if request.identity in self.handlers.peers.known:
                     self._answer(request, protocol.Again())
@@ -225,7 +221,7 @@ class PendingRequests:
         """Try the requests that wait for the same, up to the first that gets no answer."""
         for _, request in self._parked.of([wait]):
             self._try(request, now)
-            if self._parked.get(request.key) is request:
+            if request.wait is not None:
                 return
 
     def _retry_asks(self, now: float) -> None:
@@ -242,28 +238,15 @@ class PendingRequests:
             elif (closed := wait.version) == newest:
                 return
 
-    def commit(self, transaction: Transaction) -> None:
-        """Write it: all of it or, with sqlite3.Error or OSError raised, nothing."""
-        self.handlers.store.commit(transaction)
-        if transaction.payloads:
-            made_progress()
-
     def answers(self) -> list[tuple[Frame, ...]]:
         """(identity, frame), and further frames of a large part, to be sent once the changes taken with them are
         written."""
         out, self._out = self._out, []
         return out
 
-    def _check(self, frames: Sequence[Frame]) -> None:
-        if len(frames) != 2:
-            raise ValueError(f"a message is one frame, not {len(frames) - 1}")
-        if len(frames[1]) > self.max_message:
-            limit = self.max_message / 2**20
-            raise ValueError(f"message of {len(frames[1]) / 2**20:.1f} MiB exceeds buffer.max_message_mib ({limit:g})")
-
     def _replace_older(self, request: PendingRequest) -> PendingRequest:
         """A repeated request keeps its place; a newer Ask takes the place of the older one, which gets empty Work."""
-        older = self._parked.get(request.key)
+        older = self._parked.by_key.get(request.key)
         if older is None:
             return request
         if older.number == request.number:
@@ -275,44 +258,41 @@ class PendingRequests:
         return request
 
     def _try(self, request: PendingRequest, now: float) -> None:
+        """Answer a request, refuse it, or park it."""
+        message, handlers = request.message, self.handlers
+        peer = handlers.peers.known.get(request.identity)
+        answer: Message | None = None
         try:
-            answer = self._handle(request, now)
+            if isinstance(message, protocol.Hello):
+                answer = handlers.peers.hello(request.identity, message, now)
+            elif peer is None:
+                answer = protocol.NotRegistered()
+            elif isinstance(message, protocol.Status):
+                answer = status.state(handlers, self._waiters(now), self.errors.total(), now)
+            elif isinstance(message, protocol.Put) and handlers.groups.full and not self._has_place(request, message):
+                answer = self._delayed.add(request, message)
+            else:
+                answer = handlers.answer(peer, request.number, message, now)
         except ValueError as error:
             self._unpark(request)
-            self._refuse(request.identity, request.number, request.kind, str(error), now)
-            return
-        if answer is None:
-            self._park(request)
-            for older in self._parked.beyond_quota(request):
-                self._unpark(older)
-        else:
+            return self._refuse(request.identity, request.number, request.kind, str(error), now)
+        if answer is not None:
             self._unpark(request)
-            self._answer(request, answer)
-
-    def _handle(self, request: PendingRequest, now: float) -> Message | None:
-        message, handlers = request.message, self.handlers
-        if isinstance(message, protocol.Hello):
-            return handlers.peers.hello(request.identity, message, now)
-        peer = handlers.peers.known.get(request.identity)
-        if peer is None:
-            return protocol.NotRegistered()
-        if isinstance(message, protocol.Status):
-            return status.state(handlers, self._waiters(now), self.errors.total(), now)
-        if isinstance(message, protocol.Put) and handlers.groups.full and not self._has_place(request, message):
-            return self._delayed.add(request, message)
-        return handlers.answer(peer, request.number, message, now)
+            return self._answer(request, answer)
+        self._park(request)
+        for older in self._parked.beyond_quota(request):
+            self._unpark(older)
 
     def _park(self, request: PendingRequest) -> None:
         peer = self.handlers.peers.known[request.identity]
-        if isinstance(request.message, protocol.Put) and self._parked.get(request.key) is not request:
+        if isinstance(request.message, protocol.Put) and request.wait is None:
             self.parked_bytes += _size(request.message)
         self._parked.add(request, self.handlers.verbs[type(request.message)].waits_for(peer, request.message))
         self._note_learner(request)
 
     def _has_place(self, request: PendingRequest, put: protocol.Put) -> bool:
         """Whether a Put may wait here: it is parked already, or it fits into PARKED_BYTES."""
-        parked = self._parked.get(request.key) is request
-        return parked or self.parked_bytes + self.unsent_bytes + _size(put) <= PARKED_BYTES
+        return request.wait is not None or self.parked_bytes + self.unsent_bytes + _size(put) <= PARKED_BYTES
 
     def _unpark(self, request: PendingRequest) -> None:
         if known := self._parked.pop(request.key):
@@ -323,8 +303,10 @@ class PendingRequests:
     def _note_learner(self, request: PendingRequest) -> None:
         """A Take of a batch that is not formed yet lets Puts in; one of a formed batch only waits for its turn."""
         if isinstance(request.message, protocol.Take):
-            waiting = any(not self.handlers.take.is_formed(wait.version) for wait in self._parked.waits("Take"))
-            self.handlers.groups.set_learner_waiting(waiting)
+            waits, groups = self._parked.waits("Take"), self.handlers.groups
+            is_waiting = any(not self.handlers.take.is_formed(wait.version) for wait in waits)
+            groups.revision += is_waiting and not groups.learner_waiting
+            groups.learner_waiting = is_waiting
 
     def _forget_left(self) -> None:
         """Nobody waits any more for what processes asked for that were replaced or drained."""

@@ -159,7 +159,8 @@ class Router:
         for identity, descriptor in heard.items():
             if peer := peers.get(identity):
                 self.limits.admit(descriptor, large=peer.hello.role == "rollout")
-        self.limits.close_silent(now)
+        if self.limits.unknown:
+            self.limits.close_silent(now)
         return self._tracker.ended(heard, events)
 
     def read_events(self, now: float) -> None:

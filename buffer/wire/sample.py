@@ -20,6 +20,7 @@ from buffer.ledger.types import SampleStats
 from buffer.wire.message import LIMITS, TEXT, Array, Count, Message, in_words, open_map
 from buffer.wire.values import (
     ANY,
+    LEAST_BITS,
     MOST_REWARD,
     SIGNED,
     UNSIGNED,
@@ -30,8 +31,6 @@ from buffer.wire.values import (
     judge_rewards,
     judge_teacher,
     judge_top,
-    plausible,
-    plausible_logprobs,
 )
 
 
@@ -275,13 +274,9 @@ def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[Sample
 
 def _parse_fast(data: bytes, bounds: Bounds = ANY) -> SampleStats | None:
     """The same for what `Sample.pack` wrote of a sample of one segment, without images or routes; None: look closer."""
-    number = _num_tokens(data)
-    if bounds.replayed or (last := _last_field(data, number)) is None:
+    if bounds.replayed or (found := _places(data)) is None:
         return None
-    headers, places, end = _layout(number)
-    for position, fixed in headers:
-        if not data.startswith(fixed, position):
-            return None
+    number, places, end, last = found
     flags = data[places["sampled"] : places["sampled"] + number]
     versions = np.frombuffer(data, SIGNED, number, places["versions"])
     try:
@@ -290,10 +285,12 @@ def _parse_fast(data: bytes, bounds: Bounds = ANY) -> SampleStats | None:
         return None
     if not _sound(rest) or (versions >= 0).tobytes() != flags or 1 not in flags or flags[0]:
         return None
-    tokens = np.frombuffer(data, UNSIGNED, number, places["tokens"])
+    tokens = np.frombuffer(data, UNSIGNED, number, places["tokens"])  # a negative one is larger than all others
     logprobs = np.frombuffer(data, UNSIGNED, number, places["behaviour_logprobs"])
     trainable, prompt, own = flags.count(1), flags.index(1), bounds.placeholder
-    if not plausible(tokens, logprobs, bounds) or not _blank(data, flags, places, prompt, trainable):
+    if np.maximum.reduce(tokens) >= bounds.vocabulary or not _plausible(logprobs):
+        return None
+    if not _blank(data, flags, places, prompt, trainable):
         return None
     if own is not None and ((tokens == own) > np.frombuffer(flags, np.bool_)).any():
         return None
@@ -304,24 +301,44 @@ def _parse_fast(data: bytes, bounds: Bounds = ANY) -> SampleStats | None:
     return SampleStats(number, trainable, rest["reward"], truncated, oldest, rest["metrics"], prompt, newest=newest)
 
 
-def _last_field(data: bytes, number: int) -> int | None:
-    """Where `teacher_logprobs` begin, None or an array of `number` tokens; None where neither ends the sample."""
-    if data.endswith(NO_TEACHER):
-        return len(data) - len(NO_TEACHER)
-    header = _array_header(TAUGHT, LOGPROB, number)
-    start = len(data) - 4 * number - len(header)
-    return start if start > 0 and data.startswith(header, start) else None
+def _places(data: bytes) -> tuple[int, dict[str, int], int, int] | None:
+    """Number of tokens, where each array begins, where the last one ends, and where `teacher_logprobs` begin with their
+    header, None or an array; None: `Sample.pack` lays out its bytes in another way."""
+    if len(data) < NUM_TOKENS_AT + 5:
+        return None
+    size = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(data[NUM_TOKENS_AT], 0)
+    number = int.from_bytes(data[NUM_TOKENS_AT + 1 : NUM_TOKENS_AT + 1 + size]) if size else data[NUM_TOKENS_AT]
+    if not 0 < number * BYTES_PER_TOKEN < len(data):
+        return None
+    headers, places, end = _layout(number)
+    last = len(data) - len(NO_TEACHER)
+    if not data.endswith(NO_TEACHER):
+        header = _array_header(TAUGHT, LOGPROB, number)
+        last = len(data) - 4 * number - len(header)
+        if last <= 0 or not data.startswith(header, last):
+            return None
+    return (number, places, end, last) if all(data.startswith(fixed, at) for at, fixed in headers) else None
+
+
+def _plausible(logprobs: np.ndarray) -> bool:
+    """Whether no log-probability is out of its range, by the largest of them: [tokens] UNSIGNED.
+
+    False also for one that is larger than 0 within ROUNDING. As an integer without a sign, a NaN with the sign is
+    larger than all of them; as one with a sign, every log-probability is 0 or less.
+    """
+    largest = np.maximum.reduce
+    return bool(largest(logprobs) <= LEAST_BITS and largest(logprobs.view(SIGNED)) <= 0)
 
 
 def _teacher_fits(data: bytes, number: int, last: int, name: str, flags: bytes, bounds: Bounds) -> bool:
     """Whether the teacher's log-probabilities, which begin with their header at `last`, cannot be refused."""
     if len(data) - last == len(NO_TEACHER):
-        return not name and not bounds.always_taught
+        return not name and "" not in (bounds.teachers or ())
     if bounds.top_k:  # none are here
         return False
     logprobs = np.frombuffer(data, UNSIGNED, number, len(data) - 4 * number)
     given = np.frombuffer(flags, np.uint8) == 0
-    return plausible_logprobs(logprobs) and not logprobs[given].any() and bounds.has_teacher(name)
+    return _plausible(logprobs) and not logprobs[given].any() and bounds.has_teacher(name)
 
 
 def _blank(data: bytes, flags: bytes, places: Mapping[str, int], prompt: int, trainable: int) -> bool:
@@ -389,15 +406,6 @@ def _sound(rest: dict[str, Any]) -> bool:
         and type(metrics) is dict
         and all(type(name) is str and type(value) is float and isfinite(value) for name, value in metrics.items())
     )
-
-
-def _num_tokens(data: bytes) -> int:
-    """The number of tokens that it states; 0 where it states none, or more than its bytes can hold."""
-    if len(data) < NUM_TOKENS_AT + 5:
-        return 0
-    size = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(data[NUM_TOKENS_AT], 0)
-    number = int.from_bytes(data[NUM_TOKENS_AT + 1 : NUM_TOKENS_AT + 1 + size]) if size else data[NUM_TOKENS_AT]
-    return number if number * BYTES_PER_TOKEN < len(data) else 0
 
 
 @lru_cache(4096)

@@ -44,11 +44,12 @@ class ServedRows:
         return f"images cannot be read: {self.away}" if self.away else ""
 
     def expire(self, now: float) -> float | None:
-        """Try image files again when it is time; returns when to call again."""
-        if self.away and now >= self._away_until:
-            self.away = ""
-            self._returns += 1
-        return self._away_until if self.away else None
+        """Try image files that are `away` again when it is time; returns when to call again."""
+        if now < self._away_until:
+            return self._away_until
+        self.away = ""
+        self._returns += 1
+        return None
 
     def note_away(self, error: ImageUnavailable, now: float, pause: bool = True) -> None:
         """An image file cannot be read now. `pause`: no other is read for AWAY_S."""

@@ -136,13 +136,6 @@ class BufferServer:
         """Whether a part of a formed batch waits to be made, and may be sent."""
         return requests.handlers.groups.turn.postponed and self._router.unsent.total < IN_FLIGHT_BYTES
 
-    async def _answer(self, requests: PendingRequests, now: float, more: bool) -> None:
-        """Try what is parked, write what changed, and send the answers. `more`: messages wait to be read."""
-        requests.retry(now)
-        if not more:
-            self._due = requests.expire(now)  # what was tried again may wait for the clock too
-        await self._commit(requests)
-
     async def _wake(self, at_once: bool) -> None:
         """Wait for a message or for the clock; not at all if there is something to do `at_once`."""
         if at_once or self._router.plain.poll(0):
@@ -190,8 +183,11 @@ class BufferServer:
         if self._polling:
             self._polling.cancel()
 
-    async def _commit(self, requests: PendingRequests) -> None:
-        """Write what changed, then answer."""
+    async def _answer(self, requests: PendingRequests, now: float, more: bool) -> None:
+        """Try what is parked, write what changed, and send the answers. `more`: messages wait to be read."""
+        requests.retry(now)
+        if not more:
+            self._due = requests.expire(now)  # what was tried again may wait for the clock too
         wait_s, longest_s = RETRY_S
         transaction = requests.handlers.changes()
         while transaction:

@@ -2,7 +2,7 @@
 
 The buffer judges each group as it arrives, and each that it reads from its file for a learner; the learner judges what
 it is about to train (`learner/sound.py`), both by `sample.sample_stats`. That calls `judge` for a sample that it
-has unpacked, and `plausible` for one in the usual layout: pure functions of arrays.
+has unpacked, and compares one in the usual layout with the same bounds. Pure functions of arrays.
 """
 
 from collections.abc import Iterable, Sequence
@@ -63,7 +63,8 @@ class Bounds:
     replayed: bool = False
     """Every sample needs routes (`rollout.routing_replay`)."""
     teachers: frozenset[str] | None = None
-    """The teachers of the run, by the `data_source` of their rows; None: unknown."""
+    """The teachers of the run, by the `data_source` of their rows; None: unknown. "" is the teacher of all rows that
+    have no other: where there is one, every sample needs a teacher."""
     top_k: int | None = None
     """How many of its most probable tokens a teacher gives in place of each sampled one; None: none, or unknown."""
 
@@ -75,11 +76,6 @@ class Bounds:
         facts, known = model_facts(path), None if teachers is None else frozenset(teachers)
         model = facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token
         return cls(*model, replayed, known, top_k)
-
-    @property
-    def always_taught(self) -> bool:
-        """Whether every sample needs a teacher: there is one of all rows that have no other."""
-        return bool(self.teachers) and "" in (self.teachers or ())
 
     def has_teacher(self, name: str) -> bool:
         """Whether the run may have a teacher of this name."""
@@ -100,26 +96,11 @@ class Columns:
     versions: np.ndarray
 
 
-def plausible(tokens: np.ndarray, logprobs: np.ndarray, bounds: Bounds) -> bool:
-    """Whether no token and no log-probability is out of its range, by the largest of each: both [tokens] UNSIGNED.
-
-    False also for a log-probability that is larger than 0 within ROUNDING. As an integer without a sign, a negative
-    token is larger than all others, and so is a NaN with the sign; with one, every log-probability is 0 or less.
-    """
-    return bool(np.maximum.reduce(tokens) < bounds.vocabulary) and plausible_logprobs(logprobs)
-
-
-def plausible_logprobs(logprobs: np.ndarray) -> bool:
-    """The same for log-probabilities alone, [tokens] UNSIGNED."""
-    largest = np.maximum.reduce
-    return bool(largest(logprobs) <= LEAST_BITS and largest(logprobs.view(SIGNED)) <= 0)
-
-
 def judge_teacher(logprobs: Array | None, name: str, sampled: np.ndarray, bounds: Bounds) -> None:
     """Raise WrongValue for what the teacher `name` cannot have given, or for a sample that needs a teacher and has
     none."""
     if logprobs is None:
-        if bounds.always_taught:
+        if "" in (bounds.teachers or ()):
             raise WrongValue("teacher_logprobs", "there are none; every row of this run has a teacher (teacher.model)")
         return
     if not bounds.has_teacher(name):

@@ -91,8 +91,8 @@ async def test_a_group_too_large_for_a_message_fails_and_the_rest_goes_on():
         await Group(group(large[0].item, tokens=8000)).deliver(samples, large[0])
         await Group(group(small[0].item)).deliver(samples, small[0])
         ledger = it.requests.handlers.ledger
-        assert ledger.view.state_of(small[0].item) == "stored"
-        assert ledger.view.state_of(large[0].item) == "waiting"
+        assert ledger.state.items[small[0].item].state == "stored"
+        assert ledger.state.items[large[0].item].state == "waiting"
         assert any("buffer.max_message_mib" in reason for reason in ledger.state.totals.by("failed"))
 
 
@@ -111,7 +111,7 @@ async def test_a_group_that_the_buffer_cannot_take_is_logged_and_the_rest_goes_o
         )
         await Group(group(right.item)).deliver(samples, right)
         ledger = it.requests.handlers.ledger
-        assert ledger.view.state_of(right.item) == "stored" and ledger.view.counts()["dropped"] == 2
+        assert ledger.state.items[right.item].state == "stored" and ledger.view.counts()["dropped"] == 2
         assert any(reason.startswith(f"reward: {line}") for reason in ledger.view.failed())
 
 

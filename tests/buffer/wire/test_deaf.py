@@ -37,7 +37,7 @@ class SlowDisk:
 
     async def _main(self) -> None:
         requests = make_requests(groups=10, max_staleness=4, lease_s=LEASE_S, max_message=2**24)
-        commit = requests.commit
+        commit = requests.handlers.store.commit
 
         def slowly(transaction) -> None:
             if self.slow.is_set():
@@ -45,7 +45,7 @@ class SlowDisk:
                 time.sleep(STALL_S)
             commit(transaction)
 
-        requests.commit = slowly  # type: ignore[method-assign]
+        requests.handlers.store.commit = slowly  # type: ignore[method-assign]
         async with BufferServer("tcp://127.0.0.1:*", requests.max_message, server_keys()) as server:
             self.loop, self.address = asyncio.get_running_loop(), server.address
             self.serving = asyncio.create_task(server.serve(requests))
@@ -106,13 +106,13 @@ class Deaf(Scripted):
         super().__init__(make_requests(groups=10, max_staleness=4, lease_s=10.0, **changes))
         self.time = self.commit_s = self.stopped_s = 0.0
         self.clock = ListeningClock(lambda: self.time)
-        commit = self.requests.commit
+        commit = self.requests.handlers.store.commit
 
         def slowly(transaction: Transaction) -> None:
             self.time += self.commit_s
             commit(transaction)
 
-        self.requests.commit = slowly  # type: ignore[method-assign]
+        self.requests.handlers.store.commit = slowly  # type: ignore[method-assign]
 
     async def _wake(self, at_once: bool) -> None:
         await super()._wake(at_once)
