@@ -1,11 +1,7 @@
-"""The processes that said Hello: who is here, what each may ask, who took over whose name, and whose connection broke.
+"""The processes that said Hello: who is here, who took over whose name, and whose connection broke.
 
 Driven by `handlers.py` and `requests.py`. A rollout server that is replaced or does not come back loses its leases; a
-process that is forgotten is in `left`, so that what it waits for can be forgotten too.
-
-What a connection may ask depends on the role that its key has (`buffer/curve.py`). `refusal` is asked for each message
-before anything else is done with it. docs/design/samples-wire.md shows `table`.
-"""
+process that is forgotten is in `left`, so that what it waits for can be forgotten too."""
 
 import logging
 from collections import Counter, defaultdict
@@ -18,7 +14,7 @@ from buffer.ledger.rules import Ledger
 from buffer.resources import OpenFiles
 from buffer.wire import protocol
 from buffer.wire.limits import Limits
-from buffer.wire.message import MOST_RANKS, Message
+from buffer.wire.message import MOST_RANKS
 from buffer.wire.quotas import MOST_OBSERVERS, Remembered, crowded, longest_silent, renamed
 
 log = logging.getLogger(__name__)
@@ -32,40 +28,6 @@ sent something by then. A network that fails breaks no connection before the lea
 ANONYMOUS_PREFIX = b"\0"
 """First byte of the identities that ZeroMQ makes: for a client that sets none, and for a connection whose client has
 opened another one under the same identity. Messages of such a connection may be still unread."""
-
-VERBS: dict[str, tuple[str, ...]] = {
-    "rollout": ("Hello", "Status", "Where", "Ask", "Put", "Fail", "Heartbeat", "Evaluate", "Evaluated", "Goodbye"),
-    "learner": ("Hello", "Status", "Rewind", "Take", "Trained", "Quarantine", "Trial", "Results"),
-    "launcher": ("Hello", "Status", "Scale", "Kept"),
-    "observer": ("Hello", "Status"),
-}
-"""By role of the key. A process may also say Hello as an observer, and then only asks what an observer may ask."""
-OWNER = {"rollout": "rollout servers", "learner": "the learner", "launcher": "the launcher and `actors scale`"}
-
-
-def refusal(role: str, said: str | None, message: Message) -> str | None:
-    """Why a connection with the key of `role`, whose Hello `said` its role, may not send `message`; None: it may."""
-    verb = type(message).__name__
-    if role not in VERBS:
-        return "the key of this connection is of no role that may ask anything"
-    if isinstance(message, protocol.Hello):
-        if message.role not in (role, "observer"):
-            wanted = f"says Hello as {message.role} with the key of {role}"
-            return f"{message.name} {wanted}: give it the files {message.role}.* of <run>/keys"
-        if message.serves is not None and message.role != "learner":
-            return f"{message.name} names a weights wire, which only the learner serves"
-    elif verb not in VERBS[role] or (said is not None and verb not in VERBS[said]):
-        allowed = " and ".join(OWNER[one] for one, verbs in VERBS.items() if verb in verbs)
-        return f"{verb} is a request of {allowed}, and this connection is of {said or role}"
-    return None
-
-
-def table() -> list[str]:
-    """The lines of the table in docs/design/samples-wire.md."""
-    verbs = dict.fromkeys(verb for verbs in VERBS.values() for verb in verbs)
-    rows = [[f" `{verb}` ", *(" yes " if verb in allowed else " " for allowed in VERBS.values())] for verb in verbs]
-    head = [" request ", *(f" `{role}` " for role in VERBS)]
-    return [f"|{'|'.join(row)}|" for row in (head, ["---"] * len(head), *rows)]
 
 
 @dataclass
@@ -112,7 +74,7 @@ class Peers:
         self._starts: defaultdict[str, int] = defaultdict(count().__next__)
         """Learner ranks in the order in which they first said Hello, by token: a larger number is newer."""
         self.broken: dict[bytes, float] = {}
-        """By identity of a server whose connection broke: when its leases end."""
+        """By identity of a server whose connection broke: when its leases end, if it sends nothing until then."""
 
     def hello(self, identity: bytes, hello: protocol.Hello, now: float) -> protocol.Welcome:
         """Let a process in, in place of an earlier one of its name. Raises ValueError, and shows a process that has
@@ -174,12 +136,6 @@ class Peers:
                 self._drop(who)
         return crowded(hello.role, number) or self.files.refusal(hello.name)
 
-    def on_message(self, identity: bytes, now: float) -> None:
-        """A message of this process has come."""
-        if peer := self.known.get(identity):
-            peer.heard, peer.broke = now, None
-            self.broken.pop(identity, None)
-
     def on_disconnect(self, identity: bytes, now: float) -> None:
         """The connection of this process broke: it has ended, or will connect again."""
         if peer := self.known.get(identity):
@@ -191,7 +147,8 @@ class Peers:
         """End the leases of servers that did not come back in time; returns when to call again."""
         for identity in [identity for identity, due in self.broken.items() if now >= due]:
             del self.broken[identity]
-            if peer := self.known.get(identity):  # else it was replaced
+            peer = self.known.get(identity)
+            if peer and peer.broke is not None:  # else it was replaced, or has sent something since
                 log.info("%s broke its connection and did not come back: its leases end", peer.hello.name)
                 self._ledger.lose(peer.key, "its server ended", now)
         return min(self.broken.values(), default=None)

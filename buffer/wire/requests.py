@@ -6,6 +6,9 @@ No sockets; driven by `server.py`: `receive` applies one message, `retry` tries 
 
 Thousands may be parked, and something changes with every message. So they are parked in groups that wait for the same:
 the first of a group that gets no answer speaks for all of it, and Asks are tried only if one of them can get work.
+
+What a connection may ask depends on the role that its key has (`buffer/curve.py`): `refusal` is asked for each message
+before anything else is done with it. docs/design/samples-wire.md shows `table`.
 """
 
 import logging
@@ -18,7 +21,6 @@ from itertools import count
 from buffer.wire import protocol, status
 from buffer.wire.handlers import AwaitedNews, Handlers
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
-from buffer.wire.peers import refusal
 from buffer.wire.quotas import MOST_PENDING, MOST_PUTS
 from configs.flow.capacity import PARKED_BYTES
 
@@ -29,6 +31,40 @@ REPEAT_S = 10.0
 """Shortest time between two lines about refused messages of one kind."""
 Key = tuple[bytes, str | int]
 """Identity of the process, and the number of its request."""
+
+VERBS: dict[str, tuple[str, ...]] = {
+    "rollout": ("Hello", "Status", "Where", "Ask", "Put", "Fail", "Heartbeat", "Evaluate", "Evaluated", "Goodbye"),
+    "learner": ("Hello", "Status", "Rewind", "Take", "Trained", "Quarantine", "Trial", "Results"),
+    "launcher": ("Hello", "Status", "Scale", "Kept"),
+    "observer": ("Hello", "Status"),
+}
+"""By role of the key. A process may also say Hello as an observer, and then only asks what an observer may ask."""
+OWNER = {"rollout": "rollout servers", "learner": "the learner", "launcher": "the launcher and `actors scale`"}
+
+
+def refusal(role: str, said: str | None, message: Message) -> str | None:
+    """Why a connection with the key of `role`, whose Hello `said` its role, may not send `message`; None: it may."""
+    verb = type(message).__name__
+    if role not in VERBS:
+        return "the key of this connection is of no role that may ask anything"
+    if isinstance(message, protocol.Hello):
+        if message.role not in (role, "observer"):
+            wanted = f"says Hello as {message.role} with the key of {role}"
+            return f"{message.name} {wanted}: give it the files {message.role}.* of <run>/keys"
+        if message.serves is not None and message.role != "learner":
+            return f"{message.name} names a weights wire, which only the learner serves"
+    elif verb not in VERBS[role] or (said is not None and verb not in VERBS[said]):
+        allowed = " and ".join(OWNER[one] for one, verbs in VERBS.items() if verb in verbs)
+        return f"{verb} is a request of {allowed}, and this connection is of {said or role}"
+    return None
+
+
+def table() -> list[str]:
+    """The lines of the table in docs/design/samples-wire.md."""
+    verbs = dict.fromkeys(verb for verbs in VERBS.values() for verb in verbs)
+    rows = [[f" `{verb}` ", *(" yes " if verb in allowed else " " for allowed in VERBS.values())] for verb in verbs]
+    head = [" request ", *(f" `{role}` " for role in VERBS)]
+    return [f"|{'|'.join(row)}|" for row in (head, ["---"] * len(head), *rows)]
 
 
 @dataclass
@@ -42,7 +78,7 @@ class PendingRequest:
     place: int = 0
     """Its turn among the parked ones: what came first is tried first."""
     wait: AwaitedNews | None = None
-    """What it waits for; None: it is not parked."""
+    """The news that may bring its answer, while it is parked; else None."""
 
     def __post_init__(self) -> None:
         self.kind = type(self.message).__name__
@@ -189,7 +225,8 @@ class PendingRequests:
         peer = self.handlers.peers.known.get(identity)
         if reason := refusal(role, peer.hello.role if peer else None, message):
             return self._refuse(identity, number, type(message).__name__, reason, now)
-        self.handlers.peers.on_message(identity, now)
+        if peer:
+            peer.heard, peer.broke = now, None
         if isinstance(message, protocol.Put):
             self._delayed.note_arrival((identity, number))
         self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from buffer.wire import protocol
 from buffer.wire.message import Array, Message, number_of, pack, unpack
-from buffer.wire.peers import VERBS
 from buffer.wire.protocol import ANSWERS, PROTOCOL, REQUESTS, Ask, Put, State, Status, Waiter
+from buffer.wire.requests import VERBS
 from buffer.wire.sample import Sample
 from tests.harness.buffer_process import committed, make_requests, sample
 

@@ -18,8 +18,8 @@ from buffer.curve import LOCAL, endpoint, identify
 from buffer.keys import ClientKeys
 from buffer.wire import protocol
 from buffer.wire.message import Message, pack, unpack
-from buffer.wire.peers import VERBS, refusal, table
 from buffer.wire.protocol import ANSWERS, PROTOCOL, REQUESTS, NotRegistered, Refused, State, Status, Welcome
+from buffer.wire.requests import VERBS, refusal, table
 from tests.harness.buffer_process import buffer, client, in_loop, rollout, sample
 from tests.harness.keys import client_keys, foreign_keys
 

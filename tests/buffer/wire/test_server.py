@@ -296,7 +296,8 @@ async def test_the_leases_of_a_server_that_ended_end_long_before_the_heartbeats_
 
 
 def test_a_server_that_connects_again_keeps_its_leases():
-    handlers = make_requests(lease_s=10.0).handlers
+    requests = make_requests(lease_s=10.0)
+    handlers = requests.handlers
     ended, back, learner = b"ended", b"back", b"learner"
     handlers.peers.hello(ended, hello("rollout-0", "a"), 0.0)
     handlers.peers.hello(back, hello("rollout-1", "b"), 0.0)
@@ -306,7 +307,7 @@ def test_a_server_that_connects_again_keeps_its_leases():
     for identity in (ended, back, learner, b"nobody"):
         handlers.peers.on_disconnect(identity, 10.0)
     assert status.state(handlers, [], 0, 11.0).servers["rollout-0"]["gone_s"] == 1.0
-    handlers.peers.on_message(back, 11.0)
+    requests.receive([back, pack(2, Status())], 11.0, "rollout")
     assert handlers.expire(11.5) == 12.5
     handlers.expire(12.5)
     servers = status.state(handlers, [], 0, 13.0).servers
@@ -332,12 +333,13 @@ def test_a_late_hello_of_a_connection_that_was_replaced_makes_no_second_peer(rol
 
 @pytest.mark.parametrize("late_first", [True, False])
 def test_the_end_of_a_connection_that_was_replaced_ends_no_lease(late_first):
-    handlers = make_requests(lease_s=10.0).handlers
+    requests = make_requests(lease_s=10.0)
+    handlers = requests.handlers
     identities = [b"\0late", b"a"] if late_first else [b"a", b"\0late"]
     for identity in identities:
         handlers.peers.hello(identity, hello("rollout-0", "a"), 0.0)
     assert handlers.answer(handlers.peers.known[b"a"], 1, Ask(request=1, version=0, room=2), 0.0).items
-    handlers.peers.on_message(b"\0late", 0.0)
+    requests.receive([b"\0late", pack(2, Status())], 0.0, "rollout")
     handlers.peers.on_disconnect(b"\0late", 0.0)
     handlers.expire(5.0)
     assert status.state(handlers, [], 0, 5.0).servers["rollout-0"]["leases"] == 2
