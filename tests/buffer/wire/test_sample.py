@@ -67,7 +67,9 @@ def test_facts_and_that_the_usual_sample_takes_the_short_way():
 def test_a_number_of_tokens_that_cannot_be_costs_nothing():
     data = sample(tokens=70_000).pack()
     lies = data[: parsing.NUM_TOKENS_AT + 1] + b"\xff\xff\xff\xff" + data[parsing.NUM_TOKENS_AT + 5 :]
-    assert data[parsing.NUM_TOKENS_AT] == 0xCE and parsing._num_tokens(lies) == 0
+    made = parsing._layout.cache_info().misses
+    assert data[parsing.NUM_TOKENS_AT] == 0xCE and parsing._places(lies) is None
+    assert parsing._layout.cache_info().misses == made
     with pytest.raises(ValueError):
         sample_stats(lies)
 
