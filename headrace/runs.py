@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ LINES = 1000
 """Lines of the launcher that are kept."""
 SHOWN = 20
 """Lines of the launcher in the message of a failure."""
+DEAD = 1
+"""Exit code of `headrace status` for a run whose buffer does not answer."""
 ENDED_WELL = (0, 3, 128 + signal.SIGINT)
 """Exit codes of a run that reached its last version or the end of its data, or was stopped."""
 Record = dict[str, Any]
@@ -107,8 +109,8 @@ class Run:
         return samples
 
     def status(self) -> str:
-        """What `headrace status` prints: who waits for whom, and for how long."""
-        return command("status", str(self.path))
+        """What `headrace status` prints: who waits for whom, and for how long; of a dead run what its files hold."""
+        return command("status", str(self.path), well=(0, DEAD))
 
     @property
     def output(self) -> list[str]:
@@ -226,10 +228,10 @@ class Launcher:
         self.ended.wait()
 
 
-def command(*words: str) -> str:
-    """What `headrace WORDS` prints. Raises HeadraceError with its errors if it fails."""
+def command(*words: str, well: Sequence[int] = (0,)) -> str:
+    """What `headrace WORDS` prints. Raises HeadraceError with its errors if its exit code is none of `well`."""
     done = subprocess.run([sys.executable, "-P", str(ENTRY), *words], capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode and (done.returncode not in well or not done.stdout):
         raise HeadraceError((done.stderr or done.stdout).strip() or f"headrace {words[0]}: exit code {done.returncode}")
     return done.stdout
 

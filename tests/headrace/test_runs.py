@@ -92,6 +92,15 @@ def test_a_run_that_fails_raises_with_its_last_lines(stand_in: Path) -> None:
         started(stand_in, "fails").wait(show=False)
 
 
+def test_the_status_of_a_dead_run_is_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "entry.py"
+    program.write_text("import sys; print('dead since 12:00'); sys.exit(2 if 'none' in sys.argv else 1)")
+    monkeypatch.setattr(runs, "ENTRY", program)
+    assert headrace.Run("run").status() == "dead since 12:00\n"
+    with pytest.raises(headrace.HeadraceError):
+        headrace.Run("none").status()
+
+
 def test_a_run_is_stopped_when_its_program_ends(stand_in: Path) -> None:
     code = "import sys; from pathlib import Path; from headrace import runs\n"
     code += "runs.ENTRY = Path('launcher.py'); runs.Launcher([], Path('run')).accepted.wait()"
