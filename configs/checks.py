@@ -16,9 +16,10 @@ from operator import attrgetter
 from pathlib import Path
 
 from configs import context_parallel, critic, matmul, offloading, publishing, sft, staging, teachers, variables
-from configs.data.sources import INSTALL, problems_with, source_name
+from configs.data.sources import GENERATED, INSTALL, problems_with, source_name
 from configs.load import ConfigError
 from configs.model_facts import model_facts
+from configs.model_folder import faults
 from configs.own_packages import shadows
 from configs.schema import NO_REWARD, Config
 
@@ -31,7 +32,10 @@ TEACHER_BYTES = 4
 TOP_BYTES = 8
 """Further bytes per sampled token for each of `teacher.top_k`: its int32 token and float32 log-probability."""
 
+WEIGHTS = "model.path: weights"
+"""In FILES: the weights in `model.path`, which a server does not read if whole policies are pushed to it."""
 FILES = (
+    WEIGHTS,
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
     *("data.demonstrations", "algorithm.loss", "algorithm.advantage"),
     *("reward.function", "reward.model", "teacher.model"),
@@ -40,6 +44,7 @@ FILES = (
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
 SFT_FILES = (
+    WEIGHTS,
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt"),
     *("run.folder", "log.trackers"),
 )
@@ -110,6 +115,7 @@ def check(
     the caller, such as columns missing from the data.
     """
     refuse_sft(config)
+    refuse_paths(config)
     found = [
         *_architecture(config), *_lengths(config), *_images(config), *_batch(config), *_algorithm(config),
         *critic.rules(config), *_devices(config), *_engine(config),
@@ -131,9 +137,44 @@ def refuse_sft(config: Config) -> None:
         raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
 
 
+def refuse_paths(config: Config) -> None:
+    """Raise ConfigError, a line for each, for paths that the system cannot look at: too long, in a folder that this
+    user may not enter, links in a circle. Rules that look for files may then rely on an answer."""
+    if lines := [f"{key}: {line}" for key, path in _paths(config) if path and (line := _unusable(path))]:
+        raise ConfigError(lines)
+
+
+def _paths(config: Config) -> Iterator[tuple[str, Path | str | None]]:
+    """Keys that may name a file or a folder, with the path."""
+    data, rollout = config.data, config.rollout
+    yield from (("model.path", config.model.path), ("run.folder", config.run.path), ("data.image_dir", data.image_dir))
+    yield from (("data.chat_template", data.chat_template), ("data.format_prompt", data.format_prompt))
+    shown = {"demonstrations": data.demonstrations.path} if data.demonstrations else {}
+    for key, source in (data.sources() | shown).items():
+        parts = [source] if isinstance(source, Path | str) else [part.path for part in source]
+        yield from ((f"data.{key}", part) for part in parts if not str(part).startswith(GENERATED))
+    yield from (("reward.function", part.function.rpartition(":")[0]) for part in config.reward.parts)
+    yield "rollout.task", rollout.task.rpartition(":")[0]
+    yield from (("reward.model", config.reward.model), ("rollout.environment.python", rollout.environment.python))
+    for rows, teacher in config.teacher.teachers.items():
+        yield f"{teachers.key_of(config.teacher, rows)}.model", teacher.model
+
+
+def _unusable(path: Path | str) -> str:
+    """Why the system cannot say whether there is something at `path`; empty if it can."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, ValueError) as error:  # ValueError: it holds a NUL
+        return f"{path}: {getattr(error, 'strerror', None) or error}; correct the path"
+    return ""
+
+
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
     """Raise ConfigError with everything that contradicts supervised fine-tuning, one line each. `rows`: those of
     data.train, where known."""
+    refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
         *offloading.contradictions(config), *_architecture(config),
@@ -558,7 +599,7 @@ def _trackers(config: Config, files: Collection[str]) -> Iterator[str]:
 
 def _files(config: Config, files: Collection[str]) -> Iterator[str]:
     if "model.path" in files:
-        yield from _model("model.path", config.model.path)
+        yield from _model("model.path", config.model.path, WEIGHTS in files)
     if config.reward.model is not None and "reward.model" in files:
         yield from _reward_model(config)
     for rows, teacher in config.teacher.teachers.items() if "teacher.model" in files else ():
@@ -602,14 +643,14 @@ def _reward_model(config: Config) -> Iterator[str]:
         yield f"reward.model: {path} is no reward model, its architecture is {', '.join(found)}; {remedy}"
 
 
-def _model(key: str, path: str) -> Iterator[str]:
-    """A hub name is `name` or `organisation/name`; anything else must be a folder."""
+def _model(key: str, path: str, weights: bool = True) -> Iterator[str]:
+    """A hub name is `name` or `organisation/name`; anything else must be a folder with all its files, `weights` among
+    them."""
     folder = Path(path)
     depth = len(folder.parts)
     local = path.startswith(("/", ".", "~")) or depth > 2 or (depth == 2 and folder.parent.is_dir())
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            yield f"{key}: {path}: has no config.json; name a folder in Hugging Face format"
+        yield from (f"{key}: {path}: {line}" for line in faults(folder, weights, served=key != "model.path"))
     elif local or folder.exists():
         remedy = "correct the path, or use a hub name such as Qwen/Qwen2.5-1.5B"
         yield f"{key}: {path}: no such folder (from {Path.cwd()}); {remedy}"

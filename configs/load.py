@@ -235,7 +235,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 def _read_file(file: str, warn: Callable[[str], object] | None) -> tuple[dict[str, Any], Callable[[str], str]]:
     """The tree of a YAML file, and a function from a dotted key to its file and line."""
-    if Path(file).is_dir():
+    if os.path.isdir(file):
         raise ConfigError([f"{file}: a folder; name a run file, such as {Path(file) / 'config.yaml'}"])
     try:
         source = Path(file).read_text(encoding="utf-8")
@@ -276,6 +276,8 @@ def _refuse_empty(key: str, where: str) -> None:
     """Raise ConfigError if nothing after `key` would switch off what the key is there to switch on."""
     if key in keys() and keys()[key].default == "null" and any(name.startswith(f"{key}.") for name in keys()):
         remedy = f"write {key.rpartition('.')[2]}: {{}} for all its defaults, null to do without, or keys below it"
+        if keys()[key].required:
+            remedy = f"set it, e.g. {key}: {EXAMPLES[key]}"
         raise ConfigError([f"{key}: nothing stands after it ({where}); {remedy}"])
 
 

@@ -1,7 +1,7 @@
 """Facts of a model read from its folder without loading it: parameters, attention heads, longest context, disk space.
 
 Used by `explain.py` and `checks.py` for the arithmetic. A model given by its hub name has no folder here, so nothing is
-known of it. Reads `config.json` and the headers of the safetensors files, never a tensor.
+known of it. Reads `config.json` and the headers of the weights that count (`model_folder.py`), never a tensor.
 """
 
 import json
@@ -23,6 +23,7 @@ from configs.architecture import (
     unsupported,
     usable_positions,
 )
+from configs.model_folder import header_of, weight_files
 from configs.schema import ModelConfig
 
 TOWER = ".visual."
@@ -121,11 +122,11 @@ def model_facts(path: str) -> ModelFacts:
     folder = Path(path)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        shapes = [one for file in sorted(folder.glob("*.safetensors")) for one in _shapes(file)]
-    except (OSError, ValueError):
+        shapes = [one for file in weight_files(folder) for one in header_of(file).shapes.items()]
+    except (OSError, ValueError, RecursionError):
         return ModelFacts()
     if not isinstance(config, dict):
-        return ModelFacts(unsupported=("its config.json holds no JSON object; download the model again",))
+        return ModelFacts()
     kind, refused, text = config.get("model_type"), tuple(unsupported(config)), text_config(config)
     if any(malformed(text)):
         return ModelFacts(kind=kind, unsupported=refused)
@@ -202,13 +203,3 @@ def checkpoint_bytes(parameters: int, model: ModelConfig, exported: bool) -> int
     of an adapter each has one, in float32."""
     export = 4 if model.lora else exported * BYTES[model.dtype]
     return parameters * (12 + export)
-
-
-def _shapes(file: Path) -> list[tuple[str, list[int]]]:
-    """Name and shape of each tensor in a safetensors file: 8 bytes of length, then a JSON header."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > 100_000_000:  # the format's own bound: not a safetensors file
-            raise ValueError(f"{file}: no safetensors header")
-        header = json.loads(stream.read(length))
-    return [(name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"]

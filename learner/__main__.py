@@ -32,7 +32,7 @@ from buffer.data.images import ImageFormat
 from buffer.keys import KeysError, load_server_keys
 from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.protocol import Finished
-from configs.checks import check, max_sample_tokens
+from configs.checks import WEIGHTS, check, max_sample_tokens
 from configs.critic import keeps_critic
 from configs.entrypoint import (
     BAD_INPUT,
@@ -90,7 +90,7 @@ log = logging.getLogger("learner")
 PROG = "python -m learner"
 OVER = (NoDiskSpace, PictureMismatch, RouteMismatch, StepsSkipped)
 """Errors that a restart would only repeat."""
-FILES = ("model.path", "data.demonstrations", "algorithm.loss", "algorithm.advantage")
+FILES = ("model.path", WEIGHTS, "data.demonstrations", "algorithm.loss", "algorithm.advantage")
 """Keys of files that each rank reads."""
 OTHERS = {"merge": merge.main, "digest": base_digest.main, "sft": command.main}
 """Other commands than to train by reinforcement learning, by their first word."""

@@ -19,6 +19,7 @@ import uvloop
 from configs.entrypoint import DONE, split_flags
 from configs.flow.sequences import max_sequences
 from configs.load import ConfigError, read
+from configs.model_folder import faults
 from configs.plain_text import print_visible
 from configs.schema import Config
 from configs.variables import open_private
@@ -94,8 +95,10 @@ def chosen_sets(config: Config, models: Sequence[Path], names: Sequence[str] = (
 
 def absence(folder: Path) -> str:
     """Why `folder` is none that can be evaluated; empty if it is one."""
-    if any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+    if (folder / "adapter_config.json").is_file():
         return ""
+    if (folder / "config.json").is_file():
+        return next(faults(folder), "")
     if inside := [folder / name for name in ("adapter", "huggingface") if (folder / name).is_dir()]:
         return f"a checkpoint; name {inside[0]}"
     return "no config.json there; name a folder in Hugging Face format, or an adapter's in PEFT's"

@@ -31,6 +31,7 @@ from examples.countdown.make_model import make_tokenizer
 from rollout.engine.arguments import environment
 from tests.harness.lanes import long_but
 from tests.harness.ports import free_port
+from tests.harness.weightless import add_weights
 
 ROOT = Path(__file__).parents[1]
 JOB = {
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder with a model (only config and tokenizer) and a problem."""
     made = tmp_path_factory.mktemp("run")
     make_tokenizer().save_pretrained(made / "model")
-    (made / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    (add_weights(made / "model") / "config.json").write_text('{"model_type": "qwen2"}')
     (made / "p.jsonl").write_text(json.dumps({"problem": "1+1", "answer": "2"}) + "\n")
     return made
 

@@ -26,7 +26,7 @@ from buffer.data.images import ImageError
 from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
 from configs import variables
-from configs.checks import check, cluster_of, existing, named_by, refuse_sft
+from configs.checks import check, cluster_of, existing, named_by, refuse_paths, refuse_sft
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, source_name
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
@@ -86,6 +86,7 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     """All that is known of `config` on this machine before anything is started. `live`: see `is_live`, None asks it."""
     try:
         refuse_sft(config)
+        refuse_paths(config)
     except ConfigError as error:
         return Judgement(refused=[*error.problems])
     live = is_live(config) if live is None else live

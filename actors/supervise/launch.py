@@ -35,7 +35,7 @@ from buffer.keys import KeysError, make_keys
 from buffer.ledger.types import LedgerError
 from buffer.store.past import accept_loss
 from buffer.wire.protocol import LAUNCHER
-from configs.checks import cluster_of, own_hosts, starts_ray
+from configs.checks import cluster_of, own_hosts, refuse_paths, starts_ray
 from configs.entrypoint import BAD_INPUT, DONE, split_flags
 from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     if cluster := cluster_of(config):
         config = on_cluster(config, cluster)
     try:
+        refuse_paths(config)
         held = accept.hold(config)
         news, finished = accept.judge(config, flags.accept_loss)
         source = accept.source(config, flags.fork_from) if flags.fork_from else None

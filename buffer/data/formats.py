@@ -28,6 +28,7 @@ from buffer.data.image_rows import IMAGES
 from buffer.data.line_index import LineIndex, bounds_of
 from buffer.data.servable import MOST_BYTES, MOST_ENTRIES, MOST_NESTED, is_deep
 from configs.data.sources import GZIPPED, kind_of, the_list
+from configs.model_folder import POINTER
 
 ROWS_AT_ONCE = 16
 """Rows whose images are in memory at a time while a parquet file is read."""
@@ -63,6 +64,9 @@ class FileRows(NamedTuple):
 def read(path: Path, rules: ColumnRules, where: str, index: Path | None = None) -> FileRows:
     """The rows of `path`; `where` introduces errors. `index`: folder in which the places of JSON lines are kept."""
     kind = kind_of(path)
+    with path.open("rb") as opened:
+        if opened.read(len(POINTER)) == POINTER:
+            raise ProblemsError(f"{where}: a pointer of Git LFS, not the file itself; run `git lfs pull` there")
     if kind == ".parquet":
         return _parquet(path, rules, where)
     data = _unpacked(path, where)

@@ -260,9 +260,11 @@ def read_model_file(model_path: str, name: str) -> dict[str, Any] | None:
     """A JSON file of a model; None if the model has none of that name. Raises ConfigError."""
     try:
         file = _file(model_path, name)
-        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file else None
-    except (OSError, ValueError) as error:
+        found = json.loads(file.read_text(encoding="utf-8")) if file else None
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError([f"model.path: {model_path}: {name} cannot be read: {_line(error)}"]) from None
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError([f"model.path: {model_path}: {name} holds no JSON object; download the model again"])
     return found
 
 

@@ -9,6 +9,7 @@ import glob
 import gzip
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,9 @@ TRUTHLESS = ("none", "task", "judge", "reward_model", "reasoning_gym", "regex", 
 """Rewards that need no ground truth in the rows."""
 READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
 """Parameters by which a reward function of a user gets the ground truth."""
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""The beginning of a URL as a path has it, with one slash."""
 
 Source = Path | str | Sequence[MixedSource]
 
@@ -110,7 +114,7 @@ def files_of(source: Path | str) -> list[Path]:
             raise SourceError(f"no file matches it (from {Path.cwd()}); correct the pattern")
     else:
         problem = "not a file" if path.exists() else "no such file"
-        raise SourceError(f"{problem} (from {Path.cwd()}); correct the path")
+        raise SourceError(f"{problem} (from {Path.cwd()}); {_found_elsewhere(path) or 'correct the path'}")
     for file in files:
         _require_known(file)
         if kind_of(file) != kind_of(files[0]):
@@ -118,6 +122,15 @@ def files_of(source: Path | str) -> list[Path]:
                 f"has {files[0].name} and {file.name}; name files of one kind, as by *{kind_of(files[0])}"
             )
     return files
+
+
+def _found_elsewhere(path: Path) -> str:
+    """The remedy for the address of a file, or the name of a data set on the hub."""
+    if URL.match(str(path)):
+        return "files are read from this machine: download it and name the file"
+    if len(path.parts) == 2 and not path.is_absolute() and not kind_of(path) and not path.parent.exists():
+        return f"if it is a data set of the hub, save it: datasets.load_dataset({str(path)!r}) and to_parquet"
+    return ""
 
 
 def problems_with(source: Source) -> Iterator[str]:

@@ -4,7 +4,7 @@ Consumes the folder `model.path`, which rank 0 alone reads. `distribute_weights`
 ranks must call them. Used by `policy.py` and, for arithmetic without weights, by `memory.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -175,11 +175,24 @@ def distribute_weights(
 
 
 def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """The model in the folder `model.path`, in the dtype of its files or in `dtype`, in host memory."""
+    """The model in the folder `model.path`, in the dtype of its files or in `dtype`, in host memory. Raises ConfigError
+    for weights that its files lack or have in another shape: transformers would make them up."""
     config, trusted = read_config(model), model.trust_remote_code
-    read = auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted)
+    how: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    read, found = auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted, **how)
     assert isinstance(read, PreTrainedModel)
+    if wrong := list(_unfit_weights(found)):
+        again = "correct config.json or download the model again"
+        raise ConfigError([f"model.path: {model.path}: {line}; {again}" for line in wrong])
     return read
+
+
+def _unfit_weights(found: dict[str, Any]) -> Iterator[str]:
+    """Why the weights that transformers `found` are not those of the model that config.json describes."""
+    if missing := sorted(found["missing_keys"]):
+        yield f"its files lack {len(missing)} weights of the model in config.json, such as {missing[0]}"
+    for name, there, wanted in sorted(found["mismatched_keys"], key=lambda each: str(each[0]))[:1]:
+        yield f"its files have {name} of shape {list(there)}, and config.json describes {list(wanted)}"
 
 
 def _read(model: ModelConfig) -> dict[str, Tensor]:

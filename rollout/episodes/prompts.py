@@ -277,8 +277,13 @@ def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
     """The model's tokenizer. Raises ValueError naming the folder."""
     from transformers import AutoTokenizer  # takes seconds to import: errors in the run file are reported before
 
+    path, again = config.model.path, "correct its files or download the model again"
     try:
-        return AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"model.path: no tokenizer can be loaded from {config.model.path}: {reason}") from None
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except Exception as error:  # a broken file raises any class: the library tokenizers knows no other than this one
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        named = reason if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {reason}"
+        raise ValueError(f"model.path: no tokenizer can be loaded from {path}: {named}; {again}") from None
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # transformers makes an empty one without tokenizer.json
+        raise ValueError(f"model.path: the tokenizer in {path} has added tokens and no others; {again}")
+    return tokenizer

@@ -178,6 +178,10 @@ WRONG = {
     "header.csv": (b"problem,answer\n", "no rows; name a file with problems"),
     "nothing.csv": (b"", "not a readable table (Empty CSV file)"),
     "model.csv": (b"prompt,reward_model\na,b\n", "reward_model is string, not a struct with ground_truth"),
+    "pointer.parquet": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
+        "a pointer of Git LFS, not the",
+    ),
     "rows.parquet.gz": (b"x", "none of .parquet, .jsonl"),
     "rows.xlsx": (b"x", "none of .parquet, .jsonl"),
 }
@@ -197,6 +201,18 @@ def test_a_path_of_nothing_is_refused(tmp_path: Path) -> None:
     assert "no file matches it" in refusal(str(tmp_path / "*.csv"))
     assert "a folder without data files" in refusal(str(tmp_path))
     assert count_rows(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("https://example.com/rows.jsonl", "files are read from this machine: download it and name the file"),
+        ("openai/gsm8k", "save it: datasets.load_dataset('openai/gsm8k') and to_parquet"),
+        ("data/rows.jsonl", "no such file (from"),
+    ],
+)
+def test_what_lies_elsewhere_is_named_with_the_way_to_get_it(name: str, words: str) -> None:
+    assert words in refusal(name)
 
 
 def test_the_images_of_several_files_are_beside_each(tmp_path: Path) -> None:

@@ -493,11 +493,21 @@ def test_models_that_would_be_trained_wrongly_are_refused_by_their_config(name: 
     )
 
 
+@pytest.mark.parametrize("key", ["model.path", "data.train", "data.chat_template", "run.folder", "reward.model"])
+def test_a_path_that_the_system_cannot_look_at_is_one_line(key: str, tmp_path: Path) -> None:
+    long, circle = tmp_path / ("x" * 300), tmp_path / "circle"
+    circle.symlink_to(circle)
+    (line,) = refused(f"{key}={long}")
+    assert line.startswith(f"{key}: {long}") and line.endswith(": File name too long; correct the path")
+    (line,) = refused(f"{key}={circle}")
+    assert line.startswith(f"{key}: {circle}") and "Too many levels of symbolic links" in line
+
+
 @pytest.mark.parametrize("text", ["[]", "3", '"a"', "null"])
 def test_a_config_that_is_no_object_is_refused(text: str, model: Path) -> None:
     (model / "config.json").write_text(text)
     (line,) = all_of(model)
-    assert line.startswith(f"model.path: {model} (unknown type): its config.json holds no JSON object; ")
+    assert line == f"model.path: {model}: config.json holds no JSON object; download the model again"
 
 
 def test_full_and_sliding_attention_are_accepted(model: Path) -> None:

@@ -153,6 +153,16 @@ def test_every_required_key_has_an_example() -> None:
     assert {key.name for key in keys().values() if key.required} == set(EXAMPLES)
 
 
+def test_a_required_key_without_a_value_gets_an_example() -> None:
+    with pytest.raises(ConfigError, match=r"data.train: nothing stands after it .*; set it, e\.g\. data\.train: "):
+        load(["--data.train="])
+
+
+def test_a_file_with_too_long_a_name_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="File name too long"):
+        load(["x" * 300 + ".yaml"])
+
+
 def test_read_exits_2_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     def no(config: Config) -> None:
         raise ConfigError(["one", "two"])

@@ -29,6 +29,7 @@ from rollout.tasks.trajectory import single_turn
 from tests.harness.adapted import Adapted, make_base
 from tests.harness.fakes import FakeEngine
 from tests.harness.pictured import seeing_model
+from tests.harness.weightless import add_weights
 from tests.harness.world import plain
 
 RUN = Path(__file__).parents[2] / "examples/countdown/quickstart.yaml"
@@ -246,7 +247,7 @@ def test_a_base_and_its_adapter_answer_as_transformers_does(tmp_path: Path, caps
 
 def test_the_rows_are_the_eval_file_s(tmp_path: Path):
     write(parse(["--out", str(tmp_path), "--count", "30", "--eval", "7"]))
-    (tmp_path / "config.json").write_text("{}")
+    (add_weights(tmp_path) / "config.json").write_text("{}")
     (given,) = evaluate.chosen_sets(load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"]), [tmp_path])
     assert (given.name, len(given.rows), given.given.samples) == ("eval", 7, 1)
 
@@ -282,7 +283,7 @@ async def test_named_sets_get_a_line_each_and_columns_for_what_they_ask(capsys: 
 
 def test_sets_are_chosen_by_name(tmp_path: Path):
     write(parse(["--out", str(tmp_path), "--count", "30", "--eval", "7"]))
-    (tmp_path / "config.json").write_text("{}")
+    (add_weights(tmp_path) / "config.json").write_text("{}")
     given = [f"--data.eval.{name}.path={tmp_path / 'eval.parquet'}" for name in ("one", "two")]
     config = load([str(RUN), *given])
     assert [each.name for each in evaluate.chosen_sets(config, [tmp_path])] == ["eval", "one", "two"][1:]

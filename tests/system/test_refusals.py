@@ -21,6 +21,7 @@ import pytest
 from tests.harness.lanes import long_but
 from tests.harness.ports import free_port
 from tests.harness.toy import python
+from tests.harness.weightless import add_weights
 
 YAML = "examples/countdown/quickstart.yaml"
 SHAPE = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 512}
@@ -63,9 +64,9 @@ def given(tmp_path: Path) -> list[str]:
         tokenizer = make_tokenizer()
         tokenizer.chat_template = None if name == "base" else tokenizer.chat_template
         tokenizer.save_pretrained(tmp_path / name)
-        (tmp_path / name / "config.json").write_text(json.dumps(SHAPE))
+        (add_weights(tmp_path / name) / "config.json").write_text(json.dumps(SHAPE))
     header = json.dumps({"w": {"dtype": "F32", "shape": [10**7, 10**7], "data_offsets": [0, 4]}}).encode()
-    (tmp_path / "large" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (tmp_path / "large" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"1234")
     places = [f"--run.folder={tmp_path}/runs", f"--model.path={tmp_path}/model", "--data.eval=null"]
     return [*places, f"--data.train={tmp_path}/train.parquet", f"--buffer.address=tcp://127.0.0.1:{free_port()}"]
 

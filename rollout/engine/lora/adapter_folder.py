@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 from configs.entrypoint import BAD_INPUT
 from configs.load import ConfigError
+from configs.model_folder import weight_files
 from configs.own_packages import command
 from configs.schema import Config, LoraConfig
 from learner.weights.plan import LORA_A, LORA_B
@@ -87,7 +88,7 @@ class AdapterFolder:
                 return f"an adapter of {self.base}"
             if (read := digest_like(self.folder.parent, path)) != known:
                 return f"an adapter of {self.base} (digest {known}), not of weights whose digest is {read}"
-        files = sorted(Path(path).glob("*.safetensors"))
+        files = weight_files(Path(path))
         base = {without_part(name.removesuffix(".weight")): shape for file in files for name, shape in shapes_in(file)}
         for layer, shape in self.layers.items() if base else ():
             if (found := base.get(without_part(layer), "missing")) != shape:

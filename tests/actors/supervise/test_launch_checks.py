@@ -16,13 +16,14 @@ from configs.load import ConfigError, load
 from examples.countdown.make_model import make_tokenizer
 from tests.harness.lanes import long_but
 from tests.harness.ports import free_port
+from tests.harness.weightless import add_weights
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     """A command line that is in order, but for the model, of which there are only config and tokenizer."""
     make_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    (add_weights(tmp_path / "model") / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "p.jsonl").write_text(json.dumps({"problem": "1+1", "answer": "2"}) + "\n")
     keys = {
         "run.folder": tmp_path / "runs",
