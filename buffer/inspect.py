@@ -29,7 +29,7 @@ from buffer.store.sqlite import reading
 from buffer.wire.sample import Sample, num_turns
 from configs import load
 from configs.entrypoint import BAD_INPUT, DONE
-from configs.plain_text import print_visible, visible
+from configs.plain_text import output, print_visible, visible
 from configs.schema import Config
 
 if TYPE_CHECKING:
@@ -90,7 +90,9 @@ def main(argv: Sequence[str]) -> int:
             "run", nargs="+", help="the run's folder, or its config files; --section.key=value as elsewhere"
         )
     given, overrides = parser.parse_known_args(argv)
-    console = Console(highlight=False, soft_wrap=True)  # styles only on a terminal, and not with NO_COLOR
+    console = Console(
+        file=output(), highlight=False, soft_wrap=True
+    )  # styles only on a terminal, and not with NO_COLOR
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `tail RUN | head` ends quietly
     act: dict[str, Callable[[sqlite3.Connection, Config], Iterable[str | Text]]] = {
         "tail": lambda db, config: tail(db, given.n, given.follow),
@@ -146,6 +148,9 @@ def tokenizer_of(model: str) -> "Tokenizer | None":
     from tokenizers import Tokenizer
 
     file = Path(model) / "tokenizer.json"
+    if file.parent.is_dir() and not file.exists():
+        print_visible(f"no text of the tokens: {file}: no such file", sys.stderr)
+        return None
     try:
         cached = None if file.exists() else try_to_load_from_cache(model, file.name)
         return Tokenizer.from_file(str(cached or file))

@@ -24,7 +24,7 @@ from configs import variables
 from configs.log_floods import FloodFilter
 from configs.own_packages import PIN
 from configs.parent_death import end_with_parent
-from configs.plain_text import PlainFormatter
+from configs.plain_text import PlainFormatter, lost_output
 
 T = TypeVar("T")
 DONE, FAILED, BAD_INPUT, DATA_ENDED, GIVEN_UP = 0, 1, 2, 3, 4
@@ -227,13 +227,16 @@ def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_r
     except Exception:
         log.critical("failed", exc_info=True)
         code = FAILED
+    lost = lost_output()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BrokenPipeError:  # nobody reads it any more
             pass
         except OSError as error:  # the disk that stdout goes to is full
-            code = code or FAILED
-            with contextlib.suppress(OSError):
-                os.write(2, f"the output is incomplete: {error.strerror}\n".encode())
+            lost = lost or error
+    if lost:
+        code = code or FAILED
+        with contextlib.suppress(OSError):
+            os.write(2, f"the output is incomplete: {lost.strerror}\n".encode())
     os._exit(code)

@@ -52,7 +52,7 @@ def header_of(file: Path) -> Header:
             length = int.from_bytes(first, "little")
             if first == POINTER[:8]:
                 raise FolderError(_pointer(file))
-            found = json.loads(stream.read(length)) if length <= MOST_HEADER else None
+            found: dict[str, Any] = json.loads(stream.read(length) if length <= MOST_HEADER else b"")
         tensors = {name: tensor for name, tensor in found.items() if name != "__metadata__"}
         shapes = {name: [int(size) for size in tensor["shape"]] for name, tensor in tensors.items()}
         end = max((int(tensor.get("data_offsets", (0, 0))[1]) for tensor in tensors.values()), default=0)

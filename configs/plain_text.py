@@ -10,9 +10,10 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any, TextIO
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any, TextIO, cast
 from urllib.parse import quote
 
 from configs.own_packages import named_as_called
@@ -29,6 +30,7 @@ FURTHER = re.compile("\n(?!Traceback [(]most recent call last[)]:\n)")
 USER_OF_URL = re.compile(r"(?<=://)[^\s/@:\"']*:[^\s/@\"']+(?=@)")
 _GIVEN: dict[str, str] = {}
 _CONCEALED: dict[str, str] = {}
+_LOST: deque[OSError] = deque(maxlen=1)
 _SECRETS: list[re.Pattern[str]] = []
 MOST_CHARS = 4000
 """Most characters of a shown text, unless a place has its own limit."""
@@ -86,12 +88,63 @@ def visible_lines(text: str) -> str:
     return "\n".join([first, *(f"  {line.strip()}" for line in others)])
 
 
-def print_visible(text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED) -> None:
-    """Print `text`, made visible, on stdout or `stream`, and flush: the only print of Headrace's processes."""
+def print_visible(
+    text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED, ends: bool = False
+) -> None:
+    """Print `text`, made visible, on stdout or `stream`, and flush: the only print of Headrace's processes. Raises
+    BrokenPipeError where nobody reads it any more and `ends` says that the command ends then."""
     stream = sys.stdout if stream is None else stream
-    with suppress(OSError):  # it stays in the buffer, and the end of the process reports it (`entrypoint.py`)
+    try:
         print(visible(str(text), most), end=end, file=stream)
         stream.flush()
+    except BrokenPipeError:
+        if ends:
+            raise
+    except OSError as error:  # the end of the process reports it (`entrypoint.py`)
+        _LOST.append(error)
+
+
+def output(reported: bool = True) -> IO[str]:
+    """Stdout for rich, whose prints raise where the disk beneath is full or the terminal is gone. Writes as
+    `print_visible` does: the command goes on, and its end reports it unless `reported` is false. A reader that has
+    left still raises BrokenPipeError."""
+    return cast(IO[str], _Output(reported))
+
+
+class _Output:
+    """What `output` returns; all but two methods are those of stdout."""
+
+    def __init__(self, reported: bool) -> None:
+        self._stream, self._reported = sys.stdout, reported
+
+    def write(self, text: str) -> int:
+        """Write, or lose, `text`. Returns its length."""
+        with self._losing():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write, or lose, what is in the buffer."""
+        with self._losing():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if self._reported:
+                _LOST.append(error)
+
+
+def lost_output() -> OSError | None:
+    """The first error that kept a printed text from its stream, but for a reader that has left; None: there is none."""
+    return next(iter(_LOST), None)
 
 
 def colourless(text: str) -> str:

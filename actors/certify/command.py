@@ -17,7 +17,7 @@ from rich.table import Table
 from configs.certificate import COLUMNS, Certificate, write
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.load import ConfigError
-from configs.plain_text import print_visible, visible_line
+from configs.plain_text import output, print_visible, visible_line
 from configs.schema import ModelConfig
 
 PROG = "python -m actors certify"
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 def show(certificate: Certificate, console: Console | None = None) -> None:
     """Print the table, the summary and the faults."""
     width = None if sys.stdout.isatty() else WIDE
-    console = console or Console(highlight=False, markup=False, width=width)
+    console = console or Console(file=output(), highlight=False, markup=False, width=width)
     if certificate.checks:
         table = Table(*COLUMNS, box=None, header_style="bold")
         for check in certificate.checks:

@@ -16,7 +16,7 @@ from actors.live.watcher import Watcher
 from actors.watch import figures
 from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
-from configs.plain_text import visible_line, visible_lines
+from configs.plain_text import output, visible_line, visible_lines
 
 STYLES = {"bad": "bold red", "warn": "yellow", "running": "green", "waiting": "yellow", "silent": "red", "ended": "dim"}
 SERVER_SHOWN = ("server", "version", "tokens/s", "running", "waiting", "KV use", "last message")
@@ -27,7 +27,7 @@ CURVE = 60
 
 async def show(watcher: Watcher) -> None:
     """Draw until cancelled; once, where the output is no terminal."""
-    console = Console(highlight=False)
+    console = Console(file=output(), highlight=False)
     if not console.is_terminal:
         async with asyncio.TaskGroup() as tasks:  # what stops the looks ends the wait for them too
             following = tasks.create_task(watcher.follow())

@@ -82,7 +82,8 @@ async def serve(watcher: Watcher, host: str, port: int) -> None:
     try:
         await listen(runner, host, port)
         bound = runner.addresses[0][1]
-        print_visible(f"run {watcher.config.run.name}: http://{host}:{bound}/  (Prometheus: /metrics; Ctrl-C ends)")
+        where = f"run {watcher.config.run.name}: http://{host}:{bound}/  (Prometheus: /metrics; Ctrl-C ends)"
+        print_visible(where, ends=True)
         if not is_loopback_host(host):
             print_visible(f"anybody who reaches {host}:{bound} may read samples and settings")
         await watcher.follow()

@@ -28,7 +28,7 @@ from buffer.store.faults import StoreError
 from buffer.transcript import lines
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.load import ConfigError
-from configs.plain_text import figure, print_visible, visible_line
+from configs.plain_text import figure, output, print_visible, visible_line
 from configs.schema import Config
 from configs.variables import open_private
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         return BAD_INPUT
     with open(run / "report.html", "w", encoding="utf-8", opener=open_private) as file:
         file.write(page)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(file=output(), highlight=False, soft_wrap=True)
     for line in [*summary(report), *outputs(run)]:
         console.print(Text(spaced(line)) if isinstance(line, str) else line)
     return DONE

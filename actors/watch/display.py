@@ -21,7 +21,7 @@ from actors.watch.metrics_log import EVALUATED, Record, Records, evaluation_line
 from actors.watch.run_state import failures, fullness, silent, waits
 from actors.watch.state_poll import StatePoll
 from buffer.wire.protocol import State
-from configs.plain_text import colourless, figure, visible, visible_line, visible_lines
+from configs.plain_text import colourless, figure, output, visible, visible_line, visible_lines
 from configs.schema import Config
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
@@ -42,7 +42,7 @@ class Display:
 
     def __init__(self, config: Config, console: Console | None = None) -> None:
         self.config = config
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Console(file=output(reported=False), highlight=False, soft_wrap=True)
         self.records = Records(config.run.path / "metrics.jsonl", looks=False, bounded=True)
         """Records of the run; records of an earlier start are not shown as news."""
         self.processes: dict[str, str] = {}

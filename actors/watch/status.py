@@ -40,7 +40,7 @@ from configs.certificate import FILE as CERTIFICATE
 from configs.certificate import read as read_certificate
 from configs.entrypoint import DONE, FAILED
 from configs.flow.alerts import alerts
-from configs.plain_text import visible_line, visible_lines
+from configs.plain_text import output, visible_line, visible_lines
 from configs.schema import Config
 
 REWARD_S = 2.0
@@ -62,7 +62,7 @@ IN_WORDS = {*LIMITS, "running", "places", "places_taken"}
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run whose buffer answers or that has ended by itself, 1 for any other, 2 for bad input."""
     config, run = find_run(argv, "python -m actors status")
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(file=output(), highlight=False, markup=False, soft_wrap=True)
 
     def show(*lines: str, style: str = "") -> None:
         console.print(*map(visible_lines, lines), sep="\n", style=style)

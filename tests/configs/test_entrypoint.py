@@ -194,6 +194,27 @@ def test_a_reader_that_went_away_is_no_failure() -> None:
         assert child.stderr.read() == b""
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "prints", ["plain_text.print_visible('a line')", "Console(file=plain_text.output(), width=80).print('a line')"]
+)
+def test_output_that_is_lost_is_one_line_and_a_failure(prints: str, unbuffered: str) -> None:
+    code = f"""
+import logging
+from rich.console import Console
+from configs import plain_text
+from configs.entrypoint import run_and_exit
+def main(argv):
+    for _ in range(3000): {prints}
+    return 0
+run_and_exit(main, logging.getLogger("test"))
+"""
+    with open("/dev/full", "w") as full:
+        line, env = [sys.executable, "-c", code], os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stderr) == (1, "the output is incomplete: No space left on device\n")
+
+
 def test_log_lines_have_time_level_logger_and_tag(processes: list[Process]) -> None:
     process = start(
         processes,
