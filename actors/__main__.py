@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from actors.supervise.guard import Guarded
@@ -64,10 +65,21 @@ def main(argv: Sequence[str]) -> int:
 
 def guarded(argv: Sequence[str]) -> int:
     """Run `argv` under a guard and return its exit code. Forwards the first SIGINT or SIGTERM, and FORCING for each
-    later one."""
+    later one. SIGHUP, by which shell and kernel say that the terminal is gone, is one SIGTERM, however often it
+    comes."""
     launcher = Guarded("launcher", argv, env=os.environ | {ABOVE: str(os.getpid())})
-    with StopSignals(drain=launcher.signal, force=lambda number: launcher.signal(FORCING)):
-        return launcher.wait()
+    hung_up = threading.Event()
+    with StopSignals(drain=launcher.signal, force=lambda number: launcher.signal(FORCING)) as signals:
+
+        def hang_up(number: int, frame: object) -> None:
+            if not (signals.count or hung_up.is_set()):
+                hung_up.set()
+                launcher.signal(signal.SIGTERM)
+
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            signal.signal(signal.SIGHUP, hang_up)
+        code = launcher.wait()
+    return 128 + signal.SIGHUP if hung_up.is_set() and code == 128 + signal.SIGTERM else code
 
 
 if __name__ == "__main__":

@@ -284,6 +284,8 @@ def _refuse_empty(key: str, where: str) -> None:
 def _read_override(name: str, value: str) -> tuple[dict[str, Any], Callable[[str], str]]:
     if not value.strip():
         _refuse_empty(name, f"--{name}")
+    if value != value.encode(errors="replace").decode():
+        raise ConfigError([f"--{name}: {value}: not UTF-8, as a run file must be; correct it, or rename the file"])
     try:
         tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:

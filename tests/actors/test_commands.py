@@ -68,6 +68,13 @@ def test_a_launch_whose_reader_has_left_goes_on(tmp_path: Path) -> None:
     assert into_a_closed_pipe("-c", DISPLAY, str(tmp_path)) == (0, "it goes on\n")
 
 
+def test_a_launch_whose_output_fills_the_disk_goes_on(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        line = [sys.executable, "-c", DISPLAY, str(tmp_path)]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.stderr.startswith("it goes on\n") and "Traceback" not in done.stderr
+
+
 def test_ctrl_c_ends_the_wait_of_scale_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

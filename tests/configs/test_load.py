@@ -1,6 +1,7 @@
 """The run file: merging, overrides, what is refused and in which words, and the way back to YAML."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -156,6 +157,11 @@ def test_every_required_key_has_an_example() -> None:
 def test_a_required_key_without_a_value_gets_an_example() -> None:
     with pytest.raises(ConfigError, match=r"data.train: nothing stands after it .*; set it, e\.g\. data\.train: "):
         load(["--data.train="])
+
+
+def test_a_value_that_is_not_utf_8_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^--run\.folder: .*: not UTF-8, as a run file must be; correct it"):
+        load(["--run.folder=" + os.fsdecode(b"/tmp/\xff")])
 
 
 def test_a_file_with_too_long_a_name_is_one_line() -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from configs.checkpoint_files import newest
 from tests.harness.ports import free_port
@@ -44,6 +46,9 @@ class World:
         rows = [{"problem": f"{number}+1", "answer": str(number + 1)} for number in range(40)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         model = {"path": tiny_model(folder / "model").path, "dtype": "float32"}
+        words = Tokenizer(models.WordLevel({sign: number for number, sign in enumerate("0123456789+?")}, "?"))
+        words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / "model")
         data = {**SETTINGS["data"], "train": str(folder / "train.jsonl"), "chat_template": "none"}
         (folder / "run.yaml").write_text(yaml.safe_dump({**SETTINGS, "model": model, "data": data}))
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -47,6 +48,19 @@ def test_killed_processes_and_guards_come_back_and_ctrl_c_drains(tmp_path: Path)
         assert f"[{name}] ready" in terminal
     assert "force quit" in terminal and terminal.endswith("imported Ray: False\n")
     assert re.search(r"^ready \d+ \d+ None", launched.log("learner"), re.MULTILINE)
+    assert not psutil.wait_procs(everything, timeout=60)[1]
+
+
+def test_a_lost_terminal_drains_however_often_it_is_said(tmp_path: Path) -> None:
+    """Shell and kernel both send SIGHUP. Before, it killed the launcher and with it all processes."""
+    with launching(tmp_path) as launched:
+        everything = launched.all()
+        os.killpg(launched.front.pid, signal.SIGHUP)
+        until(lambda: "drained" in launched.log("learner"), launched)
+        with suppress(ProcessLookupError):
+            os.killpg(launched.front.pid, signal.SIGHUP)
+        assert launched.front.wait(60) == 128 + signal.SIGHUP, launched.terminal.read_text()
+    assert all(launched.log(name).count("drained") == 1 for name in NAMES)
     assert not psutil.wait_procs(everything, timeout=60)[1]
 
 
