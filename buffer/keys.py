@@ -113,6 +113,16 @@ def write_key(file: Path, key: bytes) -> None:
         opened.write(key.strip() + b"\n")
 
 
+def require_keys(folder: Path) -> None:
+    """Read all keys of a run, on the machine of its buffer. Raises KeysError for one that is missing or of no use."""
+    for name in NAMES:
+        try:
+            read_key(folder / name)
+        except NoKeys:
+            remedy = f"remove {folder} and launch again, which makes new keys"
+            raise KeysError(f"{folder / name}: no such file beside the other keys; {remedy}") from None
+
+
 def load_server_keys(folder: Path, role: Role = "buffer", passwords: bool = False) -> ServerKeys:
     """Keys of the buffer, or of the learner as a server of weights. `passwords`: for a Unix socket. Raises
     KeysError."""

@@ -31,7 +31,7 @@ from actors.supervise.ray_cluster import ray_cluster
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from actors.watch.state_poll import StatePoll
-from buffer.keys import KeysError, make_keys
+from buffer.keys import KeysError, make_keys, require_keys
 from buffer.ledger.types import LedgerError
 from buffer.store.past import accept_loss
 from buffer.wire.protocol import LAUNCHER
@@ -112,7 +112,7 @@ def prepare(config: Config, source: accept.Source | None = None, loss_accepted: 
     """Make the keys, the checkpoint to begin from and the config file that every process reads. Returns that file."""
     if loss_accepted:
         accept_loss(config)
-    make_keys(config.run.path / "keys")
+    require_keys(make_keys(config.run.path / "keys"))
     if source:
         accept.copy(source, config.run.path)
     file = config.run.path / "config.yaml"

@@ -11,6 +11,7 @@ import pytest
 from actors.doctor.run_file import gpus_missing, misfits, without_place
 from actors.supervise import launch
 from actors.supervise.ray_cluster import connect
+from buffer.keys import KeysError
 from configs.checks import cluster_of, starts_ray
 from configs.load import ConfigError, load
 from examples.countdown.make_model import make_tokenizer
@@ -152,6 +153,20 @@ def test_a_machine_with_the_gpus_has_room(words: list[str]) -> None:
     config = load([*words, "--learner.ranks=2", "--rollout.servers=2"])
     assert list(misfits(config, 0)) == list(misfits(config, 4)) == []
     assert len(list(misfits(config, 3))) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [(0o644, "mode 0644 lets others read the key"), (None, "no such file beside")]
+)
+def test_a_key_of_no_use_is_refused_before_anything_starts(mode: int | None, said: str, words: list[str]) -> None:
+    config = load(words)
+    made = launch.prepare(config)
+    made.unlink()
+    key = config.run.path / "keys" / "learner.public"
+    key.chmod(mode) if mode else key.unlink()
+    with pytest.raises(KeysError, match=said):
+        launch.prepare(config)
+    assert not made.exists()
 
 
 @pytest.mark.parametrize(
