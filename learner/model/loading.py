@@ -45,6 +45,9 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
+        if "trust_remote_code" in str(error) and not model.trust_remote_code:
+            remedy = "read that code and set model.trust_remote_code: true, or take another model"
+            raise ConfigError([f"model.path: {model.path}: it needs Python code of its own; {remedy}"]) from None
         raise ConfigError([f"model.path: {model.path}: {str(error).splitlines()[0]}"]) from None
     except WRONG_VALUES as error:
         problem = f"model.path: {model.path}: config.json has a value that transformers refuses"

@@ -7,7 +7,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from configs.load import ConfigError
-from learner.model.loading import read_whole
+from configs.schema import ModelConfig
+from learner.model.loading import read_config, read_whole
 from tests.harness.world import tiny_model
 
 FILE = "model.safetensors"
@@ -34,3 +35,9 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
     with pytest.raises(ConfigError, match=r"mlp.down_proj.weight of shape \[64, 96\], .* describes \[64, 128\]; "):
         read_whole(model)
+
+
+def test_a_model_with_code_of_its_own_is_refused_with_the_key_that_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    with pytest.raises(ConfigError, match=r"needs Python code of its own; read that code and set model.trust_remote_"):
+        read_config(ModelConfig(path=str(tmp_path)))
