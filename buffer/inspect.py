@@ -31,6 +31,7 @@ from configs import load
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.plain_text import output, print_visible, visible
 from configs.schema import Config
+from configs.variables import unwritable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -267,6 +268,8 @@ def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
             data_of(segment, position, s.bytes, s.crc32c)
         FROM samples s JOIN items i ON s.item = i.item LEFT JOIN problems p ON i.row = p.row
         ORDER BY s.item, s.idx"""
+    if why := unwritable(out):
+        raise LedgerError(f"{out}: {why}")
     number, damaged, draft = 0, 0, out.with_name(f".{out.name}.part")
     with pq.ParquetWriter(draft, COLUMNS) as writer:
         rows = db.execute(query)

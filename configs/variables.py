@@ -191,6 +191,17 @@ def can_write(folder: str | Path) -> bool:
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
+def unwritable(file: Path) -> str:
+    """Why a command cannot write `file` at its end, with the remedy; empty if it can. A file there is replaced, a
+    folder or a device must not be."""
+    folder = file.absolute().parent
+    if file.exists() and not file.is_file():
+        return "a folder; name a file in it" if file.is_dir() else "no regular file; name another"
+    if not folder.is_dir():
+        return f"there is no folder {file.parent}; make it first"
+    return "" if can_write(folder) else f"{folder} cannot be written to; name another file"
+
+
 def apply_umask(folder: Path) -> None:
     """Set the mode of the files in `folder` by the umask: safetensors always creates files with 0600."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")  # `os.umask` would change it for all threads

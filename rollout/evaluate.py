@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from configs.load import ConfigError, read
 from configs.model_folder import faults
 from configs.plain_text import print_visible
 from configs.schema import Config
-from configs.variables import open_private
+from configs.variables import open_private, unwritable
 from rollout.concurrency import Places, SparePlaces
 from rollout.engine.arguments import on_cpu
 from rollout.episodes.setup import RolloutSetup, check_scored, check_server
@@ -49,6 +50,11 @@ def main(argv: Sequence[str]) -> int:
     flags, rest = split_flags(argv, PROG, **FLAGS)
     config = read(rest, f"{PROG} {FLAGS_SHOWN}", check_evaluated)
     sets = chosen_sets(config, flags.models, flags.sets)
+    if flags.out:
+        with suppress(OSError):
+            flags.out.parent.mkdir(parents=True, exist_ok=True)
+        if why := unwritable(flags.out):
+            raise ConfigError([f"--out: {flags.out}: {why}"])
     say(f"starts vLLM for {len(flags.models)} models, which may take a minute or two")
     logging.getLogger("vllm").setLevel(logging.ERROR)  # also of this process, which imports it
     config = served(config, flags.models)
@@ -60,7 +66,6 @@ def main(argv: Sequence[str]) -> int:
             "problems": sum(len(each.rows) for each in sets),
             "models": results,
         }
-        flags.out.parent.mkdir(parents=True, exist_ok=True)
         with open(flags.out, "w", encoding="utf-8", opener=open_private) as file:
             file.write(json.dumps(report, indent=1) + "\n")
     return DONE

@@ -19,6 +19,7 @@ from configs.entrypoint import BAD_INPUT, DONE
 from configs.load import ConfigError
 from configs.plain_text import output, print_visible, visible_line
 from configs.schema import ModelConfig
+from configs.variables import unwritable
 
 PROG = "python -m actors certify"
 WIDE = 140
@@ -29,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
     """Make and print a certificate; the exit code."""
     given = parser().parse_args(argv)
     model = ModelConfig(path=given.model, trust_remote_code=given.trust_remote_code)
-    if given.out and not given.out.absolute().parent.is_dir():
-        print_visible(f"--out: {given.out}: there is no folder {given.out.parent}; make it first", sys.stderr)
+    if given.out and (why := unwritable(given.out)):
+        print_visible(f"--out: {given.out}: {why}", sys.stderr)
         return BAD_INPUT
     from learner.certify.process import made  # imports torch and transformers, which takes seconds
 

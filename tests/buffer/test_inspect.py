@@ -14,7 +14,7 @@ import pytest
 
 from buffer import inspect
 from buffer.ledger.rules import Ledger
-from buffer.ledger.types import SampleStats, Transaction
+from buffer.ledger.types import LedgerError, SampleStats, Transaction
 from buffer.store.sqlite import Store, reading
 from buffer.wire.client import RefusedError, RolloutClient
 from buffer.wire.protocol import Ack, Part, Quarantine, Rewind, Rewound, State, Status, Take, Trained
@@ -130,6 +130,19 @@ def test_export_says_how_many_samples_were_removed_with_older_checkpoints(tmp_pa
     removed = "4 others were removed with older checkpoints, which buffer.keep: all would keep"
     assert line == f"{tmp_path}/out.parquet: 4 samples; {removed}"
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 4
+
+
+def test_export_replaces_no_folder_and_no_device(tmp_path):
+    """As root it once put a parquet file in the place of /dev/full."""
+    with Store(tmp_path / "buffer.sqlite", fsync=False):
+        pass
+    os.mkfifo(tmp_path / "pipe")
+    places = {"pipe": "no regular file; name another", ".": "a folder; name a file in it", "none/out": "make it first"}
+    with closing(reading(tmp_path / "buffer.sqlite")) as db:
+        for place, why in places.items():
+            with pytest.raises(LedgerError, match=why):
+                list(inspect.export(db, tmp_path / place))
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_show_reads_an_episode_of_two_segments(tmp_path, capsys):
