@@ -10,6 +10,7 @@ from configs.load import load
 from configs.schema import Config, MixedSource
 from examples.countdown.make_model import make_tokenizer
 from rollout.episodes.prompts import Prompts
+from tests.harness.weightless import add_weights
 
 
 def config(folder: Path, *overrides: str) -> Config:
@@ -19,7 +20,7 @@ def config(folder: Path, *overrides: str) -> Config:
 
 def test_a_mixture_is_judged_as_a_whole(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (add_weights(tmp_path) / "config.json").write_text('{"model_type": "qwen2"}')
     rows = ["8 6 4=2", "8 6 4=2 " * 300]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps({"question": row, "answer": "1"}) + "\n" for row in rows))
     (tmp_path / "more.csv").write_text("problem,answer\n8 6,1\n")

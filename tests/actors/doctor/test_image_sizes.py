@@ -16,6 +16,7 @@ from configs.load import ConfigError, load
 from configs.schema import Config
 from tests.buffer.test_image_rows import write
 from tests.buffer.test_images import CONFIG, PROCESSOR, file, model, noise
+from tests.harness.weightless import add_weights
 
 SMALL, LARGE = (file(Image.fromarray(noise(*size))) for size in ((100, 120), (600, 800)))
 
@@ -109,6 +110,6 @@ def test_rows_are_tried_with_few_bytes_of_images(seeing: Path, monkeypatch: pyte
 
 
 def test_a_text_model_has_nothing_to_freeze(tmp_path: Path) -> None:
-    model(tmp_path, {"model_type": "qwen2"})
+    add_weights(Path(model(tmp_path, {"model_type": "qwen2"})))
     refused = judge(run_file(tmp_path, [], **{"run.folder": tmp_path, "model.freeze": "[vision]"})).refused
     assert any(line.startswith("model.freeze: [vision]: ") and line.endswith("remove the key") for line in refused)
