@@ -9,6 +9,7 @@ from rollout.engine import teacher_server
 from rollout.engine.reward_server import TokenGate, command_line
 from rollout.evaluate import check_evaluated
 from rollout.teachers.teacher_client import PATH
+from tests.harness.weightless import add_weights
 
 NEEDED = ["--model.path=m", "--data.train=d.jsonl", "--data.max_prompt_tokens=10", "--sampling.max_tokens=20"]
 SOURCES = (
@@ -38,7 +39,7 @@ def test_each_server_has_its_teacher_its_port_and_room_for_a_sample_and_one_toke
 def test_a_name_of_no_server_is_refused(name: str, words: str, tmp_path: Path) -> None:
     for folder in ("big", "small"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.json").write_text("{}")
+        (add_weights(tmp_path / folder) / "config.json").write_text("{}")
     given = [word.replace("=big", f"={tmp_path}/big").replace("small", f"{tmp_path}/small") for word in TAUGHT]
     with pytest.raises(ValueError, match=words):
         teacher_server.main(["--name", name, *given])
