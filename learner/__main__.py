@@ -8,8 +8,8 @@ Starts its node's share of `learner.ranks` ranks unless torchrun or srun has sta
 the current version and a checkpoint (exit 0), the second at once. Exit 2: config, model, device or nodes do not work,
 found before anything was trained. Exit 1: a rank failed; all ranks have ended, and a restart continues from the last
 checkpoint. Exit 3: the data ended before the last version; 4: the run was given up, because all attempts fail, the last
-checkpoint could not be written, an image differs from the one that the policy saw, or the steps no longer change
-anything (`train/skipped.py`).
+checkpoint could not be written, an image differs from the one that the policy saw, a user's loss or advantage raises
+(`algorithms/own.py`), or the steps no longer change anything (`train/skipped.py`).
 """
 
 import logging
@@ -53,6 +53,7 @@ from configs.resume import fingerprint
 from configs.schema import Config
 from learner import loop, ranks, watchdog
 from learner.algorithms.losses import needs_entropy_gradient, needs_reference
+from learner.algorithms.own import OwnFailure
 from learner.algorithms.own_trial import check_own
 from learner.certify import process
 from learner.checkpoint import Checkpoints, NoDiskSpace
@@ -88,7 +89,7 @@ from learner.weights.sender.row_rank import RowRank
 
 log = logging.getLogger("learner")
 PROG = "python -m learner"
-OVER = (NoDiskSpace, PictureMismatch, RouteMismatch, StepsSkipped)
+OVER = (NoDiskSpace, OwnFailure, PictureMismatch, RouteMismatch, StepsSkipped)
 """Errors that a restart would only repeat."""
 FILES = ("model.path", WEIGHTS, "data.demonstrations", "algorithm.loss", "algorithm.advantage")
 """Keys of files that each rank reads."""

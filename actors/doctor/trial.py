@@ -302,12 +302,13 @@ def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 def algorithm(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Let the learner try a loss and an advantage of the user on a tiny batch."""
-    from learner.algorithms.own_trial import check_own  # imports torch, which takes seconds
+    from learner.algorithms.own_trial import check_alone, check_own  # import torch, which takes seconds
 
     chosen = config.algorithm
     key, name = ("algorithm.loss", chosen.loss) if ":" in chosen.loss else ("algorithm.advantage", chosen.advantage)
     with trial.importing(key, name, import_s(config)):
         tried = list(check_own(chosen, config.sampling.max_tokens, config.rollout.task != "single_turn"))
+        check_alone(chosen)
     trial.found.facts += tried
 
 

@@ -75,6 +75,11 @@ class LossInputs:
                 changes[field.name] = torch.where(self.sampled, value, self.version if field.name == "versions" else 0)
         return replace(self, **changes)  # type: ignore[arg-type]
 
+    def copy(self) -> "LossInputs":
+        """The same in tensors of their own, through which gradients pass: changes in place reach nothing else."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return replace(self, **{name: value.clone() for name, value in values if isinstance(value, Tensor)})  # type: ignore[arg-type]
+
     def per_sequence(self, values: Tensor) -> Tensor:
         """Sums of `values` [tokens] over the sampled tokens of each sequence: [sequences or more]. No device sync."""
         size = max(values.numel(), self.num_sequences)

@@ -2,14 +2,17 @@
 
 A user's loss is `loss(inputs, config)` and returns the loss of each token, [tokens]; a user's advantage is
 `advantage(rewards, groups, lengths)` and returns [samples]. The rest is as with built-in ones: aggregation, penalties,
-diagnostics. What a function returns is judged at each call as far as that waits for no GPU; `own_trial.py` judges the
-rest before anything is trained.
+diagnostics. Both get copies, which they may change in place. What a function raises or returns is judged at each call
+as far as that waits for no GPU; `own_trial.py` judges the rest before anything is trained.
 """
 
+import os
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import AlgorithmConfig
@@ -17,6 +20,14 @@ from configs.user_file import load_function
 from learner.algorithms.advantages import ADVANTAGES, Advantage
 from learner.algorithms.inputs import LossInputs
 from learner.algorithms.losses import LOSSES, Loss, TokenLosses
+
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
+"""Errors that a user's function may meet and does not cause."""
+
+
+class OwnFailure(ValueError):
+    """A user's loss or advantage raises, or returns what cannot be trained on. The text names it and the remedy. A
+    restart would only repeat it: the batch stays the same."""
 
 
 def loss_of(config: AlgorithmConfig) -> Loss:
@@ -34,14 +45,14 @@ def advantage_of(config: AlgorithmConfig) -> Advantage:
 
 
 class OwnLoss:
-    """A user's loss as one of `LOSSES`. Raises ValueError for a result that is not the loss of each token."""
+    """A user's loss as one of `LOSSES`. Raises OwnFailure for a result that is not the loss of each token."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function
 
     def __call__(self, inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
         """[tokens] each; masked and capped are the user's if the function returns `TokenLosses`."""
-        made = self.function(inputs, config)
+        made = result_of("algorithm.loss", self.name, self.function, inputs.copy(), config)
         if not isinstance(made, TokenLosses):
             none = torch.zeros_like(inputs.sampled)
             made = TokenLosses(made, none, none)
@@ -53,23 +64,51 @@ class OwnLoss:
 
 
 class OwnAdvantage:
-    """A user's advantage as one of `ADVANTAGES`. Raises ValueError for a result that is not one number per sample."""
+    """A user's advantage as one of `ADVANTAGES`. Raises OwnFailure for a result that is not one finite number per
+    sample."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function
 
     def __call__(self, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
         """[samples], without gradient."""
-        made = self.function(rewards, groups, lengths)
+        given = rewards.clone(), groups.clone(), None if lengths is None else lengths.clone()
+        made = result_of("algorithm.advantage", self.name, self.function, *given)
         must_have("algorithm.advantage", self.name, made, rewards.shape, "a number for each sample, [samples]")
-        return made.detach()  # type: ignore[no-any-return]
+        advantages: Tensor = made.detach().to(rewards.device)
+        for sample in (~advantages.isfinite()).nonzero().flatten().tolist()[:1]:
+            where = spread(rewards[groups == groups[sample]])
+            raise OwnFailure(f"algorithm.advantage: {self.name} gives {advantages[sample]:g} for a sample {where}")
+        return advantages
+
+
+def spread(rewards: Tensor) -> str:
+    """Describe the rewards of a group whose advantages are not finite, and say what to do."""
+    least, most = float(rewards.min()), float(rewards.max())
+    if least == most:
+        return f"of a group whose rewards are all {least:g}; divide by no spread without adding a small number to it"
+    return f"of a group with rewards from {least:g} to {most:g}; correct it"
+
+
+def result_of(key: str, name: str, function: Callable[..., Any], *given: Any) -> Any:
+    """What a user's function returns. Raises OwnFailure, in one line, for what it raises, but for DEVICE_ERRORS."""
+    try:
+        return function(*given)
+    except DEVICE_ERRORS:
+        raise
+    except Exception as error:  # users' code may raise anything
+        file = os.path.abspath(name.rpartition(":")[0])
+        lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == file]
+        said = " ".join("".join(traceback.format_exception_only(error)).split())[:200]
+        line = f" in line {lines[-1]}" if lines else ""
+        raise OwnFailure(f"{key}: {name} raised {said}{line}; correct it") from error
 
 
 def must_have(key: str, name: str, made: object, shape: torch.Size, wanted: str) -> None:
-    """Raise ValueError unless `made` is a tensor of this shape: torch would broadcast another one in silence."""
+    """Raise OwnFailure unless `made` is a tensor of this shape: torch would broadcast another one in silence."""
     if isinstance(made, Tensor) and made.shape == shape:
         return
     found = (
         f"a tensor of shape {list(made.shape)}" if isinstance(made, Tensor) else f"an object of {type(made).__name__}"
     )
-    raise ValueError(f"{key}: {name} returns {found} where {list(shape)} is needed; return {wanted}")
+    raise OwnFailure(f"{key}: {name} returns {found} where {list(shape)} is needed; return {wanted}")

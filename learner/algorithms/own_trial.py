@@ -2,16 +2,20 @@
 
 `check_own` calls the function with three groups of three samples, and refuses in one line what could not be trained on:
 a result of another shape, without gradient or not finite, a loss whose parts do not add up to that of the whole batch,
-or advantages that follow the order of samples. Called by the learner at its start, and by `actors/doctor/trial.py` for
-`configs`, `doctor` and `launch`. Takes milliseconds, on the CPU.
+or advantages that follow the order of samples; and a file or function that changes what the whole process shares.
+Called by the learner at its start, and by `actors/doctor/trial.py` for `configs`, `doctor` and `launch`, which also
+calls `check_alone`. Takes milliseconds, on the CPU.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.critic import GAE
 from configs.load import ConfigError
@@ -19,16 +23,28 @@ from configs.schema import AlgorithmConfig
 from learner.algorithms.advantages import ADVANTAGES
 from learner.algorithms.inputs import LossInputs
 from learner.algorithms.losses import LOSSES, Loss, needs_reference
-from learner.algorithms.own import advantage_of, loss_of
+from learner.algorithms.own import OwnFailure, advantage_of, loss_of
 
 LENGTHS = (1, 2, 3, 6, 1, 4, 5, 2, 3)
 """Sampled tokens of each sample; a token of prompt is before them."""
 GROUPS = (7, 7, 7, 2, 2, 2, 31, 31, 31)
 REWARDS = (1.0, 0.0, 0.5, 0.0, 0.0, 2.0, -1.0, 1.0, 0.25)
+EQUAL = (1.0, 0.0, 0.5, 2.0, 2.0, 2.0, -1.0, 1.0, 0.25)
+"""Rewards of which one group has equal ones, as groups that are all right or all wrong have."""
 FAR = 20.0
 """Log-ratio of learner and server in the batch of far tokens, as between policies that differ much."""
 UNSAMPLED = "; mind that a token that was not sampled has 0 in all inputs"
 CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-5}
+SHARED: dict[str, Callable[[], object]] = {
+    "the current folder": os.getcwd,
+    "torch's default dtype": torch.get_default_dtype,
+    "torch's default device": torch.get_default_device,
+    "torch's gradient mode": torch.is_grad_enabled,
+    "torch's float32 matmul precision": torch.get_float32_matmul_precision,
+}
+"""What a file or function of the user must leave as it is in the learner's process, by its name for people."""
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+"""Namespaces of torch's operators that wait for other ranks."""
 Part = tuple[Tensor, LossInputs]
 """A microbatch, and the places of its tokens in the batch: [tokens] int64."""
 
@@ -50,11 +66,13 @@ def check_own(config: AlgorithmConfig, answer: int, has_segments: bool) -> Itera
 def check_advantage(config: AlgorithmConfig) -> None:
     """Raise ValueError if `algorithm.advantage` cannot be trained with."""
     function, order = advantage_of(config), torch.tensor([8, 2, 5, 0, 7, 1, 4, 6, 3])
-    rewards, groups, lengths = torch.tensor(REWARDS), torch.tensor(GROUPS), torch.tensor(LENGTHS)
+    rewards, groups, lengths = rewards_of(REWARDS), torch.tensor(GROUPS), torch.tensor(LENGTHS)
     found = function(rewards, groups, lengths)
+    for others in (EQUAL, [0.0] * len(REWARDS)):
+        function(rewards_of(others), groups, lengths)
     problem = None
-    if not found.is_floating_point() or not found.isfinite().all():
-        problem = "gives values that are no finite numbers; correct it"
+    if not found.is_floating_point():
+        problem = f"gives values of type {found.dtype}; return floating point numbers"
     elif not found.any():
         problem = f"gives 0 for each of 9 samples with rewards from {min(REWARDS):g} to {max(REWARDS):g}; correct it"
     elif not torch.allclose(function(rewards[order], groups[order], lengths[order]), found[order], **CLOSE):
@@ -65,6 +83,11 @@ def check_advantage(config: AlgorithmConfig) -> None:
         raise ValueError(f"algorithm.advantage: {config.advantage} {problem}")
 
 
+def rewards_of(values: Sequence[float]) -> Tensor:
+    """Rewards as a batch has them: [samples] float64."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def check_loss(config: AlgorithmConfig, has_segments: bool) -> None:
     """Raise ValueError if `algorithm.loss` cannot be trained with."""
     loss, whole, samples = loss_of(config), batch(config), range(len(LENGTHS))
@@ -73,6 +96,7 @@ def check_loss(config: AlgorithmConfig, has_segments: bool) -> None:
     cuts = {
         "two microbatches": [part(whole, samples[:4]), part(whole, samples[4:])],
         "microbatches of one sample each": [part(whole, [sample]) for sample in samples],
+        "two microbatches, one without a sampled token": [(every, whole), unsampled(whole)],
         "two microbatches with a segment of each sample in both": halves(whole) if has_segments else [],
     }
     for what, parts in cuts.items():
@@ -152,6 +176,12 @@ def part(whole: LossInputs, samples: Sequence[int]) -> Part:
     return tokens, replace(chosen, sequence=chosen.sequence.unique(return_inverse=True)[1])
 
 
+def unsampled(whole: LossInputs) -> Part:
+    """A microbatch without a sampled token, as a rank gets one that has fewer microbatches than others."""
+    tokens, first = part(whole, [0])
+    return tokens, replace(first, sampled=torch.zeros_like(first.sampled))
+
+
 def halves(whole: LossInputs) -> list[Part]:
     """Two microbatches with every second token of each sample; the log-ratios of whole samples are known."""
     known = replace(whole, scattered=True, sequence_log_ratio=whole.per_sequence(whole.log_ratio)[whole.sequence])
@@ -166,15 +196,46 @@ def of_tokens(whole: LossInputs, tokens: Tensor) -> LossInputs:
     return LossInputs(**of_these)
 
 
+class NoCollectives(TorchDispatchMode):
+    """Raises RuntimeError where something in its block waits for other ranks."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator `func`, unless it is a collective."""
+        if func.namespace in COLLECTIVES:
+            raise RuntimeError(
+                f"{func.name()} waits for other ranks, whose microbatches differ in number; leave it out"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def check_alone(config: AlgorithmConfig) -> None:
+    """Raise ConfigError for a user's loss or advantage that waits for other ranks. Only for a process that is no rank:
+    it pretends to be one of two meanwhile."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        with NoCollectives():
+            for _ in check_own(config, 1, has_segments=False):
+                pass
+    finally:
+        dist.destroy_process_group()
+
+
 def _refusing(key: str, name: str, attempt: Callable[[], None]) -> None:
-    """Make a ConfigError, in one line, of whatever the user's function raises."""
+    """Make a ConfigError, in one line, of whatever the user's function raises, and of what it changes in SHARED."""
+    before = {what: look() for what, look in SHARED.items()}
     try:
         attempt()
+    except OwnFailure as error:
+        raise ConfigError([str(error)]) from error
     except ValueError as error:
         own = str(error).startswith(key)
         raise ConfigError([str(error) if own else f"{key}: {name} raised {_named(error)}"]) from error
     except Exception as error:  # users' code may raise anything
         raise ConfigError([f"{key}: {name} raised {_named(error)}"]) from error
+    for what, look in SHARED.items():
+        if (now := look()) != before[what]:
+            change = f"changes {what} from {before[what]} to {now}, for all of the learner"
+            raise ConfigError([f"{key}: {name.rpartition(':')[0]} {change}; take that out"])
 
 
 def _named(error: Exception) -> str:

@@ -1,5 +1,9 @@
 """A user's loss and advantage, by path: the same numbers as a built-in one, or refused in one line before a run."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,15 +11,18 @@ import torch
 
 from configs.load import ConfigError
 from configs.schema import AlgorithmConfig
+from learner.__main__ import OVER
 from learner.algorithms.advantages import group_mean
 from learner.algorithms.losses import LOSSES
-from learner.algorithms.own import advantage_of, loss_of
+from learner.algorithms.own import OwnFailure, advantage_of, loss_of
 from learner.algorithms.own_trial import batch, check_own
 from learner.train.batch import Batch
 from tests.harness.world import algorithm_of, cut, gradients, make_samples, policy_of, tiny_model
 
 OWN = """
+import os
 import torch
+import torch.distributed as dist
 from learner.algorithms.losses import TokenLosses, dppo
 
 def again(inputs, config):
@@ -38,6 +45,18 @@ def unsampled(inputs, config): return -inputs.behaviour.log() * 0 + cispo(inputs
 def root(inputs, config): return -torch.where(inputs.log_ratio > 0, inputs.log_ratio.sqrt(), 0) * inputs.advantages
 def raises(inputs, config): return config.no_such_key
 def number(inputs, config): return 1.0
+def in_place(inputs, config):
+    inputs.policy_logprobs.clamp_(min=-20)
+    inputs.advantages.clamp_(-0.1, 0.1)
+    inputs.sampled.zero_()
+    return cispo(inputs, config)
+def of_sampled(inputs, config):
+    return cispo(inputs, config).clamp(max=inputs.behaviour[inputs.sampled].max().abs() + 1e6)
+def reduces(inputs, config):
+    total = inputs.advantages.sum()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return cispo(inputs, config)
 
 def centred(rewards, groups, lengths=None):
     return torch.stack([r - rewards[groups == g].mean() for r, g in zip(rewards, groups)])
@@ -45,6 +64,36 @@ def reshaped(rewards, groups, lengths=None): return (rewards.view(-1, 3) - rewar
 def zero(rewards, groups, lengths=None): return rewards * 0
 def nan(rewards, groups, lengths=None): return rewards / 0 * 0
 def per_group(rewards, groups, lengths=None): return rewards[:3]
+def float32(rewards, groups, lengths=None):
+    made = torch.zeros(len(rewards))
+    made[:] = centred(rewards, groups)
+    made[groups == groups[0]] = rewards[groups == groups[0]]
+    return made
+def spreads(rewards, groups, lengths=None):
+    every = [rewards[groups == g] for g in groups]
+    return torch.stack([(r - of.mean()) / of.std() for r, of in zip(rewards, every)])
+def whole(rewards, groups, lengths=None): return (rewards * 4).long()
+def of_batch(rewards, groups, lengths=None): return (rewards - rewards.mean()) / rewards.std()
+def changes_in_place(rewards, groups, lengths=None):
+    rewards *= 2
+    return rewards
+def moves(rewards, groups, lengths=None):
+    os.chdir("/")
+    return centred(rewards, groups)
+def fails(rewards, groups, lengths=None):
+    if len(rewards) == 9:
+        return centred(rewards, groups)
+    raise KeyError(
+        "eleven")
+def gathers(rewards, groups, lengths=None):
+    if dist.is_initialized():
+        dist.all_gather_object([None] * dist.get_world_size(), 1)
+    return centred(rewards, groups)
+"""
+WIDE = """
+import torch
+torch.set_default_dtype(torch.float64)
+def loss(inputs, config): return -inputs.advantages * inputs.policy_logprobs
 """
 
 
@@ -53,6 +102,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("own") / "mine.py"
     path.write_text(OWN)
     return path
+
+
+@pytest.fixture
+def here() -> Iterator[None]:
+    """Restore what a user's file changes in this process."""
+    folder, dtype = Path.cwd(), torch.get_default_dtype()
+    yield
+    os.chdir(folder)
+    torch.set_default_dtype(dtype)
 
 
 @pytest.mark.parametrize(("own", "built_in"), [("again", "dppo"), ("cispo", "cispo")])
@@ -114,7 +172,11 @@ def test_built_in_ones_are_not_tried() -> None:
         ("infinite", " where learner and servers differ much; clamp log-ratios before exp"),
         ("unsampled", "gives nan; mind that a token that was not sampled has 0 in all inputs"),
         ("root", "has a gradient that is not finite; mind that"),
-        ("raises", "raised AttributeError: 'AlgorithmConfig' object has no attribute 'no_such_key', on a tiny batch"),
+        (
+            "raises",
+            "raised AttributeError: 'AlgorithmConfig' object has no attribute 'no_such_key' in line 25; correct",
+        ),
+        ("of_sampled", "raised RuntimeError: max(): Expected reduction dim to be specified for input.numel() == 0."),
         ("missing", "mine.py has no function 'missing'"),
     ],
 )
@@ -134,15 +196,66 @@ def test_sums_over_a_sample_are_right_where_samples_have_one_segment(file: Path)
     [
         ("reshaped", "gives a sample another value in another order of samples; find its group by `groups`"),
         ("zero", "gives 0 for each of 9 samples with rewards from -1 to 2"),
-        ("nan", "gives values that are no finite numbers"),
+        ("nan", "gives nan for a sample of a group with rewards from 0 to 1; correct it"),
+        ("spreads", "gives nan for a sample of a group whose rewards are all 2; divide by no spread without"),
+        ("of_batch", "gives nan for a sample of a group whose rewards are all 0; divide by no spread without"),
+        ("float32", "raised RuntimeError: Index put requires the source and destination dtypes match"),
+        ("whole", "gives values of type torch.int64; return floating point numbers"),
+        ("moves", "mine.py changes the current folder from "),
         ("per_group", "returns a tensor of shape [3] where [9] is needed; return a number for each sample, [samples]"),
     ],
 )
-def test_an_unsound_advantage_is_refused_in_one_line(advantage: str, words: str, file: Path) -> None:
+def test_an_unsound_advantage_is_refused_in_one_line(advantage: str, words: str, file: Path, here: None) -> None:
     with pytest.raises(ConfigError) as error:
         list(check_own(AlgorithmConfig(advantage=f"{file}:{advantage}"), 30, has_segments=False))
     (line,) = error.value.problems
     assert line.startswith("algorithm.advantage: ") and words in line
+
+
+def test_a_file_that_changes_the_process_is_refused(tmp_path: Path, here: None) -> None:
+    (tmp_path / "wide.py").write_text(WIDE)
+    with pytest.raises(ConfigError) as error:
+        list(check_own(AlgorithmConfig(loss=f"{tmp_path}/wide.py:loss"), 30, has_segments=True))
+    (line,) = error.value.problems
+    assert line.startswith(f"algorithm.loss: {tmp_path}/wide.py changes torch's default dtype from torch.float32 to ")
+
+
+@pytest.mark.parametrize(("key", "name"), [("loss", "reduces"), ("advantage", "gathers")])
+def test_what_waits_for_other_ranks_is_refused(key: str, name: str, file: Path) -> None:
+    """Ranks have different numbers of microbatches: one of them would wait for ever."""
+    config = AlgorithmConfig(**{key: f"{file}:{name}"})
+    assert len(list(check_own(config, 30, has_segments=False))) == 1
+    result = in_own_process(f"check_alone(AlgorithmConfig({key}={f'{file}:{name}'!r}))")
+    assert f"algorithm.{key}: {file}:{name} raised RuntimeError: c10d::all" in result.stderr
+    assert " waits for other ranks, whose microbatches differ in number; leave it out in line " in result.stderr
+    assert in_own_process(f"check_alone(AlgorithmConfig(loss={f'{file}:cispo'!r}))").returncode == 0
+
+
+def in_own_process(line: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of Python in a process that has no process group."""
+    imports = "from configs.schema import AlgorithmConfig; from learner.algorithms.own_trial import check_alone"
+    return subprocess.run([sys.executable, "-c", f"{imports}; {line}"], capture_output=True, text=True, timeout=300)
+
+
+def test_changes_in_place_reach_nothing_else(file: Path) -> None:
+    config, values = AlgorithmConfig(loss=f"{file}:in_place", advantage=f"{file}:changes_in_place"), []
+    for loss in (config.loss, f"{file}:cispo"):
+        chosen = config.model_copy(update={"loss": loss})
+        given = batch(chosen)
+        values.append(loss_of(chosen)(given, chosen)[1])
+        assert given.sampled.any() and given.advantages.abs().max() > 1
+    assert values[0].keys() == values[1].keys()
+    assert all(values[0][name] == values[1][name] for name in values[0] if name != "loss/policy")
+    rewards = torch.ones(3)
+    advantage_of(config)(rewards, torch.zeros(3), torch.ones(3))
+    assert rewards.tolist() == [1, 1, 1]
+
+
+def test_what_it_raises_during_a_run_ends_the_learner_in_one_line(file: Path) -> None:
+    advantage = advantage_of(AlgorithmConfig(advantage=f"{file}:fails"))
+    with pytest.raises(OwnFailure, match=r"mine.py:fails raised KeyError: 'eleven' in line \d+; correct it$"):
+        advantage(torch.zeros(4), torch.zeros(4), torch.ones(4))
+    assert issubclass(OwnFailure, OVER)
 
 
 def test_an_advantage_of_the_users_gets_all_samples_of_the_batch(file: Path) -> None:
