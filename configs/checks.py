@@ -6,12 +6,14 @@ names; what makes a run slow rather than impossible is a note of `explain.py`. E
 and no package judges the run file a second time, except where torch, a GPU, the model or vLLM is needed to know.
 """
 
+import ast
 import importlib.util
 import json
 import os
 import shutil
 import symtable
 from collections.abc import Collection, Iterable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from operator import attrgetter
 from pathlib import Path
 
@@ -57,6 +59,8 @@ REWARDS = (
 BUILT_IN = {"reward.function": REWARDS, "rollout.task": ("single_turn", "agent", "environment")}
 """Names of the registries REWARDS and TASKS of `rollout`, which this package may not import; `task`: no reward; `agent`
 and `environment` have keys of their own."""
+DEFINING = {"__getattr__", "exec", "globals", "setattr", "vars"}
+"""Names by whose use a file may define functions that its text does not show."""
 
 TEMPLATE_WORDS = ("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize")
 """Arguments of a chat template that Headrace gives."""
@@ -577,14 +581,22 @@ def _agents(config: Config, files: Collection[str]) -> Iterator[str]:
 
 
 def _defined(key: str, file: str, function: str) -> Iterator[str]:
+    """What is wrong with a file, by its text. A name that it may define as it runs is judged when it is imported."""
+    if file.endswith(tuple(EXTENSION_SUFFIXES)) and Path(file).is_file():  # compiled
+        return
     try:
-        symbols = symtable.symtable(Path(file).read_text(encoding="utf-8"), file, "exec").get_symbols()
+        source = Path(file).read_bytes()  # Python looks for its encoding
+        symbols, tree = symtable.symtable(source, file, "exec").get_symbols(), ast.parse(source)
     except (OSError, SyntaxError, ValueError) as error:
         missing = isinstance(error, FileNotFoundError)
         problem = f"no such file (from {Path.cwd()})" if missing else f"not Python: {error}"
         yield f"{key}: {file}: {problem}; correct it"
         return
-    if function not in {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}:
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    unknown = DEFINING & {symbol.get_name() for symbol in symbols} or "*" in imported
+    if not unknown and function not in {
+        each.get_name() for each in symbols if each.is_assigned() or each.is_imported()
+    }:
         names = [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
         public = ", ".join(name for name in names if not name.startswith("_"))
         yield f"{key}: {file} has no function {function}; it has {public or 'none'}"
@@ -663,7 +675,7 @@ def _template(path: Path) -> Iterator[str]:
 
     jinja = ImmutableSandboxedEnvironment()
     try:
-        for node in jinja.parse(path.read_text(encoding="utf-8")).find_all((nodes.Filter, nodes.Test)):
+        for node in jinja.parse(path.read_text(encoding="utf-8-sig")).find_all((nodes.Filter, nodes.Test)):
             kind, known = ("filter", jinja.filters) if isinstance(node, nodes.Filter) else ("test", jinja.tests)
             if node.name not in known:
                 yield f"data.format_prompt: {path}:{node.lineno}: No {kind} named {node.name!r}."

@@ -235,7 +235,7 @@ def _is_blind(name: str) -> bool:
     """Whether the function `path.py:function` names nothing by which it could see the ground truth."""
     path, _, function = name.rpartition(":")
     with suppress(OSError, SyntaxError, ValueError):
-        for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
+        for node in ast.parse(Path(path).read_bytes()).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
                 given = node.args
                 names = {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}

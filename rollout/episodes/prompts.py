@@ -39,7 +39,7 @@ class Prompts:
         given = config.data.chat_template
         self.plain = given == "none"
         """Whether prompts are plain text, without a chat template."""
-        self.chat_template = given.read_text(encoding="utf-8") if isinstance(given, Path) else None
+        self.chat_template = given.read_text(encoding="utf-8-sig") if isinstance(given, Path) else None
         if given is None and not tokenizer.chat_template:
             remedy = "set data.chat_template: none for plain text, or name a Jinja file"
             problems.append(f"model.path: the tokenizer in {config.model.path} has no chat template; {remedy}")
@@ -49,7 +49,7 @@ class Prompts:
         self._texts = ChatTexts(tokenizer, self._renderer, self.chat_template)
         self._format, self._format_name = "", f"data.format_prompt {config.data.format_prompt}"
         if config.data.format_prompt:
-            self._format = config.data.format_prompt.read_text(encoding="utf-8").strip()
+            self._format = config.data.format_prompt.read_text(encoding="utf-8-sig").strip()
             try:
                 self._renderer.check("file", self._format)
             except RenderError as error:

@@ -1,6 +1,7 @@
 """Each contradiction of a run file against its line; what is allowed at the very bound; the same rules nowhere else."""
 
 import ast
+import codecs
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.checks import BUILT_IN, ENGINE_KEYS_ELSEWHERE, ENGINE_KEYS_SET, FILES, check, max_sample_tokens
+from configs.data.sources import needs_truth
 from configs.help import keys
 from configs.load import ConfigError, load
 from configs.model_facts import model_facts
@@ -349,6 +351,27 @@ def test_engine_keys_name_keys_of_the_run_file() -> None:
     assert not set(ENGINE_KEYS_ELSEWHERE) & set(ENGINE_KEYS_SET)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        codecs.BOM_UTF8 + b"def score(solution_str): return 1\r\n",
+        "# -*- coding: latin-1 -*-\ndef score(solution_str): return '\xe9' in solution_str\n".encode("latin-1"),
+        b"from my_rewards.of_math import *\n",
+        b"def __getattr__(name): return lambda solution_str: 1.0\n",
+        b"globals()['score'] = lambda solution_str: 1.0\n",
+    ],
+    ids=["byte order mark", "latin-1", "star", "getattr", "globals"],
+)
+def test_what_python_can_import_is_not_refused_by_its_text(source: bytes, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_bytes(source)
+    check(config(f"reward.function={tmp_path}/mine.py:score"), files=("reward.function",))
+
+
+def test_a_prompt_alone_is_enough_for_a_reward_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_bytes(codecs.BOM_UTF8 + b"def score(solution_str): return 1\n")
+    assert not needs_truth(config(f"reward.function={tmp_path}/mine.py:score"))
+
+
 def test_a_broken_template_is_refused_with_its_line(tmp_path: Path) -> None:
     template = tmp_path / "prompt.jinja"
     override = f"data.format_prompt={template}"
@@ -359,8 +382,9 @@ def test_a_broken_template_is_refused_with_its_line(tmp_path: Path) -> None:
     template.write_bytes(b"\xe9")
     (problem,) = refused(override, files=("data.format_prompt",))
     assert problem.startswith(f"data.format_prompt: {template}: cannot be read as text: ")
-    template.write_text("{{ content | trim }}")
-    check(config(override), files=("data.format_prompt",))
+    for mark in (b"", codecs.BOM_UTF8):
+        template.write_bytes(mark + b"{{ content | trim }}")
+        check(config(override), files=("data.format_prompt",))
     template.write_text("{% if %}")
     check(config(override), files=())
 

@@ -1,5 +1,6 @@
 """Tasks by name and from users' files; prompts from rows."""
 
+import codecs
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from configs.schema import Config
 from examples.countdown.make_model import make_tokenizer
 from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.errors import PromptError
+from rollout.rewards.models.http_model import AnswerTemplate
 from rollout.tasks import load_task
 from rollout.tasks.trajectory import single_turn
 
@@ -143,6 +145,15 @@ def test_a_base_model_reads_plain_text_or_the_run_s_own_chat_template(tmp_path: 
     assert made.text(made.tokens({"problem": "1+1"})) == "<user>1+1?"
     with pytest.raises(PromptError, match="message 0, of role 'user', has the content None; a text or a list"):
         plain.tokens({"prompt": [{"role": "user", "content": None}]})
+
+
+def test_a_byte_order_mark_of_a_template_file_is_no_part_of_the_prompt(tmp_path: Path):
+    for name, text in (("chat", "{{ messages[0].content }}="), ("prompt", "{{ content }}+1")):
+        (tmp_path / f"{name}.jinja").write_bytes(codecs.BOM_UTF8 + text.encode())
+    given = [f"--data.chat_template={tmp_path}/chat.jinja", f"--data.format_prompt={tmp_path}/prompt.jinja"]
+    made = Prompts(make_tokenizer(), config(*given))
+    assert made.shown(made.tokens({"problem": "1"})) == "1+1="
+    assert AnswerTemplate(str(tmp_path / "prompt.jinja")).render("", "", {"content": "1"}) == "1+1"
 
 
 def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path):

@@ -164,7 +164,7 @@ class AnswerTemplate:
         file = f" {source}" if is_file else ""
         self._name = f"template{file}" if file else "its template"
         try:
-            self._text = Path(source).read_text(encoding="utf-8") if is_file else source
+            self._text = Path(source).read_text(encoding="utf-8-sig") if is_file else source
             self._kind, self._renderer = "file" if is_file else "text", Renderer()
             self._renderer.check(self._kind, self._text)
         except (OSError, UnicodeDecodeError) as error:
