@@ -14,6 +14,7 @@ import shutil
 import symtable
 from collections.abc import Collection, Iterable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import decode_source
 from operator import attrgetter
 from pathlib import Path
 
@@ -585,7 +586,7 @@ def _defined(key: str, file: str, function: str) -> Iterator[str]:
     if file.endswith(tuple(EXTENSION_SUFFIXES)) and Path(file).is_file():  # compiled
         return
     try:
-        source = Path(file).read_bytes()  # Python looks for its encoding
+        source = decode_source(Path(file).read_bytes())
         symbols, tree = symtable.symtable(source, file, "exec").get_symbols(), ast.parse(source)
     except (OSError, SyntaxError, ValueError) as error:
         missing = isinstance(error, FileNotFoundError)

@@ -99,8 +99,17 @@ def value_message(name: str, number: int, value: Any) -> bytes:
 def failure_message(name: str, number: int, error: BaseException) -> bytes:
     """The end of a call that raised `error`."""
     cause = first_error(error)
-    permanent = getattr(cause, "permanent", None) is True
-    return encode(["ended", number, *describe_error(name, cause), permanent, getattr(cause, "refused_request", 0)])
+    permanent, request = (attribute(cause, each) for each in ("permanent", "refused_request"))
+    known = permanent is True, request if type(request) is int else 0
+    return encode(["ended", number, *describe_error(name, cause), *known])
+
+
+def attribute(error: BaseException, name: str) -> object:
+    """An attribute of an exception, None if it has none: that of a user's own class may be computed and raise."""
+    try:
+        return getattr(error, name, None)
+    except Exception:
+        return None
 
 
 def leave_fork(home: int) -> None:
@@ -189,9 +198,11 @@ class EpisodeServer:
         if episode.number not in self.episodes:
             return
         if self.loop.time() >= until:
-            print_visible(f"{self.function.name}: an episode that was cancelled does not end; its worker does")
             self.state[CURRENT] = episode.number
-            os._exit(1)
+            try:
+                print_visible(f"{self.function.name}: an episode that was cancelled does not end; its worker does")
+            finally:  # users' code may have closed or replaced the stream
+                os._exit(1)
         episode.task.cancel()
         if not getattr(self.play, "apart", False):  # else no user's code runs here, and its guard may need longer
             self.loop.call_later(self.function.cancel_again_s, self._cancel, episode, until)

@@ -11,7 +11,9 @@ docs/rewards.md is the page for users.
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypedDict
 
 from pydantic import ValidationError
@@ -115,7 +117,10 @@ class Reward:
         self.name, self.function, self.kwargs, self.key = name, function, kwargs, key
         if isinstance(function, type) and issubclass(function, Section):
             self.function, self.kwargs = self._made(function), {}
-        parameters = inspect.signature(self.function).parameters
+        try:
+            parameters = inspect.signature(self.function).parameters
+        except (TypeError, ValueError) as error:  # as a function written in C
+            raise ValueError(f"{self._place}: its parameters are unknown: {error}; call it in a `def`") from None
         self.takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self.accepted = {
             key for key, value in parameters.items() if value.kind in (value.POSITIONAL_OR_KEYWORD, value.KEYWORD_ONLY)
@@ -127,7 +132,7 @@ class Reward:
             raise ValueError(f"{self._place}: takes none of {known}; name its parameters as verl or EasyR1 do")
         self.batch = self.convention in ("solution_strs", "reward_inputs")
         """Whether one call scores a whole group."""
-        self.is_async = any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
+        self.is_async = is_async(self.function)
         """Whether it is scored by `score_async`, many calls at a time."""
         self.asks = [field for field, names in ASKED.items() if names & self.accepted]
         """Fields of ASKED that the function has as parameters."""
@@ -171,7 +176,7 @@ class Reward:
         calls = []
         for offered in CONVENTIONS[self.convention](answers):
             taken = self.accepted | (offered.keys() - OURS if self.takes_any else set())
-            calls.append({key: value for key, value in offered.items() if key in taken} | self.kwargs)
+            calls.append({key: value for key, value in offered.items() if key in taken} | deepcopy(self.kwargs))
         return calls
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
@@ -195,16 +200,35 @@ class Reward:
         if ordered and getattr(returned, "shape", None) != ():  # an array or tensor of one number has no entries
             return list(returned)
         needed = f"a list with a number or dict for each of the {num_answers} answers is needed"
-        raise RewardError(f"{self.name} returned {repr(returned)[:200]}; {needed}")
+        raise RewardError(f"{self.name} returned {shown(returned)}; {needed}")
 
     def _read(self, result: Any) -> Score:
         parts = dict(result) if isinstance(result, dict) else {"score": result}
         key = "overall" if "overall" in parts else "score"
         numbers = {str(name): number for name, value in parts.items() if (number := finite(value)) is not None}
         if key not in numbers:
-            needed = "a finite number, or a dict with one as score or overall"
-            raise RewardError(f"{self.name} returned {repr(result)[:200]}; {needed} is needed")
+            needed = "a finite number, or a dict with one as score or overall is needed"
+            if inspect.isawaitable(result):
+                needed = "nothing awaits it; make the function that is named an `async def`"
+                getattr(result, "close", bool)()
+            raise RewardError(f"{self.name} returned {shown(result)}; {needed}")
         return Score(numbers.pop(key), numbers)
+
+
+def is_async(function: Any) -> bool:
+    """Whether calls of a user's function are to be awaited: an `async def`, or an object with such a `__call__`, in a
+    `functools.partial` too."""
+    while isinstance(function, partial):
+        function = function.func
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value as Python writes it, for errors; it may be of a user's class."""
+    try:
+        return repr(value)[:200]
+    except Exception as error:
+        return f"a {type(value).__name__}, whose repr raises {type(error).__name__}"
 
 
 def finite(value: Any) -> float | None:

@@ -6,7 +6,6 @@ when it generates (`agent.py`), and what they return is judged there as well.
 """
 
 import base64
-import inspect
 import json
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +17,7 @@ from rollout.cage.apart import Apart, run_apart, write_all
 from rollout.cage.failure_text import ToldError
 from rollout.cage.frames import BAD_BYTES
 from rollout.cage.worker_loop import failure_message, value_message
+from rollout.rewards.convention import is_async
 
 SHOWN = 200
 """Most characters of a bad result in an error."""
@@ -47,7 +47,7 @@ def agent_of(name: str, function: Callable[..., Any], memory: str, files: frozen
 
         return result_of_function(name, await run_apart(Apart(name, memory, files=files), program))
 
-    apart = not inspect.iscoroutinefunction(function)
+    apart = not is_async(function)
     return timed_by_server(play_apart if apart else play, apart)
 
 

@@ -1,6 +1,7 @@
 """Reward functions, their calling conventions, and the pool that may kill them."""
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -244,6 +245,51 @@ def test_entries_of_a_result_that_are_no_numbers_are_left_out_and_names_become_t
         return {"score": np.float32(0.5), **extras}
 
     assert Reward("returns", returns, {}).score(ANSWERS[:1]) == [Score(0.5, {"7": 2.0, "(1, 'a')": 3.0})]
+
+
+def test_keyword_arguments_are_the_same_in_every_call():
+    def takes(solution_str, weights):
+        return weights.pop("a")
+
+    reward = Reward("takes", takes, {"weights": {"a": 0.5}})
+    assert [score.reward for score in reward.score(ANSWERS) + reward.score(ANSWERS)] == [0.5] * 4
+
+
+def test_what_a_function_returns_may_be_of_a_class_without_a_text():
+    class Mute:
+        def __repr__(self):
+            raise OSError
+
+    def returns(solution_str):
+        return Mute()
+
+    with pytest.raises(RewardError, match=r"^returns returned a Mute, whose repr raises OSError; a finite number"):
+        Reward("returns", returns, {}).score(ANSWERS[:1])
+
+
+class Waits:
+    async def __call__(self, solution_str, weight):
+        return weight
+
+
+def test_an_object_that_is_called_asynchronously_is_awaited_in_a_partial_too():
+    made = functools.partial(functools.partial(Waits()), weight=0.5)
+    reward = Reward("waits", made, {})
+    assert reward.is_async and asyncio.run(reward.score_async(ANSWERS[:1]))[0].reward == 0.5
+
+
+def test_a_function_that_returns_a_coroutine_is_told_to_be_async():
+    def wrapper(solution_str):
+        return Waits()(solution_str, 1.0)
+
+    with pytest.raises(RewardError, match=r"returned <coroutine .*; nothing awaits it; make .* an `async def`$"):
+        Reward("wrapper", wrapper, {}).score(ANSWERS[:1])
+
+
+def test_a_function_without_known_parameters_is_refused_with_its_key():
+    line = r"^reward.function max: its parameters are unknown: no signature found .*; call it in a `def`$"
+    with pytest.raises(ValueError, match=line):
+        Reward("max", max, {})
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from rollout.cage.process_table import below, children_of_all
+from rollout.tasks.programs import agent_of
 from tests.harness.children import children
 from tests.harness.lanes import long_but
 
@@ -202,3 +203,12 @@ async def test_a_hundred_at_once():
     async with agents(workers=2) as cage:
         assert await asyncio.gather(*(cage.run("fine") for _ in range(100))) == [{"score": 1.0, "extra": 2}] * 100
         assert wards() == []
+
+
+def test_an_agent_may_be_an_object_that_is_called_asynchronously():
+    class Agent:
+        async def __call__(self, row, base_url, api_key):
+            return 1.0
+
+    play: Any = agent_of("agent", Agent(), "", frozenset())
+    assert asyncio.run(play({}, "http://here", "key", None)) == 1.0

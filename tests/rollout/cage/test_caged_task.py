@@ -99,6 +99,7 @@ async def test_many_episodes_run_at_the_same_time_in_one_worker():
     ("how", "origin", "reason"),
     [
         ("raise", "KeyError", "misbehaves raised KeyError: 'target'"),
+        ("raise strangely", "Strange", "misbehaves raised Strange: hidden"),
         ("exit", "SystemExit", "misbehaves called sys.exit(0)"),
         ("exit in a task", "SystemExit", "misbehaves called sys.exit(0)"),
         ("exit in a group", "SystemExit", "misbehaves called sys.exit(0)"),
@@ -202,12 +203,13 @@ async def test_a_cancelled_episode_stops_its_generation_and_nothing_else():
     assert first.cancelled()
 
 
-async def test_an_episode_that_does_not_end_ends_its_worker_and_others_are_bystanders():
+@pytest.mark.parametrize("how", ["refuse to be cancelled", "refuse without output"])
+async def test_an_episode_that_does_not_end_ends_its_worker_and_others_are_bystanders(how: str):
     engine = FakeEngine()
     engine.hold, engine.all_wait = asyncio.Event(), (1, asyncio.Event())
     async with caged("misbehaves", grace_s=0.5, cancel_again_s=0.2) as task:
         worker = await task.run(problem(how="pid"), FakeEngine().generate)
-        stubborn = asyncio.create_task(task.run(problem(how="refuse to be cancelled"), FakeEngine().generate))
+        stubborn = asyncio.create_task(task.run(problem(how=how), FakeEngine().generate))
         beside = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
         await asyncio.wait_for(engine.all_wait[1].wait(), 120)
         await asyncio.sleep(0.2)

@@ -329,6 +329,16 @@ def nest(depth):
     return value
 
 
+class Strange(Exception):
+    """Computes `permanent`, which raises, and has a `refused_request` that is no number."""
+
+    refused_request = "none"
+
+    @property
+    def permanent(self):
+        return 1 / 0
+
+
 async def single_turn(problem, generate):
     """Well-behaved."""
     completion = await generate(problem["prompt"])
@@ -349,6 +359,8 @@ async def misbehaves(problem, generate):
     how = problem["row"]["how"]
     if how == "raise":
         raise KeyError("target")
+    if how == "raise strangely":
+        raise Strange("hidden")
     if how == "exit":
         sys.exit(0)
     if how == "exit in a task":
@@ -364,7 +376,9 @@ async def misbehaves(problem, generate):
         await asyncio.gather(asyncio.sleep(0), blocks_soon())
     if how == "wait":
         await asyncio.sleep(600)
-    if how == "refuse to be cancelled":
+    if how in ("refuse to be cancelled", "refuse without output"):
+        if how == "refuse without output":
+            sys.stdout.close()
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(600)
