@@ -1,8 +1,8 @@
 """Tries what only running it can judge: prompts, reward and task of a run, each in a process of its own.
 
 `run_file.py` calls `try_out`, which starts `python -m actors.doctor.trial PART FOLDER` for each part and reads the
-`Judgement` that it leaves in the folder. Users' code runs here: it may print, hang or end its process. Waits at most
-START_S plus the time limits below.
+`Judgement` that it leaves in the folder. Users' code runs here: it may print, hang, end its process or start others,
+which end with it. Waits at most START_S plus the time limits below.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ from configs.data.sources import source_name
 from configs.inner_command import inner_words
 from configs.load import ConfigError, dump, parse
 from configs.own_packages import command
+from configs.parent_death import adopt_orphans, end_with_parent
 from configs.schema import NO_REWARD, Config
+from rollout.cage.warden import kill_all
 
 if TYPE_CHECKING:
     from rollout.episodes.prompts import Prompts
@@ -48,6 +50,8 @@ ROWS_S = 3.0
 """Seconds to make prompts of rows; the rest of them is not looked at."""
 START_S = 180.0
 """Seconds for everything else, for a machine on which Python itself starts slowly."""
+END_S = 10.0
+"""Seconds for a trial to end all that it started; then it is killed."""
 
 
 @dataclass
@@ -117,9 +121,13 @@ def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
         try:
             yield judgement
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 class Trial:
@@ -173,6 +181,27 @@ class Trial:
             remedy = "a file that is imported must neither raise nor exit"
             self.found.refused.append(f"{key}: {file} cannot be imported: {named(error)}; {remedy}")
         self.end()
+
+
+def fork_guarded() -> None:
+    """Return in a new process. This one waits for its end, or for SIGTERM, and ends all that it has started."""
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    guard, child = os.getpid(), os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        end_with_parent()
+        if os.getppid() == guard:
+            return
+        os._exit(1)
+    code = 1
+    try:
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        code = ended.si_status if ended else 1
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        kill_all(child)
+        os._exit(code)
 
 
 def main(argv: Sequence[str]) -> NoReturn:
@@ -463,6 +492,7 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
 
 def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Import the task and look at its signature: calling it takes an engine. Or have an environment loaded."""
+    from rollout.rewards.convention import is_async
     from rollout.tasks import load_task
     from rollout.tasks.environment import start_host
 
@@ -476,7 +506,7 @@ def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
         function = load_task(name)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         trial.found.refused.append(f"rollout.task: {name} yields; let it return one Trajectory, or its score")
-    elif "base_url" not in inspect.signature(function).parameters and not inspect.iscoroutinefunction(function):
+    elif "base_url" not in inspect.signature(function).parameters and not is_async(function):
         trial.found.warnings.append(f"rollout.task: {name} is no `async def`; it must return an awaitable")
 
 
@@ -542,4 +572,5 @@ def both_ends(text: str) -> str:
 
 if __name__ == "__main__":
     inner_words("PART", "FOLDER")
+    fork_guarded()
     main(sys.argv[1:])

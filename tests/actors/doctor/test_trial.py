@@ -1,9 +1,11 @@
 """What users' code does in the process that tries it, and what is said of the rows of a data file."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import pytest
 
 from actors.doctor.run_file import ROWS, parts_to_try, rows_to_try
@@ -70,6 +72,24 @@ def test_a_reward_is_called_with_made_up_answers(function: str, fact: str, warni
     assert judgement.refused == []
     assert [fact in line for line in judgement.facts] == [True] * bool(fact)
     assert [warning in line for line in judgement.warnings] == [True] * bool(warning)
+
+
+@pytest.mark.parametrize("function", ["fine", "dies"])
+def test_nothing_is_left_of_what_a_file_starts(function: str, tmp_path: Path) -> None:
+    """Sandboxes and servers that a file starts at its import, as daemons too."""
+    daemon = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {daemon!r}], cwd={str(tmp_path)!r})"
+    (tmp_path / "own.py").write_text(starts + CODE)
+    judgement = try_out(["reward"], config(tmp_path, f"reward.function={tmp_path}/own.py:{function}"), [(0, ROW)])
+    assert judgement.refused == [] and len(judgement.facts + judgement.warnings) == 1
+    assert [each.pid for each in psutil.process_iter() if cwd_of(each) == str(tmp_path)] == []
+
+
+def cwd_of(process: psutil.Process) -> str:
+    """The folder of a process, empty for one that has ended or is another user's."""
+    with suppress(psutil.Error):
+        return str(process.cwd())
+    return ""
 
 
 def test_a_loss_of_the_users_is_tried_by_the_learners_code(tmp_path: Path) -> None:
