@@ -1,5 +1,6 @@
 """Messages between the server, a warden and a worker: MessagePack of plain values, one after another on a socket."""
 
+from numbers import Number
 from typing import Any
 
 import msgpack
@@ -11,7 +12,7 @@ BAD_BYTES = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
 
 
 def encode(message: Any) -> bytes:
-    """Bytes of a message of plain values; numpy's arrays and scalars count as plain.
+    """Bytes of a message of plain values; arrays and scalars of numpy, decimals and fractions count as plain.
 
     Raises TypeError, ValueError or OverflowError for other values, and what users' own classes raise.
     """
@@ -22,9 +23,12 @@ def encode(message: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """A plain value for one of numpy. Raises TypeError or OverflowError for what cannot travel."""
+    """A plain value for one of numpy, or a number of another kind. Raises TypeError, ValueError or OverflowError for a
+    value that cannot travel."""
     if isinstance(value, int):
         raise OverflowError("an integer of more than 64 bits")
+    if isinstance(value, Number) and not isinstance(value, complex) and not hasattr(value, "tolist"):
+        return float(value)  # type: ignore[arg-type]
     if not hasattr(value, "tolist"):
         raise TypeError(f"a value of type {type(value).__name__} cannot travel; numbers, texts, lists and dicts can")
     return value.tolist()

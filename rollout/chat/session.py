@@ -87,7 +87,8 @@ class Session:
         self._calls: dict[asyncio.Task[Answered], tuple[RecordedTurn | None, int]] = {}
         """Calls under way: the turn that each continues, and the tokens that it may add."""
         self._bad_calls = self._begun = 0
-        self._closed = False
+        self._closed, self._limit = False, ""
+        """`_limit`: why the last call was refused that a limit has ended."""
         self.truncated = False
         """Whether a limit has ended the episode."""
         self.error: EpisodeError | EngineDead | None = None
@@ -145,7 +146,8 @@ class Session:
             raise self.error
         turns = self._conversation.turns
         if not turns:
-            raise EpisodeError("the episode ended without an answer of the model; call chat at least once")
+            why = f": {self._limit}" if self._limit else "; call chat at least once"
+            raise EpisodeError(f"the episode ended without an answer of the model{why}")
         trajectory = self._conversation.trajectory()
         if self.truncated:
             trajectory.finish = "length"
@@ -178,7 +180,7 @@ class Session:
         self._exhausted(f"this episode has used its {self._limits.timeout_s:g} s (rollout.chat.timeout_s)", "time")
 
     def _exhausted(self, reason: str, what: str) -> NoReturn:
-        self.truncated = True
+        self.truncated, self._limit = True, reason
         code = "context_length_exceeded" if what == "context_length" else f"{what}_exceeded"
         raise ChatRefused(reason, code)
 

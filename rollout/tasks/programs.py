@@ -13,10 +13,10 @@ from typing import Any
 
 import msgpack
 
-from rollout.cage.apart import Apart, run_apart, write_all
+from rollout.cage.apart import TAIL_BYTES, Apart, run_apart, write_all
 from rollout.cage.failure_text import ToldError
 from rollout.cage.frames import BAD_BYTES
-from rollout.cage.worker_loop import failure_message, value_message
+from rollout.cage.worker_loop import failure_message, leave_fork, value_message
 from rollout.rewards.convention import is_async
 
 SHOWN = 200
@@ -39,10 +39,12 @@ def agent_of(name: str, function: Callable[..., Any], memory: str, files: frozen
 
     async def play_apart(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
         def program(said: int) -> None:
+            home = os.getpid()
             try:
                 message = value_message(name, 0, function(row=row, base_url=base_url, api_key=api_key))
             except BaseException as error:
                 message = failure_message(name, 0, error)
+            leave_fork(home)
             write_all(said, message)
 
         return result_of_function(name, await run_apart(Apart(name, memory, files=files), program))
@@ -100,6 +102,8 @@ def result_of_command(name: str, said: bytes) -> Any:
     except (ValueError, RecursionError):
         result = None
     if not isinstance(result, int | float | dict):
-        needed = 'a number or {"score": ...} is needed'
-        raise ToldError("unanswerable", f"{name}: the last line of its output is {last[:SHOWN]!r}; {needed}")
+        needed, found = 'a number or {"score": ...} is needed', f"is {last[:SHOWN]!r}"
+        if len(said) >= TAIL_BYTES and b"\n" not in said.rstrip():
+            found = f"has more than {TAIL_BYTES // 1024} KiB, and no more are kept"
+        raise ToldError("unanswerable", f"{name}: the last line of its output {found}; {needed}")
     return result

@@ -1,6 +1,7 @@
 """Agents in processes of their own: each ends alone and in words, and leaves nothing behind."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -11,9 +12,11 @@ import psutil
 import pytest
 
 from rollout.cage import CagedError, CagedFunction
+from rollout.cage.apart import TAIL_BYTES
 from rollout.cage.cage import Cage
+from rollout.cage.failure_text import ToldError
 from rollout.cage.process_table import below, children_of_all
-from rollout.tasks.programs import agent_of
+from rollout.tasks.programs import agent_of, result_of_command
 from tests.harness.children import children
 from tests.harness.lanes import long_but
 
@@ -94,7 +97,9 @@ async def test_one_ends_in_words_alone_and_leaves_nothing(how: str, origin: str,
                 await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("how", long_but(["thread", "child", "socket", "many", "print", "folder"], 0, 1, 3, 5))
+@pytest.mark.parametrize(
+    "how", long_but(["thread", "child", "socket", "many", "print", "folder", "fork"], 0, 1, 3, 5, 6)
+)
 async def test_what_a_good_one_leaves_is_gone_when_its_result_is_there(how: str, tmp_path: Path):
     async with agents() as cage:
         assert await cage.run(how, file=f"{tmp_path}/pid")
@@ -197,6 +202,15 @@ async def test_a_command_without_a_score_has_failed(command: list[str], how: str
         error = await error_of(cage.run(how))
         assert error.origin == origin and reason in str(error) and command[1] in str(error)
         assert how != "raise" or "KeyError: 'target'" in error.detail
+
+
+def test_a_last_line_that_was_not_kept_is_said_to_be_too_long():
+    line = json.dumps({"score": 1.0, "log": "x" * TAIL_BYTES}).encode() + b"\n"
+    with pytest.raises(
+        ToldError, match=r"^node: the last line of its output has more than 64 KiB, and no more are kept"
+    ):
+        result_of_command("node", line[-TAIL_BYTES:])
+    assert result_of_command("node", line + b"0.5\n") == 0.5
 
 
 async def test_a_hundred_at_once():

@@ -8,14 +8,19 @@ import subprocess
 import sys
 import textwrap
 import time
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import msgpack
+import numpy as np
 import psutil
 import pytest
 import uvloop
 
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
+from rollout.cage.frames import BAD_BYTES, encode
 from tests.harness.children import children
 from tests.harness.lanes import long_but
 
@@ -68,6 +73,14 @@ async def test_values_travel_both_ways():
         assert await pool.call(value) == value
         assert await asyncio.gather(*(pool.call(i) for i in range(100))) == list(range(100))
     assert wards() == []
+
+
+def test_numbers_of_all_kinds_count_as_plain():
+    given = [Decimal("0.5"), Fraction(1, 4), np.float32(2), np.arange(2)]
+    assert msgpack.unpackb(encode(given)) == [0.5, 0.25, 2.0, [0, 1]]
+    for wrong in (1j, Decimal("sNaN"), 2**64):
+        with pytest.raises(BAD_BYTES):
+            encode(wrong)
 
 
 async def test_a_loaded_function_says_what_it_is():

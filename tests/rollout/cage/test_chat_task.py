@@ -151,6 +151,10 @@ async def test_wrong_messages_and_missing_scores_fail_the_group_in_words(tmp_pat
     nothing = "async def guess(row, chat):\n    return 1.0\n"
     outcome, _, _ = await play(nothing, tmp_path)
     assert isinstance(outcome, Failure) and "without an answer of the model" in outcome.reason
+    long = 'async def guess(row, chat):\n    await chat([{"role": "user", "content": "9" * 400}])\n'
+    outcome, _, _ = await play(long, tmp_path)
+    assert isinstance(outcome, Failure)
+    assert "without an answer of the model: this prompt of 418 tokens leaves no room: a call has 300" in outcome.reason
     nan = GUESS.replace("1.0", 'float("nan")')
     outcome, _, _ = await play(nan, tmp_path)
     assert isinstance(outcome, Failure) and "the task scored an episode nan" in outcome.reason
