@@ -676,7 +676,11 @@ def _template(path: Path) -> Iterator[str]:
 
     jinja = ImmutableSandboxedEnvironment()
     try:
-        for node in jinja.parse(path.read_text(encoding="utf-8-sig")).find_all((nodes.Filter, nodes.Test)):
+        tree = jinja.parse(path.read_text(encoding="utf-8-sig"))
+        if all(name.name != "content" for name in tree.find_all(nodes.Name)):
+            lacks = "it does not name content, so no prompt has its problem; write {{ content }}"
+            yield f"data.format_prompt: {path}: {lacks}"
+        for node in tree.find_all((nodes.Filter, nodes.Test)):
             kind, known = ("filter", jinja.filters) if isinstance(node, nodes.Filter) else ("test", jinja.tests)
             if node.name not in known:
                 yield f"data.format_prompt: {path}:{node.lineno}: No {kind} named {node.name!r}."

@@ -379,6 +379,9 @@ def test_a_broken_template_is_refused_with_its_line(tmp_path: Path) -> None:
         template.write_text(text)
         (problem,) = refused(override, files=("data.format_prompt",))
         assert problem.startswith(f"data.format_prompt: {template}:{line}: ")
+    template.write_text("Think. {{ problem }}")
+    (problem,) = refused(override, files=("data.format_prompt",))
+    assert problem.endswith("prompt.jinja: it does not name content, so no prompt has its problem; write {{ content }}")
     template.write_bytes(b"\xe9")
     (problem,) = refused(override, files=("data.format_prompt",))
     assert problem.startswith(f"data.format_prompt: {template}: cannot be read as text: ")
@@ -406,7 +409,7 @@ def test_programs_that_are_not_here_are_named(tmp_path: Path) -> None:
 )
 def test_a_template_is_parsed_and_nothing_of_it_computed(text: str, tmp_path: Path) -> None:
     """Jinja computes constants when it compiles a template."""
-    (tmp_path / "prompt.jinja").write_text(text)
+    (tmp_path / "prompt.jinja").write_text("{{ content }}" + text)
     check(config(f"data.format_prompt={tmp_path}/prompt.jinja"), files=("data.format_prompt",))
 
 

@@ -172,6 +172,9 @@ class AnswerTemplate:
         except RenderError as error:
             line = f", line {error.line}" if error.line else ""
             raise ValueError(f"template{file}{line}: {error}") from None
+        if not names_answer(self._text):
+            lacks = "it does not name answer, so the model would not see it; write {{ answer }}"
+            raise ValueError(f"template{file}: {lacks}")
 
     def render(self, answer: str, truth: Any, row: dict[str, Any]) -> str:
         """The text: `answer`, `ground_truth`, and each column of the row by its name. Raises RewardError."""
@@ -183,6 +186,13 @@ class AnswerTemplate:
             if error.kind == "undefined":
                 why = f"{self._name} cannot be filled: {error}; there are {', '.join(names)}"
             raise RewardError(why, permanent=True) from None
+
+
+def names_answer(template: str) -> bool:
+    """Whether a template that was found sound uses the answer. Parses it and runs nothing of it."""
+    from jinja2 import Environment, nodes  # only rewards with a template pay for the import
+
+    return any(name.name == "answer" for name in Environment().parse(template).find_all(nodes.Name))
 
 
 class TryAgain(Exception):

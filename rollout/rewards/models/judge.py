@@ -42,6 +42,9 @@ class Judge(HttpModel):
     @model_validator(mode="after")
     def _compile(self) -> "Judge":
         self._text = AnswerTemplate(self.template)
+        for name in (names := list(self.scores or ())):
+            if len(same := [each for each in names if each.casefold() == name.casefold()]) > 1:
+                raise ValueError(f"scores has {' and '.join(same)}, and case does not matter; keep one of them")
         return self
 
     async def __call__(self, solution_str: str, ground_truth: Any, row: dict[str, Any]) -> float:

@@ -87,7 +87,7 @@ async def test_verdicts(verdict: str, kwargs: dict, score: float):
         ((200, says("[[nan]]")), {}, "judge returned nan; a finite number"),
         (
             (200, says("[[1]]")),
-            {"template": "{{ nothing }}"},
+            {"template": "{{ answer }}{{ nothing }}"},
             "its template cannot be filled: 'nothing' is undefined; there are ",
         ),
     ],

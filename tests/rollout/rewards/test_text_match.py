@@ -70,7 +70,7 @@ def test_length(tokens: int, reward: float):
         ("judge", {}, "reward.function judge: it needs url; add reward.kwargs.url"),
         (
             "judge",
-            {"url": "localhost:8000", "model": "m", "template": "", "pattern": ""},
+            {"url": "localhost:8000", "model": "m", "template": "{{ answer }}", "pattern": ""},
             "reward.kwargs.url: 'localhost:8000' is no address; write it as http://HOST:PORT",
         ),
         (
@@ -80,17 +80,33 @@ def test_length(tokens: int, reward: float):
         ),
         (
             "judge",
+            {"url": "http://x", "model": "m", "template": "Is {{ ground_truth }} right?", "pattern": "x"},
+            "reward.kwargs: template: it does not name answer, so the model would not see it; write {{ answer }}",
+        ),
+        (
+            "judge",
+            {
+                "url": "http://x",
+                "model": "m",
+                "template": "{{ answer }}",
+                "pattern": "x",
+                "scores": {"A": 1, "a": 0},
+            },
+            "reward.kwargs: scores has A and a, and case does not matter; keep one of them",
+        ),
+        (
+            "judge",
             {"url": "http://x", "model": "m", "template": "nowhere.jinja", "pattern": "x"},
             "reward.kwargs: template nowhere.jinja cannot be read: [Errno 2] No such file",
         ),
         (
             "judge",
-            {"url": "http://x", "model": "m", "template": "", "pattern": "x", "api_key_env": "NO_SUCH_KEY"},
+            {"url": "http://x", "model": "m", "template": "{{ answer }}", "pattern": "x", "api_key_env": "NO_SUCH_KEY"},
             "reward.kwargs.api_key_env: there is no environment variable NO_SUCH_KEY; export it",
         ),
         (
             "judge",
-            {"url": "http://x", "model": "m", "template": "", "pattern": "x", "timeout_s": 60},
+            {"url": "http://x", "model": "m", "template": "{{ answer }}", "pattern": "x", "timeout_s": 60},
             "reward.kwargs.timeout_s: 60 is more than reward.timeout_s 10, which is of the whole call; raise that",
         ),
         (
