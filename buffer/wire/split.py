@@ -5,6 +5,7 @@ prompt.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby
 from math import ceil, nan
@@ -23,6 +24,10 @@ Groups = Sequence[tuple[int, int, Sequence[tuple[bytes, SampleStats]]]]
 
 MOST_OF_A_RANK = 0.75
 """Share of a rank's mean load above which a group may be cut: whole, it would leave another rank waiting."""
+
+
+MOST_COLUMNS = 1024
+"""Metrics of a batch: a reward function may name one for each problem, and each is a column of all samples."""
 
 
 def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
@@ -73,9 +78,10 @@ def sample_rows(groups: Groups) -> SampleRows:
 
 
 def rows_of(groups: Sequence[tuple[int, int, Sequence[SampleStats]]]) -> SampleRows:
-    """The same from the figures alone."""
+    """The same from the figures alone. Of more than MOST_COLUMNS metrics, those that most samples have are kept."""
     rows = [(item, dispatched, stats) for item, dispatched, group in groups for stats in group]
-    names = sorted({name for *_, stats in rows for name in stats.metrics})
+    named = Counter(name for *_, stats in rows for name in stats.metrics)
+    names = sorted(sorted(named, key=lambda name: (-named[name], name))[:MOST_COLUMNS])
     return SampleRows(
         item=Array.of(np.array([item for item, _, _ in rows], np.int64)),
         dispatched=Array.of(np.array([dispatched for _, dispatched, _ in rows], np.int64)),

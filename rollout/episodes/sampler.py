@@ -18,7 +18,7 @@ from rollout.episodes.placeholders import SampledSoFar, misplaced
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.recorded_routes import RecordedRoutes
 from rollout.errors import EpisodeError
-from rollout.rewards.convention import finite
+from rollout.rewards.convention import finite, misnamed
 from rollout.tasks.trajectory import COLUMNS, Completion, Generate, PlacedImage, Problem, Recorded, Trajectory, place
 
 if TYPE_CHECKING:
@@ -156,6 +156,8 @@ class Sampler:
         for name, value in trajectory.metrics.items():
             if not isinstance(name, str) or finite(value) is None:
                 yield f"its metric {name!r} is {value!r}; a finite number is needed"
+        if wrong := misnamed(trajectory.metrics):
+            yield f"it has {wrong}"
 
     def _misbegun(self, trajectory: Trajectory, sampled: np.ndarray) -> Iterator[str]:
         """What is wrong with its segments, given which of its tokens were sampled."""

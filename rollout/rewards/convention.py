@@ -93,6 +93,8 @@ TURNS = "turns"
 ASKED = {"raw": {"raw_str", "raw_strs"}, "prompt": {"prompt_str", "prompt_strs"}}
 """Fields of an answer that are sent only if a function has one of these parameters."""
 ROWS = {"row", "rows", *(name for names in ASKED.values() for name in names)}
+MOST_METRICS, LONGEST_NAME = 256, 200
+"""Metrics of an answer, and characters of a name: each metric is a column of its batch and of `metrics.jsonl`."""
 OURS = {TURNS, *ROWS}
 """Our additions to verl's and EasyR1's words: a function gets them if it names them, not if it takes `**kwargs`."""
 
@@ -212,7 +214,20 @@ class Reward:
                 needed = "nothing awaits it; make the function that is named an `async def`"
                 getattr(result, "close", bool)()
             raise RewardError(f"{self.name} returned {shown(result)}; {needed}")
-        return Score(numbers.pop(key), numbers)
+        score = numbers.pop(key)
+        if wrong := misnamed(numbers):
+            raise RewardError(f"{self.name} returned {wrong}")
+        return Score(score, numbers)
+
+
+def misnamed(metrics: Mapping[Any, object]) -> str:
+    """What is wrong with the number of an answer's metrics or with their names, in words; empty if nothing is."""
+    if len(metrics) > MOST_METRICS:
+        return f"{len(metrics):,} metrics, and an answer may have {MOST_METRICS}; leave some out"
+    for name in metrics:
+        if isinstance(name, str) and not 0 < len(name) <= LONGEST_NAME:
+            return f"a metric named {name!r:.60}; a name has 1 to {LONGEST_NAME} characters"
+    return ""
 
 
 def is_async(function: Any) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -234,6 +235,23 @@ def test_results_that_are_no_rewards_are_refused(result: object):
         return result
 
     with pytest.raises(RewardError, match=r"returned .*; a finite number, or a dict"):
+        Reward("returns", returns, {}).score(ANSWERS[:1])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        (dict.fromkeys(range(300), 1.0), "returned 300 metrics, and an answer may have 256; leave some out"),
+        ({"": 1.0}, "returned a metric named ''; a name has 1 to 200 characters"),
+        ({"x" * 201: 1.0}, "returned a metric named 'xxx"),
+    ],
+    ids=["many", "unnamed", "long"],
+)
+def test_metrics_without_bound_are_refused(metrics: dict, words: str):
+    def returns(solution_str):
+        return {"score": 1.0, **metrics}
+
+    with pytest.raises(RewardError, match=re.escape(words)):
         Reward("returns", returns, {}).score(ANSWERS[:1])
 
 

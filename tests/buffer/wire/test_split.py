@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from buffer.ledger.types import SampleStats
 from buffer.wire.sample import sample_stats
-from buffer.wire.split import cut, cut_groups, parts, sample_rows
+from buffer.wire.split import MOST_COLUMNS, cut, cut_groups, parts, sample_rows
 from tests.harness.buffer_process import group
 
 TOKENS = st.lists(st.integers(1, 2000), min_size=1, max_size=60)
@@ -85,6 +85,14 @@ def test_parts_carry_a_row_for_each_sample_of_the_whole_batch():
         assert (rows.tokens.numpy().sum(), rows.sampled.numpy().tolist()) == (62, [5, 6, 10, 11])
     by_row = {row: data for part in found for row, data in zip(part.positions.numpy(), part.samples, strict=True)}
     assert [by_row[row] for row in range(4)] == [data for *_, group_ in packed for data in group_]
+
+
+def test_of_very_many_metrics_those_of_most_samples_are_kept():
+    """A reward function that names a metric for each problem must not fill the buffer's memory with columns."""
+    one = sample_stats(group(1)[0].pack())
+    rows = [(b"", replace(one, metrics={"often": 1.0, **{f"{n}/{k}": 1.0 for k in range(200)}})) for n in range(8)]
+    names = [*sample_rows([(1, 0, rows)]).metrics]
+    assert len(names) == MOST_COLUMNS and "often" in names and names == sorted(names)
 
 
 def test_a_metric_that_some_samples_lack_is_nan_there():

@@ -143,6 +143,14 @@ BREAK: dict[str, tuple[Callable[[Trajectory], object], str]] = {
     "words": (lambda t: setattr(t, "logprobs", ["no"] * 7), "ValueError: could not convert string to float: 'no'"),
     "version": (lambda t: t.versions.__setitem__(4, -1), "`versions` is not -1 for what was given, and the policy ver"),
     "finish": (lambda t: setattr(t, "finish", "done"), "its finish is 'done', neither stop nor length"),
+    "many metrics": (
+        lambda t: setattr(t, "metrics", dict.fromkeys(map(str, range(300)), 1.0)),
+        "it has 300 metrics, and an answer may have 256; leave some out",
+    ),
+    "metric without a name": (
+        lambda t: setattr(t, "metrics", {"": 1.0}),
+        "it has a metric named ''; a name has 1 to 200 characters",
+    ),
     "metric": (
         lambda t: setattr(t, "metrics", {"turns": "two"}),
         "its metric 'turns' is 'two'; a finite number is needed",
