@@ -192,7 +192,7 @@ def limits_of(config: Config) -> Limits:
 def bounds_of(config: Config) -> Bounds:
     """What the model and the teachers allow."""
     teacher = config.teacher
-    return Bounds.of_model(config.model.path, config.rollout.routing_replay, teacher.teachers, teacher.top_k)
+    return Bounds.of_model(config.model, config.rollout.routing_replay, teacher.teachers, teacher.top_k)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from buffer.data.columns import ProblemsError as ProblemsError  # whoever loads 
 from buffer.data.image_rows import IMAGES, ImageRows, JoinedImages
 from buffer.data.images import ImageError, ImageFormat, read_model_file
 from buffer.data.parts import JoinedRows, SourcePart, digest_of, open_source
-from configs.architecture import SEEING, trains_text_alone
+from configs.architecture import SEEING, reads_images, trains_text_alone
 from configs.data.sources import Source, SourceError, parts_of, source_name
 from configs.schema import MOST_MESSAGE_MIB, Config, DataConfig
 
@@ -132,12 +132,19 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
     sizes = problems.images.num_bytes() if problems.images else []
     if not sizes:
         return None
-    form = ImageFormat.of(config.model.path, config.data)
+    form = ImageFormat.of_run(config)
     if form is None:
         kind = read_model_file(config.model.path, "config.json") or {}
-        what = f"({kind.get('model_type')}) is trained on text alone" if trains_text_alone(kind) else "is a text model"
+        alone = config.model.text_alone
+        seen = trains_text_alone(kind, alone)
+        what = f"({kind.get('model_type')}) is trained on text alone" if seen else "is a text model"
         problem = f"{len(sizes):,} rows have images, but model.path {config.model.path} {what}"
-        remedy = f"name a model whose images are trained ({' or '.join(SEEING)}), or leave these rows out"
+        remedy = (
+            "remove model.text_alone"
+            if reads_images(kind)
+            else f"name a model whose images are trained ({' or '.join(SEEING)})"
+        )
+        remedy += ", or leave these rows out"
         raise ProblemsError(f"data.{key} {source_name(config.data.sources()[key])}: {problem}; {remedy}")
     limit, rows = config.buffer.max_message_mib, ceil(config.batch.groups / config.learner.ranks)
     needed = ceil(sum(sizes[:rows]) / 2**20)

@@ -13,8 +13,9 @@ PROVEN = (
     *("qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"),
 )
 """Types of models whose packed rows the tests compare with transformers; the doctor does not try them."""
-SEEING = ("qwen2_5_vl", "qwen3_vl")
-"""Types of models whose images are sampled from and trained on. Other multimodal models are trained on text alone."""
+SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+"""Types of models whose images are trained on, without `model.text_alone`. Other multimodal models are trained on text
+alone."""
 LAYER_TYPES = (
     *("full_attention", "sliding_attention", "attention"),
     *("linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"),
@@ -47,10 +48,16 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else config
 
 
-def trains_text_alone(config: Mapping[str, Any]) -> bool:
-    """Whether config.json is of a multimodal model of which only the text model is trained, on text alone."""
+def trains_text_alone(config: Mapping[str, Any], wanted: bool = False) -> bool:
+    """Whether config.json is of a multimodal model of which only the text model is trained, on text alone. `wanted`:
+    `model.text_alone`."""
     seen = config.get("vision_config") is not None  # early files of Qwen2-VL nest their tower alone
-    return (seen or text_config(config) is not config) and config.get("model_type") not in SEEING
+    return (seen or text_config(config) is not config) and (wanted or config.get("model_type") not in SEEING)
+
+
+def reads_images(config: Mapping[str, Any], text_alone: bool = False) -> bool:
+    """Whether config.json is of a model whose images are trained. `text_alone`: `model.text_alone`."""
+    return config.get("model_type") in SEEING and not text_alone
 
 
 def is_proven(config: Mapping[str, Any]) -> bool:

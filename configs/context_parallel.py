@@ -6,7 +6,7 @@ weights are loaded. Pure but for reading config.json.
 
 from collections.abc import Iterator
 
-from configs.model_facts import model_facts
+from configs.model_facts import facts_of
 from configs.publishing import shards_of
 from configs.schema import Config, LearnerConfig
 
@@ -20,7 +20,7 @@ def parts_of(learner: LearnerConfig) -> int:
 
 def contradictions(config: Config) -> Iterator[str]:
     """Yield why ranks cannot share rows as the run file says."""
-    size, shards, facts = config.learner.context_parallel, shards_of(config), model_facts(config.model.path)
+    size, shards, facts = config.learner.context_parallel, shards_of(config), facts_of(config.model)
     if size == 1:
         return
     key = f"learner.context_parallel: {size}"

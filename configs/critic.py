@@ -5,7 +5,7 @@ Used by `checks.check`, and so before anything starts. Each rule yields lines as
 
 from collections.abc import Iterator
 
-from configs.model_facts import model_facts
+from configs.model_facts import facts_of
 from configs.schema import Config, CriticConfig
 
 GAE = "gae"
@@ -51,7 +51,7 @@ def _steps(config: Config, critic: CriticConfig) -> Iterator[str]:
 
 def _unproven(config: Config) -> Iterator[str]:
     """Yield what no test has shown to be right with a critic."""
-    facts, key, without = model_facts(config.model.path), "algorithm.advantage: gae", "take another advantage"
+    facts, key, without = facts_of(config.model), "algorithm.advantage: gae", "take another advantage"
     if config.model.lora is not None:
         yield f"{key} with model.lora: a critic is trained in full, beside full weights alone; {without} or lora: null"
     if facts.image_token is not None or facts.tower:

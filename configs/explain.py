@@ -18,7 +18,7 @@ from configs.flow.kv_room import KvRoom, kv_room
 from configs.flow.sequences import MEAN_SHARE, admitted_staleness, mean_tokens, open_groups, places, share_of_batch
 from configs.flow.simulation import LEARNER_SHARE, Flow, expected, most_running
 from configs.matmul import lines as matmul_lines
-from configs.model_facts import BYTES, checkpoint_bytes, model_facts
+from configs.model_facts import BYTES, checkpoint_bytes, facts_of
 from configs.publishing import copies, is_loopback, most_parameters, unpublishable
 from configs.schema import NO_REWARD, Config
 
@@ -63,7 +63,7 @@ def explain(
 
 def disk_bytes(config: Config) -> int | None:
     """Disk that the checkpoints of a run fill, one being written included; None for a model that is not in a folder."""
-    parameters = model_facts(config.model.path).saved_parameters(config.model)
+    parameters = facts_of(config.model).saved_parameters(config.model)
     return None if parameters is None else parameters * (_kept(config) * _each(config) + _last_export(config))
 
 
@@ -122,7 +122,7 @@ def _difficulty(config: Config, problems: int | None) -> Iterator[str]:
 
 def _images(config: Config) -> Iterator[str]:
     """For a multimodal model."""
-    facts, frozen = model_facts(config.model.path), config.model.freeze
+    facts, frozen = facts_of(config.model), config.model.freeze
     if facts.idle:
         size = f"{_with_prefix(4 * facts.idle)}B of the learner's state, sent once to each server"
         what = f"{_with_prefix(facts.idle)} of the parameters are idle, such as a vision tower"
@@ -253,7 +253,7 @@ def _last_export(config: Config) -> int:
 
 
 def _disk(config: Config) -> Iterator[str]:
-    parameters, disk = model_facts(config.model.path).saved_parameters(config.model), disk_bytes(config)
+    parameters, disk = facts_of(config.model).saved_parameters(config.model), disk_bytes(config)
     kept, each = _kept(config), _each(config)
     size = f"{each} bytes per parameter and checkpoint"
     if parameters and disk:

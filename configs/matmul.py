@@ -7,7 +7,7 @@ fp8_gpus.py`), the learner asks torch and the built model (`learner/model/float8
 from collections.abc import Iterator
 
 from configs.critic import keeps_critic
-from configs.model_facts import model_facts
+from configs.model_facts import facts_of
 from configs.schema import Config
 
 KEY = "learner.matmul: fp8"
@@ -20,7 +20,7 @@ def contradictions(config: Config) -> Iterator[str]:
     """Yield why linear layers cannot multiply in FP8, or why nobody has shown that they do so right."""
     if config.learner.matmul != "fp8":
         return
-    learner, model, facts = config.learner, config.model, model_facts(config.model.path)
+    learner, model, facts = config.learner, config.model, facts_of(config.model)
     if learner.device == "cpu":
         yield f"{KEY} needs a GPU, but learner.device is cpu; {REMEDY}"
     if model.dtype != "bfloat16":

@@ -15,9 +15,9 @@ from typing import Any
 
 from configs.architecture import (
     LAYER_KEYS,
-    SEEING,
     is_proven,
     malformed,
+    reads_images,
     text_config,
     trains_text_alone,
     unsupported,
@@ -32,6 +32,8 @@ TEXT_PARTS = re.compile(
     r"(^|\.)(language_model|text_model|text_decoder|lm_head)\.|^(model\.)?(layers|embed_tokens|norm)\."
 )
 """What the names of the text model's weights contain, in files of multimodal models that are trained on text alone."""
+UNREAD = "mtp."
+"""How names of weights begin that files of Qwen3.5 have and transformers leaves out: they predict further tokens."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
 """The name of a block's weight, and the last word of its layer's; routers and experts are no linear layers here."""
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -117,12 +119,13 @@ class ModelFacts:
         return 12 * ((self.saved_parameters(model) or 0) - self.idle)
 
 
-def model_facts(path: str) -> ModelFacts:
-    """Facts of the model in folder `path`; all None for a hub name or a folder that cannot be read."""
+def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
+    """Facts of the model in folder `path`; all None for a hub name or a folder that cannot be read. `text_alone`:
+    `model.text_alone`, where the facts that are asked for depend on it (`facts_of`)."""
     folder = Path(path)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        shapes = [one for file in weight_files(folder) for one in header_of(file).shapes.items()]
+        every = [one for file in weight_files(folder) for one in header_of(file).shapes.items()]
     except (OSError, ValueError, RecursionError):
         return ModelFacts()
     if not isinstance(config, dict):
@@ -130,7 +133,8 @@ def model_facts(path: str) -> ModelFacts:
     kind, refused, text = config.get("model_type"), tuple(unsupported(config)), text_config(config)
     if any(malformed(text)):
         return ModelFacts(kind=kind, unsupported=refused)
-    seeing, alone = kind in SEEING, trains_text_alone(config)
+    shapes = [(name, shape) for name, shape in every if not name.startswith(UNREAD)]
+    seeing, alone = reads_images(config, text_alone), trains_text_alone(config, text_alone)
     tower = sum(prod(shape) for name, shape in shapes if seeing and TOWER in f".{name}")
     idle = sum(prod(shape) for name, shape in shapes if alone and not TEXT_PARTS.search(name))
     linear: Counter[str] = Counter()
@@ -162,6 +166,11 @@ def model_facts(path: str) -> ModelFacts:
         text.get("linear_num_value_heads") is not None,
         alone,
     )
+
+
+def facts_of(model: ModelConfig) -> ModelFacts:
+    """Facts of the model as it is trained, with images or on text alone."""
+    return model_facts(model.path, model.text_alone)
 
 
 def _kept_of_a_token(config: Mapping[str, Any]) -> tuple[int | None, int | None]:

@@ -6,7 +6,7 @@ count as `copies_over` says.
 
 from collections.abc import Iterator
 
-from configs.model_facts import BYTES, model_facts
+from configs.model_facts import BYTES, facts_of
 from configs.schema import Config
 
 COPIES_SHARE = 0.9
@@ -38,13 +38,13 @@ def publishes_rows(config: Config, shards: int) -> bool:
 def _plain(config: Config) -> bool:
     """Whether it is known from config.json that servers take the model's weights as the learner holds them: those of
     its files, or all experts of a layer in one."""
-    facts = model_facts(config.model.path)
-    return facts.proven and facts.image_token is None
+    facts = facts_of(config.model)
+    return facts.proven and facts.image_token is None and not facts.text_alone
 
 
 def _saved(config: Config, shards: int) -> int:
     """Bytes that rank 0 saves if each of `shards` ranks holds its share of the copies; 0 if the size is unknown."""
-    sent = model_facts(config.model.path).sent_bytes(config.model)
+    sent = facts_of(config.model).sent_bytes(config.model)
     return sent - sent // shards
 
 
@@ -88,7 +88,7 @@ def copies_over(config: Config, shards: int, rank: int) -> int:
 
 def copies(config: Config) -> tuple[int, str]:
     """Bytes of the servers' copies on a rank that holds some, 0 if unknown, and who that is."""
-    sent, shards = model_facts(config.model.path).sent_bytes(config.model), shards_of(config)
+    sent, shards = facts_of(config.model).sent_bytes(config.model), shards_of(config)
     if publishes_rows(config, shards):
         return -(-sent // shards), f"each of {shards} learner ranks"
     return sent, "learner rank 0"

@@ -85,6 +85,9 @@ class ModelConfig(Section):
     """Parts of a vision-language model that are not trained: `vision`, the tower that reads images, without the
     `projector`, which turns its features into those of the text model. What is frozen needs no gradients and optimizer
     state, and is sent to each server once."""
+    text_alone: bool = False
+    """Train a model that reads images on text alone, for data without images: tower and projector are frozen and never
+    computed, and servers build none. docs/text-alone.md says more."""
     lora: LoraConfig | None = None
     """Train an adapter of low rank and leave the model's own weights as they are: `{}` for all defaults, null trains
     the weights. Only the adapter has gradients and optimizer state, is sent to the servers and is saved; the weights
@@ -210,7 +213,8 @@ class DataConfig(Section):
     processor has."""
     max_pixels: Positive | None = 1_048_576
     """Most pixels of an image as the model sees it: a larger one is made smaller. A token is 28 x 28 pixels with
-    Qwen2.5-VL, 32 x 32 with Qwen3-VL. null: what the model's own image processor has, often 16,384 tokens."""
+    Qwen2.5-VL, 32 x 32 with Qwen3-VL and Qwen3.5. null: what the model's own image processor has, often 16,384
+    tokens."""
     max_images: Positive = 8
     """Most images of one sample, those of later turns included; a row of the data with more is refused."""
 

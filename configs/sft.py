@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from configs.data.sources import Source, SourceError, generated, parts_of, source_name
-from configs.model_facts import model_facts
+from configs.model_facts import facts_of
 from configs.schema import NO_REWARD, Config
 
 LOCK = "sft.lock"
@@ -59,12 +59,13 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
 
 def beside(config: Config) -> Iterator[str]:
     """Yield what is wrong with `data.demonstrations` in a run of reinforcement learning."""
-    given, facts, path = config.data.demonstrations, model_facts(config.model.path), config.model.path
+    given, facts, path = config.data.demonstrations, facts_of(config.model), config.model.path
     if given is None:
         return
     key = "data.demonstrations"
     if facts.image_token is not None or facts.tower:
-        yield f"{key}: {path} reads images, and demonstrations train text models only; remove the key or name another"
+        problem = f"{key}: {path} reads images, and demonstrations train text alone"
+        yield f"{problem}; remove the key, or set model.text_alone: true"
     if config.rollout.routing_replay:
         problem = "demonstrations have no routes, and rollout.routing_replay trains with those that servers took"
         yield f"{key}: {problem}; remove one of the keys"
@@ -79,7 +80,7 @@ def longest(config: Config) -> int:
     wanted, budget = config.sft.max_tokens, config.learner.tokens_per_microbatch
     if wanted != "auto":
         return wanted
-    limits = [model_facts(config.model.path).positions, None if budget == "auto" else budget]
+    limits = [facts_of(config.model).positions, None if budget == "auto" else budget]
     return min((limit for limit in limits if limit is not None), default=LONGEST)
 
 
@@ -109,16 +110,19 @@ def _leaves(tree: Any, above: str) -> Iterator[str]:
 
 
 def _model(config: Config) -> Iterator[str]:
-    facts, path = model_facts(config.model.path), config.model.path
+    facts, path = facts_of(config.model), config.model.path
     if facts.image_token is not None or facts.tower:
-        yield f"model.path: {path} reads images, and supervised fine-tuning trains text models only; name another"
+        problem = f"model.path: {path} reads images, and supervised fine-tuning trains text alone"
+        yield f"{problem}; set model.text_alone: true, or name another"
+    elif config.model.text_alone and facts.kind and not facts.text_alone:
+        yield f"model.text_alone: true: {path} is no vision-language model; remove the key"
     elif config.model.freeze:
         yield f"model.freeze: [{', '.join(config.model.freeze)}]: a text model has no such parts; remove the key"
 
 
 def _lengths(config: Config) -> Iterator[str]:
     wanted, budget = config.sft.max_tokens, config.learner.tokens_per_microbatch
-    positions = model_facts(config.model.path).positions
+    positions = facts_of(config.model).positions
     if wanted == "auto":
         return
     if budget != "auto" and budget < wanted:

@@ -6,7 +6,7 @@ comes (`learner/weights/receiver/staging.py`).
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from configs.model_facts import BYTES, model_facts
+from configs.model_facts import BYTES, facts_of
 from configs.publishing import GROUP_BYTES, publishes_rows, shards_of
 from configs.schema import Config
 
@@ -27,7 +27,7 @@ class Room(NamedTuple):
 
 def room(config: Config) -> Room | None:
     """None where the size of the model is unknown. A tensor larger than a bucket takes more: it is a bucket."""
-    facts, ranks = model_facts(config.model.path), shards_of(config)
+    facts, ranks = facts_of(config.model), shards_of(config)
     saved = (facts.saved_parameters(config.model) or 0) * BYTES[config.model.dtype]
     if not saved:
         return None
@@ -52,7 +52,7 @@ def contradictions(config: Config) -> Iterator[str]:
         "model.lora is set, and an adapter is loaded from whole tensors": config.model.lora is not None,
         "rollout.device is cpu, where vLLM rebuilds layers from whole tensors": config.rollout.device == "cpu",
         f"rollout.engine.quantization is {quantized}, which is computed from whole tensors": quantized is not None,
-        "the model has experts, which vLLM rebuilds from whole tensors": model_facts(config.model.path).experts,
+        "the model has experts, which vLLM rebuilds from whole tensors": facts_of(config.model).experts,
     }
     for why, holds in whys.items():
         if holds:

@@ -6,7 +6,7 @@ Each rule yields lines as those of `checks.py` do. Whether a teacher has the pol
 
 from collections.abc import Iterator
 
-from configs.model_facts import model_facts
+from configs.model_facts import facts_of, model_facts
 from configs.schema import NO_REWARD, Config, TeacherConfig, TeacherModel
 
 SET_BY_US = {"model", "runner", "host", "port", "middleware", "enable_lora", "max_logprobs"}
@@ -120,8 +120,9 @@ def _ports(config: Config) -> Iterator[str]:
 
 
 def _policy(config: Config) -> Iterator[str]:
-    if model_facts(config.model.path).image_token is not None:
-        yield f"teacher: {config.model.path} reads images, and a teacher gets tokens only; remove the section teacher"
+    if facts_of(config.model).image_token is not None:
+        problem = f"teacher: {config.model.path} reads images, and a teacher gets tokens only"
+        yield f"{problem}; remove the section teacher, or set model.text_alone: true"
     if config.sampling.temperature != 1:
         problem = f"sampling.temperature: {config.sampling.temperature:g}, but a teacher's log-probabilities are of 1"
         yield f"{problem}; set it to 1, or remove the section teacher"
@@ -129,7 +130,7 @@ def _policy(config: Config) -> Iterator[str]:
 
 def _top_k(config: Config) -> Iterator[str]:
     """With the teachers' most probable tokens the head differentiates the loss chunk by chunk."""
-    top_k, loss, known = config.teacher.top_k, config.algorithm.loss, model_facts(config.model.path).vocabulary
+    top_k, loss, known = config.teacher.top_k, config.algorithm.loss, facts_of(config.model).vocabulary
     if top_k is None:
         return
     if ":" in loss:

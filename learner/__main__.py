@@ -131,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
 
 def image_format(config: Config) -> ImageFormat | None:
     """How the model sees images, None for a text model. Raises ConfigError if it cannot be trained with them."""
-    form, path = ImageFormat.of(config.model.path, config.data, tuple(config.model.freeze)), config.model.path
+    form, path = ImageFormat.of_run(config), config.model.path
     if form is not None and find_spec("transformers.vision_utils") is None:
         problem = f"{path} is a vision-language model, which needs transformers 5.16 or later"
         raise ConfigError([f"model.path: {problem}, and {transformers.__version__} is installed; upgrade it"])

@@ -25,7 +25,7 @@ from configs.entrypoint import BAD_INPUT, DONE, FAILED, split_flags
 from configs.flow.capacity import memory_bytes, open_files
 from configs.flow.cards import Card, checked_card
 from configs.load import read
-from configs.model_facts import model_facts
+from configs.model_facts import facts_of
 from configs.plain_text import print_visible
 from configs.schema import Config
 from configs.variables import VLLM_BYTES, problems, socket_folder, temporary, warnings
@@ -197,7 +197,7 @@ def _room(config: Config | None, machine: Machine) -> Iterator[Finding]:
     """Room on the disk, whose checkpoints `run_file.py` adds up, and for the learner's state in memory."""
     learner = 0
     if config and (config.learner.cpu_offload or config.learner.device == "cpu" or not machine.gpus):
-        facts, apart = model_facts(config.model.path), config.learner.cpu_offload == "optimizer" and machine.gpus
+        facts, apart = facts_of(config.model), config.learner.cpu_offload == "optimizer" and machine.gpus
         learner = facts.optimizer_bytes(config.model) if apart else facts.state_bytes(config.model)
     less_disk = "free some, or set run.folder elsewhere"
     less_memory = "close other programs (a vLLM server takes about 2 GiB), or take a smaller model or another machine"

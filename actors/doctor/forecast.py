@@ -21,7 +21,7 @@ from configs.flow.kv_room import KvRoom, kv_room
 from configs.flow.sequences import MEAN_SHARE, admitted_staleness, mean_tokens
 from configs.flow.simulation import Pace, expected, most_running
 from configs.load import ConfigError
-from configs.model_facts import BYTES, model_facts
+from configs.model_facts import BYTES, facts_of
 from configs.schema import Config
 from learner.algorithms.losses import needs_first_pass, needs_reference
 from learner.model import speed
@@ -112,7 +112,7 @@ def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
     except ConfigError as error:
         wrong += [f"{line}; on {card.name} {fitting(config, card, patches)}" for line in error.problems]
     sizes = sizes_of(config.model)
-    parameters = model_facts(config.model.path).parameters or sizes.parameters
+    parameters = facts_of(config.model).parameters or sizes.parameters
     weights = parameters * BYTES[config.model.dtype] // config.rollout.tensor_parallel
     room = kv_room(config, card.total, f"such as {card.name}", parameters)
     wrong += server_misfit(config, card, weights, room)
@@ -124,7 +124,7 @@ def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
 def patches_of(config: Config) -> int:
     """Most patches of one sample; 0 for a text model. Raises ConfigError if model.path cannot be read."""
     read_config(config.model)
-    form = ImageFormat.of(config.model.path, config.data, tuple(config.model.freeze))
+    form = ImageFormat.of_run(config)
     return max_sample_patches(config, form) if form else 0
 
 
@@ -153,7 +153,7 @@ def fitting(config: Config, card: Card, patches: int) -> str:
 def _shared(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield the run with more ranks that share their rows, where it may be so, each with its keys for people."""
     learner = config.learner
-    for n in (2, 4, 8) if not learner.shard and model_facts(config.model.path).tower is None else ():
+    for n in (2, 4, 8) if not learner.shard and facts_of(config.model).tower is None else ():
         keys = {"ranks": n * learner.ranks, "context_parallel": n * learner.context_parallel}
         yield " with ".join(f"learner.{key}: {value}" for key, value in keys.items()), _with(config, learner=keys)
 
@@ -177,7 +177,7 @@ def server_misfit(config: Config, card: Card, weights: int, room: KvRoom) -> Ite
     longest, shards = max_sample_tokens(config), config.rollout.tensor_parallel
     if room.tokens is None or room.tokens >= longest or config.rollout.device == "cpu":
         return
-    parameters, heads = weights * shards // BYTES[config.model.dtype], model_facts(config.model.path).heads or 0
+    parameters, heads = weights * shards // BYTES[config.model.dtype], facts_of(config.model).heads or 0
     more = [n for n in (2, 4, 8) if n > shards and heads % n == 0]
     wider = ((n, _with(config, rollout={"tensor_parallel": n})) for n in more)
     held = ((n, kv_room(changed, card.total, "", parameters).tokens or 0) for n, changed in wider)
@@ -190,7 +190,7 @@ def server_misfit(config: Config, card: Card, weights: int, room: KvRoom) -> Ite
 
 def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Speed | None:
     """The estimated speed; None where nothing is known to estimate it by."""
-    facts = model_facts(config.model.path)
+    facts = facts_of(config.model)
     if not (card.peak and card.bandwidth and facts.kv_numbers) or settled.learner.cpu_offload:
         return None
     train_s = train_seconds(config, card.peak, settled)

@@ -9,6 +9,7 @@ from actors.doctor.trial import Judgement
 from buffer.data.images import ImageError, counted
 from configs.data.sources import source_name
 from configs.load import ConfigError
+from configs.model_facts import facts_of
 from configs.schema import Config
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ def judge_images(judgement: Judgement, config: Config, problems: "Problems", key
 
     form = check_images(config, problems, key)
     if form is None or problems.images is None:
+        if key == "train" and facts_of(config.model).image_token is not None:
+            problem = f"no row of data.train has one, and {config.model.path} is trained with them"
+            judgement.facts.append(f"images: {problem}; model.text_alone: true saves the tower's memory and time")
         return
     where, broken = f"data.{key}: {source_name(config.data.sources()[key])}", list(problems.images.broken)
     shown: list[tuple[int, int, str]] = []  # pixels of the file, tokens, both in words

@@ -18,7 +18,7 @@ from configs.entrypoint import BAD_INPUT, DONE, split_flags
 from configs.flow.cards import CARDS, MIB, Card, card_of, checked_card
 from configs.flow.sequences import mean_tokens
 from configs.load import ConfigError, parse
-from configs.model_facts import model_facts
+from configs.model_facts import facts_of
 from configs.plain_text import print_visible, visible_line
 from configs.schema import Config
 
@@ -122,7 +122,7 @@ def _speed(found: "Forecast", answer: float) -> Iterator[str]:
     cost = f"costs {hours * price:,.2f} at {price:g} an hour" if price is not None else f"set {PRICE} for the cost"
     whole = f"{config.run.versions:,} versions take {_duration(seconds)}, the start included"
     yield f"to the end: {whole}, on {found.gpus} GPUs {hours:,.1f} GPU hours; {cost}"
-    if model_facts(config.model.path).tower:
+    if facts_of(config.model).tower:
         yield "images: not counted in these speeds; the tower makes a token of an image up to 1.8 times as expensive"
 
 

@@ -232,7 +232,7 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     late = f"model.path: the tokenizer of {config.model.path} did not load in {TOKENIZER_S:g} s, prompts are not judged"
     try:
         with trial.limit(TOKENIZER_S, trial.found.warnings, late):
-            form = ImageFormat.of(config.model.path, config.data, tuple(config.model.freeze))
+            form = ImageFormat.of_run(config)
             made = Prompts(load_tokenizer(config), config, form)
     except ConfigError as error:
         trial.found.refused += error.problems

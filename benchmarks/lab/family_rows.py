@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.learner import ours
 from benchmarks.learner.cases import Case
 from benchmarks.runs.models import weights_of
-from benchmarks.weights.family_shapes import FAMILIES, vocabulary_of
+from benchmarks.weights.family_shapes import FAMILIES, text_alone, vocabulary_of
 from configs.schema import LearnerConfig, ModelConfig
 from learner.model import loading, state
 from learner.model.exactness import packed_row
@@ -43,10 +43,10 @@ def show(what: str, figure: Any, unit: str = "") -> None:
 
 
 @torch.no_grad()
-def compare(folder: Path, mesh: DeviceMesh) -> None:
+def compare(folder: Path, shape: str, mesh: DeviceMesh) -> None:
     """Show how far the learner's log-probabilities are from transformers' ones, packed and alone."""
     gpu = mesh.device_type == "cuda"
-    model = ModelConfig(path=str(folder), dtype="bfloat16" if gpu else "float32")
+    model = ModelConfig(path=str(folder), dtype="bfloat16" if gpu else "float32", text_alone=text_alone(shape))
     policy = Policy(model, LearnerConfig(**PLAIN, head_chunk_tokens=1024), mesh)
     kinds = state.kinds(policy.model)
     installed = [name for name in KERNELS if importlib.util.find_spec(name)]
@@ -117,7 +117,7 @@ def main() -> int:
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=120))
     mesh = init_device_mesh("cuda" if gpu else "cpu", (1,), mesh_dim_names=("shard",))
-    for part in (lambda: compare(folder, mesh), lambda: steps(folder, args.shape, args.samples, mesh)):
+    for part in (lambda: compare(folder, args.shape, mesh), lambda: steps(folder, args.shape, args.samples, mesh)):
         try:
             part()
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:

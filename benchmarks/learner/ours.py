@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.learner.cases import LONGEST, Case, documents, part_of
+from benchmarks.weights.family_shapes import text_alone
 from buffer.wire.protocol import Part
 from configs.schema import AlgorithmConfig, LearnerConfig, LoraConfig, ModelConfig
 from learner.model.flops import peak
@@ -31,7 +32,8 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     """Results of the measured steps together, and one row per step."""
     gpu = mesh.device_type == "cuda"
     lora = None if case.lora is None else LoraConfig(**case.lora)
-    model = ModelConfig(path=str(folder), dtype="bfloat16" if gpu else "float32", lora=lora)
+    alone, dtype = text_alone(case.model), "bfloat16" if gpu else "float32"
+    model = ModelConfig(path=str(folder), dtype=dtype, lora=lora, text_alone=alone)
     memory = gpu_memory(torch.device(mesh.device_type))
     learner = choose_gather(model, LearnerConfig(**(OURS | case.learner)), mesh.size(), memory, LONGEST)
     expected = estimate(model, learner, mesh.size())

@@ -1,5 +1,5 @@
 """The families of models whose certificates are made: all of transformers' causal language models and of its models of
-images and text, which are trained on text alone, and variants.
+images and text, most of which are trained on text alone, and variants.
 
 A family is a `model_type` and the keys in which its config differs from the default one; the certificate shrinks it.
 """

@@ -27,6 +27,7 @@ import yaml
 from actors.watch.run_state import ask
 from benchmarks.runs.photos import write_photos
 from benchmarks.runs.ports import free_port
+from benchmarks.weights.family_shapes import text_alone
 from benchmarks.weights.seeing import SEEING
 from benchmarks.weights.shapes import LETTERS, folder_of
 from benchmarks.weights.sharing import as_host
@@ -84,7 +85,7 @@ def run_file(work: Path, name: str, shape: str, **sections: Mapping[str, Any]) -
     folder = folder_of(shape, work)
     config: dict[str, dict[str, Any]] = {
         "run": {"name": name, "folder": str(work), "versions": 1_000_000},
-        "model": {"path": str(folder)},
+        "model": {"path": str(folder), "text_alone": text_alone(shape)},
         "data": data_of(shape, work, folder),
         "reward": {"function": f"{Path(__file__).with_name('reward.py')}:compute_score", "workers": 2},
         "learner": {"lr": 1e-12, "checkpoint_every": 1_000_000},

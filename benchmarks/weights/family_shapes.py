@@ -6,6 +6,8 @@ of one GPU holds it. The specks have the same layers, for CPU.
 
 from typing import Any
 
+from configs.architecture import reads_images
+
 QWEN35_TEXT: dict[str, Any] = {
     "model_type": "qwen3_5_text", "tie_word_embeddings": True, "eos_token_id": None, "head_dim": 256,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
@@ -99,6 +101,11 @@ def family_config(shape: str) -> dict[str, Any]:
     """`config.json` of a shape."""
     given = FAMILIES[shape] | EOSLESS | {"dtype": "bfloat16"}
     return given | ({"text_config": given["text_config"] | EOSLESS} if "text_config" in given else {})
+
+
+def text_alone(shape: str) -> bool:
+    """`model.text_alone` of a shape, of which no benchmark has images."""
+    return reads_images(FAMILIES.get(shape, {}))
 
 
 def vocabulary_of(config: dict[str, Any]) -> int:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from configs.architecture import SEEING, trains_text_alone
+from configs.architecture import reads_images, trains_text_alone
 from configs.load import ConfigError
-from configs.schema import DataConfig
+from configs.schema import Config, DataConfig
 
 FILE_KINDS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Formats of image files that are read: PIL would run other programs for some of the rest."""
@@ -65,22 +65,33 @@ class ImageFormat:
     vision_end: int
 
     @classmethod
-    def of(cls, model_path: str, data: DataConfig, freeze: tuple[str, ...] = ()) -> "ImageFormat | None":
-        """How the model in folder `model_path`, or of that name on the hub, sees images; None for a text model, and for
-        a multimodal model that is none of SEEING, which is trained on text alone.
+    def of_run(cls, config: Config) -> "ImageFormat | None":
+        """`of` with the keys of a run file."""
+        model = config.model
+        return cls.of(model.path, config.data, tuple(model.freeze), model.text_alone)
 
-        `freeze`: `model.freeze`. Raises ConfigError for any but a model of SEEING with it, and for a folder without
-        what it takes.
+    @classmethod
+    def of(
+        cls, model_path: str, data: DataConfig, freeze: tuple[str, ...] = (), text_alone: bool = False
+    ) -> "ImageFormat | None":
+        """How the model in folder `model_path`, or of that name on the hub, sees images; None for a text model, and for
+        a multimodal model that is trained on text alone.
+
+        `freeze`, `text_alone`: keys of `model`. Raises ConfigError for a model without such parts with one of them, and
+        for a folder without what it takes.
         """
         config = read_model_file(model_path, "config.json")
         if config is None:
             raise ConfigError([f"model.path: {model_path}: has no config.json; name a folder in Hugging Face format"])
         kind, vision = config.get("model_type"), config.get("vision_config")
-        if kind not in SEEING:
-            why = f"({kind}) is trained on text alone" if trains_text_alone(config) else "is no vision-language model"
+        if not reads_images(config, text_alone):
+            alone = trains_text_alone(config, text_alone)
+            why = f"({kind}) is trained on text alone" if alone else "is no vision-language model"
             if freeze:
                 problem = f"model.freeze: [{', '.join(freeze)}]: {model_path} {why}"
                 raise ConfigError([f"{problem}; remove the key"])
+            if text_alone and not alone:
+                raise ConfigError([f"model.text_alone: true: {model_path} {why}; remove the key"])
             return None
         given = read_model_file(model_path, "preprocessor_config.json")
         given = given or (read_model_file(model_path, "processor_config.json") or {}).get("image_processor")

@@ -13,7 +13,8 @@ import numpy as np
 
 from buffer.ledger.types import FailureKind
 from buffer.wire.message import Array
-from configs.model_facts import model_facts
+from configs.model_facts import facts_of
+from configs.schema import ModelConfig
 
 ROUNDING = 1e-3
 """A log-probability may be larger than 0 by so much: float32 logits of 1,000 are rounded by 1e-4."""
@@ -70,12 +71,16 @@ class Bounds:
 
     @classmethod
     def of_model(
-        cls, path: str, replayed: bool = False, teachers: Iterable[str] | None = None, top_k: int | None = None
+        cls,
+        model: ModelConfig,
+        replayed: bool = False,
+        teachers: Iterable[str] | None = None,
+        top_k: int | None = None,
     ) -> "Bounds":
-        """Bounds of the model in this folder; of a hub name only the learner knows them."""
-        facts, known = model_facts(path), None if teachers is None else frozenset(teachers)
-        model = facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token
-        return cls(*model, replayed, known, top_k)
+        """Bounds of the model in a folder; of a hub name only the learner knows them."""
+        facts, known = facts_of(model), None if teachers is None else frozenset(teachers)
+        of_model = facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token
+        return cls(*of_model, replayed, known, top_k)
 
     def has_teacher(self, name: str) -> bool:
         """Whether the run may have a teacher of this name."""

@@ -102,6 +102,20 @@ NEEDS = (
         for kind, name in (("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrained"), ("qwen3_vl", "Qwen3VLVision"))
     ),
     Need(
+        f"{MODELING}.qwen3_5.modeling_qwen3_5.Qwen3_5VisionModel",
+        "towers are called with the bounds of all images",
+        since="5.16",
+        has="patch_embed merger blocks spatial_merge_size",
+        follows="forward",
+    ),
+    Need(
+        f"{MODELING}.qwen3_5.modeling_qwen3_5.Qwen3_5TextModel",
+        "features of images go to places, not to token ids",
+        since="5.16",
+        has="layers embed_tokens",
+        follows="forward",
+    ),
+    Need(
         f"{MODELING}.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextModel",
         "features of images go to places, not to token ids",
         has="layers embed_tokens",

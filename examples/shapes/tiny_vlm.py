@@ -1,4 +1,4 @@
-"""Random Qwen2.5-VL and Qwen3-VL models of under a million parameters, with tokenizer and processor.
+"""Random Qwen2.5-VL, Qwen3-VL and Qwen3.5 models of under a million parameters, with tokenizer and processor.
 
 model = tiny_vlm(folder, "qwen3_vl")              transformers' model, float32; its folder is `folder`
 tiny_vlm(folder, "qwen2_5_vl", seed=1)            other weights of the same shapes
@@ -12,8 +12,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
-KINDS = ("qwen2_5_vl", "qwen3_vl")
-PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPECIAL += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789?.,:<>/="
@@ -31,6 +31,7 @@ TEMPLATE = (
 CLASSES = {
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
     "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+    "qwen3_5": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
 }
 
 
@@ -45,12 +46,14 @@ def tiny_vlm(
     depth: int = 3,
     deviation: float = 0.02,
     patch: int | None = None,
+    state: int = 32,
 ) -> PreTrainedModel:
-    """Make the folder; `deviation` is the standard deviation of the weights, `patch` the side of a patch in pixels."""
+    """Make the folder; `deviation` is the standard deviation of the weights, `patch` the side of a patch in pixels,
+    `state` the size of a head of Qwen3.5's layers that keep a state: vLLM takes 128 on a CPU."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tiny_tokenizer()
     config = AutoConfig.for_model(
-        kind, **_config(kind, tokenizer, tied, width, layers, depth, deviation, patch or PATCH[kind])
+        kind, **_config(kind, tokenizer, tied, width, layers, depth, deviation, patch or PATCH[kind], state)
     )
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -106,6 +109,7 @@ def _config(
     depth: int,
     deviation: float,
     patch: int,
+    state: int,
 ) -> dict[str, Any]:
     names = {
         "image_token_id": "image_pad",
@@ -113,7 +117,7 @@ def _config(
         "vision_start_token_id": "vision_start",
         "vision_end_token_id": "vision_end",
     }
-    sections = [4, 6, 6] if kind == "qwen2_5_vl" else [6, 5, 5]
+    sections = {"qwen2_5_vl": [4, 6, 6], "qwen3_vl": [6, 5, 5], "qwen3_5": [3, 3, 2]}[kind]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     text: dict[str, Any] = {
         "vocab_size": 64,
@@ -146,6 +150,13 @@ def _config(
     else:
         text |= {"head_dim": 32}
         rope["mrope_interleaved"] = True
-        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+        vision |= {"num_position_embeddings": 64}
+    if kind == "qwen3_vl":
+        vision |= {"deepstack_visual_indexes": [0, 1]}
+    if kind == "qwen3_5":
+        rope["partial_rotary_factor"] = 0.5
+        text |= {"layer_types": [*["linear_attention"] * (layers - 1), "full_attention"]}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        text |= {"linear_key_head_dim": state, "linear_value_head_dim": state}
     ids = {key: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for key, name in names.items()}
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied, **ids}

@@ -27,6 +27,7 @@ from configs.certificate import Certificate, Check, judged
 from configs.load import ConfigError
 from configs.schema import LearnerConfig, ModelConfig
 from learner.certify.copies import compare_copies
+from learner.certify.images import image_cases
 from learner.certify.numbers import (
     LIMIT,
     attempt,
@@ -37,10 +38,11 @@ from learner.certify.numbers import (
     gradients,
     judge_gradients,
 )
-from learner.certify.ranks import Answer, Pair, Sharing
+from learner.certify.ranks import Answer, ComparedText, Pair, Sharing
 from learner.certify.rows import Case, cases
 from learner.model import loading
 from learner.model.exactness import REMEDY, reasons
+from learner.model.idle_parts import sees
 from learner.model.microbatch import CopiedPrompts
 from learner.model.policy import Policy
 from learner.model.shrink import small, stir
@@ -117,7 +119,7 @@ def write_copy(config: PreTrainedConfig, model: ModelConfig, folder: Path) -> Mo
     if trusted and Path(model.path).is_dir():
         for file in Path(model.path).glob("*.py"):
             shutil.copyfile(file, folder / file.name)
-    return ModelConfig(path=str(folder), dtype="float32", trust_remote_code=trusted)
+    return ModelConfig(path=str(folder), dtype="float32", trust_remote_code=trusted, text_alone=model.text_alone)
 
 
 def described(folder: Path) -> str:
@@ -143,7 +145,8 @@ def examine(
     except ConfigError as error:
         return [Check(what="a policy of the learner", fault="; ".join(error.problems))]
     unshared = (policy.sharing.unshared or "") if share else "learner.share_prompts is off"
-    every = list(cases(config.get_text_config().vocab_size))
+    pictured = list(image_cases(config)) if sees(config) else []
+    every = [*cases(config.get_text_config().vocab_size), *pictured]
     checks: list[Check] = []
     for case in every:
         if case.shares and not policy.sharing.prompts:
@@ -151,11 +154,14 @@ def examine(
         else:
             checks += compare(policy, reference, case)
     longest = next(case for case in every if len(case.texts) > 1 and "longer" in case.what)
-    checks += attempt("two ranks = one", lambda: compare_ranks(model, reference, longest, pair))
+    split = [longest, *(case for case in pictured if len(case.texts) > 1 and not case.shares)]
+    for case in split:
+        what = "images, two ranks = one" if case.seen else "two ranks = one"
+        checks += attempt(what, partial(compare_ranks, what, model, reference, case, pair))
     for case in [longest, *(case for case in every if case.shares and policy.sharing.prompts)] if splits else []:
         checks += attempt(f"two ranks, one row: {case.what}", partial(compare_split, model, reference, case, pair))
     return checks + attempt(
-        "copies of changed weights", lambda: compare_copies(policy, reference, model, longest, folder)
+        "copies of changed weights", lambda: compare_copies(policy, reference, model, split[-1], folder)
     )
 
 
@@ -168,16 +174,15 @@ def read_reference(model: ModelConfig) -> PreTrainedModel:
     return reference
 
 
-def compare_ranks(model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
+def compare_ranks(what: str, model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
     """Compare what two ranks compute of half of the documents each, and their summed gradients."""
     weights = coefficients(case).numpy()
     ends = np.cumsum([len(text) - 1 for text in case.texts])[:-1]
-    documents = list(zip(case.texts, np.split(weights, ends), strict=True))
+    seen = case.seen or [()] * len(case.texts)
+    documents = [ComparedText(*each) for each in zip(case.texts, np.split(weights, ends), seen, strict=True)]
     half = len(documents) // 2
     answers: list[Answer] = pair.ask(model, [documents[:half], documents[half:]])
-    return _judged(
-        "two ranks = one", reference, case, answers, [part for answer in answers for part in answer.logprobs]
-    )
+    return _judged(what, reference, case, answers, [part for answer in answers for part in answer.logprobs])
 
 
 def compare_split(model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
@@ -186,7 +191,7 @@ def compare_split(model: ModelConfig, reference: PreTrainedModel, case: Case, pa
     pieces = np.split(row.tokens.numpy(), ends)
     scored = [int(each.sum()) for each in np.split(row.sampled.numpy(), ends)]
     weights = np.split(coefficients(case).numpy(), np.cumsum(scored)[:-1])
-    documents = list(zip(pieces, weights, strict=True))
+    documents = [ComparedText(*each) for each in zip(pieces, weights, strict=True)]
     sharing = Sharing(row.groups, isinstance(row.shared, CopiedPrompts))
     answers: list[Answer] = pair.ask(model, [documents, documents], sharing)
     return _judged(f"two ranks, one row: {case.what}", reference, case, answers, answers[1].logprobs)

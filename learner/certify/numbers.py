@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from configs.certificate import Check, judged
+from learner.certify.images import given_images, placed
 from learner.certify.rows import Case
 from learner.model.exactness import FOREIGN, alone, block_outputs, first_difference, named
 from learner.model.policy import Policy
@@ -44,7 +45,7 @@ def compare(policy: Policy, reference: PreTrainedModel, case: Case) -> list[Chec
 def _logprobs(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
     with torch.no_grad():
         with block_outputs(policy.model) as ours:
-            got = policy(case.row.to(policy.device), 1.0)[0][case.row.scored]
+            got = policy(placed(policy, case.row), 1.0)[0][case.row.scored]
         policy.gathering.reshard()
         with block_outputs(reference) as theirs:
             wanted = expected(reference, case)
@@ -56,7 +57,7 @@ def gradient(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
     """Compare the gradients of a weighted sum of a row's log-probabilities."""
     weights = coefficients(case)
     policy.zero_grad()
-    (policy(case.row.to(policy.device), 1.0)[0][case.row.scored] * weights).sum().backward()
+    (policy(placed(policy, case.row), 1.0)[0][case.row.scored] * weights).sum().backward()
     return judge_gradients(f"{case.what}, gradient", gradients_of(policy), gradients(reference, case), policy.model)
 
 
@@ -92,7 +93,8 @@ def judge_gradients(what: str, ours: Gradients, theirs: Gradients, model: nn.Mod
 
 def expected(reference: PreTrainedModel, case: Case) -> Tensor:
     """Return transformers' log-probabilities of a row's scored tokens, each document alone: [scored]."""
-    return torch.cat([alone(reference, text)[given - 1 :] for text, given in zip(case.texts, case.given, strict=True)])
+    every = zip(case.texts, case.given, case.seen or [()] * len(case.texts), strict=True)
+    return torch.cat([alone(reference, text, given_images(text, seen))[given - 1 :] for text, given, seen in every])
 
 
 def coefficients(case: Case) -> Tensor:

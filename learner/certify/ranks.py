@@ -24,11 +24,13 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.utils import logging as transformers_logging
 
+from buffer.data.images import SeenImage
 from configs.entrypoint import die_with_parent
 from configs.load import ConfigError
 from configs.schema import LearnerConfig, ModelConfig
+from learner.certify.images import shown_row
 from learner.certify.numbers import gradients_of
-from learner.model.exactness import FOREIGN, named, packed_row
+from learner.model.exactness import FOREIGN, named
 from learner.model.policy import Policy
 
 RANKS = 2
@@ -37,8 +39,16 @@ OPTIONS = LearnerConfig(
     gather="batch", activation_checkpointing="block", head_chunk_tokens=16, compile=False, share_prompts=False
 )
 """Other ways to compute than those of the comparison on one rank."""
-Document = tuple[np.ndarray, np.ndarray]
-"""Tokens, and what the log-probability of each but the first is multiplied by."""
+
+
+class ComparedText(NamedTuple):
+    """What a rank computes of a row."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+    """What the log-probability of each token but the first is multiplied by."""
+    seen: Sequence[SeenImage] = ()
+    """Its images."""
 
 
 class Sharing(NamedTuple):
@@ -85,7 +95,7 @@ class Pair:
             self._ranks.append((process, ours))
 
     def ask(
-        self, model: ModelConfig, shares: Sequence[Sequence[Document]], sharing: Sharing | None = None
+        self, model: ModelConfig, shares: Sequence[Sequence[ComparedText]], sharing: Sharing | None = None
     ) -> list[Answer]:
         """Return what the ranks compute of `model`, each of its documents. `sharing`: of one row that they share, for
         which both get the same pieces."""
@@ -139,18 +149,18 @@ def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], N
             connection.send(_answer(ModelConfig.model_validate(model), documents, sharing, mesh))
 
 
-def _answer(model: ModelConfig, documents: Sequence[Document], sharing: Sharing | None, mesh: Any) -> Answer:
+def _answer(model: ModelConfig, documents: Sequence[ComparedText], sharing: Sharing | None, mesh: Any) -> Answer:
     try:
         learner = OPTIONS.model_copy(update={"context_parallel": RANKS if sharing else 1})
         policy, how = Policy(model, learner, mesh), sharing or Sharing()
         policy.sharing.most_copied = inf if how.copied else -1.0
-        row = packed_row([tokens for tokens, _ in documents], how.groups)
-        weights = torch.from_numpy(np.concatenate([each for _, each in documents]))
+        row = shown_row([each.tokens for each in documents], [each.seen for each in documents], how.groups)
+        weights = torch.from_numpy(np.concatenate([each.weights for each in documents]))
         policy.gathering.reduce_after_next(last=True)
         with policy.gathering.held():
             got = policy(policy.place(row), 1.0)[0][row.scored]
             (got * weights).sum().backward()
-        lengths = [len(each) for _, each in documents]
+        lengths = [len(each.weights) for each in documents]
         summed = {name: (RANKS * grad).numpy() for name, grad in gradients_of(policy).items()}
         parts = [part.numpy() for part in got.detach().split(lengths)]
         return Answer(parts, summed if dist.get_rank() == 0 else {})

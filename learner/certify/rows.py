@@ -3,12 +3,13 @@
 Pure. Lengths are chosen for a copy whose windows and chunks are WINDOW tokens long (`learner/model/shrink.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
+from buffer.data.images import SeenImage
 from learner.model.exactness import packed_row
 from learner.model.microbatch import Microbatch
 from learner.model.shrink import VOCABULARY, WINDOW
@@ -29,6 +30,8 @@ class Case(NamedTuple):
     given: list[int]
     """First tokens of each document that are not scored."""
     shares: bool = False
+    seen: Sequence[Sequence[SeenImage]] = ()
+    """The images of each document; empty: none has any."""
 
 
 def cases(vocabulary: int) -> Iterator[Case]:

@@ -9,9 +9,10 @@ process of its own, by `actors/doctor/trial.py`; reads the model's config, never
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ FOREIGN = (
 """Errors that transformers or a model's code raises if the learner cannot run the model."""
 REMEDY = "take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral"
 OPTIONS = HeadOptions(1.0, 64, False)
+NO_IMAGES: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Inexact(ValueError):
@@ -98,10 +100,10 @@ def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False)
 
 def _no_adapter(config: PreTrainedConfig, trusted: bool) -> str | None:
     """Why the model cannot be trained by an adapter; None if it can."""
+    if idle_parts.nests_text(config) and not idle_parts.sees(config):
+        return "is a multimodal model that is trained on text alone, of which no server was seen to take an adapter"
     if config.model_type in PROVEN:
         return None
-    if idle_parts.nests_text(config):
-        return "is a multimodal model that is trained on text alone, of which no server was seen to take an adapter"
     empty = loading.build(copy.deepcopy(config), TRIED, torch.device("meta"), trusted)
     if kept := state.kinds(empty):
         return f"has layers that keep a state ({', '.join(kept)}), of which no server was seen to take an adapter"
@@ -218,19 +220,20 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
             if not (difference := float((got - wanted).abs().max())) <= TOLERANCE:
                 where = first_difference(ours, in_ours, in_theirs)
                 raise Inexact(f"{where}: the log-probabilities of {what} would be {difference:.2g} nat off")
-        if sight is None:
-            _check_gradients(ours, mixture, cases[1][1])
+        _check_gradients(ours, sight, mixture, cases[1][1])
     except Inexact:
         raise
     except FOREIGN as error:
         raise Inexact(f"its packed rows cannot be computed ({named(error)})") from error
 
 
-def _check_gradients(model: PreTrainedModel, mixture: Mixture | None, row: Microbatch) -> None:
+def _check_gradients(
+    model: PreTrainedModel, sight: vision.Sight | None, mixture: Mixture | None, row: Microbatch
+) -> None:
     """Raise Inexact if a weight has no gradient: ranks could not reduce it, and it would never be trained."""
     options = OPTIONS._replace(epilogue=Epilogue.of(model.config))
     with torch.enable_grad():
-        apply_head(model, hidden_states(model, None, mixture, row), row, options)[0].sum().backward()
+        apply_head(model, hidden_states(model, sight, mixture, row), row, options)[0].sum().backward()
     idle = idle_parts.idle_names(model)
     for name, parameter in model.named_parameters():
         if name in idle:
@@ -279,10 +282,11 @@ def packed_row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Micro
     return lay_out(texts, sampled, zeros, zeros, range(len(texts)), groups)
 
 
-def alone(model: PreTrainedModel, document: np.ndarray) -> Tensor:
-    """Log-probabilities of a document's tokens except the first, by the model's own forward pass: [tokens - 1]."""
+def alone(model: PreTrainedModel, document: np.ndarray, images: Mapping[str, Tensor] = NO_IMAGES) -> Tensor:
+    """Log-probabilities of a document's tokens except the first, by the model's own forward pass: [tokens - 1].
+    `images`: what transformers' processor would give the model with them."""
     ids = torch.as_tensor(document)[None]
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
+    logits: Tensor = model(input_ids=ids, use_cache=False, **images).logits[0].float()
     return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 

@@ -13,12 +13,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from configs.architecture import SEEING
+from configs.architecture import reads_images
+
+TEXT_ALONE = "headrace_text_alone"
+"""Attribute of a config that `loading.read_config` has read for `model.text_alone`."""
 
 
 def sees(config: Any) -> bool:
     """Whether a model's config is of a vision-language model whose images are trained."""
-    return config.model_type in SEEING
+    return reads_images({"model_type": config.model_type}, getattr(config, TEXT_ALONE, False))
 
 
 def nests_text(config: Any) -> bool:

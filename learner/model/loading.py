@@ -26,7 +26,7 @@ from configs.load import ConfigError
 from configs.schema import ModelConfig
 from learner.model import bounds, state
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
-from learner.model.idle_parts import nests_text, sees
+from learner.model.idle_parts import TEXT_ALONE, nests_text, sees
 from learner.model.master_weights import MasterWeights, rows_of
 
 Initial = Callable[[str, torch.Size], Tensor]
@@ -54,6 +54,8 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError([f"{problem} ({why}); correct it"]) from None
     assert isinstance(config, PreTrainedConfig)
+    if model.text_alone:
+        setattr(config, TEXT_ALONE, True)
     return config
 
 

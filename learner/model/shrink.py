@@ -14,12 +14,16 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from learner.model import idle_parts, loading
+from learner.model import idle_parts, loading, vision
 
 GAIN = 3.0
 """Standard deviation of random activations: large enough that a softcap of 50 has an effect."""
+TOWER_GAIN = 1.0
+"""The same in a tower whose images are trained: the text model's blocks enlarge its differences of rounding."""
 WINDOW = 8
 VOCABULARY = 64
+PLACEHOLDER, AROUND = 1, (2, 3)
+"""Tokens of a small copy that stand for a token of an image, and before and after one. No random text has the first."""
 LARGEST = 200_000_000
 """Most parameters of a small copy."""
 SHORTER = re.compile("window|chunk|local|index_topk$")
@@ -65,6 +69,8 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
     if not idle_parts.nests_text(config):
         return narrow if _runs(narrow, trusted) else short
     if idle_parts.sees(narrow):
+        for each in (narrow, short):
+            each.image_token_id, each.vision_start_token_id, each.vision_end_token_id = PLACEHOLDER, *AROUND
         _narrow_tower(narrow.vision_config, narrow.get_text_config().hidden_size)
         return narrow if _runs(narrow, trusted) else short
     smaller = (_with_idle(each, narrowed) for each in (narrow, short) for narrowed in (True, False))
@@ -143,10 +149,12 @@ def _narrow_state(text: Any) -> None:
 
 
 def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:
-    """Shrink the vision tower to one narrow block with features of the text model's `width`. Text does not use it."""
-    if isinstance(getattr(tower, "depth", None), int):  # the two architectures with known images
-        tower.hidden_size, tower.num_heads = 2 * (tower.hidden_size // tower.num_heads), 2
-        tower.depth, tower.intermediate_size, tower.out_hidden_size = 1, NARROW, width
+    """Shrink the vision tower to two narrow blocks, one of each kind, with features of the text model's `width`."""
+    tower.hidden_size, tower.num_heads = 2 * (tower.hidden_size // tower.num_heads), 2
+    tower.depth, tower.intermediate_size, tower.out_hidden_size = 2, NARROW, width
+    for name, block in (("fullatt_block_indexes", 1), ("deepstack_visual_indexes", 0)):
+        if hasattr(tower, name):
+            setattr(tower, name, [block])
 
 
 def _with_idle(config: PreTrainedConfig, narrowed: bool) -> PreTrainedConfig | None:
@@ -204,12 +212,15 @@ def _runs(config: PreTrainedConfig, trusted: bool) -> bool:
 def stir(model: PreTrainedModel) -> None:
     """Set random weights that make activations large, and change norms, biases, sinks and buffers from their initial
     values."""
-    draw = torch.Generator().manual_seed(1)
+    draw, tower = torch.Generator().manual_seed(1), vision.tower_of(model)
+    seeing = {id(parameter) for parameter in tower.parameters()} if tower is not None else set()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=draw)
             if parameter.dim() > 1:
-                parameter.copy_(noise * GAIN / parameter.shape[-1] ** 0.5)
+                seen = id(parameter) in seeing
+                gain, inputs = (TOWER_GAIN, parameter[0].numel()) if seen else (GAIN, parameter.shape[-1])
+                parameter.copy_(noise * gain / inputs**0.5)
             elif name.rpartition(".")[2] not in UNMOVED:
                 parameter.add_(0.3 * noise)
         kept = model.state_dict().keys()

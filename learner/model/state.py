@@ -72,7 +72,10 @@ def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...,
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the bounds
     def separated(*args: Any, **kwargs: Any) -> Any:
-        starts, _, _, group = bounds.of_row(layer, {})
+        starts, _, shared, group = bounds.of_row(layer, {})
+        if shared is not None:
+            problem = f"the model's {type(layer).__name__} keeps a state, and answers would not see their prompt's"
+            raise ConfigError([f"learner.share_prompts: {problem}; set it to false"])
         if group is not None:
             problem = f"the model's {type(layer).__name__} keeps a state, which ranks do not exchange"
             raise ConfigError([f"learner.context_parallel: {problem}; set it to 1"])

@@ -81,8 +81,8 @@ def known(config: Config) -> Config:
     for a model that reads images."""
     model = loading.read_config(config.model)
     if sees(model):
-        problem = "reads images, and supervised fine-tuning trains text models only"
-        raise ConfigError([f"model.path: {config.model.path} {problem}; name another"])
+        problem = "reads images, and supervised fine-tuning trains text alone"
+        raise ConfigError([f"model.path: {config.model.path} {problem}; set model.text_alone: true, or name another"])
     positions = usable_positions(model.get_text_config().to_dict())
     if positions is None or config.sft.max_tokens != "auto" or longest(config) <= positions:
         return config

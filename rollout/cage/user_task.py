@@ -204,7 +204,7 @@ def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], dat
 
     @cache
     def form() -> ImageFormat | None:
-        return ImageFormat.of(model["path"], DataConfig(**data))
+        return ImageFormat.of(model["path"], DataConfig(**data), text_alone=ModelConfig(**model).text_alone)
 
     class ProblemInWorker(Problem):
         """Loads the run's tokenizer, and decodes the row's images, when they are first asked for."""

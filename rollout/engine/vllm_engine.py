@@ -74,7 +74,7 @@ class Engine:
         cpu = on_cpu(config)
         if problems := list(unserved_shapes(config, cpu)):
             raise ConfigError(problems)
-        arguments = engine_arguments(config, seed, cpu, ImageFormat.of(config.model.path, config.data))
+        arguments = engine_arguments(config, seed, cpu, ImageFormat.of_run(config))
         arguments["hf_overrides"] = window_override(config.model.path) | arguments["hf_overrides"]
         for key, value in environment(cpu).items():
             os.environ.setdefault(key, value)

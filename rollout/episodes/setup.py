@@ -66,7 +66,7 @@ class RolloutSetup:
         not known.
         """
         log, built_in = config.run.path / "logs" / name, TASKS.get(config.rollout.task)
-        prompts = Prompts(load_tokenizer(config), config, ImageFormat.of(config.model.path, config.data))
+        prompts = Prompts(load_tokenizer(config), config, ImageFormat.of_run(config))
         rewards = load_rewards(config, log)
         if built_in:
             return cls(prompts, built_in, rewards)

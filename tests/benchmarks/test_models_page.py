@@ -27,7 +27,7 @@ FAULTY = Certificate(
 def test_a_row_has_the_largest_differences_of_its_column() -> None:
     made = pages({"llama": EXACT, "odd": REFUSED, "faulty": FAULTY}, (1e-4, 1e-3, 1e-3))
     trained, refused = made["models-trained.md"], made["models-refused.md"]
-    assert "| llama | `llama` | 5e-06, 2e-05 | no | 4e-06 | – | – | – |" in trained
+    assert "| llama | `llama` | 5e-06, 2e-05 | no | – | 4e-06 | – | – | – |" in trained
     assert r"| odd | it has a\|b; a &lt;part> |" in refused
     assert "| faulty | two ranks = one: two differ |" in refused
     assert "3 families and variants were tried: **1 are trained exactly**, the other 2 are" in trained

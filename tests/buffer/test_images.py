@@ -222,6 +222,15 @@ def test_a_text_model_has_no_format(tmp_path):
     assert ImageFormat.of(model(tmp_path, {"model_type": "qwen2"}), DATA) is None
 
 
+def test_a_model_that_reads_images_is_trained_on_text_alone_if_the_run_says_so(tmp_path):
+    path = model(tmp_path, CONFIG)
+    assert ImageFormat.of(path, DATA, text_alone=True) is None
+    with pytest.raises(ConfigError, match=r"model.freeze: \[vision\]: .* \(qwen2_5_vl\) is trained on text alone"):
+        ImageFormat.of(path, DATA, ("vision",), text_alone=True)
+    with pytest.raises(ConfigError, match=r"model.text_alone: true: .* is no vision-language model; remove the key"):
+        ImageFormat.of(model(tmp_path, {"model_type": "qwen2"}), DATA, text_alone=True)
+
+
 @pytest.mark.parametrize(
     ("config", "processor", "says"),
     [

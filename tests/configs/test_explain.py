@@ -105,6 +105,9 @@ def test_a_model_that_sees(model: Path) -> None:
     sizes = "3 kB on each server and {} kB of the learner's state, besides its activations"
     for run, state in ((free, 24), (adapted, 3)):
         assert sizes.format(state) in "\n".join(explain(run))
+    alone = list(explain(config(f"model.path={model}", "model.text_alone=true")))
+    assert not any(line.startswith("images:") for line in alone)
+    assert any(line.startswith("text alone: 1.5 k of the parameters are idle") for line in alone)
 
 
 def test_a_model_that_is_trained_on_text_alone(model: Path) -> None:

@@ -119,7 +119,9 @@ def test_a_model_that_reads_images_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}, "image_token_id": 5, "text_config": {}})
     )
-    assert any(
-        "reads images, and supervised fine-tuning trains text models only" in x
-        for x in refused(f"model.path={tmp_path}")
-    )
+    line = "reads images, and supervised fine-tuning trains text alone; set model.text_alone: true, or name another"
+    assert any(x.endswith(line) for x in refused(f"model.path={tmp_path}"))
+    check_sft(config(f"model.path={tmp_path}", "model.text_alone=true"), files=())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    line = f"model.text_alone: true: {tmp_path} is no vision-language model; remove the key"
+    assert line in refused(f"model.path={tmp_path}", "model.text_alone=true")

@@ -186,8 +186,10 @@ def test_a_policy_that_reads_images_and_a_short_teacher_are_refused(tmp_path: Pa
         )
     found = refused(*OWN, f"--model.path={tmp_path}/seeing")
     assert any(
-        line.endswith("reads images, and a teacher gets tokens only; remove the section teacher") for line in found
+        line.endswith("and a teacher gets tokens only; remove the section teacher, or set model.text_alone: true")
+        for line in found
     )
+    check(config(*OWN, REWARD, f"--model.path={tmp_path}/seeing", "--model.text_alone=true"), files=())
     (line,) = refused(f"model={tmp_path}/short", "servers=1")
     assert line.startswith(
         f"teacher.model: {tmp_path}/short has 8 positions, less than samples of up to 2048 tokens and"

@@ -100,11 +100,12 @@ def dense_config(folder: Path) -> Config:
 
 
 def vision_config(folder: Path, kind: str, **sections: Any) -> Config:
-    """For a model of `tests/harness/tiny_vlm.py`, in float32; `sections` of the run file are added."""
+    """For a model of `tests/harness/tiny_vlm.py`; `sections` of the run file are added. In float32, but vLLM on a CPU
+    computes the delta rules of Qwen3.5 in bfloat16 only."""
     from tests.harness.tiny_vlm import PATCH  # takes seconds to import
 
     given: dict[str, dict[str, Any]] = {
-        "model": {"path": str(folder), "dtype": "float32"},
+        "model": {"path": str(folder), "dtype": "bfloat16" if kind == "qwen3_5" else "float32"},
         "data": {"train": "train.parquet", "max_prompt_tokens": 300, "max_pixels": 64 * (2 * PATCH[kind]) ** 2},
         "reward": {"function": "countdown"},
         "sampling": {"max_tokens": 100},

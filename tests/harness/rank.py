@@ -181,7 +181,8 @@ def pictured(folder: Path, model: dict[str, Any], cuts: list[list[int]], budget:
     algorithm = world.algorithm_of(policy, budget, form=form)
     for parts in cuts:
         part = make_pictured(form).part(3, parts, rank)
-        batch = Batch.from_part(part, budget, policy.costs.quadratic, True, form, policy.costs.patch_cost)
+        share = policy.sharing.prompts
+        batch = Batch.from_part(part, budget, policy.costs.quadratic, share, form, policy.costs.patch_cost)
         algorithm.backward(policy, batch)
         found.append(world.gradients(policy))
         algorithm.optimizer.adamw.zero_grad()

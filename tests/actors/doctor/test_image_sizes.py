@@ -48,6 +48,12 @@ def test_sizes_are_said_in_pixels_and_tokens(seeing: Path) -> None:
     assert fact == (f"images of data.train: 3 of 4 rows have some; smallest {small}, median {small}, largest {large}")
 
 
+def test_data_without_images_need_no_tower(seeing: Path) -> None:
+    (fact,) = judged(seeing, []).facts
+    assert fact.endswith("is trained with them; model.text_alone: true saves the tower's memory and time")
+    assert judged(seeing, [], **{"model.text_alone": "true"}).facts == []
+
+
 def test_the_encoder_takes_the_largest_image(seeing: Path) -> None:
     key = "rollout.engine.max_num_batched_tokens"
     assert judged(seeing, [LARGE], **{key: 609}).facts

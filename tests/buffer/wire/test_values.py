@@ -16,6 +16,7 @@ from buffer.wire.message import Array
 from buffer.wire.protocol import Put, State, Status, Stored
 from buffer.wire.sample import sample_stats
 from buffer.wire.values import Bounds, WrongValue
+from configs.schema import ModelConfig
 from tests.harness.buffer_process import buffer, client, group, in_loop, make_requests, rollout, sample
 
 VOCABULARY = 50
@@ -125,13 +126,13 @@ def test_the_short_way_takes_nothing_that_the_long_way_refuses(tokens, logprobs,
 
 
 def test_the_bounds_of_a_model_are_read_off_its_config(tmp_path: Path) -> None:
-    assert Bounds.of_model("some/hub-name") == Bounds()
+    assert Bounds.of_model(ModelConfig(path="some/hub-name")) == Bounds()
     config = {"model_type": "qwen3_moe", "vocab_size": 99, "num_experts": 8, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "mlp_only_layers": [0]}))
-    assert Bounds.of_model(str(tmp_path), True) == Bounds(99, 8, (2, 2), None, True)
+    assert Bounds.of_model(ModelConfig(path=str(tmp_path)), True) == Bounds(99, 8, (2, 2), None, True)
     seeing = {"model_type": "qwen3_vl", "text_config": {"vocab_size": 77}, "vision_config": {}, "image_token_id": 5}
     (tmp_path / "config.json").write_text(json.dumps(seeing | {"vision_config": {"patch_size": 14}}))
-    assert Bounds.of_model(str(tmp_path)) == Bounds(77, placeholder=5)
+    assert Bounds.of_model(ModelConfig(path=str(tmp_path))) == Bounds(77, placeholder=5)
 
 
 @in_loop

@@ -2,21 +2,26 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from configs.certificate import Check
 from learner.certify import copies
 from learner.certify.ranks import Answer, Pair
-from learner.model import loading
+from learner.model import loading, vision
 from learner.model.policy import Policy
 from learner.saved import export
+from learner.train import pictures
 from tests.harness.certified import copied, examined, tiny_config
 from tests.harness.lanes import long_but
+from tests.harness.pictured import seeing_model
 from tests.learner.model.test_exactness import Looks, LooksBack, Unknown
 
 ONE, PACKED, LONG, SHARED = (
@@ -283,3 +288,53 @@ def test_weights_that_do_not_change_prove_nothing(monkeypatch: Any, mesh: Any, t
     monkeypatch.setattr(copies, "CHANGE", 0.0)
     found = faults(copied(tiny_config("qwen3"), mesh, tmp_path))
     assert found.keys() == {PUSHED, EXPORTED} and "the change of its weights changes no" in found[PUSHED]
+
+
+def features_in_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = vision.Sight.inputs
+
+    def inputs(self: Any, tokens: torch.Tensor, images: Any) -> Any:
+        return real(self, tokens, images and replace(images, take=images.take.flip(0)))
+
+    monkeypatch.setattr(vision.Sight, "inputs", inputs)
+
+
+def positions_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "rope_positions", lambda length, *_: np.tile(np.arange(length), (3, 1)))
+
+
+def colours_not_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = vision._normalised
+    monkeypatch.setattr(vision, "_normalised", lambda images, frames: real(images, frames) + 1)
+
+
+def images_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = vision._layout
+
+    def layout(grid: torch.Tensor, tower: Any) -> dict[str, Any]:
+        found = real(grid, tower)
+        return found | {"cu_seqlens": found["cu_seqlens"][[0, -1]], "max_seqlen": int(found["cu_seqlens"][-1])}
+
+    monkeypatch.setattr(vision, "_layout", layout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mistake"),
+    long_but(
+        [
+            (kind, mistake)
+            for kind in ("qwen3_5", "qwen3_vl")
+            for mistake in (features_in_reverse, positions_of_text, colours_not_normalised, images_see_each_other)
+        ],
+        *(0, 1, 2, 3),
+    ),
+)
+def test_images_that_are_computed_wrongly_are_a_fault(
+    kind: str, mistake: Callable[[Any], None], mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of text hold all the same."""
+    config = AutoConfig.from_pretrained(seeing_model(tmp_path / "tiny", kind).path)
+    mistake(monkeypatch)
+    found = faults(examined(config, mesh, NoRanks(), tmp_path))
+    assert {"images, packed = alone", "images, packed = alone, gradient", PUSHED} <= found.keys()
+    assert all(what.startswith("images") or what in (PUSHED, EXPORTED) for what in found)

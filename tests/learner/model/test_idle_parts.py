@@ -1,5 +1,6 @@
 """Multimodal models that are trained on text alone: what is beside the text model is frozen, and travels once."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +9,37 @@ import torch
 from transformers import AutoConfig
 
 from configs.architecture import trains_text_alone, unsupported
-from configs.model_facts import model_facts
+from configs.model_facts import facts_of, model_facts
 from configs.schema import LoraConfig, ModelConfig
-from learner.certify.certifier import write_copy
+from learner.certify.certifier import certify, write_copy
+from learner.certify.ranks import Pair
 from learner.model import loading
 from learner.model.exactness import check_adapter
-from learner.model.idle_parts import idle_modules, idle_names
+from learner.model.idle_parts import TEXT_ALONE, idle_modules, idle_names
 from learner.model.memory import sizes_of
 from learner.model.shrink import small
+from tests.harness.certified import two_ranks
 from tests.harness.lanes import long_but
 from tests.harness.pictured import seeing_model
 from tests.harness.world import policy_of
 
 
-def copy_of(kind: str, folder: Path) -> ModelConfig:
-    return write_copy(AutoConfig.for_model(kind), ModelConfig(path=kind), folder)
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    """Two ranks for the certificates."""
+    with two_ranks() as pair:
+        yield pair
+
+
+def copy_of(kind: str, folder: Path, text_alone: bool = False) -> ModelConfig:
+    return write_copy(config_of(kind, text_alone), ModelConfig(path=kind, text_alone=text_alone), folder)
+
+
+def config_of(kind: str, text_alone: bool = True) -> Any:
+    config = AutoConfig.for_model(kind)
+    if text_alone:
+        setattr(config, TEXT_ALONE, True)
+    return config
 
 
 @pytest.mark.parametrize(
@@ -30,7 +47,7 @@ def copy_of(kind: str, folder: Path) -> ModelConfig:
 )
 def test_all_but_the_text_model_is_idle(kind: str) -> None:
     with torch.device("meta"):
-        model: Any = loading.auto_class(config := small(AutoConfig.for_model(kind))).from_config(config)
+        model: Any = loading.auto_class(config := small(config_of(kind))).from_config(config)
     idle, text = idle_names(model), {id(p) for p in model.get_decoder().parameters()}
     named = dict(model.named_parameters())
     assert {name for name in named if name in idle} == {name for name in named if "language_model" not in name} - {
@@ -79,6 +96,21 @@ def test_an_adapter_for_such_a_model_is_refused(tmp_path: Path) -> None:
     model = copy_of("mistral3", tmp_path).model_copy(update={"lora": LoraConfig()})
     with pytest.raises(ValueError, match=r"model.lora: .* \(mistral3\) is a multimodal model that is trained on text"):
         check_adapter(model, loading.read_config(model))
+
+
+@pytest.mark.parametrize("kind", long_but(["qwen3_5", "qwen2_5_vl", "qwen3_vl"], 0))
+def test_a_model_that_reads_images_is_trained_on_text_alone_if_the_run_says_so(
+    kind: str, mesh: Any, pair: Pair, tmp_path: Path
+) -> None:
+    model = copy_of(kind, tmp_path, text_alone=True)
+    policy, facts = policy_of(model, mesh), facts_of(model)
+    assert policy.sight is None and facts.text_alone and (facts.tower, facts.image_token) == (None, None)
+    assert {name for name in policy.frozen_names()} == {name for name, _ in policy.full_weights() if ".visual." in name}
+    assert facts.idle == sizes_of(model).idle > 0
+    found = certify(model, True, mesh, pair)
+    assert found.faults == [] and not any(check.what.startswith("images") for check in found.checks)
+    with pytest.raises(ValueError, match=r"model.lora: .* is a multimodal model that is trained on text alone"):
+        check_adapter(model.model_copy(update={"lora": LoraConfig()}), loading.read_config(model))
 
 
 def test_layers_that_attend_to_images_alone_are_refused() -> None:

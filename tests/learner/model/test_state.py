@@ -4,6 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma4TextConfig, Qwen2Config
@@ -13,7 +14,7 @@ from configs.schema import LearnerConfig, ModelConfig
 from learner.model import attention, loading, state
 from learner.model.flops import Costs
 from learner.model.memory import estimate
-from tests.learner.model.test_families import config_of
+from tests.learner.model.test_families import config_of, row_of
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,18 @@ def test_each_document_is_a_padded_sequence_of_a_batch() -> None:
     got = block(row, cu_seq_lens_q=torch.tensor([0, 4, 5, 9]), max_length_q=4)
     assert [x.tolist() for x in seen] == [[[5.0]], [[1.0, 2.0, 3.0, 4.0], [6.0, 7.0, 8.0, 9.0]]]
     assert got.flatten().tolist() == [2.0, 6.0, 12.0, 20.0, 10.0, 12.0, 26.0, 42.0, 60.0]
+
+
+def test_a_row_that_shares_prompts_is_refused() -> None:
+    """Its answers would begin with an empty state."""
+    block = torch.nn.Module()
+    block.mixer = type("FalconH1Mixer", (torch.nn.Identity,), {})()
+    block.forward = lambda hidden, **_: block.mixer(hidden)
+    loading.bounds.follow([block])
+    state.separate([block])
+    row: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "max_length_q": 5}
+    with pytest.raises(ConfigError, match=r"learner.share_prompts: the model's FalconH1Mixer keeps a state.*to false"):
+        block(torch.zeros(1, 9, 1), **row, shared_prompts=row_of([np.arange(4), np.arange(5)], (1,)).shared)
 
 
 @pytest.mark.parametrize(("name", "attending", "products"), [("qwen3_5", 1, 2 * 3 * 4 * 16 * 16), ("lfm2", 1, 0)])

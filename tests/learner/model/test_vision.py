@@ -64,6 +64,7 @@ def test_packed_rows_are_transformers_own(seeing: ModelConfig, mesh, budget: int
     """Odd sizes, several images, an image in a later turn, text mixed in, sampled placeholders."""
     form, policy = form_of(seeing), policy_of(seeing, mesh)
     batch, own = make_pictured(form), own_model(seeing, form)
+    share = share and policy.sharing.prompts  # not with layers that keep a state
     packed = Batch.from_part(batch.part(3, [15], 0), budget, share_prompts=share, form=form)
     assert any(row.shared for row in packed.microbatches) is share
     seen = 0
@@ -120,7 +121,7 @@ def test_every_parameter_gets_a_gradient_without_images(seeing: ModelConfig, mes
 
 
 def gradients(policy, batch, form: ImageFormat, budget: int, share: bool = True) -> dict[str, torch.Tensor]:
-    algorithm = algorithm_of(policy, budget, form=form)
+    algorithm, share = algorithm_of(policy, budget, form=form), share and policy.sharing.prompts
     packed = Batch.from_part(
         batch.part(3, [15], 0), budget, policy.costs.quadratic, share, form, policy.costs.patch_cost
     )

@@ -23,7 +23,7 @@ from learner.weights.receiver.staged import WeightsError
 from tests.harness.engines import played, vision_config
 from tests.harness.keys import client_keys, give_keys
 from tests.harness.scenes import intercept
-from tests.harness.tiny_vlm import KINDS, tiny_vlm
+from tests.harness.tiny_vlm import tiny_vlm
 from tests.harness.world import LEARNER, alone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -130,7 +130,7 @@ def change(policy, version):
 def exported(folder, kind, mesh):
     """A policy that has been trained a little, written into `folder` as a checkpoint's export is."""
     initial = folder.with_name("initial")
-    tiny_vlm(initial, kind, deviation=0.1)
+    tiny_vlm(initial, kind, deviation=0.1, state=128)
     policy = Policy(make_config(initial, kind).model, LEARNER, mesh)
     change(policy, 1)
     export.write(export.collect(policy), make_config(initial, kind).model, folder)
@@ -180,6 +180,23 @@ async def play_export(folder, kind, mesh):
         await engine.close()
 
 
+async def play_half(folder, mesh):
+    """Differences of a model in bfloat16 after two pushes, and of another picture."""
+    from rollout.engine.vllm_engine import Engine
+
+    exported(folder, "qwen3_5", mesh)
+    config = make_config(folder, "qwen3_5", engine={"kv_cache_memory_bytes": 64 << 20})
+    engine = await Engine.start(config, seed=1)
+    try:
+        async with Pushes(folder, "qwen3_5", engine, mesh).learner(probe_tolerance=1.0) as learner:
+            pushed = [await learner.push(version) for version in (1, 2)]
+            near = await unlike(engine, learner.policy, config)
+            change(learner.policy, 3)
+            return pushed, near, await unlike(engine, learner.policy, config)
+    finally:
+        await engine.close()
+
+
 CASES = {
     "all trained": {},
     "tower frozen": {"freeze": ["vision"]},
@@ -199,13 +216,22 @@ def seen(vision_engine, tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_vllm_s_own_loader_reads_an_export(kind, tmp_path):
     """As `vllm serve` does, before anything is pushed; the control is another policy."""
     torch.set_num_threads(1)
     with alone() as mesh:
         loaded, of_another = played(play_export(tmp_path / kind, kind, mesh))
     assert loaded < 1e-4 and of_another > 0.1
+
+
+@pytest.mark.long
+def test_qwen3_5_gets_policies_and_sees_in_bfloat16(tmp_path):
+    """As near as rounding to bfloat16 lets two implementations be; the control is a policy that was not pushed."""
+    torch.set_num_threads(1)
+    with alone() as mesh:
+        pushed, near, of_another = played(play_half(tmp_path / "run", mesh))
+    assert max(*pushed, near) < of_another / 3
 
 
 def test_the_probe_with_a_picture_agrees_after_every_push(seen):

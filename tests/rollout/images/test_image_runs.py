@@ -76,6 +76,9 @@ def test_images_for_another_architecture_are_refused_when_the_run_file_is_judged
         ConfigError, match=r"data.train .* \(llava\) is trained on text alone; name a model whose images"
     ):
         check_images(other, load_problems(other.data.train, other.data))
+    alone = run.model_copy(update={"model": run.model.model_copy(update={"text_alone": True})})
+    with pytest.raises(ConfigError, match=r"is trained on text alone; remove model.text_alone, or leave these rows"):
+        check_images(alone, load_problems(alone.data.train, alone.data))
 
 
 async def test_models_are_evaluated_on_rows_with_images(run: Config, tmp_path: Path):

@@ -1,0 +1,123 @@
+"""The rows with images that a certificate compares, for a model whose images are trained.
+
+Random pictures of several sizes stand among random tokens: one in a document, several in one, the same in two, in later
+turns, before answers to a shared prompt; and documents without any. Pure. Used by `certifier.py`, `numbers.py` and
+`ranks.py`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from buffer.data.images import ImageFormat, Picture, SeenImage
+from learner.certify.rows import Case
+from learner.model.exactness import packed_row
+from learner.model.microbatch import Microbatch
+from learner.model.policy import Policy
+from learner.model.shrink import VOCABULARY
+from learner.train.pictures import Piece, show
+
+HALF = (0.5, 0.5, 0.5)
+Seen = Sequence[SeenImage]
+Part = int | tuple[int, int, int]
+"""Of a document: so many tokens of text, or a picture: its number, its height and its width in tokens."""
+DOCUMENTS: tuple[tuple[Part, ...], ...] = (
+    (4, (0, 2, 3), 6),
+    (3, (1, 1, 1), (0, 2, 3), 9, (2, 4, 2), 5),
+    (11,),
+    (23,),
+)
+"""Documents of a packed row. Each of two ranks computes half of them, so that one of them has no image."""
+PROMPT: tuple[Part, ...] = (3, (3, 3, 2), 4, (1, 1, 1), 2)
+ANSWERS: tuple[tuple[Part, ...], ...] = ((4,), (1,), (3, (4, 2, 2), 5))
+"""Answers to a shared prompt; one of them has a picture of its own in a later turn."""
+
+
+def image_cases(config: PreTrainedConfig) -> Iterator[Case]:
+    """Yield the rows of a small copy with this config."""
+    form, draw = form_of(config), np.random.default_rng(3)
+    texts, seen = zip(*(_written(form, draw, parts) for parts in DOCUMENTS), strict=True)
+    yield _packed("images, one document = eager", texts[1:2], seen[1:2])
+    yield _packed("images, packed = alone", texts, seen)
+    prompt, before = _written(form, draw, PROMPT)
+    written = [_written(form, draw, parts) for parts in ANSWERS]
+    behind = [[SeenImage(len(prompt) + start, picture) for start, picture in own] for _, own in written]
+    whole = [
+        (np.concatenate([prompt, answer]), [*before, *own]) for (answer, _), own in zip(written, behind, strict=True)
+    ]
+    pieces = [Piece(before, len(prompt), slice(None))]
+    pieces += [Piece(own, len(text), slice(len(prompt), None)) for text, own in whole]
+    row = packed_row([prompt, *(answer for answer, _ in written)], [len(written)])
+    given = [len(prompt)] * len(written)
+    for what, each in (("shared", row), ("copied", row.copying(inf))):
+        texts, seen = zip(*whole, strict=True)
+        yield Case(f"images, {what} prompt = unshared", show(each, pieces), list(texts), given, True, seen)
+
+
+def _packed(what: str, texts: Sequence[np.ndarray], seen: Sequence[Seen]) -> Case:
+    return Case(what, shown_row(texts, seen), list(texts), [1] * len(texts), seen=seen)
+
+
+def shown_row(texts: Sequence[np.ndarray], seen: Sequence[Seen], groups: Sequence[int] = ()) -> Microbatch:
+    """Pack `texts` as `packed_row` does, each with its images; `groups` are of texts without any."""
+    return show(
+        packed_row(texts, groups),
+        [Piece(images, len(text), slice(None)) for text, images in zip(texts, seen, strict=True)],
+    )
+
+
+def form_of(config: PreTrainedConfig) -> ImageFormat:
+    """How a model of this config sees images. No file of a processor is needed: pictures have their size already."""
+    vision = config.vision_config
+    return ImageFormat(
+        model_type=config.model_type,
+        patch=vision.patch_size,
+        merge=vision.spatial_merge_size,
+        temporal=vision.temporal_patch_size,
+        mean=HALF,
+        std=HALF,
+        min_pixels=1,
+        max_pixels=1 << 20,
+        image_token=config.image_token_id,
+        vision_start=config.vision_start_token_id,
+        vision_end=config.vision_end_token_id,
+    )
+
+
+def _written(form: ImageFormat, draw: np.random.Generator, parts: Sequence[Part]) -> tuple[np.ndarray, list[SeenImage]]:
+    """The tokens of a document, and its pictures."""
+    tokens, seen = list[int](), list[SeenImage]()
+    for part in parts:
+        if isinstance(part, int):
+            tokens += draw.integers(2, VOCABULARY, part).tolist()
+            continue
+        number, *sides = part
+        high, wide = (side * form.factor for side in sides)
+        picture = Picture(np.random.default_rng(number).integers(0, 256, (high, wide, 3), dtype=np.uint8), form)
+        seen.append(SeenImage(len(tokens) + 1, picture))
+        tokens += [form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end]
+    return np.array(tokens), seen
+
+
+def given_images(text: np.ndarray, seen: Seen) -> Mapping[str, Tensor]:
+    """What transformers' processor would give a model with the images of a document."""
+    if not seen:
+        return {}
+    pictures = [picture for _, picture in seen]
+    return {
+        "pixel_values": torch.from_numpy(np.concatenate([picture.patches() for picture in pictures])),
+        "image_grid_thw": torch.tensor([picture.grid for picture in pictures]),
+        "mm_token_type_ids": torch.from_numpy(text == pictures[0].format.image_token).int()[None],
+    }
+
+
+def placed(policy: Policy, row: Microbatch) -> Microbatch:
+    """`row` on the policy's device, its prompts shared or copied as they are."""
+    if policy.sight is not None and row.images is not None:
+        row = replace(row, images=policy.sight.lay_out(row.images))
+    return row.to(policy.device)
