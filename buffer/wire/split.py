@@ -78,7 +78,7 @@ def sample_rows(groups: Groups) -> SampleRows:
 
 
 def rows_of(groups: Sequence[tuple[int, int, Sequence[SampleStats]]]) -> SampleRows:
-    """The same from the figures alone. Of more than MOST_COLUMNS metrics, those that most samples have are kept."""
+    """The same from the figures alone. At most MOST_COLUMNS metrics are kept: those that most samples have."""
     rows = [(item, dispatched, stats) for item, dispatched, group in groups for stats in group]
     named = Counter(name for *_, stats in rows for name in stats.metrics)
     names = sorted(sorted(named, key=lambda name: (-named[name], name))[:MOST_COLUMNS])

@@ -25,7 +25,7 @@ from learner.train.pictures import Piece, show
 HALF = (0.5, 0.5, 0.5)
 Seen = Sequence[SeenImage]
 Part = int | tuple[int, int, int]
-"""Of a document: so many tokens of text, or a picture: its number, its height and its width in tokens."""
+"""A piece of a document: so many tokens of text, or a picture: its number, its height and its width in tokens."""
 DOCUMENTS: tuple[tuple[Part, ...], ...] = (
     (4, (0, 2, 3), 6),
     (3, (1, 1, 1), (0, 2, 3), 9, (2, 4, 2), 5),

@@ -135,7 +135,7 @@ def why_not(model: PreTrainedModel) -> str:
 
 
 def check_device(learner: LearnerConfig, device: torch.device) -> None:
-    """Raise ConfigError if `learner.matmul` needs another `device`. One without an index is not touched."""
+    """Raise ConfigError if `learner.matmul` needs another `device`. A device without an index is not touched."""
     if learner.matmul != "fp8" or (device.type == "cuda" and device.index is None):
         return
     on_gpu = device.type == "cuda"

@@ -71,7 +71,7 @@ class Costs:
     per_pair: float
     """Attention, per squared token of a document's length, or what counts as one where a prompt is shared."""
     tower: TowerCosts | None = None
-    """Those of the tower, which a text model has not."""
+    """What the tower costs; None for a text model."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Costs":

@@ -138,7 +138,7 @@ def test_the_cpu_is_refused() -> None:
 
 
 def gradients(model: ModelConfig, mesh, learner: LearnerConfig) -> dict[str, Tensor]:
-    """Of one batch of groups, whose prompts are shared where `learner` has it so."""
+    """Gradients of one batch of groups, whose prompts are shared if `learner` says so."""
     policy, entries = policy_of(model, mesh, learner), make_groups()
     step = algorithm_of(policy, 161, ALGORITHM.model_copy(update={"tv_low": None, "tv_high": None}))  # a smooth loss
     batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 161, policy.costs.quadratic, policy.sharing.prompts)
