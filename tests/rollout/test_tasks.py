@@ -148,12 +148,13 @@ def test_a_base_model_reads_plain_text_or_the_run_s_own_chat_template(tmp_path: 
 
 
 def test_a_byte_order_mark_of_a_template_file_is_no_part_of_the_prompt(tmp_path: Path):
-    for name, text in (("chat", "{{ messages[0].content }}="), ("prompt", "{{ content }}+1")):
+    texts = {"chat": "{{ messages[0].content }}=", "prompt": "{{ content }}+1", "judge": "{{ answer }}+1"}
+    for name, text in texts.items():
         (tmp_path / f"{name}.jinja").write_bytes(codecs.BOM_UTF8 + text.encode())
     given = [f"--data.chat_template={tmp_path}/chat.jinja", f"--data.format_prompt={tmp_path}/prompt.jinja"]
     made = Prompts(make_tokenizer(), config(*given))
     assert made.shown(made.tokens({"problem": "1"})) == "1+1="
-    assert AnswerTemplate(str(tmp_path / "prompt.jinja")).render("", "", {"content": "1"}) == "1+1"
+    assert AnswerTemplate(str(tmp_path / "judge.jinja")).render("1", "", {}) == "1+1"
 
 
 def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path):

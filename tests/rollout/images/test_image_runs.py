@@ -20,6 +20,7 @@ from rollout.rewards.workers import RewardPool
 from rollout.tasks.trajectory import single_turn
 from tests.harness.fakes import FakeEngine
 from tests.harness.tiny_vlm import encoded, picture
+from tests.harness.weightless import add_weights
 
 SCORE = """
 def score(solution_str, ground_truth, extra_info):
@@ -82,7 +83,7 @@ def test_images_for_another_architecture_are_refused_when_the_run_file_is_judged
 
 
 async def test_models_are_evaluated_on_rows_with_images(run: Config, tmp_path: Path):
-    (tmp_path / "config.json").touch()
+    (add_weights(tmp_path) / "config.json").write_text("{}")
     sets = evaluate.chosen_sets(run, [tmp_path])
     (tmp_path / "1.png").unlink()
     form = ImageFormat.of(run.model.path, run.data)
@@ -98,7 +99,7 @@ async def test_models_are_evaluated_on_rows_with_images(run: Config, tmp_path: P
 
 
 def test_images_for_a_text_model_are_refused_before_an_engine_starts(run: Config, tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (add_weights(tmp_path) / "config.json").write_text('{"model_type": "qwen2"}')
     text = run.model_copy(update={"model": run.model.model_copy(update={"path": str(tmp_path)})})
     with pytest.raises(ConfigError, match=r"data.eval .*: 3 rows have images, but model.path .* is a text model"):
         evaluate.chosen_sets(text, [tmp_path])
