@@ -126,15 +126,15 @@ def test_a_template_that_no_row_fits_is_refused_with_its_file_and_what_it_names(
 
 
 def test_the_template_of_the_runs_own_reward_model_is_tried_before_it_is_there(tmp_path: Path) -> None:
-    given = ["reward.function=reward_model", "reward.kwargs={template: '{{ solution }}'}", "reward.servers=1"]
+    given = ["reward.function=reward_model", "reward.kwargs={template: '{{ answer }}{{ solution }}'}", "reward.servers=1"]
     (line,) = try_here("reward", config(tmp_path, *given, "reward.model=rm"), [(0, ROW)]).refused
     assert "its template cannot be filled: 'solution' is undefined" in line
 
 
 def test_each_of_several_functions_is_tried_but_one_that_asks_the_runs_own_servers(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE)
-    judge = "{url: 'http://127.0.0.1:1/v1', model: m, template: x, pattern: x}"
-    own = "{function: reward_model, kwargs: {template: x}}"
+    judge = "{url: 'http://127.0.0.1:1/v1', model: m, template: '{{answer}}', pattern: x}"
+    own = "{function: reward_model, kwargs: {template: '{{answer}}'}}"
     parts = f"[{{function: '{tmp_path}/own.py:fine'}}, {own}, {{function: judge, kwargs: {judge}}}, {{function: math}}]"
     given = ("reward.servers=1", "reward.model=rm")
     judgement = try_out(["reward"], config(tmp_path, f"reward.function={parts}", *given), [(0, {"answer": "5"})])
