@@ -49,7 +49,7 @@ from learner.saved.manifest import (
     versions_to_keep,
 )
 from learner.saved.saving_ranks import SavingRanks
-from learner.saved.shards import Planner, Reader, Uncopied, Writer, read_index, refusal, refused_value
+from learner.saved.shards import Planner, Reader, Uncopied, Writer, of_another_model, read_index, refusal, refused_value
 from learner.train.collectives import broadcast_from_rank0, broadcast_state
 from learner.train.optimizer import Optimizer
 
@@ -133,7 +133,7 @@ class Checkpoints:
         try:
             load(state, storage_reader=Reader(folder), planner=Planner(), process_group=self.ranks.writers)
         except CheckpointException as error:
-            if refused := refused_value(folder, error):
+            if refused := refused_value(folder, error) or of_another_model(folder, error):
                 raise ConfigError([refused]) from None
             raise
 

@@ -43,6 +43,8 @@ CLASSES = {
     ("pathlib._local", "PosixPath"),
 }
 """By module and name: what torch's `.metadata` of a learner's state refers to."""
+UNFIT = re.compile(r"Missing key in checkpoint state_dict: (\S+)\.|Size mismatch between saved .* for (\S+)")
+"""How torch says that a checkpoint lacks what is to be loaded, or has it in another shape."""
 UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError),
     OSError,
@@ -181,6 +183,16 @@ def refused_value(folder: Path, error: CheckpointException) -> str | None:
     """Why a shard in `folder` was refused, if that is what ended its loading."""
     found = next((one for one, _ in error.failures.values() if isinstance(one, RefusedClass)), None)
     return _refused(folder, found) if found else None
+
+
+def of_another_model(folder: Path, error: CheckpointException) -> str | None:
+    """Why the shards in `folder` do not fit what is trained now, if that is what ended their loading."""
+    for one, _ in error.failures.values():
+        if found := UNFIT.search(str(one)):
+            lacks = f"has no {found[1]}" if found[1] else f"holds {found[2]} in another shape"
+            remedy = "give the keys of model what they had, or begin another run"
+            return f"model.path: this is not what {folder} was trained from: it {lacks}; {remedy}"
+    return None
 
 
 def _refused(path: Path, error: BaseException) -> str:

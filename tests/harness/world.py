@@ -38,20 +38,21 @@ ALGORITHM = AlgorithmConfig(is_cap=1.5)
 LEARNER = LearnerConfig(lr=1e-2, warmup_versions=2, head_chunk_tokens=7, max_grad_norm=0.1)
 
 
-def tiny_model(folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32) -> ModelConfig:
-    """A random Qwen2 with 2 layers and grouped heads of dimension 32, in `folder`."""
+def tiny_model(folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: int) -> ModelConfig:
+    """A random Qwen2 with 2 layers and grouped heads of dimension 32, in `folder`. `changes`: of its config."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+    }
+    config = Qwen2Config(**shape | changes)
     Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
     return ModelConfig(path=str(folder), dtype=str(dtype).removeprefix("torch."))
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from configs.checkpoint_files import MANIFEST, complete, fault, folder_of, newest
+from configs.load import ConfigError
 from configs.schema import LearnerConfig
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.saved import export
@@ -237,6 +238,27 @@ def test_a_broken_one_is_skipped(tmp_path: Path, mesh, damage, caplog: pytest.Lo
     restoring.close()
     assert complete(tmp_path / "checkpoints") == [2, 4]
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"num_hidden_layers": 3}, "it has no model.model.layers.2."),
+        ({"intermediate_size": 48}, "it holds model.model.layers.0.mlp."),
+    ],
+    ids=["another layer", "wider layers"],
+)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, mesh, other: dict, words: str) -> None:
+    policy, checkpoints = parts(tmp_path, mesh)
+    checkpoints.save(policy, 2)
+    checkpoints.finish(policy, 2)
+    shutil.rmtree(tmp_path / "model")
+    model = tiny_model(tmp_path / "model", **other)
+    policy = policy_of(model, mesh)
+    again = Checkpoints(tmp_path / "checkpoints", model, LEARNER, Optimizer(policy, LEARNER, 100), 100)
+    with pytest.raises(ConfigError, match=r"^model.path: this is not what .* was trained from: ") as refused:
+        again.restore(policy)
+    assert words in str(refused.value) and str(refused.value).count("\n") == 0
 
 
 def test_nothing_to_restore(tmp_path: Path, mesh) -> None:
