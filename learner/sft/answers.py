@@ -13,7 +13,7 @@ import numpy as np
 
 from configs.load import ConfigError
 from configs.schema import Config
-from rollout.episodes.prompts import Prompts
+from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.episodes.row_messages import left_out, whole
 from rollout.errors import PromptError
 
@@ -58,6 +58,15 @@ class Draft:
         trained = np.array([flag for ids, flag in self.pieces for _ in ids], np.bool_)
         trained[:1] = False
         return TrainedText(tokens, trained)
+
+
+def reader_of(config: Config, section: str = "sft") -> "AnswerReader":
+    """A reader with the model's own tokenizer. Raises ConfigError."""
+    try:
+        tokenizer = load_tokenizer(config)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    return AnswerReader(tokenizer, config, section)
 
 
 class AnswerReader:

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from configs.checks import max_sample_tokens
 from configs.schema import Config, DemonstrationsConfig, SftConfig
 from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
 from learner.saved.manifest import DataPosition
-from learner.sft.answers import AnswerReader, TrainedText
+from learner.sft.answers import TrainedText, reader_of
 from learner.sft.demonstrations import Demonstrations, read_demonstrations
 from learner.sft.packing import microbatches, num_trained
 
@@ -93,10 +92,8 @@ def read_beside(config: Config, budget: int) -> Beside | None:
     if given is None:
         return None
     rows = given.rows(config.batch.groups * config.batch.samples)
-    code = config.model.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=code)
     fitting = config.model_copy(update={"sft": _as_sft(given, rows, max_sample_tokens(config))})
-    reader = AnswerReader(tokenizer, fitting, KEY)
+    reader = reader_of(fitting, KEY)
     try:
         data = read_demonstrations(fitting, KEY, given.path, reader)
     finally:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoTokenizer
 
 from buffer.store.lock import InUse, locked
 from configs.architecture import usable_positions
@@ -44,7 +43,7 @@ from learner.record.trackers import Tracker
 from learner.saved.manifest import DataPosition
 from learner.sft import tuning
 from learner.sft.answer_loss import AnswerSteps, HeldOut
-from learner.sft.answers import AnswerReader
+from learner.sft.answers import reader_of
 from learner.sft.demonstrations import Demonstrations, read_demonstrations
 from learner.starting import choose_device, configure_process, decide_gather, decide_speed
 from learner.train.offload_trial import check_offload
@@ -144,8 +143,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
 
 def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]:
     """The rows that are trained, and those of each held-out set. Raises ConfigError. A collective."""
-    code = config.model.trust_remote_code
-    reader = AnswerReader(AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=code), config)
+    reader = reader_of(config)
     try:
         found = {
             name: read_demonstrations(config, f"data.{name}", source, reader)

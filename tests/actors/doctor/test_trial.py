@@ -126,8 +126,9 @@ def test_a_template_that_no_row_fits_is_refused_with_its_file_and_what_it_names(
 
 
 def test_the_template_of_the_runs_own_reward_model_is_tried_before_it_is_there(tmp_path: Path) -> None:
-    given = ["reward.function=reward_model", "reward.kwargs={template: '{{ answer }}{{ solution }}'}", "reward.servers=1"]
-    (line,) = try_here("reward", config(tmp_path, *given, "reward.model=rm"), [(0, ROW)]).refused
+    given = ["reward.function=reward_model", "reward.kwargs={template: '{{ answer }}{{ solution }}'}"]
+    servers = ["reward.servers=1", "reward.model=rm"]
+    (line,) = try_here("reward", config(tmp_path, *given, *servers), [(0, ROW)]).refused
     assert "its template cannot be filled: 'solution' is undefined" in line
 
 

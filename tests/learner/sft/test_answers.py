@@ -9,7 +9,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from configs.load import ConfigError
-from learner.sft.answers import AnswerReader, TrainedText
+from learner.sft.answers import AnswerReader, TrainedText, reader_of
 from rollout.errors import PromptError
 from tests.harness.demonstrated import CHATML, END, TURNS, chatml_tokenizer, sft_config
 
@@ -196,6 +196,14 @@ def test_a_tokenizer_that_puts_a_space_before_each_text_is_refused(tmp_path: Pat
     with pytest.raises(PromptError, match="the tokenizer changes a text"):
         reader.texts(joined)
     reader.close()
+
+
+def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(
+        ConfigError, match=r"model.path: .*(no tokenizer can be|has added tokens and no others)"
+    ):
+        reader_of(sft_config(tmp_path, model={"path": str(tmp_path)}))
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
