@@ -200,9 +200,7 @@ def test_a_tokenizer_that_puts_a_space_before_each_text_is_refused(tmp_path: Pat
 
 def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    with pytest.raises(
-        ConfigError, match=r"model.path: .*(no tokenizer can be|has added tokens and no others)"
-    ):
+    with pytest.raises(ConfigError, match=r"model.path: .*(no tokenizer can be|has added tokens and no others)"):
         reader_of(sft_config(tmp_path, model={"path": str(tmp_path)}))
 
 
