@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from configs.model_facts import facts_of, model_facts
 from configs.schema import NO_REWARD, Config, TeacherConfig, TeacherModel
+from configs.variables import is_http
 
 SET_BY_US = {"model", "runner", "host", "port", "middleware", "enable_lora", "max_logprobs"}
 """Arguments of a teacher server's engine that have a key of their own, or that Headrace sets itself."""
@@ -87,7 +88,7 @@ def _one(key: str, teacher: TeacherModel, longest: int) -> Iterator[str]:
         yield f"{key}.tokenizer: null, so nothing shows the vocabulary behind {key}.url; name the teacher's tokenizer"
     urls = [teacher.url] if isinstance(teacher.url, str) else teacher.url or []
     for url in urls:
-        if not url.startswith(("http://", "https://")) or url.rstrip("/").endswith("/v1"):
+        if not is_http(url) or url.rstrip("/").endswith("/v1"):
             yield f"{key}.url: {url}: write it as http://HOST:PORT, without /v1"
     if teacher.url is None and teacher.api_key_env:
         yield f"{key}.api_key_env: the run's own servers ask for the token of the run; remove the key"

@@ -304,15 +304,24 @@ def _threads(environment: Mapping[str, str]) -> Iterator[str]:
             yield f"{name}: {value!r} is not a number of threads; unset it, or set 1 or more"
 
 
+def has_host(url: str) -> bool:
+    """Whether `url` names a host and, if any, a port that there can be."""
+    try:
+        at = urlsplit(url)
+        return bool(at.hostname) and at.port != 0
+    except ValueError:
+        return False
+
+
+def is_http(url: str) -> bool:
+    """Whether `url` is the address of an HTTP server."""
+    return url.startswith(("http://", "https://")) and has_host(url)
+
+
 def _proxies(environment: Mapping[str, str]) -> Iterator[str]:
     for name in filter(environment.get, PROXIES):
         value = environment[name]
-        try:
-            at = urlsplit(value if "://" in value else f"http://{value}")
-            usable = bool(at.hostname) and at.port != 0
-        except ValueError:
-            usable = False
-        if not usable:
+        if not has_host(value if "://" in value else f"http://{value}"):
             yield f"{name}: {value} is not the address of a proxy; write http://HOST:PORT, or unset it"
 
 

@@ -102,6 +102,7 @@ OWN = ["model=big", "servers=1"]
         ([*OWN, "url=http://h:1"], "teacher.servers: 1, but teacher.url names servers; remove one of the two"),
         (["url=http://h:1"], "teacher.tokenizer: null, so nothing shows the vocabulary behind teacher.url; name the"),
         (["url=http://h:1/v1", "model=b"], "teacher.url: http://h:1/v1: write it as http://HOST:PORT, without /v1"),
+        (["url=http://h:99999", "model=b"], "teacher.url: http://h:99999: write it as http://HOST:PORT, without /v1"),
         (["url=h:1", "model=b"], "teacher.url: h:1: write it as http://HOST:PORT, without /v1"),
         ([*OWN, "api_key_env=KEY"], "teacher.api_key_env: the run's own servers ask for the token of the run; remove"),
         ([*OWN, "engine={runner: pooling}"], "teacher.engine.runner: Headrace sets it; remove the key"),

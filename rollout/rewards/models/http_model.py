@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PrivateAttr, field_validator
 
 from configs.schema import Seconds, Section
-from configs.variables import proxy_of
+from configs.variables import is_http, proxy_of
 from rollout.errors import RewardError
 from rollout.templates.renderer import Renderer, RenderError
 
@@ -72,7 +72,7 @@ class HttpModel(Section):
     @classmethod
     def _is_http(cls, url: str | list[str]) -> str | list[str]:
         for one in [url] if isinstance(url, str) else url:
-            if not one.startswith(("http://", "https://")):
+            if not is_http(one):
                 raise ValueError(f"{one!r} is no address; write it as http://HOST:PORT")
             if (proxy := proxy_of(one)) and not proxy.startswith("http://"):
                 kind = proxy.partition(":")[0]

@@ -73,6 +73,14 @@ def test_length(tokens: int, reward: float):
             {"url": "localhost:8000", "model": "m", "template": "{{ answer }}", "pattern": ""},
             "reward.kwargs.url: 'localhost:8000' is no address; write it as http://HOST:PORT",
         ),
+        *(
+            (
+                "judge",
+                {"url": url, "model": "m", "template": "{{ answer }}", "pattern": ""},
+                f"reward.kwargs.url: {url!r} is no address; write it as http://HOST:PORT",
+            )
+            for url in ("http://", "http:///v1", "http://h:99999", "http://h:0", "http://[::1")
+        ),
         (
             "judge",
             {"url": "http://x", "model": "m", "template": "{{ a", "pattern": "x"},
