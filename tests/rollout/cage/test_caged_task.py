@@ -155,10 +155,10 @@ async def test_an_episode_that_ends_its_worker_is_named_and_the_others_are_bysta
 async def test_the_time_limit_of_an_episode_does_not_count_the_time_in_generate(how: str):
     engine = FakeEngine()
     engine.hold = asyncio.Event()
-    async with caged("misbehaves", timeout_s=1.0) as task:
+    async with caged("misbehaves", timeout_s=3.0) as task:
         patient = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
         error = await error_of(task.run(problem(how=how), FakeEngine().generate))
-        assert error.origin == "timed_out" and "rollout.task_timeout_s (1 s)" in str(error)
+        assert error.origin == "timed_out" and "rollout.task_timeout_s (3 s)" in str(error)
         await asyncio.sleep(0.3)
         engine.hold.set()
         assert await asyncio.wait_for(patient, 120) == "fine"
