@@ -21,11 +21,13 @@ from buffer.wire.limits import Limits
 from buffer.wire.protocol import Part, Take
 from buffer.wire.sample import stats_of
 from buffer.wire.served_rows import ServedRows
-from buffer.wire.split import BatchCut
+from buffer.wire.split import MOST_COLUMNS, BatchCut
 from buffer.wire.values import WrongValue
 from configs.flow.capacity import CACHE_BYTES
 
 log = logging.getLogger(__name__)
+TOO_MANY = "batch %d: %d metrics left out, the %d that most samples have are kept; give metrics fixed names"
+"""What a reward function that names a metric for each problem leads to."""
 
 
 @dataclass
@@ -127,7 +129,10 @@ class UntrainedGroups:
                 if take.version <= self._ledger.state.last_trained:  # no Trained will follow that would forget them
                     for item in batch.items:
                         self._figures.pop(item, None)
-                self._cut = key, BatchCut(take.version, take.world, groups, counts(), take.share_prompts)
+                cut = BatchCut(take.version, take.world, groups, counts(), take.share_prompts)
+                self._cut = key, cut
+                if cut.metrics_left_out:
+                    log.warning(TOO_MANY, take.version, cut.metrics_left_out, MOST_COLUMNS)
             if self.turn.over():
                 return None
             part = self._cut[1].part(

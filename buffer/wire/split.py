@@ -110,6 +110,11 @@ class BatchCut:
     ) -> None:
         self.version, self.world, self._counts = version, world, counts
         self._rows = rows_of(groups)
+        self.metrics_left_out = 0
+        """How many metrics are beyond MOST_COLUMNS."""
+        if len(self._rows.metrics) == MOST_COLUMNS:
+            named = {name for *_, group in groups for stats in group for name in stats.metrics}
+            self.metrics_left_out = len(named) - MOST_COLUMNS
         self._samples = [(item, index) for item, _, group in groups for index in range(len(group))]
         if share_prompts:
             self._ranks = cut_groups([group for *_, group in groups], world)

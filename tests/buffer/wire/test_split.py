@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.ledger.types import SampleStats
+from buffer.wire import split
+from buffer.wire.protocol import Part, Put, Take
 from buffer.wire.sample import sample_stats
 from buffer.wire.split import MOST_COLUMNS, cut, cut_groups, parts, sample_rows
-from tests.harness.buffer_process import group
+from tests.buffer.wire.test_many import Clients
+from tests.harness.buffer_process import group, make_requests
 
 TOKENS = st.lists(st.integers(1, 2000), min_size=1, max_size=60)
 
@@ -93,6 +96,21 @@ def test_of_very_many_metrics_those_of_most_samples_are_kept():
     rows = [(b"", replace(one, metrics={"often": 1.0, **{f"{n}/{k}": 1.0 for k in range(200)}})) for n in range(8)]
     names = [*sample_rows([(1, 0, rows)]).metrics]
     assert len(names) == MOST_COLUMNS and "often" in names and names == sorted(names)
+
+
+def test_metrics_that_are_left_out_of_a_batch_are_counted_and_said(monkeypatch, caplog):
+    monkeypatch.setattr(split, "MOST_COLUMNS", 2)
+    clients = Clients(make_requests(groups=1))
+    (item,) = clients.work("a", 1)
+    samples = [
+        each.model_copy(update={"metrics": {"b": 1.0, str(n): 1.0}}).pack() for n, each in enumerate(group(item.item))
+    ]
+    clients.say("a", Put(item=item.item, lease=item.lease, samples=samples))
+    clients.say("l0", Take(version=0, rank=0, world=1))
+    (found,) = [message for _, _, message in clients.turn() if isinstance(message, Part)]
+    assert [*found.rows.metrics] == ["0", "b"]
+    (line,) = [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
+    assert line.startswith("batch 0: 1 metrics left out, ") and line.endswith("; give metrics fixed names")
 
 
 def test_a_metric_that_some_samples_lack_is_nan_there():
