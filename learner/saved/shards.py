@@ -190,8 +190,9 @@ def of_another_model(folder: Path, error: CheckpointException) -> str | None:
     for one, _ in error.failures.values():
         if found := UNFIT.search(str(one)):
             lacks = f"has no {found[1]}" if found[1] else f"holds {found[2]} in another shape"
-            remedy = "give the keys of model what they had, or begin another run"
-            return f"model.path: this is not what {folder} was trained from: it {lacks}; {remedy}"
+            return (
+                f"model.path: {folder} is of another model: it {lacks}; undo the change of model, or begin another run"
+            )
     return None
 
 

@@ -243,8 +243,8 @@ def test_a_broken_one_is_skipped(tmp_path: Path, mesh, damage, caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"num_hidden_layers": 3}, "it has no model.model.layers.2."),
-        ({"intermediate_size": 48}, "it holds model.model.layers.0.mlp."),
+        ({"num_hidden_layers": 3}, "has no model.model.layers.2."),
+        ({"intermediate_size": 48}, "holds model.model.layers.0.mlp."),
     ],
     ids=["another layer", "wider layers"],
 )
@@ -256,7 +256,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, mesh, other: d
     model = tiny_model(tmp_path / "model", **other)
     policy = policy_of(model, mesh)
     again = Checkpoints(tmp_path / "checkpoints", model, LEARNER, Optimizer(policy, LEARNER, 100), 100)
-    with pytest.raises(ConfigError, match=r"^model.path: this is not what .* was trained from: ") as refused:
+    with pytest.raises(ConfigError, match=r"^model.path: .* is of another model: it ") as refused:
         again.restore(policy)
     assert words in str(refused.value) and str(refused.value).count("\n") == 0
 
