@@ -582,7 +582,8 @@ def _agents(config: Config, files: Collection[str]) -> Iterator[str]:
 
 
 def _defined(key: str, file: str, function: str) -> Iterator[str]:
-    """What is wrong with a file, by its text. A name that it may define as it runs is judged when it is imported."""
+    """Yield why the text of `file` defines no `function`. Where the file may define names while it runs, its import
+    decides, later."""
     if file.endswith(tuple(EXTENSION_SUFFIXES)) and Path(file).is_file():  # compiled
         return
     try:
