@@ -221,7 +221,7 @@ class Reward:
 
 
 def misnamed(metrics: Mapping[Any, object]) -> str:
-    """What is wrong with the number of an answer's metrics or with their names, in words; empty if nothing is."""
+    """Return in words why an answer cannot have these metrics: too many, or a bad name. Empty if it can."""
     if len(metrics) > MOST_METRICS:
         return f"{len(metrics):,} metrics, and an answer may have {MOST_METRICS}; leave some out"
     for name in metrics:
