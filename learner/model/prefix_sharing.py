@@ -1,7 +1,7 @@
-"""What a policy computes once for several samples: prompts, longer prefixes, or neither; and why not. Pure.
+"""Decides what a policy computes once for several samples: prompts, longer prefixes, or neither.
 
-`Policy` decides it once, when it is built, from its model, its attention and `learner.share_prompts`.
-`learner/train/batch.py` packs rows by it.
+A policy is built with it, from its model, its attention and `learner.share_prompts`. `learner/train/batch.py` packs
+rows by it. Pure, but for one line in the log.
 """
 
 import logging
@@ -23,7 +23,7 @@ class PrefixSharing:
     """What samples of a group have in common and one row computes once."""
 
     prompts: bool
-    """Whether the prompt is."""
+    """Whether a prompt is computed once."""
     key_room: float | None
     """As in `Batch.from_part`; None where no prefixes beyond prompts are shared."""
     most_copied: float
