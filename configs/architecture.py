@@ -13,9 +13,12 @@ PROVEN = (
     *("qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"),
 )
 """Types of models whose packed rows the tests compare with transformers; the doctor does not try them."""
-SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 """Types of models whose images are trained on, without `model.text_alone`. Other multimodal models are trained on text
 alone."""
+MUTUAL = ("gemma3",)
+"""Of these, models in which the tokens of an image see each other, those after them too. All their images are squares
+of one size."""
 LAYER_TYPES = (
     *("full_attention", "sliding_attention", "attention"),
     *("linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"),

@@ -15,6 +15,7 @@ from typing import Any
 
 from configs.architecture import (
     LAYER_KEYS,
+    MUTUAL,
     is_proven,
     malformed,
     reads_images,
@@ -26,7 +27,7 @@ from configs.architecture import (
 from configs.model_folder import header_of, weight_files
 from configs.schema import ModelConfig
 
-TOWER = ".visual."
+TOWER = re.compile(r"\.(visual|vision_tower|multi_modal_projector)\.")
 """In the names of the weights that read images, in every release of the models in SEEING."""
 TEXT_PARTS = re.compile(
     r"(^|\.)(language_model|text_model|text_decoder|lm_head)\.|^(model\.)?(layers|embed_tokens|norm)\."
@@ -86,6 +87,8 @@ class ModelFacts:
     """Whether some of its layers are gated delta rules."""
     text_alone: bool = False
     """Whether it is a multimodal model of which the text model alone is trained."""
+    mutual: bool = False
+    """Whether images are trained whose tokens see each other, those after them too."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         """Parameters of the adapter `model.lora`."""
@@ -135,13 +138,13 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
         return ModelFacts(kind=kind, unsupported=refused)
     shapes = [(name, shape) for name, shape in every if not name.startswith(UNREAD)]
     seeing, alone = reads_images(config, text_alone), trains_text_alone(config, text_alone)
-    tower = sum(prod(shape) for name, shape in shapes if seeing and TOWER in f".{name}")
+    tower = sum(prod(shape) for name, shape in shapes if seeing and TOWER.search(f".{name}"))
     idle = sum(prod(shape) for name, shape in shapes if alone and not TEXT_PARTS.search(name))
     linear: Counter[str] = Counter()
     for name, shape in shapes:
         if alone and not TEXT_PARTS.search(name):
             continue
-        if len(shape) == 2 and (found := LINEAR.search(f".{name}")) and TOWER not in f".{name}":
+        if len(shape) == 2 and (found := LINEAR.search(f".{name}")) and not TOWER.search(f".{name}"):
             linear[found[1]] += sum(shape)
     parameters = sum(prod(shape) for _, shape in shapes)
     experts = num_experts(text)
@@ -160,11 +163,12 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
         _head_size(text),
         text.get("vocab_size"),
         routed if all(routed) else None,
-        config.get("image_token_id") if seeing and config.get("vision_config") else None,
+        config.get("image_token_id", config.get("image_token_index")) if seeing and config.get("vision_config") else None,
         idle,
         is_proven(config),
         text.get("linear_num_value_heads") is not None,
         alone,
+        seeing and kind in MUTUAL,
     )
 
 

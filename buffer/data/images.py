@@ -12,14 +12,14 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, floor, sqrt
+from math import ceil, floor, isqrt, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from configs.architecture import reads_images, trains_text_alone
+from configs.architecture import MUTUAL, reads_images, text_config, trains_text_alone
 from configs.load import ConfigError
 from configs.schema import Config, DataConfig
 
@@ -63,6 +63,9 @@ class ImageFormat:
     """Token that stands for a token of an image: its placeholder."""
     vision_start: int
     vision_end: int
+    side: int | None = None
+    """Side of every picture, in pixels: images are stretched to squares; None: pictures are as high and wide as images.
+    """
 
     @classmethod
     def of_run(cls, config: Config) -> "ImageFormat | None":
@@ -96,6 +99,8 @@ class ImageFormat:
         given = read_model_file(model_path, "preprocessor_config.json")
         given = given or (read_model_file(model_path, "processor_config.json") or {}).get("image_processor")
         try:
+            if kind in MUTUAL:
+                return cls._of_squares(model_path, config, given or {}, data)
             return cls._from(config, vision or {}, given or {}, data)
         except KeyError as error:
             problem = f"neither config.json nor preprocessor_config.json says {error.args[0]}"
@@ -130,13 +135,64 @@ class ImageFormat:
             vision_end=config["vision_end_token_id"],
         )
 
+    @classmethod
+    def _of_squares(
+        cls, model_path: str, config: dict[str, Any], given: dict[str, Any], data: DataConfig
+    ) -> "ImageFormat":
+        """As `_from`, for a model that stretches each image to a square and has one number of tokens for all."""
+        vision, tokens = config["vision_config"], config["mm_tokens_per_image"]
+        side, patch = vision["image_size"], vision["patch_size"]
+        merge = side // patch // isqrt(tokens)
+        window = text_config(config).get("sliding_window", tokens)
+        again, sizes, area = "fetch the model anew", given["size"], side**2
+        problems = []
+        if (merge * patch) ** 2 * tokens != area:
+            problems.append(f"an image of {side} x {side} pixels is not {tokens} squares of whole patches; {again}")
+        if given.get("do_pan_and_scan"):
+            problems.append("do_pan_and_scan, which cuts images into several, is not trained; set it to false")
+        if (sizes["height"], sizes["width"]) != (side, side):
+            sides = f"{sizes['width']} x {sizes['height']}"
+            problems.append(f"its processor makes images of {sides} pixels, its tower takes {side} x {side}; {again}")
+        if window is not None and tokens > window:
+            problem = f"an image has {tokens} tokens, more than the sliding window of {window}, and servers would"
+            problems.append(f"{problem} compute it otherwise than the learner; set model.text_alone: true")
+        if problems:
+            raise ConfigError([f"model.path: {model_path}: {problem}" for problem in problems])
+        if (data.min_pixels or area) > area or (data.max_pixels or area) < area:
+            bounds = f"data.min_pixels: {data.min_pixels}, data.max_pixels: {data.max_pixels}"
+            raise ConfigError([f"{bounds}: {model_path} sees every image in {area} pixels; set both to null"])
+        red, green, blue = given["image_mean"]
+        deviations = given["image_std"]
+        return cls(
+            model_type=config["model_type"],
+            patch=patch,
+            merge=merge,
+            temporal=1,
+            mean=(red, green, blue),
+            std=(deviations[0], deviations[1], deviations[2]),
+            min_pixels=area,
+            max_pixels=area,
+            image_token=_token(config, "image_token"),
+            vision_start=_token(config, "boi_token"),
+            vision_end=_token(config, "eoi_token"),
+            side=side,
+        )
+
+    @property
+    def mutual(self) -> bool:
+        """Whether the tokens of an image see each other, those after them too."""
+        return self.model_type in MUTUAL
+
     @property
     def factor(self) -> int:
         """Side of a token, in pixels: each side of a picture is a multiple of it."""
         return self.patch * self.merge
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the picture that is made of an image: transformers' `smart_resize`. Raises ImageError."""
+        """Height and width of the picture that is made of an image: transformers' `smart_resize`, or a square. Raises
+        ImageError."""
+        if self.side is not None:
+            return self.side, self.side
         if max(height, width) > MAX_ASPECT * min(height, width):
             raise ImageError(f"an image of {width} x {height} pixels; one side may be {MAX_ASPECT} times the other")
         factor = self.factor
@@ -193,6 +249,11 @@ class Picture:
         )
         return split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(high * wide, 3, form.patch**2)
 
+    def planes(self, levels: np.ndarray | None = None) -> np.ndarray:
+        """[3, height, width]: `pixel_values` of a model that takes no patches; as `patches` otherwise."""
+        levels = self.format.levels() if levels is None else levels
+        return np.stack([levels[:, colour][self.pixels[:, :, colour]] for colour in range(3)])
+
     def patches(self, levels: np.ndarray | None = None) -> np.ndarray:
         """[patches, 3 * temporal * patch²]: transformers' `pixel_values`, float32. `levels`: [256, 3], what each byte
         of red, green and blue becomes instead, of any dtype (`format.levels`)."""
@@ -219,7 +280,8 @@ def decode(data: bytes, form: ImageFormat) -> Picture:
     except BROKEN as error:
         raise ImageError(f"a {image.format} file that cannot be decoded: {_line(error)}") from None
     height, width = form.size(upright.height, upright.width)
-    return Picture(np.asarray(upright.resize((width, height), Image.Resampling.BICUBIC)), form)
+    how = Image.Resampling.BICUBIC if form.side is None else Image.Resampling.BILINEAR
+    return Picture(np.asarray(upright.resize((width, height), how)), form)
 
 
 def source_size(data: bytes) -> tuple[int, int]:
@@ -230,6 +292,12 @@ def source_size(data: bytes) -> tuple[int, int]:
     except BROKEN as error:
         raise ImageError(f"a {image.format} file with a broken header: {_line(error)}") from None
     return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def _token(config: dict[str, Any], name: str) -> int:
+    """The id of a special token; files call it `NAME_index` or `NAME_id`."""
+    index = config.get(f"{name}_index")
+    return int(config[f"{name}_id"] if index is None else index)
 
 
 def counted(number: int, noun: str) -> str:

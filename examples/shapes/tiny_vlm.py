@@ -1,4 +1,4 @@
-"""Random Qwen2.5-VL, Qwen3-VL and Qwen3.5 models of under a million parameters, with tokenizer and processor.
+"""Random Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 models of under a million parameters, with tokenizer and processor.
 
 model = tiny_vlm(folder, "qwen3_vl")              transformers' model, float32; its folder is `folder`
 tiny_vlm(folder, "qwen2_5_vl", seed=1)            other weights of the same shapes
@@ -12,8 +12,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
-KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
-PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
+PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16, "gemma3": 14}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPECIAL += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789?.,:<>/="
@@ -28,6 +28,7 @@ TEMPLATE = (
     "{% else %}{% for part in message.content %}" + PART + "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SQUARE_TOKENS = {"boi": "vision_start", "eoi": "vision_end", "image": "image_pad"}
 CLASSES = {
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
     "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
@@ -51,22 +52,29 @@ def tiny_vlm(
     """Make the folder; `deviation` is the standard deviation of the weights, `patch` the side of a patch in pixels,
     `state` the size of a head of Qwen3.5's layers that keep a state: vLLM takes 128 on a CPU."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = tiny_tokenizer()
-    config = AutoConfig.for_model(
-        kind, **_config(kind, tokenizer, tied, width, layers, depth, deviation, patch or PATCH[kind], state)
-    )
+    tokenizer, patch = tiny_tokenizer(kind), patch or PATCH[kind]
+    shape = _gemma3 if kind == "gemma3" else _config
+    config = AutoConfig.for_model(kind, **shape(kind, tokenizer, tied, width, layers, depth, deviation, patch, state))
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    if kind == "gemma3":  # transformers begins with zeros, with which a model sees nothing
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=deviation)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    factor, (processor, video) = 2 * (patch or PATCH[kind]), CLASSES[kind]
+    for name, content in (_square_files if kind == "gemma3" else _processor_files)(kind, patch).items():
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=1))
+    return model
+
+
+def _processor_files(kind: str, patch: int) -> dict[str, Any]:
+    factor, (processor, video) = 2 * patch, CLASSES[kind]
     both: dict[str, Any] = {"patch_size": factor // 2, "merge_size": 2, "temporal_patch_size": 2}
     both |= {
         "size": {"shortest_edge": factor**2, "longest_edge": 64 * factor**2},
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     }
-    files = {
+    return {
         "preprocessor_config": {"image_processor_type": "Qwen2VLImageProcessor", **both},
         "video_preprocessor_config": {
             "video_processor_type": video,
@@ -77,13 +85,24 @@ def tiny_vlm(
         },
         "processor_config": {"processor_class": processor},
     }
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=1))
-    return model
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def _square_files(kind: str, patch: int) -> dict[str, Any]:
+    images: dict[str, Any] = {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": None}
+    images |= {"size": {"height": 4 * patch, "width": 4 * patch}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    return {
+        "preprocessor_config": images | {"processor_class": "Gemma3Processor"},
+        "processor_config": {"processor_class": "Gemma3Processor", "image_seq_length": 4},
+    }
+
+
+def tiny_tokenizer(kind: str = KINDS[0]) -> PreTrainedTokenizerFast:
     """A token for each special token, character and colour: 64 at most."""
+    marked = "<|vision_start|><|image_pad|><|vision_end|>"
+    own: dict[str, Any] = {}
+    if kind == "gemma3":  # its processor puts the rest around the mark of the template
+        own["model_specific_special_tokens"] = {f"{key}_token": f"<|{name}|>" for key, name in SQUARE_TOKENS.items()}
+    template = TEMPLATE.replace(marked, "<|vision_start|>") if own else TEMPLATE
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS, *WORDS, "[UNK]"])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(WORDS) + r"|[\s\S]"), "isolated")
@@ -94,9 +113,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|endoftext|>",
         unk_token="[UNK]",
         extra_special_tokens=SPECIAL,
-        chat_template=TEMPLATE,
+        chat_template=template,
         model_max_length=4096,
         clean_up_tokenization_spaces=False,
+        **own,
     )
 
 
@@ -160,3 +180,47 @@ def _config(
         text |= {"linear_key_head_dim": state, "linear_value_head_dim": state}
     ids = {key: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for key, name in names.items()}
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied, **ids}
+
+
+def _gemma3(
+    kind: str,
+    tokenizer: PreTrainedTokenizerFast,
+    tied: bool,
+    width: int,
+    layers: int,
+    depth: int,
+    deviation: float,
+    patch: int,
+    state: int,
+) -> dict[str, Any]:
+    """Images of 2 x 2 tokens and a sliding window of 16; every second layer sees the whole document."""
+    text: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": width // 64,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "max_position_embeddings": 4096,
+        "sliding_window": 16,
+        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)],
+        "tie_word_embeddings": tied,
+        "initializer_range": deviation,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision: dict[str, Any] = {
+        "num_hidden_layers": depth,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "patch_size": patch,
+        "image_size": 4 * patch,
+        "vision_use_head": False,
+    }
+    ids = {f"{key}_token_index": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for key, name in SQUARE_TOKENS.items()}
+    more = {"mm_tokens_per_image": 4, "initializer_range": deviation, "tie_word_embeddings": tied}
+    return {"text_config": text, "vision_config": vision, **more, **ids}

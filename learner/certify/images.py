@@ -7,7 +7,7 @@ turns, before answers to a shared prompt; and documents without any. Pure. Used 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, isqrt
 
 import numpy as np
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from buffer.data.images import ImageFormat, Picture, SeenImage
+from configs.architecture import MUTUAL
 from learner.certify.rows import Case
 from learner.model.exactness import packed_row
+from learner.model.idle_parts import AROUND_KEYS
 from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
 from learner.model.shrink import VOCABULARY
@@ -44,6 +46,8 @@ def image_cases(config: PreTrainedConfig) -> Iterator[Case]:
     texts, seen = zip(*(_written(form, draw, parts) for parts in DOCUMENTS), strict=True)
     yield _packed("images, one document = eager", texts[1:2], seen[1:2])
     yield _packed("images, packed = alone", texts, seen)
+    if form.mutual:
+        return  # its prompts are not shared
     prompt, before = _written(form, draw, PROMPT)
     written = [_written(form, draw, parts) for parts in ANSWERS]
     behind = [[SeenImage(len(prompt) + start, picture) for start, picture in own] for _, own in written]
@@ -73,19 +77,23 @@ def shown_row(texts: Sequence[np.ndarray], seen: Sequence[Seen], groups: Sequenc
 
 def form_of(config: PreTrainedConfig) -> ImageFormat:
     """How a model of this config sees images. No file of a processor is needed: pictures have their size already."""
-    vision = config.vision_config
+    vision, mutual = config.vision_config, config.model_type in MUTUAL
+    side = vision.image_size if mutual else None
+    merge = side // vision.patch_size // isqrt(config.mm_tokens_per_image) if side else vision.spatial_merge_size
+    start, end = AROUND_KEYS[mutual]
     return ImageFormat(
         model_type=config.model_type,
         patch=vision.patch_size,
-        merge=vision.spatial_merge_size,
-        temporal=vision.temporal_patch_size,
+        merge=merge,
+        temporal=getattr(vision, "temporal_patch_size", 1),
         mean=HALF,
         std=HALF,
         min_pixels=1,
         max_pixels=1 << 20,
         image_token=config.image_token_id,
-        vision_start=config.vision_start_token_id,
-        vision_end=config.vision_end_token_id,
+        vision_start=getattr(config, start),
+        vision_end=getattr(config, end),
+        side=side,
     )
 
 
@@ -97,7 +105,7 @@ def _written(form: ImageFormat, draw: np.random.Generator, parts: Sequence[Part]
             tokens += draw.integers(2, VOCABULARY, part).tolist()
             continue
         number, *sides = part
-        high, wide = (side * form.factor for side in sides)
+        high, wide = (form.side or side * form.factor for side in sides)
         picture = Picture(np.random.default_rng(number).integers(0, 256, (high, wide, 3), dtype=np.uint8), form)
         seen.append(SeenImage(len(tokens) + 1, picture))
         tokens += [form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end]
@@ -109,10 +117,15 @@ def given_images(text: np.ndarray, seen: Seen) -> Mapping[str, Tensor]:
     if not seen:
         return {}
     pictures = [picture for _, picture in seen]
+    form = pictures[0].format
+    shown = torch.from_numpy(text == form.image_token).int()[None]
+    if form.mutual:
+        planes = torch.from_numpy(np.stack([picture.planes() for picture in pictures]))
+        return {"pixel_values": planes, "token_type_ids": shown}
     return {
         "pixel_values": torch.from_numpy(np.concatenate([picture.patches() for picture in pictures])),
         "image_grid_thw": torch.tensor([picture.grid for picture in pictures]),
-        "mm_token_type_ids": torch.from_numpy(text == pictures[0].format.image_token).int()[None],
+        "mm_token_type_ids": shown,
     }
 
 

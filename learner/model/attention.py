@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
+from configs.architecture import MUTUAL
 from configs.load import ConfigError
 from learner.model import bounds, context
 from learner.model.bounds import BOUNDS
+from learner.model.idle_parts import sees
 from learner.model.kernels import joined
 from learner.model.microbatch import CopiedPrompts, SharedPrompts
+from learner.model.vision import ImageBlocks
 
 log = logging.getLogger(__name__)
 PREFIX = "headrace_"
@@ -50,7 +53,7 @@ TREE_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that compute a prefix once for several texts."""
 ARGUMENTS = (
     "routing",  # of a block with experts, which a block without them hands on
-    *(*BOUNDS, "shared_prompts", "context_group"),
+    *(*BOUNDS, "shared_prompts", "context_group", "image_blocks"),
     *("is_causal", "scaling", "sliding_window", "softcap", "s_aux", "dropout"),
     *("cu_seq_lens_k", "max_length_k"),  # in a vision tower; equal to the arguments for queries
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
@@ -152,6 +155,8 @@ def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept
     """Why attention `name` cannot compute a prompt once for several samples of this model; None if it can. `kept`:
     kinds of its layers that keep a state (`state.kinds`)."""
     text = config.get_text_config()
+    if config.model_type in MUTUAL and sees(config):
+        return "the tokens of an image see each other, and only causal attention can share a prompt"
     if kept:
         return f"the model has layers that keep a state ({', '.join(kept)}), and only full attention can share a prompt"
     if other := sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"}):
@@ -222,6 +227,8 @@ def adapt(name: str) -> Attention:
             q, k, v = context.gathered(q, k, v, group)
             sinks = None if sinks is None else context.own_heads(sinks, group)
         out = _computed(name, module, (q, k, v, sinks), (starts, longest, shared), kwargs)
+        if (blocks := kwargs.get("image_blocks")) is not None:
+            out = _seen_both_ways(name, out, (q, k, v), blocks, kwargs)
         return (out if group is None else context.scattered(out, heads, group))[None], None
 
     return attend
@@ -250,6 +257,20 @@ def _computed(
         return joined.attention(q, k, v, starts, longest, shared, options, softcap, sinks)
     q, k, v = (_widened(x, max(width, q.shape[-1])) for x in (q, k, v))
     return joined.attention(q, k, v, starts, longest, shared, options, softcap, sinks)[..., :width]
+
+
+def _seen_both_ways(
+    name: str, out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], blocks: ImageBlocks, kwargs: Mapping[str, Any]
+) -> Tensor:
+    """`out` [tokens, heads, head_dim] of causal attention, where tokens of images get the output of seeing their whole
+    image and what is before it in their document, within the sliding window."""
+    q, k, v = inputs
+    window = kwargs.get("sliding_window")
+    kernel = "plain" if name == "sdpa" and (window or not q.is_cpu) else name
+    options = False, kwargs.get("scaling") or q.shape[-1] ** -0.5, window, kernel
+    seen = CopiedPrompts(blocks.keys, blocks.key_starts, blocks.longest_keys)
+    own = joined.attention(q.index_select(0, blocks.places), k, v, blocks.starts, blocks.longest, seen, options)
+    return out.index_copy(0, blocks.places, own)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

@@ -23,7 +23,7 @@ from configs.flow.cards import card_of
 from learner.model import state
 from learner.model.experts.mixture import experts_of, share_taken
 from learner.model.loading import blocks
-from learner.model.vision import mergers, tower_of
+from learner.model.towers import parts_of
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ class TowerCosts:
 
         A matrix costs 2 in the forward pass, 2 more for its own gradient and 2 for that of its input, if wanted.
         """
-        tower = tower_of(model)
-        if tower is None:
+        parts = parts_of(model)
+        if parts is None:
             return None
         config: Any = model.config.vision_config
-        layers, unit = list(tower.blocks), config.spatial_merge_size**2  # type: ignore[arg-type]
+        layers = parts.blocks
         trained = any(p.requires_grad for p in layers[0].parameters())
-        projected = any(p.requires_grad for p in mergers(tower)[0].parameters())
+        projected = any(p.requires_grad for p in parts.projectors[0].parameters())
         passes = 3 if trained else 1
         full = getattr(config, "fullatt_block_indexes", range(len(layers)))
         window = (getattr(config, "window_size", 0) // config.patch_size) ** 2
         pairs = 4.0 * passes * config.hidden_size
         per_patch = 2.0 * passes * sum(map(_matrices, layers)) + pairs * window * (len(layers) - len(full))
-        per_patch += 2.0 * (1 + trained) * _matrices(tower.patch_embed)  # type: ignore[arg-type]
+        per_patch += 2.0 * (1 + trained) * _matrices(parts.embedding)
         back = projected + (trained or projected)  # the projector begins with a norm
-        per_patch += 2.0 * (1 + back) * sum(map(_matrices, mergers(tower))) / unit
+        per_patch += 2.0 * (1 + back) * sum(map(_matrices, parts.projectors)) / parts.merge**2
         return cls(per_patch, pairs * len(full))
 
     def total(self, patches: Iterable[int]) -> float:

@@ -18,6 +18,9 @@ from configs.architecture import reads_images
 TEXT_ALONE = "headrace_text_alone"
 """Attribute of a config that `loading.read_config` has read for `model.text_alone`."""
 
+AROUND_KEYS = (("vision_start_token_id", "vision_end_token_id"), ("boi_token_id", "eoi_token_id"))
+"""Keys of the tokens before and after an image, of the Qwen models and of models in MUTUAL."""
+
 
 def sees(config: Any) -> bool:
     """Whether a model's config is of a vision-language model whose images are trained."""

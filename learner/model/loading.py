@@ -28,6 +28,7 @@ from learner.model import bounds, state
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 from learner.model.idle_parts import TEXT_ALONE, nests_text, sees
 from learner.model.master_weights import MasterWeights, rows_of
+from learner.model.towers import parts_of, reset_buffers
 
 Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter of that name at version 0."""
@@ -81,6 +82,7 @@ def build(config: PreTrainedConfig, attention: str, device: torch.device, truste
     if config.model_type not in PROVEN and has_blocks(empty):
         bounds.follow(blocks(empty))
         state.separate(blocks(empty))
+        bounds.follow(set(all_blocks(empty)) - set(blocks(empty)))
     return empty
 
 
@@ -138,7 +140,8 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 def all_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """What is sharded block by block: the transformer blocks, and those of the tower of a vision-language model."""
-    return [*(model.model.visual.blocks if sees(model.config) else ()), *blocks(model)]
+    seeing = parts_of(model)
+    return [*(seeing.blocks if seeing else ()), *blocks(model)]
 
 
 def distribute_weights(
@@ -225,6 +228,7 @@ def init_random(
                 masters.keep(name, local)
     decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
     decoder.rotary_emb = type(decoder.rotary_emb)(config=empty.config.get_text_config()).to(device)
-    if sees(empty.config):
-        tower = empty.model.visual
-        tower.rotary_pos_emb = type(tower.rotary_pos_emb)(config=empty.config.vision_config).to(device)
+    embedding: Any = empty.get_input_embeddings()
+    if hasattr(embedding, "scalar_embed_scale"):  # Gemma's
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=device)
+    reset_buffers(empty, device)

@@ -39,7 +39,8 @@ from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.master_weights import KINDS, PORTION, device_bytes
 from learner.model.value_head import replace_head
-from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
+from learner.model.towers import parts_of
+from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -470,19 +471,18 @@ def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: in
 
 def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | None, bool, int]:
     """`tower`, `tower_is_trained` and `ends_of_tower`, per patch."""
-    tower: Any = tower_of(empty)
-    if tower is None:
+    parts = parts_of(empty)
+    if parts is None:
         return None, False, 0
-    Sight(empty, attention.of_tower("varlen"))
+    sight = Sight(empty, attention.of_tower("varlen"))
     config, dtype = empty.config.vision_config, getattr(torch, model.dtype)
     hidden = torch.zeros(META_TOKENS, config.hidden_size, dtype=dtype, device="meta")
-    trained = any(p.requires_grad for p in tower.blocks.parameters())
-    angles = 2 * [torch.zeros(META_TOKENS, config.hidden_size // config.num_heads, device="meta")]
-    given = {"cu_seqlens": _meta_places(), "max_seqlen": META_TOKENS, "position_embeddings": angles}
-    traced = _trace(empty, lambda: tower.blocks[0](hidden.requires_grad_(trained), **given))
-    ends = sum(_trace(empty, partial(merger, hidden))[0] for merger in mergers(tower))
-    ends += trained * dtype.itemsize * tower.patch_embed.proj.weight[0].numel()  # the patches themselves
-    n = len(tower.blocks)
+    trained = any(p.requires_grad for block in parts.blocks for p in block.parameters())
+    block = parts.blocks[0]
+    traced = _trace(empty, lambda: sight.tower.compute_block(block, hidden.requires_grad_(trained), _meta_places()))
+    ends = sum(_trace(empty, partial(sight.tower.project, projector, hidden))[0] for projector in parts.projectors)
+    ends += trained * dtype.itemsize * parts.embedding.weight[0].numel()  # type: ignore[operator, union-attr, index]  # the patches themselves
+    n = len(parts.blocks)
     everything, matmuls, inputs = (n * size for size in traced[:3])
     return Traced(everything, matmuls, inputs, n, dtype.itemsize * config.hidden_size, traced[3]), trained, ends
 

@@ -290,6 +290,8 @@ def hidden_states(
     tokens, positions = microbatch.tokens[microbatch.held], microbatch.positions[..., microbatch.held]
     given = {"input_ids": tokens[None]} if sight is None else sight.inputs(tokens, microbatch.images)
     given |= {} if mixture is None else mixture.keywords(microbatch)
+    if microbatch.images is not None and microbatch.images.blocks is not None:
+        given["image_blocks"] = microbatch.images.blocks
     hidden: Tensor = decoder(
         **given,
         position_ids=positions[None] if positions.dim() == 1 else positions[:, None],

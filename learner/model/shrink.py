@@ -8,13 +8,16 @@ and `learner/certify/`; reads no weights and waits for nothing.
 
 import copy
 import re
+from math import isqrt
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from learner.model import idle_parts, loading, vision
+from configs.architecture import MUTUAL
+from learner.model import idle_parts, loading
+from learner.model.towers import parts_of
 
 GAIN = 3.0
 """Standard deviation of random activations: large enough that a softcap of 50 has an effect."""
@@ -70,8 +73,14 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
         return narrow if _runs(narrow, trusted) else short
     if idle_parts.sees(narrow):
         for each in (narrow, short):
-            each.image_token_id, each.vision_start_token_id, each.vision_end_token_id = PLACEHOLDER, *AROUND
-        _narrow_tower(narrow.vision_config, narrow.get_text_config().hidden_size)
+            each.image_token_id = PLACEHOLDER
+            for name, token in zip(idle_parts.AROUND_KEYS[config.model_type in MUTUAL], AROUND, strict=True):
+                setattr(each, name, token)
+        if config.model_type in MUTUAL:
+            _narrow_pooled_tower(narrow)
+            _shrink_images(short)
+        else:
+            _narrow_tower(narrow.vision_config, narrow.get_text_config().hidden_size)
         return narrow if _runs(narrow, trusted) else short
     smaller = (_with_idle(each, narrowed) for each in (narrow, short) for narrowed in (True, False))
     return next((each for each in smaller if each is not None and _runs(each, trusted)), short)
@@ -157,6 +166,22 @@ def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:
             setattr(tower, name, [block])
 
 
+def _narrow_pooled_tower(config: Any) -> None:
+    """Shrink a tower whose images are of one size to two narrow blocks, and its images to 2 x 2 tokens."""
+    tower = config.vision_config
+    heads = tower.num_attention_heads
+    tower.hidden_size, tower.num_attention_heads = 2 * (tower.hidden_size // heads), 2
+    tower.num_hidden_layers, tower.intermediate_size = 2, NARROW
+    _shrink_images(config)
+
+
+def _shrink_images(config: Any) -> None:
+    """Shrink images of one size to 2 x 2 tokens, each of as many patches as before: no window is shorter."""
+    tower = config.vision_config
+    merge = tower.image_size // tower.patch_size // isqrt(config.mm_tokens_per_image)
+    config.mm_tokens_per_image, tower.image_size = 4, 2 * merge * tower.patch_size
+
+
 def _with_idle(config: PreTrainedConfig, narrowed: bool) -> PreTrainedConfig | None:
     """Return a copy whose idle parts have one layer, and with `narrowed` a narrow one; None if transformers refuses it.
     Text passes none of them."""
@@ -212,8 +237,8 @@ def _runs(config: PreTrainedConfig, trusted: bool) -> bool:
 def stir(model: PreTrainedModel) -> None:
     """Set random weights that make activations large, and change norms, biases, sinks and buffers from their initial
     values."""
-    draw, tower = torch.Generator().manual_seed(1), vision.tower_of(model)
-    seeing = {id(parameter) for parameter in tower.parameters()} if tower is not None else set()
+    draw, parts = torch.Generator().manual_seed(1), parts_of(model)
+    seeing = {id(parameter) for parameter in parts.parameters} if parts is not None else set()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=draw)

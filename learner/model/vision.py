@@ -8,22 +8,43 @@ gradient. `learner/train/pictures.py` packs the images, `policy.py` calls `Sight
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from learner.model.idle_parts import idle_names, sees
+from configs.architecture import MUTUAL
+from learner.model.idle_parts import idle_names
+from learner.model.towers import GridTower, PooledTower, parts_of
 
 PATCHES_PER_TOKEN = 2
 """Patches that a microbatch may have, times its budget of tokens: a token of an image is 4 patches, so images may fill
 half of a row. A sample that has more gets a microbatch of its own."""
+COLOURS = 3
 Grid = tuple[int, int, int]
 """Patches of an image in time, height and width."""
+
+
+class ImageBlocks(NamedTuple):
+    """Images whose tokens see each other, in both directions, and what is before them in their document.
+
+    Example: a document of 2 tokens, and one of 7 with an image of 4 from its second token on: `places` [3, 4, 5, 6],
+    `starts` [0, 4], `longest` 4, `keys` [2, 3, 4, 5, 6], `key_starts` [0, 5], `longest_keys` 5.
+    """
+
+    places: Tensor
+    """int64 [placeholders]: where they are in the row."""
+    starts: Tensor
+    """int32 [images + 1]: where the placeholders of each image start, and the end."""
+    longest: int
+    """Placeholders of the image that has most."""
+    keys: Tensor
+    """int64: where the tokens are in the row that each image sees."""
+    key_starts: Tensor
+    """int32 [images + 1]: where those of each image start, and the end."""
+    longest_keys: int
 
 
 @dataclass(frozen=True)
@@ -40,6 +61,8 @@ class PackedImages:
     """int64 [placeholders]: the feature of each placeholder, counted over all images."""
     places: Tensor
     """int64 [placeholders]: where the placeholders are in the row."""
+    blocks: ImageBlocks | None = None
+    """None: attention is causal, for tokens of images too."""
     layout: dict[str, Any] = field(default_factory=dict)
     """What the tower computes of `grid`, so that it need not wait for the GPU; see `Sight.lay_out`."""
 
@@ -51,7 +74,8 @@ class PackedImages:
 
         layout = {name: moved(x) for name, x in self.layout.items()}
         tensors = {name: moved(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return PackedImages(layout=layout, **tensors)
+        blocks = None if self.blocks is None else ImageBlocks(*map(moved, self.blocks))
+        return PackedImages(blocks=blocks, layout=layout, **tensors)
 
 
 def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) -> np.ndarray:
@@ -77,28 +101,18 @@ def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) 
     return out
 
 
-def tower_of(model: PreTrainedModel) -> nn.Module | None:
-    """The module that turns patches into features; None for a model whose images are not trained."""
-    return model.model.visual if sees(model.config) else None  # type: ignore[no-any-return]
-
-
-def mergers(tower: nn.Module) -> list[nn.Module]:
-    """The projector: what makes features of the text model's width of a token's patches."""
-    return [tower.merger, *getattr(tower, "deepstack_merger_list", [])]  # type: ignore[list-item]
-
-
 def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
     """Take the gradient from the parts that `model.freeze` names: `projector`, and `vision`, the tower without it; and
     from all that text does not pass where images are not trained."""
     for name in idle_names(model):
         if isinstance(idle := model.get_parameter_or_buffer(name), nn.Parameter):
             idle.requires_grad_(False)
-    tower = tower_of(model)
-    if tower is None or not parts:
+    seeing = parts_of(model)
+    if seeing is None or not parts:
         return
-    tower.requires_grad_("vision" not in parts)
-    for merger in mergers(tower):
-        merger.requires_grad_("projector" not in parts)
+    seeing.tower.requires_grad_("vision" not in parts)
+    for projector in seeing.projectors:
+        projector.requires_grad_("projector" not in parts)
 
 
 class Sight:
@@ -108,15 +122,17 @@ class Sight:
     """
 
     def __init__(self, model: PreTrainedModel, attention: str) -> None:
-        tower: Any = tower_of(model)
-        self.tower = tower
+        parts, config = parts_of(model), model.config.vision_config
+        assert parts is not None, "a model whose images are trained"
         self.decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
-        self.config: Any = model.config.vision_config
-        self.trained = any(parameter.requires_grad for parameter in tower.parameters())
-        tower.config._attn_implementation_internal = attention  # transformers takes no such name while it builds
-        tower.patch_embed.forward = MethodType(_embed_patches, tower.patch_embed)
-        if hasattr(self.decoder, "_deepstack_process"):
-            self.decoder._deepstack_process = _add_at_places
+        self.config: Any = config
+        self.merge = parts.merge
+        self.trained = any(parameter.requires_grad for parameter in parts.parameters)
+        self.tower: GridTower | PooledTower
+        if model.config.model_type in MUTUAL:
+            self.tower = PooledTower(parts, config, attention)
+        else:
+            self.tower = GridTower(parts, self.decoder, config, attention)
         self._blank: PackedImages | None = None
 
     def inputs(self, tokens: Tensor, images: PackedImages | None) -> dict[str, Any]:
@@ -124,13 +140,9 @@ class Sight:
         if images is None:
             images = self._blank = self._blank or self._make_blank(tokens.device)
         with torch.set_grad_enabled(self.trained and torch.is_grad_enabled()):
-            patches = _normalised(images, self.config.temporal_patch_size)
-            found = self.tower(patches, grid_thw=images.grid, return_dict=True, **images.layout)
+            found = self.tower.features(images)
         embedded = self.decoder.embed_tokens(tokens)
-        features, *deeper = (
-            x.to(embedded.dtype).index_select(0, images.take)
-            for x in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
-        )
+        features, *deeper = (x.to(embedded.dtype).index_select(0, images.take) for x in found)
         given = {"inputs_embeds": embedded.index_copy(0, images.places, features)[None]}
         if deeper:
             given |= {"visual_pos_masks": images.places, "deepstack_visual_embeds": deeper}
@@ -138,50 +150,11 @@ class Sight:
 
     def lay_out(self, images: PackedImages) -> PackedImages:
         """`images`, still on the CPU, with what the tower would otherwise compute of their grid on the GPU."""
-        return replace(images, layout=_layout(images.grid, self.tower))
+        return replace(images, layout=self.tower.layout(images.grid))
 
     def _make_blank(self, device: torch.device) -> PackedImages:
         """The smallest image, which no token stands for."""
-        merge, nothing = self.config.spatial_merge_size, torch.zeros(0, dtype=torch.int64)
-        pixels = torch.zeros(merge**2, self.config.in_channels, self.config.patch_size**2, dtype=torch.uint8)
-        one = torch.ones(2, self.config.in_channels, 1)
+        merge, channels, nothing = self.merge, COLOURS, torch.zeros(0, dtype=torch.int64)
+        pixels = torch.zeros(merge**2, channels, self.config.patch_size**2, dtype=torch.uint8)
+        one = torch.ones(2, channels, 1)
         return self.lay_out(PackedImages(pixels, one, torch.tensor([[1, merge, merge]]), nothing, nothing)).to(device)
-
-
-def _normalised(images: PackedImages, frames: int) -> Tensor:
-    """transformers' `pixel_values`: [patches, 3 * frames * patch²] float32."""
-    mean, deviation = images.normaliser
-    colours: Tensor = (images.pixels.float() - mean) / deviation
-    return colours[:, :, None].expand(-1, -1, frames, -1).flatten(1)
-
-
-def _embed_patches(self: Any, patches: Tensor) -> Tensor:
-    """The convolution of patches that do not overlap is a matmul, and slow as a convolution since torch 2.9."""
-    weight: Tensor = self.proj.weight
-    embedded: Tensor = linear(patches.to(weight.dtype), weight.flatten(1), self.proj.bias)
-    return embedded
-
-
-def _add_at_places(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """Qwen3-VL adds deeper features to the first blocks' output [1, tokens, width]; by index, for a mask would wait."""
-    return hidden.index_add(1, places, features.to(hidden.dtype)[None])
-
-
-def _layout(grid: Tensor, tower: Any) -> dict[str, Any]:
-    """Bounds, positions and order of the patches, by the names under which the tower takes them."""
-    from transformers import vision_utils  # since 5.16; text models do without
-
-    merge = tower.spatial_merge_size
-    starts = vision_utils.get_vision_cu_seqlens(grid)
-    found = {"cu_seqlens": starts, "max_seqlen": int(starts.diff().max())}
-    found["position_ids"] = vision_utils.get_vision_position_ids(grid, merge)
-    if hasattr(tower, "window_size"):
-        index, windows = vision_utils.get_vision_window_index(grid, merge, tower.window_size, tower.patch_size)
-        found |= {"window_index": index, "cu_window_seqlens": windows}
-        found["max_window_seqlen"] = int(windows.diff().max())
-    if hasattr(tower, "num_grid_per_side"):
-        side, mode, corners = tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners
-        interpolate = vision_utils.get_vision_interpolation_indices_and_weights
-        indices, weights = interpolate(grid, side, mode=mode, align_corners=corners, spatial_merge_size=merge)
-        found |= {"interp_indices": indices, "interp_weights": weights}
-    return found

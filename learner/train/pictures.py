@@ -21,7 +21,7 @@ from buffer.wire.sample import Sample
 from configs.checks import max_sample_tokens
 from configs.schema import Config
 from learner.model.microbatch import Microbatch, one_document
-from learner.model.vision import PackedImages, rope_positions
+from learner.model.vision import ImageBlocks, PackedImages, rope_positions
 
 THREADS = 8
 """PIL decodes without holding the GIL."""
@@ -44,6 +44,14 @@ class Piece(NamedTuple):
     images: Sequence[SeenImage]
     length: int
     part: slice
+
+
+class Placed(NamedTuple):
+    """A picture in a row: where its placeholders start, and its document."""
+
+    start: int
+    picture: Picture
+    document: int
 
 
 def max_sample_patches(config: Config, form: ImageFormat) -> int:
@@ -120,7 +128,7 @@ def num_patches(images: Iterable[SeenImage]) -> int:
 def show(row: Microbatch, pieces: Sequence[Piece]) -> Microbatch:
     """`row`, which consists of `pieces`, with their images: each distinct one is encoded once for all of them."""
     placed = [
-        (begins + image.start - start, image.picture)
+        Placed(begins + image.start - start, image.picture, begins)
         for begins, (images, length, part) in zip(row.cu_seqlens.tolist(), pieces, strict=False)
         for start, stop, _ in (part.indices(length),)
         for image in images
@@ -128,13 +136,29 @@ def show(row: Microbatch, pieces: Sequence[Piece]) -> Microbatch:
     ]
     if not placed:
         return row
-    merge = placed[0][1].format.merge
+    form = placed[0].picture.format
+    if form.mutual:
+        assert not row.groups, "prompts are not shared where the tokens of an image see each other"
+        return replace(row, images=replace(pack_images(placed), blocks=_blocks(placed)))
     rotary = [
-        rope_positions(length, ((image.start, image.picture.grid) for image in images), merge)[:, part]
+        rope_positions(length, ((image.start, image.picture.grid) for image in images), form.merge)[:, part]
         for images, length, part in pieces
     ]
     positions = torch.cat([row.positions[None], torch.from_numpy(np.concatenate(rotary, axis=1))])
     return replace(row, positions=positions, images=pack_images(placed))
+
+
+def _blocks(placed: Sequence[Placed]) -> ImageBlocks:
+    """The images as blocks of tokens that see each other."""
+    ends = [each.start + each.picture.num_tokens for each in placed]
+    own = [np.arange(each.start, end) for each, end in zip(placed, ends, strict=True)]
+    seen = [np.arange(each.document, end) for each, end in zip(placed, ends, strict=True)]
+
+    def laid(arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, int]:
+        starts = np.cumsum([0, *map(len, arrays)]).astype(np.int32)
+        return torch.from_numpy(np.concatenate(arrays)), torch.from_numpy(starts), max(map(len, arrays))
+
+    return ImageBlocks(*laid(own), *laid(seen))
 
 
 def one_shown(tokens: Sequence[int], images: Sequence[SeenImage]) -> Microbatch:
@@ -142,21 +166,21 @@ def one_shown(tokens: Sequence[int], images: Sequence[SeenImage]) -> Microbatch:
     return show(one_document(tokens), [Piece(images, len(tokens), slice(None))])
 
 
-def pack_images(placed: Sequence[tuple[int, Picture]]) -> PackedImages:
-    """Pictures, each with the place of its first placeholder in a row."""
-    distinct = {picture.digest: picture for _, picture in placed}
+def pack_images(placed: Sequence[Placed]) -> PackedImages:
+    """Pictures in a row, without the blocks that their tokens are."""
+    distinct = {each.picture.digest: each.picture for each in placed}
     sizes = [picture.num_tokens for picture in distinct.values()]
     features = dict(zip(distinct, (np.cumsum(sizes) - sizes).tolist(), strict=True))
 
     def ranges(starts: Iterable[int]) -> torch.Tensor:
-        each = [np.arange(start, start + x.num_tokens) for start, (_, x) in zip(starts, placed, strict=True)]
+        each = [np.arange(start, start + x.picture.num_tokens) for start, x in zip(starts, placed, strict=True)]
         return torch.from_numpy(np.concatenate(each))
 
-    form = placed[0][1].format
+    form = placed[0].picture.format
     return PackedImages(
         pixels=torch.from_numpy(np.concatenate([picture.cells() for picture in distinct.values()])),
         normaliser=255 * torch.tensor([form.mean, form.std], dtype=torch.float32)[:, :, None],
         grid=torch.tensor([picture.grid for picture in distinct.values()]),
-        take=ranges(features[picture.digest] for _, picture in placed),
-        places=ranges(start for start, _ in placed),
+        take=ranges(features[each.picture.digest] for each in placed),
+        places=ranges(each.start for each in placed),
     )

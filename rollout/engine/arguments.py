@@ -14,7 +14,7 @@ from configs.checks import ENGINE_KEYS_ELSEWHERE, max_sample_tokens
 from configs.flow.kv_room import CPU_KV_BYTES
 from configs.flow.sequences import max_sequences, places
 from configs.load import ConfigError
-from configs.model_facts import model_facts
+from configs.model_facts import facts_of, model_facts
 from configs.schema import Config, ModelConfig
 from configs.variables import RPC_PATH, VLLM_BYTES, socket_folder
 from rollout.engine.door.installed import cpu_head_sizes, registered, vllm_fields
@@ -115,9 +115,12 @@ def unknown_parser(key: str, name: str) -> Iterator[str]:
 
 def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
     """Yield a line for what vLLM's kernels for a CPU lack of the model: the size of its heads, with which no server
-    could start; delta rules in float32, with which it would die at its first step; and types of UNEQUAL_ON_CPU. `cpu`:
-    servers run on a CPU."""
-    facts = model_facts(config.model.path)
+    could start; delta rules in float32, with which it would die at its first step; attention to later tokens of an
+    image, which it leaves out without a word; and types of UNEQUAL_ON_CPU. `cpu`: servers run on a CPU."""
+    facts = facts_of(config.model)
+    if cpu and facts.mutual:
+        problem = "vLLM on a CPU has no token of an image see those after it, as this model does"
+        yield f"model.path: {config.model.path}: {problem}; take servers with GPUs, or set model.text_alone: true"
     if cpu and facts.kind in UNEQUAL_ON_CPU:
         problem = f"vLLM on a CPU computes other log-probabilities of {facts.kind} than the learner, by 0.01 nat"
         yield f"model.path: {config.model.path}: {problem}; take another model, or servers with GPUs"
@@ -288,11 +291,14 @@ def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str,
 
 def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:
     """For a model that sees images: they come decoded, resized and normalised, as the learner sees them."""
+    sizes: dict[str, Any] = {"size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels}}
+    if form.side is not None:
+        sizes = {"size": {"height": form.side, "width": form.side}, "do_pan_and_scan": False}
     arguments = {
         "skip_tokenizer_init": False,  # vLLM does not start such a model without it
         "limit_mm_per_prompt": {"image": config.data.max_images, "video": 0},
         # vLLM finds its largest batch by encoding images of the largest size that these allow
-        "mm_processor_kwargs": {"size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels}},
+        "mm_processor_kwargs": sizes,
         "mm_processor_cache_gb": 0,  # our images do not come through vLLM's processor, and other weights rename them
         "mm_device_do_normalize": False,  # weights that start as `dummy` would leave its constants random
     }

@@ -33,18 +33,20 @@ def image_input(tokens: list[int], images: Sequence[PlacedImage], salt: str, nam
 
 @lru_cache(maxsize=16)
 def item(picture: Picture, dtype: Any) -> MultiModalKwargsItem:
-    """The picture's patches, in the tower's dtype. Kept for a while: a sample of several turns shows it again.
+    """The picture as the tower takes it, in its dtype. Kept for a while: a sample of several turns shows it again.
 
     NumPy knows no bfloat16 and takes its bits. To cast by torch takes twice the processor time, on all cores.
     """
-    grid = torch.tensor([picture.grid])
+    square = picture.format.side is not None
+    name, given = ("num_patches", [1]) if square else ("image_grid_thw", [picture.grid])
+    sizes = torch.tensor(given)  # vLLM calls a square image, whole or cut out of one, a patch
     fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", sizes if square else sizes.prod(-1)),
+        name: MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
     levels = torch.from_numpy(picture.format.levels()).to(dtype)
     bits = levels.view({2: torch.int16, 4: torch.int32}[dtype.itemsize]).numpy()
-    patches = torch.from_numpy(picture.patches(bits)).view(dtype)
-    tensors = BatchFeature({"pixel_values": patches, "image_grid_thw": grid})
+    values = picture.planes(bits)[None] if square else picture.patches(bits)
+    tensors = BatchFeature({"pixel_values": torch.from_numpy(values).view(dtype), name: sizes})
     found: MultiModalKwargsItem = MultiModalKwargsItems.from_hf_inputs(tensors, fields)["image"][0]
     return found

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText
 
-from buffer.data.images import ImageFormat, decode
+from buffer.data.images import ImageFormat, SeenImage, decode
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part, RowImages
 from buffer.wire.sample import Sample, SampleImage
 from configs.schema import DataConfig, ModelConfig
+from learner.certify.images import given_images
 from tests.harness.tiny_vlm import encoded, picture, tiny_vlm
 from tests.harness.world import Entry, cut
 
@@ -127,11 +128,8 @@ def own_logprobs(own: Any, batch: Pictured, row: int, form: ImageFormat) -> torc
     ids = torch.from_numpy(sample.tokens.numpy().astype(np.int64))
     given = ids.clone()
     given[(ids == form.image_token) & torch.from_numpy(sample.sampled.numpy() == 1)] = TWIN
-    more = {"mm_token_type_ids": (given == form.image_token).int()[None]}
-    if pictures:
-        more["pixel_values"] = torch.from_numpy(np.concatenate([seen.patches() for seen in pictures]))
-        more["image_grid_thw"] = torch.tensor([seen.grid for seen in pictures])
+    seen = [SeenImage(image.start, picture) for image, picture in zip(sample.images, pictures, strict=True)]
     own.model.rope_deltas = None
-    logits = own(input_ids=given[None], **more).logits[0, :-1]
+    logits = own(input_ids=given[None], **given_images(given.numpy(), seen)).logits[0, :-1]
     found = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
     return torch.cat([found.new_zeros(1), found])

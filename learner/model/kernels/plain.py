@@ -53,14 +53,16 @@ def _tiles(q: Tensor, at: Sequences) -> Iterator[tuple[slice, slice, Tensor | No
         step = max(1, PAIRS // max(1, q.shape[1] * (seen.stop - seen.start)))
         for start in range(own.start, own.stop, step):
             rows = slice(start, min(start + step, own.stop))
-            if not at.causal:
+            if not at.causal and at.window is None:
                 yield rows, seen, None
                 continue
             first, last = (place - own.start + offset for place in (rows.start, rows.stop - 1))
             low = 0 if at.window is None else max(0, first - at.window + 1)
-            distance = _places(first, last + 1, q)[:, None] - _places(low, last + 1, q)
-            hidden = distance < 0 if at.window is None else (distance < 0) | (distance >= at.window)
-            yield rows, slice(seen.start + low, seen.start + last + 1), hidden
+            end = last + 1 if at.causal else seen.stop - seen.start
+            distance = _places(first, last + 1, q)[:, None] - _places(low, end, q)
+            hidden = (distance < 0) & at.causal
+            hidden = hidden if at.window is None else hidden | (distance >= at.window)
+            yield rows, slice(seen.start + low, seen.start + end), hidden
 
 
 def _places(first: int, end: int, like: Tensor) -> Tensor:

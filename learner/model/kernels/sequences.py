@@ -23,7 +23,8 @@ class Sequences(NamedTuple):
     causal: bool
     scale: float
     window: int | None
-    """Keys that a query of a causal sequence sees at most, its own included; None: all."""
+    """Keys that a query sees at most up to its own place, which is included; None: all. One that is not causal sees all
+    keys after its place besides."""
     softcap: float | None = None
     """Scores are bent to `softcap * tanh(score / softcap)`; only the kernel `plain` does."""
 
@@ -34,7 +35,7 @@ class Sequences(NamedTuple):
 
     def bounds(self, none: Any) -> tuple[Any, Any]:
         """The window as (left, right), as far as `causal` does not say it already; `none` for no bound."""
-        return (none, none) if self.window is None else (self.window - 1, 0)
+        return (none, none) if self.window is None else (self.window - 1, 0 if self.causal else self.q_longest)
 
     def spans(self) -> Iterator[tuple[slice, slice]]:
         """Queries and keys of each sequence. Reads the starts, so only for CPU."""

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from buffer.data.images import ImageFormat, SeenImage, decode
 from buffer.wire.sample import Sample
+from configs.model_facts import TOWER
 from configs.schema import ModelConfig
-from learner.model import attention, loading, vision
+from learner.model import attention, loading, towers, vision
 from learner.model.flops import TowerCosts
 from learner.model.microbatch import one_document
 from learner.train.batch import Batch
@@ -26,12 +27,17 @@ from tests.harness.world import LEARNER, algorithm_of, policy_of
 IMAGE, GRIDS = 5, st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=4)
 
 
+MUTUAL = ("gemma3",)
+"""Kinds in which the tokens of an image see each other."""
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def seeing(request, tmp_path_factory) -> ModelConfig:
     """A model of each architecture, whose head is not tied."""
     return seeing_model(tmp_path_factory.mktemp(request.param), request.param, tied=False)
 
 
+@pytest.mark.parametrize("seeing", [kind for kind in KINDS if kind not in MUTUAL], indirect=True, scope="module")
 @given(grids=GRIDS, texts=st.lists(st.integers(0, 5), min_size=5, max_size=5))
 @settings(max_examples=60, deadline=None)
 def test_rotary_positions_are_transformers_own(rope_of, grids: list[tuple[int, int]], texts: list[int]) -> None:
@@ -99,7 +105,7 @@ def test_the_tower_gets_the_processor_s_values(seeing: ModelConfig, mesh) -> Non
     form = form_of(seeing)
     seen = decode(encoded(picture(*SIZES[1])), form)
     row = one_shown([9, *[form.image_token] * seen.num_tokens], [SeenImage(1, seen)])
-    got = vision._normalised(row.images, form.temporal)
+    got = towers._normalised(row.images, form.temporal)
     torch.testing.assert_close(got, torch.from_numpy(seen.patches()), rtol=0, atol=1e-6)
 
 
@@ -117,7 +123,7 @@ def test_every_parameter_gets_a_gradient_without_images(seeing: ModelConfig, mes
     policy(policy.place(one_document([7, 8, 9])))[0].sum().backward()
     found = world.gradients(policy)
     assert len(found) == len(list(policy.parameters()))
-    assert all((found[name].any() > 0) == ("visual" not in name) for name in found if "k_proj.bias" not in name)
+    assert all((found[name].any() > 0) == (not TOWER.search(f".{name}")) for name in found if "k_proj.bias" not in name)
 
 
 def gradients(policy, batch, form: ImageFormat, budget: int, share: bool = True) -> dict[str, torch.Tensor]:
@@ -187,11 +193,13 @@ def test_ranks_change_no_gradient(seeing: ModelConfig, mesh, tmp_path: Path, fre
         close(got, want)
 
 
+TOWER_PARTS = {*("patch_embed", "blocks", "pos_embed"), *("embeddings", "encoder", "post_layernorm")}
+PROJECTORS = {*("merger", "deepstack_merger_list"), *("mm_input_projection_weight", "mm_soft_emb_norm")}
 FROZEN = {
     "nothing": ([], set()),
-    "vision": (["vision"], {"patch_embed", "blocks", "pos_embed"}),
-    "projector": (["projector"], {"merger", "deepstack_merger_list"}),
-    "both": (["vision", "projector"], {"patch_embed", "blocks", "pos_embed", "merger", "deepstack_merger_list"}),
+    "vision": (["vision"], TOWER_PARTS),
+    "projector": (["projector"], PROJECTORS),
+    "both": (["vision", "projector"], TOWER_PARTS | PROJECTORS),
 }
 
 
@@ -203,7 +211,7 @@ def test_freezing(seeing: ModelConfig, mesh, case: str) -> None:
     step, before = algorithm_of(policy, 80, form=form), world.weights(policy)
     figures = step.step(policy, make_pictured(form).part(3, [15], 0))
     assert figures["gradient/norm"] > 0 and figures["images"] >= 7
-    frozen = {name for name in before if name.split(".")[1] == "visual" and name.split(".")[2] in modules}
+    frozen = {name for name in before if TOWER.search(f".{name}") and modules & {*name.split(".")}}
     assert policy.frozen_names() == frozen
     assert len(step.optimizer.adamw.state) == len(before) - len(frozen)
     after = world.weights(policy)
@@ -232,7 +240,7 @@ def test_weights_are_sharded_by_block(seeing: ModelConfig, mesh) -> None:
     policy = policy_of(seeing, mesh)
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
     names = {name for name, _, _ in policy.weight_specs()}
-    assert {name.split(".")[1] for name in names if name.startswith("model.")} == {"visual", "language_model"}
+    assert {TOWER.search(f".{name}") is not None for name in names} == {True, False}
 
 
 @pytest.mark.parametrize("name", ["sdpa", "varlen", "flash4"])
@@ -248,14 +256,14 @@ def test_a_block_of_the_tower_compiles_in_one_piece(seeing: ModelConfig) -> None
     """With a GPU's attention, on the meta device: forward and backward, whatever the number of patches."""
     torch._dynamo.reset()
     model = loading.build_on_meta(seeing, attention.registered("varlen"))
-    vision.Sight(model, attention.of_tower("varlen"))
-    tower, config = vision.tower_of(model.to(torch.bfloat16)), model.config.vision_config
-    block = torch.compile(tower.blocks[0].forward, dynamic=True, fullgraph=True, backend="aot_eager")
+    sight, parts = vision.Sight(model, attention.of_tower("varlen")), towers.parts_of(model.to(torch.bfloat16))
+    block, width = parts.blocks[0], model.config.vision_config.hidden_size
+    whole = model.config.model_type not in MUTUAL  # its layers do not hand on the bounds of images
+    block.forward = torch.compile(block.forward, dynamic=True, fullgraph=whole, backend="aot_eager")
     for patches in (64, 96, 128):
-        hidden = torch.zeros(patches, config.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        angles = 2 * (torch.zeros(patches, config.hidden_size // config.num_heads, device="meta"),)
+        hidden = torch.zeros(patches, width, dtype=torch.bfloat16, device="meta", requires_grad=True)
         starts = torch.zeros(3, dtype=torch.int32, device="meta")
-        block(hidden, cu_seqlens=starts, max_seqlen=patches, position_embeddings=angles).sum().backward()
+        sight.tower.compute_block(block, hidden, starts).sum().backward()
         assert hidden.grad is not None and hidden.grad.shape == hidden.shape
 
 

@@ -1,0 +1,189 @@
+"""The towers that turn the patches of images into features, by the architecture of the model.
+
+`parts_of` names the parts of a model's tower. `GridTower` calls the towers of the Qwen models, which take images of any
+size at once; `PooledTower` calls Gemma 3's, whose images are all of one size. `vision.py` runs them; nothing waits.
+"""
+
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from configs.architecture import MUTUAL
+from learner.model.idle_parts import sees
+
+if TYPE_CHECKING:
+    from learner.model.vision import PackedImages
+
+
+class TowerParts(NamedTuple):
+    """The parts of a model that see images."""
+
+    tower: Any
+    """Turns patches into features, with the Qwen models of the text model's width."""
+    blocks: list[nn.Module]
+    projectors: list[nn.Module]
+    """Make features of the text model's width of a token's patches; parts of the tower or behind it."""
+    embedding: nn.Module
+    """The convolution of patches."""
+    merge: int
+    """A token is `merge` x `merge` patches."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, each once."""
+        every = [each for part in (self.tower, *self.projectors) for each in part.parameters()]
+        return list({id(each): each for each in every}.values())
+
+
+def parts_of(model: PreTrainedModel) -> TowerParts | None:
+    """The parts of `model` that see images; None for a model whose images are not trained."""
+    if not sees(model.config):
+        return None
+    config: Any = model.config
+    core: Any = model.model
+    if config.model_type in MUTUAL:
+        tower, projector = core.vision_tower, core.multi_modal_projector
+        tower = getattr(tower, "vision_model", tower)  # until transformers 5.17 or so it was one module deeper
+        blocks = list(tower.encoder.layers)
+        return TowerParts(tower, blocks, [projector], tower.embeddings.patch_embedding, projector.kernel_size)
+    tower, merge = core.visual, config.vision_config.spatial_merge_size
+    mergers = [tower.merger, *getattr(tower, "deepstack_merger_list", [])]
+    return TowerParts(tower, list(tower.blocks), mergers, tower.patch_embed.proj, merge)
+
+
+class GridTower:
+    """The tower of a Qwen model, called for images of any size at once.
+
+    `attention`: as `attention.of_tower` names it.
+    """
+
+    def __init__(self, parts: TowerParts, decoder: Any, config: Any, attention: str) -> None:
+        tower = self.tower = parts.tower
+        self.frames: int = config.temporal_patch_size
+        tower.config._attn_implementation_internal = attention  # transformers takes no such name while it builds
+        tower.patch_embed.forward = MethodType(_embed_patches, tower.patch_embed)
+        if hasattr(decoder, "_deepstack_process"):
+            decoder._deepstack_process = _add_at_places
+
+    def features(self, images: "PackedImages") -> list[Tensor]:
+        """Features of each token of the images [tokens, width], and deeper ones where the model has some."""
+        patches = _normalised(images, self.frames)
+        found = self.tower(patches, grid_thw=images.grid, return_dict=True, **images.layout)
+        return [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+
+    def layout(self, grid: Tensor) -> dict[str, Any]:
+        """Bounds, positions and order of the patches, by the names under which the tower takes them."""
+        from transformers import vision_utils  # since 5.16; text models do without
+
+        tower = self.tower
+        merge = tower.spatial_merge_size
+        starts = vision_utils.get_vision_cu_seqlens(grid)
+        found = {"cu_seqlens": starts, "max_seqlen": int(starts.diff().max())}
+        found["position_ids"] = vision_utils.get_vision_position_ids(grid, merge)
+        if hasattr(tower, "window_size"):
+            index, windows = vision_utils.get_vision_window_index(grid, merge, tower.window_size, tower.patch_size)
+            found |= {"window_index": index, "cu_window_seqlens": windows}
+            found["max_window_seqlen"] = int(windows.diff().max())
+        if hasattr(tower, "num_grid_per_side"):
+            side, mode, corners = tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners
+            interpolate = vision_utils.get_vision_interpolation_indices_and_weights
+            indices, weights = interpolate(grid, side, mode=mode, align_corners=corners, spatial_merge_size=merge)
+            found |= {"interp_indices": indices, "interp_weights": weights}
+        return found
+
+    def compute_block(self, block: nn.Module, hidden: Tensor, starts: Tensor) -> Tensor:
+        """The output of one block for `hidden` [patches, width], as `features` computes it."""
+        width = hidden.shape[1] // self.tower.config.num_heads
+        angles = 2 * [hidden.new_zeros(len(hidden), width, dtype=torch.float32)]
+        out: Tensor = block(hidden, cu_seqlens=starts, max_seqlen=len(hidden), position_embeddings=angles)
+        return out
+
+    def project(self, projector: nn.Module, hidden: Tensor) -> Tensor:
+        """Features of the patches `hidden` [patches, width]."""
+        out: Tensor = projector(hidden)
+        return out
+
+
+class PooledTower:
+    """The tower of Gemma 3 and its projector, for images of one size.
+
+    The patches come token by token. Their order changes nothing but which position each has, since all patches of an
+    image see each other; so a token's features are the mean of the patches that follow each other.
+    """
+
+    def __init__(self, parts: TowerParts, config: Any, attention: str) -> None:
+        self.tower, (projector,) = parts.tower, parts.projectors
+        self.projector: Any = projector
+        self.merge, self.side = parts.merge, config.image_size // config.patch_size
+        self.tower.config._attn_implementation_internal = attention
+        self.tower.encoder.config._attn_implementation_internal = attention
+
+    def features(self, images: "PackedImages") -> list[Tensor]:
+        """Features of each token of the images: [tokens, width]."""
+        layout, embeddings = images.layout, self.tower.embeddings
+        embedded = _embedded(embeddings.patch_embedding, _normalised(images, 1))
+        places = embeddings.position_embedding(layout["position_ids"])
+        hidden = (embedded.unflatten(0, (-1, len(places))) + places).flatten(0, 1)[None]
+        bounds = {"cu_seq_lens_q": layout["cu_seqlens"], "max_length_q": layout["max_seqlen"]}
+        hidden = self.tower.encoder(inputs_embeds=hidden, **bounds).last_hidden_state
+        return [self.project(self.projector, self.tower.post_layernorm(hidden)[0])]
+
+    def compute_block(self, block: nn.Module, hidden: Tensor, starts: Tensor) -> Tensor:
+        """The output of one block for `hidden` [patches, width], as `features` computes it."""
+        out: Tensor = block(hidden[None], attention_mask=None, cu_seq_lens_q=starts, max_length_q=len(hidden))
+        return out
+
+    def project(self, projector: Any, hidden: Tensor) -> Tensor:
+        """Features of the patches `hidden` [patches, width]."""
+        pooled = hidden.unflatten(0, (-1, self.merge**2)).mean(1)
+        return torch.matmul(projector.mm_soft_emb_norm(pooled), projector.mm_input_projection_weight)
+
+    def layout(self, grid: Tensor) -> dict[str, Any]:
+        """Bounds of the images, and positions of the patches of one."""
+        _, high, wide = grid[0].tolist()
+        rows = torch.arange(high)[:, None] * self.side + torch.arange(wide)
+        tokens = rows.reshape(high // self.merge, self.merge, wide // self.merge, self.merge).transpose(1, 2)
+        starts = torch.arange(len(grid) + 1, dtype=torch.int32) * (high * wide)
+        return {"position_ids": tokens.flatten(), "cu_seqlens": starts, "max_seqlen": high * wide}
+
+
+def reset_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers of a tower that no file holds anew, after they were allocated without values."""
+    parts = parts_of(model)
+    if parts is None:
+        return
+    config: Any = model.config
+    if hasattr(parts.tower, "rotary_pos_emb"):
+        rotary = parts.tower.rotary_pos_emb
+        parts.tower.rotary_pos_emb = type(rotary)(config=config.vision_config).to(device)
+        return
+    embeddings: Any = parts.tower.embeddings
+    embeddings.position_ids = torch.arange(embeddings.num_positions, device=device).expand(1, -1)
+
+
+def _normalised(images: "PackedImages", frames: int) -> Tensor:
+    """transformers' `pixel_values`: [patches, 3 * frames * patch²] float32."""
+    mean, deviation = images.normaliser
+    colours: Tensor = (images.pixels.float() - mean) / deviation
+    return colours[:, :, None].expand(-1, -1, frames, -1).flatten(1)
+
+
+def _embed_patches(self: Any, patches: Tensor) -> Tensor:
+    """In place of the forward pass of a Qwen tower's `patch_embed`."""
+    return _embedded(self.proj, patches)
+
+
+def _embedded(convolution: Any, patches: Tensor) -> Tensor:
+    """The convolution of patches that do not overlap is a matmul, and slow as a convolution since torch 2.9."""
+    weight: Tensor = convolution.weight
+    embedded: Tensor = linear(patches.to(weight.dtype), weight.flatten(1), convolution.bias)
+    return embedded
+
+
+def _add_at_places(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
+    """Qwen3-VL adds deeper features to the first blocks' output [1, tokens, width]; by index, for a mask would wait."""
+    return hidden.index_add(1, places, features.to(hidden.dtype)[None])
