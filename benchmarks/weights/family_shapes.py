@@ -48,7 +48,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768,
         },
         "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
-                          "num_attention_heads": 16, "image_size": 896, "patch_size": 14},
+                          "num_attention_heads": 16, "image_size": 896, "patch_size": 14,
+                          "vision_use_head": False},
     },
     "Gemma-3-4B-cut": GEMMA3 | {
         "text_config": GEMMA3_TEXT | {
@@ -56,7 +57,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768,
         },
         "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 2,
-                          "num_attention_heads": 16, "image_size": 896, "patch_size": 14},
+                          "num_attention_heads": 16, "image_size": 896, "patch_size": 14,
+                          "vision_use_head": False},
     },
     "gpt-oss-20b-cut": GPT_OSS | {
         "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,

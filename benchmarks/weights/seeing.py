@@ -1,16 +1,22 @@
 """Vision-language shapes for benchmarks: what a model's folder holds beside weights and tokenizer. Pure data.
 
-Qwen2.5-VL-3B has the sizes of the public model. The specks are its architecture and Qwen3-VL's, for CPU.
+Qwen2.5-VL-3B and Gemma-3-4B have the sizes of the public models. The specks are their architectures and Qwen3-VL's, for
+CPU.
 """
 
 from typing import Any
 
+from benchmarks.weights.family_shapes import FAMILIES
+
 SPECIAL_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SPECIAL_KEYS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 """The keys of `config.json` under which their ids stand, in the same order."""
+SQUARE_KEYS = ("boi_token_index", "eoi_token_index", "image_token_index")
+"""The keys of Gemma 3, whose images are squares of one size; it has none for videos."""
 VIDEO_PROCESSORS = {"qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
                     "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor")}  # fmt: skip
-ARCHITECTURES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+ARCHITECTURES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration",
+                 "gemma3": "Gemma3ForConditionalGeneration"}  # fmt: skip
 
 SPECK_TEXT: dict[str, Any] = {
     "vocab_size": 32768, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -44,6 +50,23 @@ SEEING: dict[str, dict[str, Any]] = {
         "mean_std": ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]),
         "pixels": (3136, 12845056),
     },
+    "Gemma-3-4B-images": {
+        "model_type": "gemma3",
+        "text_config": FAMILIES["Gemma-3-4B"]["text_config"], "vision_config": FAMILIES["Gemma-3-4B"]["vision_config"],
+        "tokens": 256, "first_special": 262144, "photos": (256, 256),
+        "mean_std": ([0.5] * 3, [0.5] * 3),
+        "pixels": (896**2, 896**2),
+    },
+    "speck-gemma-3-images": {
+        "model_type": "gemma3",
+        "text_config": {**SPECK_TEXT, "initializer_range": 0.1, "head_dim": 32, "sliding_window": 32,
+                        "query_pre_attn_scalar": 32},
+        "vision_config": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+                          "patch_size": 14, "image_size": 224, "vision_use_head": False},
+        "tokens": 16, "first_special": 32000, "photos": (16, 16),
+        "mean_std": ([0.5] * 3, [0.5] * 3),
+        "pixels": (224**2, 224**2),
+    },
     "speck-2.5-VL": {
         "model_type": "qwen2_5_vl",
         "text_config": {**SPECK_TEXT, "initializer_range": 0.1, "rope_parameters": rope(1e4, [4, 6, 6])},
@@ -64,13 +87,13 @@ SEEING: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """`text_config` and `vision_config` as in `config.json`; `first_special`: id of the first of SPECIAL_WORDS; `photos`:
-fewest and most tokens of the images that its benchmarks show."""
+fewest and most tokens of the images that its benchmarks show; `tokens`: of each image, where all have as many."""
 
 
 def special_ids(shape: str) -> dict[str, int]:
     """The special words by their ids' keys in `config.json`."""
-    first = SEEING[shape]["first_special"]
-    return {key: first + number for number, key in enumerate(SPECIAL_KEYS)}
+    first, keys = SEEING[shape]["first_special"], SQUARE_KEYS if "tokens" in SEEING[shape] else SPECIAL_KEYS
+    return {key: first + number for number, key in enumerate(keys)}
 
 
 def config_of(shape: str, end: int) -> dict[str, Any]:
@@ -78,6 +101,7 @@ def config_of(shape: str, end: int) -> dict[str, Any]:
     given = SEEING[shape]
     text = {"bos_token_id": None, "eos_token_id": end, "tie_word_embeddings": True, **given["text_config"]}
     sizes = {"text_config": text, "vision_config": given["vision_config"]}
+    sizes |= {"mm_tokens_per_image": given["tokens"]} if "tokens" in given else {}
     return {**sizes, "tie_word_embeddings": True, "dtype": "bfloat16", **special_ids(shape)}
 
 
@@ -85,6 +109,13 @@ def processor_files(shape: str) -> dict[str, dict[str, Any]]:
     """The files by which vLLM's processor, and ours, know how the model sees images."""
     given = SEEING[shape]
     vision, (mean, std), (least, most) = given["vision_config"], given["mean_std"], given["pixels"]
+    if "tokens" in given:
+        side, named = vision["image_size"], {"processor_class": "Gemma3Processor"}
+        images = {"size": {"height": side, "width": side}, "image_mean": mean, "image_std": std}
+        return {
+            "preprocessor_config.json": {"image_processor_type": "Gemma3ImageProcessor", **images, **named},
+            "processor_config.json": {"image_seq_length": given["tokens"], **named},
+        }
     processor, video = VIDEO_PROCESSORS[given["model_type"]]
     both = {
         "patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"], "image_mean": mean,

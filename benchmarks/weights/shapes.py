@@ -79,6 +79,8 @@ COMMON = {
 END = 2
 """The token that ends an answer where the weights give it a probability (`known.py`)."""
 FIRST_LETTER, LETTERS = 3, string.ascii_lowercase
+SQUARE_TOKENS = ("boi_token", "eoi_token", "image_token")
+"""Names by which Gemma 3's processor asks the tokenizer for the first of SPECIAL_WORDS."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,10 @@ def text_config(shape: str) -> dict[str, Any]:
     return COMMON | (MIXTURE | EXPERTS[shape] if shape in EXPERTS else SHAPES[shape])
 
 
-def write_tokenizer(folder: Path, vocabulary: int, special: dict[int, str] | None = None) -> None:
-    """The tokenizer of `folder_of`, with words of its own at some ids."""
+def write_tokenizer(
+    folder: Path, vocabulary: int, special: dict[int, str] | None = None, own: dict[str, str] | None = None
+) -> None:
+    """The tokenizer of `folder_of`, with words of its own at some ids. `own`: names by which a processor knows some."""
     words = [f"T{token}" for token in range(vocabulary)]
     words[END] = "<|endoftext|>"  # the name under which transformers' own Qwen2 tokenizer looks for it
     words[FIRST_LETTER : FIRST_LETTER + len(LETTERS)] = LETTERS
@@ -140,13 +144,15 @@ def write_tokenizer(folder: Path, vocabulary: int, special: dict[int, str] | Non
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
     named: dict[str, Any] = {"eos_token": words[END], "pad_token": words[END]}
     named |= {"extra_special_tokens": list(special.values())} if special else {}
+    named |= {"model_specific_special_tokens": own} if own else {}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
 
 
 def write_seeing(shape: str, folder: Path) -> None:
     """The folder of a vision-language model."""
     kind, first = SEEING[shape]["model_type"], SEEING[shape]["first_special"]
-    write_tokenizer(folder, SEEING[shape]["text_config"]["vocab_size"], dict(enumerate(SPECIAL_WORDS, first)))
+    own = dict(zip(SQUARE_TOKENS, SPECIAL_WORDS, strict=False)) if "tokens" in SEEING[shape] else None
+    write_tokenizer(folder, SEEING[shape]["text_config"]["vocab_size"], dict(enumerate(SPECIAL_WORDS, first)), own)
     config = AutoConfig.for_model(kind, **config_of(shape, END))
     config.architectures = [ARCHITECTURES[kind]]
     config.save_pretrained(folder)

@@ -146,6 +146,9 @@ class ImageFormat:
         window = text_config(config).get("sliding_window", tokens)
         again, sizes, area = "fetch the model anew", given["size"], side**2
         problems = []
+        if vision.get("vision_use_head", True):
+            problem = "its tower has a head that images do not pass (vision_use_head)"
+            problems.append(f"{problem}; set model.text_alone: true")
         if (merge * patch) ** 2 * tokens != area:
             problems.append(f"an image of {side} x {side} pixels is not {tokens} squares of whole patches; {again}")
         if given.get("do_pan_and_scan"):
@@ -182,6 +185,11 @@ class ImageFormat:
     def mutual(self) -> bool:
         """Whether the tokens of an image see each other, those after them too."""
         return self.model_type in MUTUAL
+
+    @property
+    def padding(self) -> str:
+        """Text that the model's processor puts before and after an image."""
+        return "\n\n" if self.mutual else ""
 
     @property
     def factor(self) -> int:

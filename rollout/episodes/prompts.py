@@ -131,7 +131,7 @@ class Prompts:
             if self.plain:  # the special tokens are those that the tokenizer puts before any text
                 return self._expanded(self.plain_tokens(messages), pictures)
             text = self._rendered(messages)
-            tokens = self.tokenizer.encode(text, add_special_tokens=False)
+            tokens = self.tokenizer.encode(self._marked(text), add_special_tokens=False)
         except RenderError as error:
             raise PromptError(error.about("the row", "the chat template", self.template_place)) from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -178,9 +178,21 @@ class Prompts:
         """The texts without a chat template: images are marked as the model's own template marks them."""
         if self.form is None:
             return "\n\n".join(message["content"] for message in messages)
+        return "\n\n".join(flat(message["content"]).replace(MARK, self._image_text()) for message in messages)
+
+    def _image_text(self) -> str:
+        """The text of an image, with one placeholder."""
+        assert self.form is not None
         marks = (self.form.vision_start, self.form.image_token, self.form.vision_end)
         image = "".join(map(str, self.tokenizer.convert_ids_to_tokens(list(marks))))
-        return "\n\n".join(flat(message["content"]).replace(MARK, image) for message in messages)
+        return f"{self.form.padding}{image}{self.form.padding}"
+
+    def _marked(self, text: str) -> str:
+        """A template's `text` as the model's processor would write it: Gemma 3's template has the first token of an
+        image alone."""
+        if self.form is None or not self.form.padding:
+            return text
+        return text.replace(str(self.tokenizer.convert_ids_to_tokens(self.form.vision_start)), self._image_text())
 
     def _expanded(self, tokens: list[int], pictures: Sequence[Picture]) -> list[int]:
         """`tokens` with a placeholder for each token of a picture, where the template has put one for each picture."""

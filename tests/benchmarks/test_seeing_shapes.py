@@ -21,7 +21,7 @@ from buffer.data.images import ImageFormat, decode
 from configs.schema import DataConfig, ModelConfig
 from learner.model.loading import build_on_meta
 
-SMALL = sorted(set(SEEING) - {"Qwen2.5-VL-3B"})
+SMALL = sorted(shape for shape in SEEING if shape.startswith("speck"))
 
 
 def test_the_shape_has_the_public_model_s_size(tmp_path: Path) -> None:
@@ -35,9 +35,8 @@ def test_the_shape_has_the_public_model_s_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", SMALL)
 def test_the_marks_of_an_image_are_single_tokens(shape: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder_of(shape, tmp_path))
-    ids = special_ids(shape)
-    marked = "ab<|vision_start|><|image_pad|><|vision_end|>"
-    wanted = [ids[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end")]
+    first, last, image, *_ = special_ids(shape).values()
+    marked, wanted = "ab<|vision_start|><|image_pad|><|vision_end|>", [first, image, last]
     assert tokenizer.encode(marked)[2:] == wanted and tokenizer.eos_token_id == END
 
 

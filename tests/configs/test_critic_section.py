@@ -63,7 +63,7 @@ def test_what_contradicts_a_critic_is_refused_by_name(given: list[str], words: s
             {"vision_config": {"depth": 1}, "image_token_id": 5, "model_type": "qwen3_vl"},
             "reads images, and a critic reads text alone",
         ),
-        ({"vision_config": {"depth": 1}, "model_type": "gemma3"}, "is multimodal, and a critic is of text models"),
+        ({"vision_config": {"depth": 1}, "model_type": "mistral3"}, "is multimodal, and a critic is of text models"),
     ],
 )
 def test_models_that_no_test_has_shown_are_refused_by_name(tmp_path: Path, facts: dict, words: str) -> None:

@@ -116,7 +116,7 @@ def test_a_model_that_is_trained_on_text_alone(model: Path) -> None:
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     for file in model.glob("model-*.safetensors"):
         file.unlink()
-    (model / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}, "vision_config": {}}))
+    (model / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": {}, "vision_config": {}}))
     lines = list(explain(config(f"model.path={model}")))
     (line,) = (line for line in lines if line.startswith("text alone:"))
     assert "750 k of the parameters are idle" in line and "3 MB of the learner's state" in line

@@ -24,7 +24,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-@pytest.mark.parametrize(("kind", "number"), [("qwen2_5_vl", 29), ("qwen3_vl", 29), ("qwen3_5", 17)])
+@pytest.mark.parametrize(("kind", "number"), [("qwen2_5_vl", 29), ("qwen3_vl", 29), ("qwen3_5", 17), ("gemma3", 17)])
 def test_a_model_that_sees_holds_on_text_and_images(
     kind: str, number: int, mesh: Any, pair: Pair, tmp_path: Path
 ) -> None:

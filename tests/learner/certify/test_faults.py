@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from configs.certificate import Check
 from learner.certify import copies
 from learner.certify.ranks import Answer, Pair
-from learner.model import loading, vision
+from learner.model import loading, towers, vision
 from learner.model.policy import Policy
 from learner.saved import export
 from learner.train import pictures
@@ -304,18 +304,36 @@ def positions_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def colours_not_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = vision._normalised
-    monkeypatch.setattr(vision, "_normalised", lambda images, frames: real(images, frames) + 1)
+    real = towers._normalised
+    monkeypatch.setattr(towers, "_normalised", lambda images, frames: real(images, frames) + 1)
 
 
 def images_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = vision._layout
+    for kind in (towers.GridTower, towers.PooledTower):
 
-    def layout(grid: torch.Tensor, tower: Any) -> dict[str, Any]:
-        found = real(grid, tower)
-        return found | {"cu_seqlens": found["cu_seqlens"][[0, -1]], "max_seqlen": int(found["cu_seqlens"][-1])}
+        def layout(self: Any, grid: torch.Tensor, real: Any = kind.layout) -> dict[str, Any]:
+            found = real(self, grid)
+            return found | {"cu_seqlens": found["cu_seqlens"][[0, -1]], "max_seqlen": int(found["cu_seqlens"][-1])}
 
-    monkeypatch.setattr(vision, "_layout", layout)
+        monkeypatch.setattr(kind, "layout", layout)
+
+
+def images_are_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "_blocks", lambda placed: None)
+
+
+def images_see_other_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pictures._blocks
+    monkeypatch.setattr(pictures, "_blocks", lambda placed: real([each._replace(document=0) for each in placed]))
+
+
+def images_see_no_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pictures._blocks
+    monkeypatch.setattr(pictures, "_blocks", lambda placed: real([x._replace(document=x.start) for x in placed]))
+
+
+MISTAKES = (features_in_reverse, positions_of_text, colours_not_normalised, images_see_each_other)
+OF_BLOCKS = (images_are_causal, images_see_other_documents, images_see_no_document)
 
 
 @pytest.mark.parametrize(
@@ -323,10 +341,14 @@ def images_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     long_but(
         [
             (kind, mistake)
-            for kind in ("qwen3_5", "qwen3_vl")
-            for mistake in (features_in_reverse, positions_of_text, colours_not_normalised, images_see_each_other)
+            for kind, mistakes in (
+                ("qwen3_5", MISTAKES),
+                ("qwen3_vl", MISTAKES),
+                ("gemma3", [*OF_BLOCKS, *(each for each in MISTAKES if each is not positions_of_text)]),
+            )
+            for mistake in mistakes
         ],
-        *(0, 1, 2, 3),
+        *(0, 1, 2, 3, 8, 9),
     ),
 )
 def test_images_that_are_computed_wrongly_are_a_fault(

@@ -82,8 +82,8 @@ def test_idle_weights_travel_once_under_the_names_of_the_files_and_keep_their_va
 
 
 def test_the_estimates_know_what_is_idle(tmp_path: Path) -> None:
-    path = copy_of("gemma3", tmp_path)
-    facts, sizes = model_facts(path.path), sizes_of(path)
+    path = copy_of("gemma3", tmp_path, text_alone=True)
+    facts, sizes = facts_of(path), sizes_of(path)
     assert facts.idle == sizes.idle > 0 and facts.parameters == sizes.parameters
     assert sizes.trained == sizes.parameters - sizes.idle and sizes.tower is None
     assert facts.state_bytes(path) == 16 * sizes.trained + 4 * sizes.idle
@@ -122,7 +122,8 @@ def test_layers_that_attend_to_images_alone_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "alone"),
     [
-        ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, True),
+        ({"model_type": "mistral3", "text_config": {}, "vision_config": {}}, True),
+        ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, False),
         ({"model_type": "qwen2_vl", "vision_config": {}, "hidden_size": 64}, True),
         ({"model_type": "qwen2_5_vl", "text_config": {}, "vision_config": {}}, False),
         ({"model_type": "gemma3_text"}, False),

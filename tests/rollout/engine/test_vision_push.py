@@ -15,11 +15,13 @@ from buffer.data.images import ImageFormat
 from learner.__main__ import open_weights_wire
 from learner.model.policy import Policy
 from learner.saved import export
+from learner.train import pictures
 from learner.train.pictures import one_shown
 from learner.weights.probe import shown_tokens
 from learner.weights.protocol import Go
 from learner.weights.receiver.follow import Receiver
 from learner.weights.receiver.staged import WeightsError
+from rollout.engine import vllm_engine
 from tests.harness.engines import played, vision_config
 from tests.harness.keys import client_keys, give_keys
 from tests.harness.scenes import intercept
@@ -180,19 +182,21 @@ async def play_export(folder, kind, mesh):
         await engine.close()
 
 
-async def play_half(folder, mesh):
-    """Differences of a model in bfloat16 after two pushes, and of another picture."""
+async def play_pushed(folder, kind, mesh, after=lambda: None):
+    """Differences of a model after two pushes, the same after `after`, and of another policy."""
     from rollout.engine.vllm_engine import Engine
 
-    exported(folder, "qwen3_5", mesh)
-    config = make_config(folder, "qwen3_5", engine={"kv_cache_memory_bytes": 64 << 20})
+    exported(folder, kind, mesh)
+    config = make_config(folder, kind, engine={"kv_cache_memory_bytes": 64 << 20})
     engine = await Engine.start(config, seed=1)
     try:
-        async with Pushes(folder, "qwen3_5", engine, mesh).learner(probe_tolerance=1.0) as learner:
+        async with Pushes(folder, kind, engine, mesh).learner(probe_tolerance=1.0) as learner:
             pushed = [await learner.push(version) for version in (1, 2)]
             near = await unlike(engine, learner.policy, config)
+            after()
+            then = await unlike(engine, learner.policy, config)
             change(learner.policy, 3)
-            return pushed, near, await unlike(engine, learner.policy, config)
+            return max(*pushed, near), then, await unlike(engine, learner.policy, config)
     finally:
         await engine.close()
 
@@ -230,8 +234,25 @@ def test_qwen3_5_gets_policies_and_sees_in_bfloat16(tmp_path):
     """As near as rounding to bfloat16 lets two implementations be; the control is a policy that was not pushed."""
     torch.set_num_threads(1)
     with alone() as mesh:
-        pushed, near, of_another = played(play_half(tmp_path / "run", mesh))
-    assert max(*pushed, near) < of_another / 3
+        near, _, of_another = played(play_pushed(tmp_path / "run", "qwen3_5", mesh))
+    assert near < of_another / 3
+
+
+@pytest.mark.long
+def test_gemma_3_gets_policies_and_sees_what_is_before(tmp_path, monkeypatch):
+    """A server on a CPU is refused, because no token of an image sees those after it there. A learner that computes
+    images so as well agrees with it: tower, projector and pixels are the same on both ends."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(vllm_engine, "unserved_shapes", lambda *_: ())
+    blocks = pictures._blocks
+    monkeypatch.setattr(pictures, "_blocks", lambda placed: None)
+
+    def see_both_ways():
+        pictures._blocks = blocks  # monkeypatch undoes it as it undoes its own
+
+    with alone() as mesh:
+        near, mutual, of_another = played(play_pushed(tmp_path / "run", "gemma3", mesh, see_both_ways))
+    assert near < 1e-4 and mutual > 0.01 and of_another > 0.1
 
 
 def test_the_probe_with_a_picture_agrees_after_every_push(seen):

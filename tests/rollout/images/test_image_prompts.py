@@ -131,12 +131,12 @@ def test_a_text_model_is_shown_no_images(config: Config):
 
 
 def test_another_architecture_is_shown_text_alone(config: Config, tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
+    (tmp_path / "config.json").write_text('{"model_type": "mistral3", "vision_config": {}}')
     load_tokenizer(config).save_pretrained(tmp_path)
     other = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
     assert ImageFormat.of(str(tmp_path), other.data) is None
     with pytest.raises(PromptError, match=r"the row has images, and the model of model.path sees none"):
         tokens_of(Prompts(load_tokenizer(other), other), {"problem": "<image>?", "images": FILES[:1]})
-    line = r"model.freeze: \[vision\]: .* \(gemma3\) is trained on text alone; remove the key"
+    line = r"model.freeze: \[vision\]: .* \(mistral3\) is trained on text alone; remove the key"
     with pytest.raises(ConfigError, match=line):
         ImageFormat.of(str(tmp_path), other.data, ("vision",))
