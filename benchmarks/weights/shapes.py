@@ -79,6 +79,8 @@ COMMON = {
 END = 2
 """The token that ends an answer where the weights give it a probability (`known.py`)."""
 FIRST_LETTER, LETTERS = 3, string.ascii_lowercase
+LINES = ["\n" * number for number in (1, 2, 3, 4)]
+"""Tokens that vLLM looks for in Gemma 3's tokenizer."""
 SQUARE_TOKENS = ("boi_token", "eoi_token", "image_token")
 """Names by which Gemma 3's processor asks the tokenizer for the first of SPECIAL_WORDS."""
 
@@ -140,6 +142,8 @@ def write_tokenizer(
     words[FIRST_LETTER : FIRST_LETTER + len(LETTERS)] = LETTERS
     for token, word in (special or {}).items():
         words[token] = word
+    if own:
+        words[-len(LINES) :] = LINES
     tokenizer = Tokenizer(BPE({word: token for token, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
     named: dict[str, Any] = {"eos_token": words[END], "pad_token": words[END]}

@@ -28,6 +28,8 @@ TEMPLATE = (
     "{% else %}{% for part in message.content %}" + PART + "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LINES = ["\n\n\n\n", "\n\n\n", "\n\n"]
+"""Tokens that vLLM looks for in Gemma 3's tokenizer."""
 SQUARE_TOKENS = {"boi": "vision_start", "eoi": "vision_end", "image": "image_pad"}
 CLASSES = {
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
@@ -100,12 +102,14 @@ def tiny_tokenizer(kind: str = KINDS[0]) -> PreTrainedTokenizerFast:
     """A token for each special token, character and colour: 64 at most."""
     marked = "<|vision_start|><|image_pad|><|vision_end|>"
     own: dict[str, Any] = {}
-    if kind == "gemma3":  # its processor puts the rest around the mark of the template
+    characters, words = CHARACTERS, WORDS
+    if kind == "gemma3":  # its processor puts the rest, and new lines, around the mark of the template
+        characters, words = CHARACTERS[: -len(LINES)], [*LINES, *WORDS]
         own["model_specific_special_tokens"] = {f"{key}_token": f"<|{name}|>" for key, name in SQUARE_TOKENS.items()}
     template = TEMPLATE.replace(marked, "<|vision_start|>") if own else TEMPLATE
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS, *WORDS, "[UNK]"])}
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *characters, *words, "[UNK]"])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(WORDS) + r"|[\s\S]"), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(words) + r"|[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,

@@ -20,6 +20,10 @@ from learner.model.loading import persistent_buffers
 Shapes = list[tuple[str, tuple[int, ...]]]
 """Names and shapes of the tensors that the files hold of one weight."""
 
+DEEPER = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
+"""How names begin that transformers 5 shortens when it reads files and does not lengthen again; vLLM knows the longer
+ones alone."""
+
 
 class FileForm:
     """The form of the files of `model`, whose weights are still whole, with or without storage."""
@@ -63,4 +67,10 @@ class FileForm:
     @torch.no_grad()
     def _reverted(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         held: dict[str, Tensor] = revert_weight_conversion(self._model, {name: weight})
-        return held
+        begins = DEEPER.get(self._model.config.model_type)
+        return held if begins is None else {_deeper(key, *begins): tensor for key, tensor in held.items()}
+
+
+def _deeper(name: str, begins: str, deeper: str) -> str:
+    """`name`, which begins as `deeper` says if it begins as `begins` says."""
+    return deeper + name.removeprefix(begins) if name.startswith(begins) and not name.startswith(deeper) else name

@@ -92,7 +92,8 @@ def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collectio
 
 def shown_tokens(tokenizer: Any, longest: int, form: ImageFormat) -> tuple[list[int], SeenImage]:
     """The tokens of a probe with a picture, at most `longest`, and the picture. Raises ConfigError if they are more."""
-    picture = draw(form, PICTURE[0] * form.factor, PICTURE[1] * form.factor)
+    high, wide = (form.side or sides * form.factor for sides in PICTURE)
+    picture = draw(form, high, wide)
     before = [form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end]
     text = tokens_of(tokenizer, longest - len(before), CAPTION + TEXT, before)
     if longest < len(before) + PROBE_TOKENS // 8:
@@ -118,6 +119,8 @@ def images_of(probe: Probe, form: ImageFormat | None) -> list[SeenImage]:
             "the probe has a picture, and this server's model sees none: give both ends the same model.path"
         )
     height, width = probe.image.height, probe.image.width
+    if form.side is not None and (height, width) != (form.side, form.side):
+        raise ValueError(f"the probe's picture has sides {height} x {width}, here all have {form.side}")
     if height % form.factor or width % form.factor:
         raise ValueError(f"the probe's picture has sides {height} x {width}, here they are multiples of {form.factor}")
     picture = draw(form, height, width)

@@ -219,11 +219,19 @@ def seen(vision_engine, tmp_path_factory):
         return vision_engine.play(lambda engine: play(engine, folder, kind, mesh))
 
 
+def start_on_a_cpu(monkeypatch):
+    """Let Gemma 3's server start on a CPU, and have the learner compute images as it does there."""
+    monkeypatch.setattr(vllm_engine, "unserved_shapes", lambda *_: ())
+    monkeypatch.setattr(pictures, "_blocks", lambda placed: None)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_vllm_s_own_loader_reads_an_export(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_vllm_s_own_loader_reads_an_export(kind, tmp_path, monkeypatch):
     """As `vllm serve` does, before anything is pushed; the control is another policy."""
     torch.set_num_threads(1)
+    if kind == "gemma3":
+        start_on_a_cpu(monkeypatch)
     with alone() as mesh:
         loaded, of_another = played(play_export(tmp_path / kind, kind, mesh))
     assert loaded < 1e-4 and of_another > 0.1
@@ -243,9 +251,8 @@ def test_gemma_3_gets_policies_and_sees_what_is_before(tmp_path, monkeypatch):
     """A server on a CPU is refused, because no token of an image sees those after it there. A learner that computes
     images so as well agrees with it: tower, projector and pixels are the same on both ends."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(vllm_engine, "unserved_shapes", lambda *_: ())
     blocks = pictures._blocks
-    monkeypatch.setattr(pictures, "_blocks", lambda placed: None)
+    start_on_a_cpu(monkeypatch)
 
     def see_both_ways():
         pictures._blocks = blocks  # monkeypatch undoes it as it undoes its own
