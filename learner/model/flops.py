@@ -23,7 +23,7 @@ from configs.flow.cards import card_of
 from learner.model import state
 from learner.model.experts.mixture import experts_of, share_taken
 from learner.model.loading import blocks
-from learner.model.towers import parts_of
+from learner.model.towers import tower_parts
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TowerCosts:
 
         A matrix costs 2 in the forward pass, 2 more for its own gradient and 2 for that of its input, if wanted.
         """
-        parts = parts_of(model)
+        parts = tower_parts(model)
         if parts is None:
             return None
         config: Any = model.config.vision_config

@@ -21,14 +21,14 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from configs.architecture import PROVEN
+from configs.architecture import MUTUAL, PROVEN
 from configs.load import ConfigError
 from configs.schema import ModelConfig
 from learner.model import bounds, state
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 from learner.model.idle_parts import TEXT_ALONE, nests_text, sees
 from learner.model.master_weights import MasterWeights, rows_of
-from learner.model.towers import parts_of, reset_buffers
+from learner.model.towers import tower_parts, reset_buffers
 
 Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter of that name at version 0."""
@@ -82,7 +82,8 @@ def build(config: PreTrainedConfig, attention: str, device: torch.device, truste
     if config.model_type not in PROVEN and has_blocks(empty):
         bounds.follow(blocks(empty))
         state.separate(blocks(empty))
-        bounds.follow(set(all_blocks(empty)) - set(blocks(empty)))
+        if config.model_type in MUTUAL and (seeing := tower_parts(empty)):
+            bounds.follow(seeing.blocks)
     return empty
 
 
@@ -140,7 +141,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 def all_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """What is sharded block by block: the transformer blocks, and those of the tower of a vision-language model."""
-    seeing = parts_of(model)
+    seeing = tower_parts(model)
     return [*(seeing.blocks if seeing else ()), *blocks(model)]
 
 

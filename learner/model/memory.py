@@ -39,7 +39,7 @@ from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.master_weights import KINDS, PORTION, device_bytes
 from learner.model.value_head import replace_head
-from learner.model.towers import parts_of
+from learner.model.towers import tower_parts
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
 
 log = logging.getLogger(__name__)
@@ -471,7 +471,7 @@ def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: in
 
 def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | None, bool, int]:
     """`tower`, `tower_is_trained` and `ends_of_tower`, per patch."""
-    parts = parts_of(empty)
+    parts = tower_parts(empty)
     if parts is None:
         return None, False, 0
     sight = Sight(empty, attention.of_tower("varlen"))

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from configs.architecture import MUTUAL
 from learner.model import idle_parts, loading
-from learner.model.towers import parts_of
+from learner.model.towers import tower_parts
 
 GAIN = 3.0
 """Standard deviation of random activations: large enough that a softcap of 50 has an effect."""
@@ -237,7 +237,7 @@ def _runs(config: PreTrainedConfig, trusted: bool) -> bool:
 def stir(model: PreTrainedModel) -> None:
     """Set random weights that make activations large, and change norms, biases, sinks and buffers from their initial
     values."""
-    draw, parts = torch.Generator().manual_seed(1), parts_of(model)
+    draw, parts = torch.Generator().manual_seed(1), tower_parts(model)
     seeing = {id(parameter) for parameter in parts.parameters} if parts is not None else set()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

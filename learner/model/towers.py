@@ -1,6 +1,6 @@
 """The towers that turn the patches of images into features, by the architecture of the model.
 
-`parts_of` names the parts of a model's tower. `GridTower` calls the towers of the Qwen models, which take images of any
+`tower_parts` names the parts of a model's tower. `GridTower` calls the towers of the Qwen models, which take images of any
 size at once; `PooledTower` calls Gemma 3's, whose images are all of one size. `vision.py` runs them; nothing waits.
 """
 
@@ -39,7 +39,7 @@ class TowerParts(NamedTuple):
         return list({id(each): each for each in every}.values())
 
 
-def parts_of(model: PreTrainedModel) -> TowerParts | None:
+def tower_parts(model: PreTrainedModel) -> TowerParts | None:
     """The parts of `model` that see images; None for a model whose images are not trained."""
     if not sees(model.config):
         return None
@@ -153,7 +153,7 @@ class PooledTower:
 
 def reset_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute the buffers of a tower that no file holds anew, after they were allocated without values."""
-    parts = parts_of(model)
+    parts = tower_parts(model)
     if parts is None:
         return
     config: Any = model.config

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from configs.architecture import MUTUAL
 from learner.model.idle_parts import idle_names
-from learner.model.towers import GridTower, PooledTower, parts_of
+from learner.model.towers import GridTower, PooledTower, tower_parts
 
 PATCHES_PER_TOKEN = 2
 """Patches that a microbatch may have, times its budget of tokens: a token of an image is 4 patches, so images may fill
@@ -107,7 +107,7 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
     for name in idle_names(model):
         if isinstance(idle := model.get_parameter_or_buffer(name), nn.Parameter):
             idle.requires_grad_(False)
-    seeing = parts_of(model)
+    seeing = tower_parts(model)
     if seeing is None or not parts:
         return
     seeing.tower.requires_grad_("vision" not in parts)
@@ -122,7 +122,7 @@ class Sight:
     """
 
     def __init__(self, model: PreTrainedModel, attention: str) -> None:
-        parts, config = parts_of(model), model.config.vision_config
+        parts, config = tower_parts(model), model.config.vision_config
         assert parts is not None, "a model whose images are trained"
         self.decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
         self.config: Any = config

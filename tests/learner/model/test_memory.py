@@ -1,6 +1,7 @@
 """The memory estimate: the pass on meta counts what autograd keeps; descriptions, budgets and errors."""
 
 import weakref
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -94,11 +95,16 @@ def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str) 
 
 
 def kept_by_tower(model: ModelConfig, mesh, saving: str, patches: int) -> int:
-    """Bytes that the tower's forward pass keeps for an image of so many patches."""
+    """Bytes that the tower's forward pass keeps for so many patches, of one image where a model takes any size."""
     policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
     form, seen = form_of(model), {}
-    wide = Picture(np.zeros((16 * form.patch, patches // 16 * form.patch, 3), np.uint8), form)
-    row = policy.place(one_shown([9, *[form.image_token] * wide.num_tokens], [SeenImage(1, wide)]))
+    side = form.side or 0
+    sides = (side, side) if side else (16 * form.patch, patches // 16 * form.patch)
+    number = patches * form.patch**2 // prod(sides)
+    pictures = [Picture(np.full((*sides, 3), colour, np.uint8), form) for colour in range(number)]
+    tokens = pictures[0].num_tokens
+    shown = [SeenImage(1 + at * tokens, picture) for at, picture in enumerate(pictures)]
+    row = policy.place(one_shown([9, *[form.image_token] * (number * tokens)], shown))
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         seen.setdefault(tensor.untyped_storage()._cdata, tensor)

@@ -256,7 +256,7 @@ def test_a_block_of_the_tower_compiles_in_one_piece(seeing: ModelConfig) -> None
     """With a GPU's attention, on the meta device: forward and backward, whatever the number of patches."""
     torch._dynamo.reset()
     model = loading.build_on_meta(seeing, attention.registered("varlen"))
-    sight, parts = vision.Sight(model, attention.of_tower("varlen")), towers.parts_of(model.to(torch.bfloat16))
+    sight, parts = vision.Sight(model, attention.of_tower("varlen")), towers.tower_parts(model.to(torch.bfloat16))
     block, width = parts.blocks[0], model.config.vision_config.hidden_size
     whole = model.config.model_type not in MUTUAL  # its layers do not hand on the bounds of images
     block.forward = torch.compile(block.forward, dynamic=True, fullgraph=whole, backend="aot_eager")
