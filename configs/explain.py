@@ -138,6 +138,8 @@ def _images(config: Config) -> Iterator[str]:
     size = f"{_with_prefix(of_server)}B on each server and {_with_prefix(of_learner)}B of the learner's state"
     tower = f"its tower has {_with_prefix(facts.tower)} of the parameters, {trained}: {size}, besides its activations"
     budget = "a microbatch takes 2 patches for each token of its budget, 4 patches are a token"
+    if facts.mutual:
+        pixels, budget = "a square of the model's own size", budget.partition(",")[0]
     yield f"images: at most {config.data.max_images} a sample, each {pixels}; {tower}; {budget}"
 
 

@@ -163,7 +163,9 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
         _head_size(text),
         text.get("vocab_size"),
         routed if all(routed) else None,
-        config.get("image_token_id", config.get("image_token_index")) if seeing and config.get("vision_config") else None,
+        config.get("image_token_id", config.get("image_token_index"))
+        if seeing and config.get("vision_config")
+        else None,
         idle,
         is_proven(config),
         text.get("linear_num_value_heads") is not None,

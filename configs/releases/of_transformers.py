@@ -129,6 +129,30 @@ NEEDS = (
         follows="forward",
     ),
     Need(
+        f"{MODELING}.siglip.modeling_siglip.SiglipVisionModel",
+        "Gemma 3's tower is called part by part",
+        has="embeddings encoder post_layernorm",
+        follows="forward",
+    ),
+    Need(
+        f"{MODELING}.siglip.modeling_siglip.SiglipEncoder",
+        "the bounds of images reach each block",
+        has="layers",
+        follows="forward",
+    ),
+    Need(
+        f"{MODELING}.gemma3.modeling_gemma3.Gemma3MultiModalProjector",
+        "patches become features of a token",
+        has="mm_input_projection_weight mm_soft_emb_norm kernel_size",
+        follows="forward",
+    ),
+    Need(
+        f"{MODELING}.gemma3.modeling_gemma3.Gemma3TextModel",
+        "features of images go to places, not to token ids",
+        has="layers embed_tokens",
+        follows="forward",
+    ),
+    Need(
         "transformers.vision_utils.get_vision_cu_seqlens",
         "bounds of images, computed on the CPU",
         since="5.16",

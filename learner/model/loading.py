@@ -28,7 +28,7 @@ from learner.model import bounds, state
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 from learner.model.idle_parts import TEXT_ALONE, nests_text, sees
 from learner.model.master_weights import MasterWeights, rows_of
-from learner.model.towers import tower_parts, reset_buffers
+from learner.model.towers import reset_buffers, tower_parts
 
 Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter of that name at version 0."""

@@ -38,8 +38,8 @@ from learner.model.idle_parts import idle_modules
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.master_weights import KINDS, PORTION, device_bytes
-from learner.model.value_head import replace_head
 from learner.model.towers import tower_parts
+from learner.model.value_head import replace_head
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
 
 log = logging.getLogger(__name__)

@@ -288,7 +288,7 @@ def hidden_states(
     """Compute the final hidden states of a packed row, of the tokens that this rank holds: [tokens, hidden_size]."""
     decoder = model.get_decoder()  # type: ignore[no-untyped-call]
     tokens, positions = microbatch.tokens[microbatch.held], microbatch.positions[..., microbatch.held]
-    given = {"input_ids": tokens[None]} if sight is None else sight.inputs(tokens, microbatch.images)
+    given: dict[str, Any] = {"input_ids": tokens[None]} if sight is None else sight.inputs(tokens, microbatch.images)
     given |= {} if mixture is None else mixture.keywords(microbatch)
     if microbatch.images is not None and microbatch.images.blocks is not None:
         given["image_blocks"] = microbatch.images.blocks

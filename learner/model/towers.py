@@ -1,7 +1,8 @@
 """The towers that turn the patches of images into features, by the architecture of the model.
 
-`tower_parts` names the parts of a model's tower. `GridTower` calls the towers of the Qwen models, which take images of any
-size at once; `PooledTower` calls Gemma 3's, whose images are all of one size. `vision.py` runs them; nothing waits.
+`tower_parts` names the parts of a model's tower. `GridTower` calls the towers of the Qwen models, which take images of
+any size at once; `PooledTower` calls Gemma 3's, whose images are all of one size. `vision.py` runs them; nothing
+waits.
 """
 
 from types import MethodType

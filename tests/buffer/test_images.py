@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from buffer.data.images import FILE_KINDS, MAX_ASPECT, ImageError, ImageFormat, Picture, decode, source_size
@@ -20,6 +21,7 @@ from configs.schema import DataConfig
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 QWEN25 = ImageFormat("qwen2_5_vl", 14, 2, 2, *CLIP, 3136, 1_048_576, 5, 3, 4)
 QWEN3 = ImageFormat("qwen3_vl", 16, 2, 2, (0.5,) * 3, (0.5,) * 3, 65_536, 1_048_576, 5, 3, 4)
+GEMMA3 = ImageFormat("gemma3", 14, 4, 1, (0.5,) * 3, (0.5,) * 3, 896**2, 896**2, 5, 3, 4, side=896)
 FORMATS = pytest.mark.parametrize("form", [QWEN25, QWEN3], ids=["qwen2_5_vl", "qwen3_vl"])
 DATA = DataConfig(train=Path("train.parquet"))
 
@@ -57,6 +59,20 @@ def test_patches_are_those_of_transformers(form, size):
     assert picture.num_tokens == theirs["image_grid_thw"].prod() // form.merge**2 == form.num_tokens(*size)
     resized_by_theirs = processor(form)(images=[Image.fromarray(noise(*size))], return_tensors="np")["pixel_values"]
     assert np.abs(ours - resized_by_theirs).max() <= 1e-6
+
+
+@pytest.mark.parametrize("size", [(300, 400), (64, 48), (333, 777), (1200, 1600), (30, 5000), (896, 896)])
+def test_planes_are_those_of_transformers(size):
+    """And the patches are cut out of them, token by token."""
+    image = Image.fromarray(noise(*size))
+    theirs = Gemma3ImageProcessorPil(size={"height": 896, "width": 896}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    picture, (want,) = decode(file(image), GEMMA3), theirs(images=[image], return_tensors="np")["pixel_values"]
+    ours = picture.planes()
+    assert ours.dtype == np.float32 and ours.shape == want.shape == (3, 896, 896)
+    assert np.abs(ours - want).max() <= 1e-6
+    assert picture.num_tokens == GEMMA3.num_tokens(*size) == 256 and picture.grid == (1, 64, 64)
+    cells = want.reshape(3, 16, 4, 14, 16, 4, 14).transpose(1, 4, 2, 5, 0, 3, 6).reshape(4096, -1)
+    assert np.abs(picture.patches() - cells).max() <= 1e-6
 
 
 @FORMATS
@@ -216,6 +232,44 @@ def test_the_format_is_that_of_the_model_with_the_bounds_of_the_data(tmp_path):
     qwen3 = CONFIG | {"model_type": "qwen3_vl", "vision_config": VISION | {"patch_size": 16}}
     (tmp_path / "preprocessor_config.json").unlink()
     assert ImageFormat.of(model(tmp_path, qwen3, processor_config={"image_processor": new}), DATA) == QWEN3
+
+
+SQUARES: dict[str, Any] = {
+    "model_type": "gemma3",
+    "vision_config": {"image_size": 896, "patch_size": 14, "vision_use_head": False},
+    "text_config": {"sliding_window": 1024},
+    "mm_tokens_per_image": 256,
+    "image_token_index": 5,
+    "boi_token_index": 3,
+    "eoi_token_index": 4,
+}
+SQUARE = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 896, "width": 896}}
+
+
+def test_images_of_one_size_are_those_of_the_model(tmp_path):
+    path = model(tmp_path, SQUARES, preprocessor_config=SQUARE | {"do_pan_and_scan": None})
+    assert ImageFormat.of(path, DATA) == GEMMA3
+    whole = DATA.model_copy(update={"max_pixels": None})
+    assert ImageFormat.of(path, whole) == GEMMA3
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "data", "says"),
+    [
+        ({}, {"do_pan_and_scan": True}, {}, "do_pan_and_scan, which cuts images into several, is not trained"),
+        ({}, {"size": {"height": 448, "width": 896}}, {}, "makes images of 896 x 448 pixels, its tower takes 896 x"),
+        ({"text_config": {"sliding_window": 128}}, {}, {}, "256 tokens, more than the sliding window of 128"),
+        ({"mm_tokens_per_image": 255}, {}, {}, "896 x 896 pixels is not 255 squares of whole patches"),
+        ({"vision_config": {"image_size": 896, "patch_size": 14}}, {}, {}, "has a head that images do not pass"),
+        ({}, {}, {"max_pixels": 262_144}, "data.max_pixels: 262144: .* sees every image in 802816 pixels; set both to"),
+        ({}, {}, {"min_pixels": 802_817}, "data.min_pixels: 802817"),
+    ],
+)
+def test_images_of_one_size_that_servers_would_see_otherwise_are_refused(tmp_path, config, processor, data, says):
+    path = model(tmp_path, SQUARES | config, preprocessor_config=SQUARE | processor)
+    with pytest.raises(ConfigError, match=says) as error:
+        ImageFormat.of(path, DATA.model_copy(update=data))
+    assert "\n" not in str(error.value)
 
 
 def test_a_text_model_has_no_format(tmp_path):

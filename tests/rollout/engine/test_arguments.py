@@ -270,6 +270,19 @@ def test_delta_rules_in_float32_are_refused_before_a_server_on_a_cpu_starts(tmp_
     assert not list(unserved_shapes(run, cpu=False)) and not list(unserved_shapes(half, cpu=True))
 
 
+def test_images_whose_tokens_see_later_ones_are_refused_before_a_server_on_a_cpu_starts(tmp_path):
+    """vLLM computes them causally there, without a word."""
+    given = {"model_type": "gemma3", "vision_config": {"image_size": 896}, "text_config": {}, "image_token_index": 7}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    run = of_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (line,) = unserved_shapes(run, cpu=True)
+    assert line.startswith(f"model.path: {tmp_path}: vLLM on a CPU has no token of an image see those after it")
+    assert line.endswith("as this model does; take servers with GPUs, or set model.text_alone: true")
+    alone = run.model_copy(update={"model": run.model.model_copy(update={"text_alone": True})})
+    assert not list(unserved_shapes(run, cpu=False)) and not list(unserved_shapes(alone, cpu=True))
+
+
 @pytest.mark.parametrize(
     "text", [{"model_type": "lfm2"}, {"model_type": "lfm2_vl", "text_config": {"model_type": "lfm2"}}]
 )

@@ -180,6 +180,17 @@ def test_patches_are_in_the_tower_s_dtype_as_if_they_were_cast(dtype):
     assert torch.equal(patches, torch.from_numpy(shown.patches()).to(dtype))
 
 
+def test_an_image_of_one_size_is_what_gemma_3_s_processor_makes_of_it():
+    from rollout.engine.image_input import image_input
+
+    form = ImageFormat("gemma3", 14, 2, 1, *[(0.5, 0.5, 0.5)] * 2, 3136, 3136, 5, 3, 4, side=56)
+    shown = decode(encoded(picture(75, 131)), form)
+    made = image_input([1, 3, 5, 5, 5, 5, 4], [PlacedImage(2, shown)], "1", "1", torch.bfloat16)
+    (image,), (place,) = made["mm_kwargs"]["image"], made["mm_placeholders"]["image"]
+    assert torch.equal(image["pixel_values"].data, torch.from_numpy(shown.planes())[None].bfloat16())
+    assert image["num_patches"].data == 1 and (place.offset, place.length) == (2, 4)
+
+
 def test_what_the_tower_made_is_used_again_only_where_policies_leave_the_tower_as_it_is():
     from rollout.engine.scheduling.scheduler import Reports
     from rollout.engine.vllm_engine import Engine

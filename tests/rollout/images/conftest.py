@@ -11,7 +11,7 @@ from tests.harness.tiny_vlm import tiny_vlm
 RUN = Path(__file__).parents[3] / "examples/countdown/quickstart.yaml"
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model's. transformers gives Qwen3.5 a tokenizer of its own class, which has no tiny one."""
     path = tmp_path_factory.mktemp(request.param)

@@ -1,6 +1,7 @@
 """Rows with images where a whole run file is tried or evaluated."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +110,18 @@ def test_the_engine_knows_how_large_images_are(run: Config):
     form: Any = ImageFormat.of(run.model.path, run.data)
     plain, seeing = engine_arguments(run, 0, cpu=False), engine_arguments(run, 0, cpu=False, form=form)
     assert plain["skip_tokenizer_init"] and "limit_mm_per_prompt" not in plain
+    sizes: Any = {"size": {"shortest_edge": form.min_pixels, "longest_edge": 50176}}
+    if form.side:
+        sizes = {"size": {"height": form.side, "width": form.side}, "do_pan_and_scan": False}
     expected = {
         "skip_tokenizer_init": False,
         "limit_mm_per_prompt": {"image": 8, "video": 0},
-        "mm_processor_kwargs": {"size": {"shortest_edge": form.min_pixels, "longest_edge": 50176}},
+        "mm_processor_kwargs": sizes,
         "mm_processor_cache_gb": 0,
     }
     if "mm_device_do_normalize" in set(vllm_fields()):  # vLLM 0.26 normalises on the CPU only
         expected["mm_device_do_normalize"] = False
     assert {key: seeing[key] for key in seeing.keys() - plain.keys() | {"skip_tokenizer_init"}} == expected
     large = run.model_copy(update={"data": run.data.model_copy(update={"max_pixels": 4096 * form.factor**2})})
-    wide: Any = ImageFormat.of(run.model.path, large.data)
+    wide: Any = replace(form, max_pixels=large.data.max_pixels)
     assert engine_arguments(large, 0, cpu=False, form=wide)["max_num_batched_tokens"] == 4 * 4096
