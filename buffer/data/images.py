@@ -10,6 +10,7 @@ import io
 import json
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, floor, isqrt, sqrt
@@ -142,24 +143,8 @@ class ImageFormat:
         """As `_from`, for a model that stretches each image to a square and has one number of tokens for all."""
         vision, tokens = config["vision_config"], config["mm_tokens_per_image"]
         side, patch = vision["image_size"], vision["patch_size"]
-        merge = side // patch // isqrt(tokens)
-        window = text_config(config).get("sliding_window", tokens)
-        again, sizes, area = "fetch the model anew", given["size"], side**2
-        problems = []
-        if vision.get("vision_use_head", True):
-            problem = "its tower has a head that images do not pass (vision_use_head)"
-            problems.append(f"{problem}; set model.text_alone: true")
-        if (merge * patch) ** 2 * tokens != area:
-            problems.append(f"an image of {side} x {side} pixels is not {tokens} squares of whole patches; {again}")
-        if given.get("do_pan_and_scan"):
-            problems.append("do_pan_and_scan, which cuts images into several, is not trained; set it to false")
-        if (sizes["height"], sizes["width"]) != (side, side):
-            sides = f"{sizes['width']} x {sizes['height']}"
-            problems.append(f"its processor makes images of {sides} pixels, its tower takes {side} x {side}; {again}")
-        if window is not None and tokens > window:
-            problem = f"an image has {tokens} tokens, more than the sliding window of {window}, and servers would"
-            problems.append(f"{problem} compute it otherwise than the learner; set model.text_alone: true")
-        if problems:
+        merge, area = side // patch // isqrt(tokens), side**2
+        if problems := list(_unlike_squares(config, given, merge)):
             raise ConfigError([f"model.path: {model_path}: {problem}" for problem in problems])
         if (data.min_pixels or area) > area or (data.max_pixels or area) < area:
             bounds = f"data.min_pixels: {data.min_pixels}, data.max_pixels: {data.max_pixels}"
@@ -306,6 +291,25 @@ def _token(config: dict[str, Any], name: str) -> int:
     """The id of a special token; files call it `NAME_index` or `NAME_id`."""
     index = config.get(f"{name}_index")
     return int(config[f"{name}_id"] if index is None else index)
+
+
+def _unlike_squares(config: dict[str, Any], given: dict[str, Any], merge: int) -> Iterator[str]:
+    """Yield why images that become squares of one size would be computed otherwise on servers, or wrongly."""
+    vision, tokens, again = config["vision_config"], config["mm_tokens_per_image"], "fetch the model anew"
+    side, sizes = vision["image_size"], given["size"]
+    window = text_config(config).get("sliding_window")
+    if vision.get("vision_use_head", True):
+        yield "its tower has a head that images do not pass (vision_use_head); set model.text_alone: true"
+    if (merge * vision["patch_size"]) ** 2 * tokens != side**2:
+        yield f"an image of {side} x {side} pixels is not {tokens} squares of whole patches; {again}"
+    if given.get("do_pan_and_scan"):
+        yield "do_pan_and_scan, which cuts images into several, is not trained; set it to false"
+    if (sizes["height"], sizes["width"]) != (side, side):
+        sides = f"{sizes['width']} x {sizes['height']}"
+        yield f"its processor makes images of {sides} pixels, its tower takes {side} x {side}; {again}"
+    if window is not None and tokens > window:
+        problem = f"an image has {tokens} tokens, more than the sliding window of {window}"
+        yield f"{problem}, and servers compute it otherwise than the learner; set model.text_alone: true"
 
 
 def counted(number: int, noun: str) -> str:

@@ -28,7 +28,7 @@ from learner.model.bounds import BOUNDS
 from learner.model.idle_parts import sees
 from learner.model.kernels import joined
 from learner.model.microbatch import CopiedPrompts, SharedPrompts
-from learner.model.vision import ImageBlocks
+from learner.model.towers import ImageBlocks
 
 log = logging.getLogger(__name__)
 PREFIX = "headrace_"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.model.vision import PackedImages
+from learner.model.towers import PackedImages
 
 
 class SharedPrompts(NamedTuple):

@@ -5,8 +5,9 @@ any size at once; `PooledTower` calls Gemma 3's, whose images are all of one siz
 waits.
 """
 
+from dataclasses import dataclass, field
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,56 @@ from transformers import PreTrainedModel
 from configs.architecture import MUTUAL
 from learner.model.idle_parts import sees
 
-if TYPE_CHECKING:
-    from learner.model.vision import PackedImages
+
+class ImageBlocks(NamedTuple):
+    """Images whose tokens see each other, in both directions, and what is before them in their document.
+
+    Example: a document of 2 tokens, and one of 7 with an image of 4 from its second token on: `places` [3, 4, 5, 6],
+    `starts` [0, 4], `longest` 4, `keys` [2, 3, 4, 5, 6], `key_starts` [0, 5], `longest_keys` 5.
+    """
+
+    places: Tensor
+    """int64 [placeholders]: where they are in the row."""
+    starts: Tensor
+    """int32 [images + 1]: where the placeholders of each image start, and the end."""
+    longest: int
+    """Placeholders of the image that has most."""
+    keys: Tensor
+    """int64: where the tokens are in the row that each image sees."""
+    key_starts: Tensor
+    """int32 [images + 1]: where those of each image start, and the end."""
+    longest_keys: int
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """The images of a microbatch, each distinct one once."""
+
+    pixels: Tensor
+    """uint8 [patches, 3, patch²]: the colours of each patch, patches of a token side by side."""
+    normaliser: Tensor
+    """float32 [2, 3, 1]: mean and standard deviation of the three colours, from 0 to 255."""
+    grid: Tensor
+    """int64 [images, 3]: patches in time, height and width."""
+    take: Tensor
+    """int64 [placeholders]: the feature of each placeholder, counted over all images."""
+    places: Tensor
+    """int64 [placeholders]: where the placeholders are in the row."""
+    blocks: ImageBlocks | None = None
+    """None: attention is causal, for tokens of images too."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """What the tower computes of `grid`, so that it need not wait for the GPU; see `Sight.lay_out`."""
+
+    def to(self, device: torch.device) -> "PackedImages":
+        """The same images on `device`."""
+
+        def moved(x: Any) -> Any:
+            return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
+
+        layout = {name: moved(x) for name, x in self.layout.items()}
+        tensors = {name: moved(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        blocks = None if self.blocks is None else ImageBlocks(*map(moved, self.blocks))
+        return PackedImages(blocks=blocks, layout=layout, **tensors)
 
 
 class TowerParts(NamedTuple):
@@ -70,7 +119,7 @@ class GridTower:
         if hasattr(decoder, "_deepstack_process"):
             decoder._deepstack_process = _add_at_places
 
-    def features(self, images: "PackedImages") -> list[Tensor]:
+    def features(self, images: PackedImages) -> list[Tensor]:
         """Features of each token of the images [tokens, width], and deeper ones where the model has some."""
         patches = _normalised(images, self.frames)
         found = self.tower(patches, grid_thw=images.grid, return_dict=True, **images.layout)
@@ -123,7 +172,7 @@ class PooledTower:
         self.tower.config._attn_implementation_internal = attention
         self.tower.encoder.config._attn_implementation_internal = attention
 
-    def features(self, images: "PackedImages") -> list[Tensor]:
+    def features(self, images: PackedImages) -> list[Tensor]:
         """Features of each token of the images: [tokens, width]."""
         layout, embeddings = images.layout, self.tower.embeddings
         embedded = _embedded(embeddings.patch_embedding, _normalised(images, 1))
@@ -166,7 +215,7 @@ def reset_buffers(model: PreTrainedModel, device: torch.device) -> None:
     embeddings.position_ids = torch.arange(embeddings.num_positions, device=device).expand(1, -1)
 
 
-def _normalised(images: "PackedImages", frames: int) -> Tensor:
+def _normalised(images: PackedImages, frames: int) -> Tensor:
     """transformers' `pixel_values`: [patches, 3 * frames * patch²] float32."""
     mean, deviation = images.normaliser
     colours: Tensor = (images.pixels.float() - mean) / deviation

@@ -7,8 +7,8 @@ gradient. `learner/train/pictures.py` packs the images, `policy.py` calls `Sight
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from configs.architecture import MUTUAL
 from learner.model.idle_parts import idle_names
-from learner.model.towers import GridTower, PooledTower, tower_parts
+from learner.model.towers import GridTower, PackedImages, PooledTower, tower_parts
 
 PATCHES_PER_TOKEN = 2
 """Patches that a microbatch may have, times its budget of tokens: a token of an image is 4 patches, so images may fill
@@ -25,57 +25,6 @@ half of a row. A sample that has more gets a microbatch of its own."""
 COLOURS = 3
 Grid = tuple[int, int, int]
 """Patches of an image in time, height and width."""
-
-
-class ImageBlocks(NamedTuple):
-    """Images whose tokens see each other, in both directions, and what is before them in their document.
-
-    Example: a document of 2 tokens, and one of 7 with an image of 4 from its second token on: `places` [3, 4, 5, 6],
-    `starts` [0, 4], `longest` 4, `keys` [2, 3, 4, 5, 6], `key_starts` [0, 5], `longest_keys` 5.
-    """
-
-    places: Tensor
-    """int64 [placeholders]: where they are in the row."""
-    starts: Tensor
-    """int32 [images + 1]: where the placeholders of each image start, and the end."""
-    longest: int
-    """Placeholders of the image that has most."""
-    keys: Tensor
-    """int64: where the tokens are in the row that each image sees."""
-    key_starts: Tensor
-    """int32 [images + 1]: where those of each image start, and the end."""
-    longest_keys: int
-
-
-@dataclass(frozen=True)
-class PackedImages:
-    """The images of a microbatch, each distinct one once."""
-
-    pixels: Tensor
-    """uint8 [patches, 3, patch²]: the colours of each patch, patches of a token side by side."""
-    normaliser: Tensor
-    """float32 [2, 3, 1]: mean and standard deviation of the three colours, from 0 to 255."""
-    grid: Tensor
-    """int64 [images, 3]: patches in time, height and width."""
-    take: Tensor
-    """int64 [placeholders]: the feature of each placeholder, counted over all images."""
-    places: Tensor
-    """int64 [placeholders]: where the placeholders are in the row."""
-    blocks: ImageBlocks | None = None
-    """None: attention is causal, for tokens of images too."""
-    layout: dict[str, Any] = field(default_factory=dict)
-    """What the tower computes of `grid`, so that it need not wait for the GPU; see `Sight.lay_out`."""
-
-    def to(self, device: torch.device) -> "PackedImages":
-        """The same images on `device`."""
-
-        def moved(x: Any) -> Any:
-            return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
-
-        layout = {name: moved(x) for name, x in self.layout.items()}
-        tensors = {name: moved(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        blocks = None if self.blocks is None else ImageBlocks(*map(moved, self.blocks))
-        return PackedImages(blocks=blocks, layout=layout, **tensors)
 
 
 def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) -> np.ndarray:

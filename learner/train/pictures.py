@@ -21,7 +21,8 @@ from buffer.wire.sample import Sample
 from configs.checks import max_sample_tokens
 from configs.schema import Config
 from learner.model.microbatch import Microbatch, one_document
-from learner.model.vision import ImageBlocks, PackedImages, rope_positions
+from learner.model.towers import ImageBlocks, PackedImages
+from learner.model.vision import rope_positions
 
 THREADS = 8
 """PIL decodes without holding the GIL."""
