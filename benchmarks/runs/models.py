@@ -35,6 +35,9 @@ def weights_of(shape: str, work: Path, mean: float) -> Path:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             torch.manual_seed(0)
             model = auto_class(config).from_config(config, dtype=torch.bfloat16)
+        for name, weight in model.named_parameters():
+            if name.endswith("mm_input_projection_weight"):  # zeros at first, with which images change nothing
+                torch.nn.init.normal_(weight, std=0.02)
         if shape not in (*SEEING, *FAMILIES):
             end_answers(model.named_parameters(), END, config.vocab_size, mean)
         model.save_pretrained(folder)

@@ -21,6 +21,7 @@ SMALL = SeeingCase(length=24, running=16, groups=4, samples=4, microbatch=2048)
 CASES = {
     "Qwen2.5-VL-3B": SeeingCase(length=256, running=256, groups=32, samples=8, microbatch=8192),
     "Gemma-3-4B-images": SeeingCase(length=256, running=256, groups=32, samples=8, microbatch=8192),
+    "Gemma-3-4B-cut-images": SeeingCase(length=256, running=256, groups=32, samples=8, microbatch=8192),
     "speck-gemma-3-images": SMALL,
     "speck-2.5-VL": SMALL,
     "speck-3-VL": SMALL,

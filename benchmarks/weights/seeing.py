@@ -1,6 +1,7 @@
 """Vision-language shapes for benchmarks: what a model's folder holds beside weights and tokenizer. Pure data.
 
-Qwen2.5-VL-3B and Gemma-3-4B have the sizes of the public models. The specks are their architectures and Qwen3-VL's, for
+Qwen2.5-VL-3B and Gemma-3-4B have the sizes of the public models; the cut one has 20 of 34 text layers, so that a
+learner of one GPU of 80 GB holds it. The specks are their architectures and Qwen3-VL's, for
 CPU.
 """
 
@@ -33,6 +34,11 @@ def rope(theta: float, sections: list[int], **more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta, "mrope_section": sections, **more}
 
 
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3", "vision_config": FAMILIES["Gemma-3-4B"]["vision_config"],
+    "tokens": 256, "first_special": 262144, "photos": (256, 256),
+    "mean_std": ([0.5] * 3, [0.5] * 3), "pixels": (896**2, 896**2),
+}  # fmt: skip
 SEEING: dict[str, dict[str, Any]] = {
     "Qwen2.5-VL-3B": {
         "model_type": "qwen2_5_vl",
@@ -50,13 +56,8 @@ SEEING: dict[str, dict[str, Any]] = {
         "mean_std": ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]),
         "pixels": (3136, 12845056),
     },
-    "Gemma-3-4B-images": {
-        "model_type": "gemma3",
-        "text_config": FAMILIES["Gemma-3-4B"]["text_config"], "vision_config": FAMILIES["Gemma-3-4B"]["vision_config"],
-        "tokens": 256, "first_special": 262144, "photos": (256, 256),
-        "mean_std": ([0.5] * 3, [0.5] * 3),
-        "pixels": (896**2, 896**2),
-    },
+    "Gemma-3-4B-images": GEMMA3 | {"text_config": FAMILIES["Gemma-3-4B"]["text_config"]},
+    "Gemma-3-4B-cut-images": GEMMA3 | {"text_config": FAMILIES["Gemma-3-4B-cut"]["text_config"]},
     "speck-gemma-3-images": {
         "model_type": "gemma3",
         "text_config": {**SPECK_TEXT, "initializer_range": 0.1, "head_dim": 32, "sliding_window": 32,
