@@ -213,8 +213,8 @@ class DataConfig(Section):
     processor has."""
     max_pixels: Positive | None = 1_048_576
     """Most pixels of an image as the model sees it: a larger one is made smaller. A token is 28 x 28 pixels with
-    Qwen2.5-VL, 32 x 32 with Qwen3-VL and Qwen3.5. null: what the model's own image processor has, often 16,384
-    tokens."""
+    Qwen2.5-VL, 32 x 32 with Qwen3-VL and Qwen3.5. Gemma 3 makes 256 tokens of every image, a square of 896 x
+    896 pixels. null: what the model's own image processor has, often 16,384 tokens."""
     max_images: Positive = 8
     """Most images of one sample, those of later turns included; a row of the data with more is refused."""
 

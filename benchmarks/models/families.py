@@ -40,7 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"hidden_size": 2048, "block_dim": 2048, "conv_dim": 2048},
     "glm4_moe": {"head_dim": 128},
-    "gemma3": {"vision_config": {"vision_use_head": False}},
+    "gemma3": {"vision_config": {"vision_use_head": False, "image_size": 896, "patch_size": 14}},
     "shieldgemma2": {"architectures": ["ShieldGemma2ForImageClassification"]},
     "llama4": {"text_config": {"model_type": "llama4_text", "num_hidden_layers": 2}},
     "rwkv": {"hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},

@@ -114,9 +114,9 @@ def unknown_parser(key: str, name: str) -> Iterator[str]:
 
 
 def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
-    """Yield a line for what vLLM's kernels for a CPU lack of the model: the size of its heads, with which no server
-    could start; delta rules in float32, with which it would die at its first step; attention to later tokens of an
-    image, which it leaves out without a word; and types of UNEQUAL_ON_CPU. `cpu`: servers run on a CPU."""
+    """Yield a line for each thing that vLLM's kernels for a CPU lack of the model. With heads of another size no server
+    could start; with delta rules in float32 it would die at its first step; attention to later tokens of an image would
+    be left out silently; types of UNEQUAL_ON_CPU are computed otherwise. `cpu`: servers run on a CPU."""
     facts = facts_of(config.model)
     if cpu and facts.mutual:
         problem = "vLLM on a CPU has no token of an image see those after it, as this model does"
