@@ -265,11 +265,12 @@ def _seen_both_ways(
     """`out` [tokens, heads, head_dim] of causal attention, where tokens of images get the output of seeing their whole
     image and what is before it in their document, within the sliding window."""
     q, k, v = inputs
-    window = kwargs.get("sliding_window")
-    kernel = "plain" if name == "sdpa" and (window or not q.is_cpu) else name
+    window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
+    kernel = "plain" if name == "sdpa" and (window or softcap or not q.is_cpu) else name
     options = False, kwargs.get("scaling") or q.shape[-1] ** -0.5, window, kernel
     seen = CopiedPrompts(blocks.keys, blocks.key_starts, blocks.longest_keys)
-    own = joined.attention(q.index_select(0, blocks.places), k, v, blocks.starts, blocks.longest, seen, options)
+    places = q.index_select(0, blocks.places), k, v, blocks.starts, blocks.longest, seen
+    own = joined.attention(*places, options, softcap, kwargs.get("s_aux"))
     return out.index_copy(0, blocks.places, own)
 
 

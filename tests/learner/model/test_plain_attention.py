@@ -1,5 +1,7 @@
 """Softcaps, windows, sinks and values of another width against attention written out with a mask, gradients too."""
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from learner.model import attention
 from learner.model.kernels import plain
+from learner.train.pictures import Placed, _blocks
 
 STARTS = torch.tensor([0, 8, 9, 20], dtype=torch.int32)
 
@@ -20,11 +23,20 @@ def inputs(width: int = 4) -> list[Tensor]:
 
 
 def written_out(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    softcap: float | None,
+    window: int | None,
+    images: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
     place, document = torch.arange(20), torch.bucketize(torch.arange(20), STARTS[1:].long(), right=True)
     back = place[:, None] - place
-    seen = (document[:, None] == document) & (back >= 0) & (back < (window or 20))
+    mutual = torch.zeros(20, 20, dtype=torch.bool)
+    for start, end in images:
+        mutual[start:end, start:end] = True
+    seen = (document[:, None] == document) & ((back >= 0) | mutual) & (back < (window or 20))
     scores = 1.5 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
     if softcap:
         scores = (scores / softcap).tanh() * softcap
@@ -48,6 +60,37 @@ def test_output_and_gradients(
     row = {"cu_seq_lens_q": STARTS, "max_length_q": 11, "scaling": 1.5}
     got, _ = attention.ATTENTIONS["sdpa"](torch.nn.Identity(), q, k, v, None, **row, **given)
     want = written_out(q, k, v, given["s_aux"], softcap, window)
+    torch.testing.assert_close(got, want)
+    by = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    leaves = [q, k, v, *([sinks] if with_sinks else [])]
+    ours, theirs = (torch.autograd.grad((x * by).sum(), leaves) for x in (got, want))
+    for mine, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+IMAGES = [(2, 6), (9, 12), (14, 20)]
+"""First and last place, not included, of images: they begin and end documents, and stand within one."""
+
+
+@pytest.mark.parametrize("tiles", [1 << 24, 40])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 6, 8])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_tokens_of_an_image_see_each_other(
+    monkeypatch: pytest.MonkeyPatch, tiles: int, softcap: float | None, window: int | None, with_sinks: bool
+) -> None:
+    """And what is before them in their document and window; text sees no later token."""
+    monkeypatch.setattr(plain, "PAIRS", tiles)
+    q, k, v, sinks = inputs()
+    given: dict[str, Any] = {"softcap": softcap, "sliding_window": window, "s_aux": sinks if with_sinks else None}
+    pictures = [SimpleNamespace(num_tokens=end - start) for start, end in IMAGES]
+    placed: Any = [
+        Placed(start, picture, int(STARTS[start >= STARTS][-1]))
+        for (start, _), picture in zip(IMAGES, pictures, strict=True)
+    ]
+    row = {"cu_seq_lens_q": STARTS, "max_length_q": 11, "scaling": 1.5, "image_blocks": _blocks(placed)}
+    got, _ = attention.ATTENTIONS["sdpa"](torch.nn.Identity(), q, k, v, None, **row, **given)
+    want = written_out(q, k, v, given["s_aux"], softcap, window, IMAGES)
     torch.testing.assert_close(got, want)
     by = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     leaves = [q, k, v, *([sinks] if with_sinks else [])]
