@@ -303,4 +303,6 @@ def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:
         "mm_device_do_normalize": False,  # weights that start as `dummy` would leave its constants random
     }
     known = set(vllm_fields())
-    return {field: value for field, value in arguments.items() if field in known}
+    # an image of which one step computes a part would not see the rest
+    whole = {"disable_chunked_mm_input": True} if form.mutual else {}
+    return {field: value for field, value in arguments.items() if field in known} | whole

@@ -202,7 +202,8 @@ FRONT = (
         " max_model_len generation_config enable_prefix_caching max_logprobs max_num_seqs enforce_eager"
         " kv_cache_memory_bytes max_num_batched_tokens max_cudagraph_capture_size hf_overrides skip_tokenizer_init"
         " logprobs_mode worker_extension_cls scheduler_cls disable_log_stats enable_lora max_loras max_lora_rank"
-        " lora_target_modules compilation_config limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb"
+        " lora_target_modules compilation_config limit_mm_per_prompt mm_processor_kwargs"
+        " disable_chunked_mm_input mm_processor_cache_gb"
         " mm_device_do_normalize? language_model_only? data_parallel_size pipeline_parallel_size kv_transfer_config",
     ),
     Need(
