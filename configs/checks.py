@@ -83,7 +83,13 @@ ENGINE_KEYS_ELSEWHERE = {
 ENGINE_KEYS_SET = (
     *("worker_extension_cls", "logprobs_mode", "skip_tokenizer_init", "data_parallel_size"),
     *("pipeline_parallel_size", "scheduler_cls", "disable_log_stats", "kv_transfer_config", "limit_mm_per_prompt"),
-    *("mm_processor_kwargs", "mm_processor_cache_gb", "mm_device_do_normalize", "language_model_only"),
+    *(
+        "mm_processor_kwargs",
+        "mm_processor_cache_gb",
+        "mm_device_do_normalize",
+        "disable_chunked_mm_input",
+        "language_model_only",
+    ),
 )
 """Engine arguments that Headrace sets itself, or whose place it uses."""
 
