@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from configs.architecture import trains_text_alone, unsupported
-from configs.model_facts import facts_of, model_facts
+from configs.model_facts import TOWER, facts_of, model_facts
 from configs.schema import LoraConfig, ModelConfig
 from learner.certify.certifier import certify, write_copy
 from learner.certify.ranks import Pair
@@ -98,14 +98,16 @@ def test_an_adapter_for_such_a_model_is_refused(tmp_path: Path) -> None:
         check_adapter(model, loading.read_config(model))
 
 
-@pytest.mark.parametrize("kind", long_but(["qwen3_5", "qwen2_5_vl", "qwen3_vl"], 0))
+@pytest.mark.parametrize("kind", long_but(["qwen3_5", "qwen2_5_vl", "qwen3_vl", "gemma3"], 0))
 def test_a_model_that_reads_images_is_trained_on_text_alone_if_the_run_says_so(
     kind: str, mesh: Any, pair: Pair, tmp_path: Path
 ) -> None:
     model = copy_of(kind, tmp_path, text_alone=True)
     policy, facts = policy_of(model, mesh), facts_of(model)
     assert policy.sight is None and facts.text_alone and (facts.tower, facts.image_token) == (None, None)
-    assert {name for name in policy.frozen_names()} == {name for name, _ in policy.full_weights() if ".visual." in name}
+    assert {name for name in policy.frozen_names()} == {
+        name for name, _ in policy.full_weights() if TOWER.search(f".{name}")
+    }
     assert facts.idle == sizes_of(model).idle > 0
     found = certify(model, True, mesh, pair)
     assert found.faults == [] and not any(check.what.startswith("images") for check in found.checks)
