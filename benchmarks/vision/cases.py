@@ -20,6 +20,8 @@ class SeeingCase:
 SMALL = SeeingCase(length=24, running=16, groups=4, samples=4, microbatch=2048)
 CASES = {
     "Qwen2.5-VL-3B": SeeingCase(length=256, running=256, groups=32, samples=8, microbatch=8192),
+    "Qwen3.5-2B-VL": SeeingCase(length=256, running=256, groups=32, samples=8, microbatch=8192),
     "speck-2.5-VL": SMALL,
     "speck-3-VL": SMALL,
+    "speck-3.5-VL": SMALL,
 }

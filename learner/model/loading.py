@@ -212,6 +212,11 @@ def init_random(
     """Random weights instead of the file's, each rank its own shard, equal in all replicas: for benchmarks of shapes,
     not for training. `masters`: get them too."""
     empty.to_empty(device=device)
+    for part in empty.modules():  # a tower has a class of its own
+        if isinstance(part, PreTrainedModel):
+            for module in part.modules():  # angles of RoPE, scales of embeddings: what it computes of its config
+                if next(module.buffers(recurse=False), None) is not None:
+                    part._init_weights(module)
     spread = getattr(empty.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator(device).manual_seed(dist.get_rank() % shards)
     with torch.no_grad():
@@ -223,8 +228,3 @@ def init_random(
                 local.fill_(name.endswith("weight"))
             if masters and parameter.requires_grad:
                 masters.keep(name, local)
-    decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=empty.config.get_text_config()).to(device)
-    if sees(empty.config):
-        tower = empty.model.visual
-        tower.rotary_pos_emb = type(tower.rotary_pos_emb)(config=empty.config.vision_config).to(device)
