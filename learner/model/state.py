@@ -8,6 +8,7 @@ their rows are exact is tried (`exactness.py`), and a layer of another class is 
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -24,10 +25,19 @@ KEEPS_STATE = re.compile(
     r"(GatedDeltaNet|DeltaAttention|ShortConv|Mamba2?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|RecurrentBlock)$"
 )
 """Ends of the names of transformers' classes of such layers."""
+KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
+"""Packages whose kernels transformers takes for such layers, where they are installed."""
 PADDED = 1.25
 """Longest length of the documents that are computed together, relative to their shortest."""
 Span = tuple[int, int]
 """First token of a document, and the one after its last."""
+
+
+def use_torch_alone() -> None:
+    """Have transformers compute such layers without KERNELS in this process, because these run on GPUs alone. To be
+    called before the code of a model is imported, which chooses."""
+    for name in KERNELS:
+        sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails
 
 
 def layers_of(block: nn.Module) -> list[nn.Module]:
