@@ -10,7 +10,9 @@ their rows are exact is tried (`exactness.py`), and a layer of another class is 
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,6 +40,23 @@ def use_torch_alone() -> None:
     called before the code of a model is imported, which chooses."""
     for name in KERNELS:
         sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails
+
+
+@contextmanager
+def _reference(layer: nn.Module) -> Iterator[None]:
+    """Within it `layer` is computed by transformers' own torch functions, whatever KERNELS are installed: these read
+    memory, and tensors on `meta` have none."""
+    code = vars(sys.modules[type(layer).__module__])
+    chosen = {
+        name: function
+        for name, function in code.items()
+        if isinstance(function, FunctionType) and "torch_function" in function.__code__.co_freevars
+    }  # wrappers that `use_kernel_func_from_hub_with_fallback` makes
+    code.update({name: function.__wrapped__ for name, function in chosen.items()})  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        code.update(chosen)
 
 
 def layers_of(block: nn.Module) -> list[nn.Module]:
@@ -92,7 +111,8 @@ def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...,
         ours = *BOUNDS, "shared_prompts", "context_group"
         given = args, {name: x for name, x in kwargs.items() if name not in ours}
         if starts.is_meta:  # to count what a row keeps, which is one document there
-            return forward(*given[0], **given[1])
+            with _reference(layer):
+                return forward(*given[0], **given[1])
         tokens = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).shape[1]
         places, outputs = [], []
         for index, real in _batches(starts):

@@ -144,14 +144,21 @@ def __getattr__(name):
 """A package of kernels that fails on a CPU, as those of flash-linear-attention do."""
 COMMAND = """
 import sys
-from configs.schema import ModelConfig
+from configs.schema import LearnerConfig, ModelConfig
 from learner.certify.process import checked
-checked(ModelConfig(path=sys.argv[1]), True)
+from learner.model.memory import estimate
+checked(model := ModelConfig(path=sys.argv[1]), True)
+estimate(model, LearnerConfig(), 1)  # here kernels are not hidden: the learner itself will take them
+from transformers.models.qwen3_5 import modeling_qwen3_5
+try:
+    modeling_qwen3_5.torch_chunk_gated_delta_rule(None)
+except ValueError:
+    raise SystemExit(7)
 """
 
 
-def test_kernels_of_gpus_are_not_taken_where_a_small_copy_is_computed_on_a_cpu(tmp_path: Path) -> None:
-    """Whoever has flash-linear-attention installed starts a Qwen3.5 as well as before."""
+def test_kernels_of_gpus_are_not_taken_where_a_model_is_tried_without_one(tmp_path: Path) -> None:
+    """Whoever has flash-linear-attention installed starts a Qwen3.5 as well as before, and trains it with it."""
     kernels = tmp_path / "site" / "fla"
     for folder in (kernels, kernels / "ops", kernels / "ops" / "gated_delta_rule", kernels / "modules"):
         folder.mkdir(parents=True)
@@ -162,4 +169,4 @@ def test_kernels_of_gpus_are_not_taken_where_a_small_copy_is_computed_on_a_cpu(t
         [sys.executable, "-c", COMMAND, str(tmp_path / "model")],
         env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 7, done.stderr[-2000:]
