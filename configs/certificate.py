@@ -10,6 +10,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from configs.variables import open_private
+
 FILE = "certificate.json"
 
 
@@ -112,5 +114,6 @@ def read(file: Path) -> Certificate | None:
 def write(certificate: Certificate, file: Path) -> None:
     """Write the certificate whole or not at all."""
     draft = file.with_name(f"{file.name}.draft")
-    draft.write_text(certificate.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    with open(draft, "w", encoding="utf-8", opener=open_private) as made:
+        made.write(certificate.model_dump_json(indent=1) + "\n")
     draft.replace(file)

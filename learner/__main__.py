@@ -61,7 +61,6 @@ from learner.critic.critic import Critic
 from learner.drain import Stopping
 from learner.mesh import default_store, process_group, replica, shards
 from learner.model import flops
-from learner.model.exactness import check_exact
 from learner.model.lora.base import Base
 from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory, memory_budget
 from learner.model.policy import Policy
@@ -112,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
         if process.leads(os.environ):
             process.require(config)
         else:
-            check_exact(config.model, bool(config.learner.share_prompts))
+            process.checked(config.model, bool(config.learner.share_prompts))
         for line in check_own(config.algorithm, config.sampling.max_tokens, config.rollout.task != "single_turn"):
             log.info("%s", line)
         if config.learner.ranks > 1 and "RANK" not in os.environ:

@@ -31,7 +31,7 @@ from configs.help import show
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES, checkpoint_bytes
 from configs.schema import LearnerConfig, ModelConfig
-from configs.variables import private_folder
+from configs.variables import private_folder, run_folder
 from learner.critic.critic import KEY, Critic
 from learner.model.loading import ADAPTER
 from learner.model.lora.base import digest
@@ -185,6 +185,7 @@ class Checkpoints:
         adapter = self._adapter(policy)
         state = self._state(policy, version)
         if self.ranks.writes:
+            run_folder(partial)
             private_folder(partial / "state")
             options: dict[str, Any] = {"storage_writer": Writer(partial / "state"), "process_group": self.ranks.writers}
             response = async_save(state, async_stager=Uncopied() if policy.masters else None, **options)
@@ -241,7 +242,7 @@ class Checkpoints:
 
     def _has_space(self, policy: Policy, partial: Path, exported: bool) -> bool:
         """Remove what a killed process left; then whether the disk has space for three fp32 copies and the export."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        run_folder(self.folder)
         recover(self.folder)
         saved = (p for p in policy.model.parameters() if p.requires_grad or not self.model.lora)
         needed = checkpoint_bytes(sum(p.numel() for p in saved), self.model, exported) + SPARE_BYTES

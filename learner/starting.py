@@ -16,7 +16,7 @@ from configs.load import ConfigError
 from configs.publishing import copies_over
 from configs.schema import Config
 from learner.mesh import ranks_of_node, shards
-from learner.model import attention, float8, loading, speed
+from learner.model import attention, float8, loading, speed, state
 from learner.model.experts.mixture import check_experts
 from learner.model.memory import choose_gather, gpu_memory, least_microbatch
 from learner.model.settled import keeps_reference
@@ -50,7 +50,9 @@ def configure_process(config: Config, device: torch.device) -> torch.device:
         torch.set_num_threads(config.learner.threads or max(torch.get_num_threads() // local_ranks, 1))
     torch.manual_seed(config.run.seed)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    if device.type == "cuda":
+    if device.type == "cpu":
+        state.use_torch_alone()
+    else:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # microbatches differ in length
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)

@@ -31,6 +31,7 @@ from learner.model.exactness import packed_row
 from learner.model.idle_parts import sees
 from learner.model.policy import Policy
 from learner.model.shrink import VOCABULARY
+from learner.model.state import use_torch_alone
 from learner.saved import export
 from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
@@ -54,6 +55,7 @@ def with_server(certificate: Certificate, model: ModelConfig) -> Certificate:
     """Return the certificate with the server's comparisons. Raises ConfigError for a model that no server can load."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    use_torch_alone()
     with tempfile.TemporaryDirectory(prefix="headrace-certify-") as place, one_rank() as mesh:
         folder = Path(place)
         config = run_config(write_copy(loading.read_config(model), model, folder), folder)

@@ -318,7 +318,9 @@ def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     if is_proven(read_model_file(config.model.path, "config.json") or {}):
         return
     from learner.model.exactness import check_exact, check_shareable  # import torch and transformers, for seconds
+    from learner.model.state import use_torch_alone
 
+    use_torch_alone()
     try:
         check_exact(config.model, bool(config.learner.share_prompts))
         check_shareable(config.model, config.learner.context_parallel)

@@ -33,8 +33,6 @@ LENGTHS, SHORT = (300, 1500, 37, 640, 333), (30, 70, 4, 64, 33)
 """Tokens of the compared documents, on a GPU and on a CPU."""
 PLAIN: dict[str, Any] = {"compile": False, "activation_checkpointing": "block", "gather": "pass"}
 """Keys of the learner: the least memory, and no minute of compilation."""
-KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
-"""Packages whose kernels transformers takes for layers that keep a state, where they are installed."""
 
 
 def show(what: str, figure: Any, unit: str = "") -> None:
@@ -49,7 +47,7 @@ def compare(folder: Path, shape: str, mesh: DeviceMesh) -> None:
     model = ModelConfig(path=str(folder), dtype="bfloat16" if gpu else "float32", text_alone=text_alone(shape))
     policy = Policy(model, LearnerConfig(**PLAIN, head_chunk_tokens=1024), mesh)
     kinds = state.kinds(policy.model)
-    installed = [name for name in KERNELS if importlib.util.find_spec(name)]
+    installed = [name for name in state.KERNELS if importlib.util.find_spec(name)]
     way = "document by document, documents of similar length as a batch" if kinds else "none"
     show("layers that keep a state", ", ".join(kinds) or "none")
     show("  computed", f"{way}; kernels installed: {', '.join(installed) or 'none, torch alone'}")

@@ -12,7 +12,7 @@ vLLM's model takes a policy, and whether the faster way would leave the same par
 
 Each part fits 10 minutes alone, and keeps what it found in a file of its own beside `--out`; `--also` adds the files of
 earlier commands to the table, `--parts ""` measures nothing more. Prints one table; writes JSON after each part.
-`--shape speck-2.5-VL` and `speck-3-VL` are small forms for CPU.
+`--shape speck-2.5-VL`, `speck-3-VL` and `speck-3.5-VL` are small forms for CPU; `Qwen3.5-2B-VL` is another large one.
 """
 
 import argparse

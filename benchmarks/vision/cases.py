@@ -23,6 +23,8 @@ CASES = {
     "Gemma-3-4B-images": SeeingCase(length=256, running=256, groups=32, samples=8, microbatch=8192),
     "Gemma-3-4B-cut-images": SeeingCase(length=256, running=256, groups=32, samples=8, microbatch=8192),
     "speck-gemma-3-images": SMALL,
+    "Qwen3.5-2B-VL": SeeingCase(length=256, running=256, groups=32, samples=8, microbatch=8192),
     "speck-2.5-VL": SMALL,
     "speck-3-VL": SMALL,
+    "speck-3.5-VL": SMALL,
 }

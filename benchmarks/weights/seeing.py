@@ -1,13 +1,12 @@
 """Vision-language shapes for benchmarks: what a model's folder holds beside weights and tokenizer. Pure data.
 
-Qwen2.5-VL-3B and Gemma-3-4B have the sizes of the public models; the cut one has 20 of 34 text layers, so that a
-learner of one GPU of 80 GB holds it. The specks are their architectures and Qwen3-VL's, for
-CPU.
+Qwen2.5-VL-3B, Qwen3.5-2B-VL and Gemma-3-4B have the sizes of the public models; the cut one has 20 of 34 text layers,
+so that a learner of one GPU of 80 GB holds it. The specks are their architectures and Qwen3-VL's, for CPU.
 """
 
 from typing import Any
 
-from benchmarks.weights.family_shapes import FAMILIES
+from benchmarks.weights.family_shapes import FAMILIES, QWEN35_TEXT
 
 SPECIAL_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SPECIAL_KEYS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
@@ -15,8 +14,10 @@ SPECIAL_KEYS = ("vision_start_token_id", "vision_end_token_id", "image_token_id"
 SQUARE_KEYS = ("boi_token_index", "eoi_token_index", "image_token_index")
 """The keys of Gemma 3, whose images are squares of one size; it has none for videos."""
 VIDEO_PROCESSORS = {"qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
-                    "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor")}  # fmt: skip
+                    "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+                    "qwen3_5": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor")}  # fmt: skip
 ARCHITECTURES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration",
+                 "qwen3_5": "Qwen3_5ForConditionalGeneration",
                  "gemma3": "Gemma3ForConditionalGeneration"}  # fmt: skip
 
 SPECK_TEXT: dict[str, Any] = {
@@ -68,6 +69,16 @@ SEEING: dict[str, dict[str, Any]] = {
         "mean_std": ([0.5] * 3, [0.5] * 3),
         "pixels": (224**2, 224**2),
     },
+    "Qwen3.5-2B-VL": {
+        "model_type": "qwen3_5",
+        "text_config": {**FAMILIES["Qwen3.5-2B"]["text_config"],
+                        "rope_parameters": rope(1e7, [11, 11, 10], mrope_interleaved=True, partial_rotary_factor=0.25)},
+        "vision_config": {**FAMILIES["Qwen3.5-2B"]["vision_config"], "patch_size": 16, "spatial_merge_size": 2,
+                          "temporal_patch_size": 2, "num_position_embeddings": 2304},
+        "first_special": 248053, "photos": (300, 1000),
+        "mean_std": ([0.5] * 3, [0.5] * 3),
+        "pixels": (65536, 16777216),
+    },
     "speck-2.5-VL": {
         "model_type": "qwen2_5_vl",
         "text_config": {**SPECK_TEXT, "initializer_range": 0.1, "rope_parameters": rope(1e4, [4, 6, 6])},
@@ -82,6 +93,16 @@ SEEING: dict[str, dict[str, Any]] = {
                         "rope_parameters": rope(1e4, [6, 5, 5], mrope_interleaved=True)},
         "vision_config": {**SPECK_VISION, "patch_size": 16, "num_position_embeddings": 64,
                           "deepstack_visual_indexes": [0, 1]},
+        "first_special": 32000, "photos": (12, 48),
+        "mean_std": ([0.5] * 3, [0.5] * 3),
+        "pixels": (32 * 32, 64 * 32 * 32),
+    },
+    "speck-3.5-VL": {
+        "model_type": "qwen3_5",
+        "text_config": {**QWEN35_TEXT, **SPECK_TEXT, "initializer_range": 0.1, "num_hidden_layers": 4, "head_dim": 32,
+                        "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+                        "rope_parameters": rope(1e4, [2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25)},
+        "vision_config": {**SPECK_VISION, "patch_size": 16, "num_position_embeddings": 64},
         "first_special": 32000, "photos": (12, 48),
         "mean_std": ([0.5] * 3, [0.5] * 3),
         "pixels": (32 * 32, 64 * 32 * 32),

@@ -1,15 +1,17 @@
 """Has a certificate made in processes of its own, and keeps it in the folder of a run.
 
 `made` forks a process that compares on one rank and forks two more: nothing that they import, allocate or start stays
-here. Call it before this process computes anything with torch: a forked process must not find a pool of threads.
+here. They compute on the CPU and hide kernels that run on GPUs alone. `checked` forks one for the check of the other
+ranks. Call both before this process computes anything with torch: a forked process must not find a pool of threads.
 `require` is called by `learner/__main__.py` at each start of a run; it waits up to LIMIT_S for the processes.
 """
 
+import json
 import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -27,8 +29,8 @@ from configs.schema import Config, ModelConfig
 from configs.variables import run_folder
 from learner.certify.certifier import certify, key_of
 from learner.certify.ranks import Pair
-from learner.model import loading
-from learner.model.exactness import check_adapter, check_shareable
+from learner.model import loading, state
+from learner.model.exactness import check_adapter, check_exact, check_shareable
 
 log = logging.getLogger(__name__)
 LIMIT_S = 600.0
@@ -69,9 +71,20 @@ def made(model: ModelConfig, share: bool, splits: bool = False, limit_s: float =
     """Have the certificate of a model made; arguments as in `certify`. Raises ConfigError for a config that
     transformers cannot read."""
     loading.read_config(model)
+    return Certificate.model_validate_json(_forked(_make, model, (share, splits), limit_s))
+
+
+def checked(model: ModelConfig, share: bool, limit_s: float = LIMIT_S) -> None:
+    """Do what `check_exact` does, in a process of its own. Raises ConfigError as it does."""
+    if problems := json.loads(_forked(_check, model, (share,), limit_s)):
+        raise ConfigError(problems)
+
+
+def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, ...], limit_s: float) -> str:
+    """Return what `target` returns for the model and the arguments `given`, in a forked process."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_make, args=(theirs, model, share, splits, os.getpid()), name="certify")
+    process = context.Process(target=_answer, args=(theirs, os.getpid(), target, model, given), name="certify")
     process.start()
     theirs.close()
     try:
@@ -84,7 +97,7 @@ def made(model: ModelConfig, share: bool, splits: bool = False, limit_s: float =
         ours.close()
     if found is None:
         raise RuntimeError(f"the process that certifies {model.path} ended or gave no certificate in {limit_s:g} s")
-    return Certificate.model_validate_json(found)
+    return found
 
 
 @contextmanager
@@ -98,12 +111,15 @@ def one_rank() -> Iterator[DeviceMesh]:
 
 
 def prepare() -> None:
-    """End with the process that forked this one, which alone is interrupted by a person."""
+    """End with the process that forked this one, which alone is interrupted by a person; compute without kernels."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    state.use_torch_alone()
 
 
-def _make(connection: Connection, model: ModelConfig, share: bool, splits: bool, parent: int) -> None:
+def _answer(
+    connection: Connection, parent: int, target: Callable[..., str], model: ModelConfig, given: tuple[bool, ...]
+) -> None:
     """Be the forked process."""
     os.environ[PARENT] = str(parent)
     prepare()
@@ -111,8 +127,19 @@ def _make(connection: Connection, model: ModelConfig, share: bool, splits: bool,
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.getLogger("learner.model").setLevel(logging.ERROR)  # the run's own policy warns of the same
+    connection.send(target(model, *given))
+
+
+def _make(model: ModelConfig, share: bool, splits: bool) -> str:
     with Pair(multiprocessing.get_context("fork"), prepare) as pair:
         pair.start()
         with one_rank() as mesh:
-            found = certify(model, share, mesh, pair, splits)
-    connection.send(found.model_dump_json())
+            return certify(model, share, mesh, pair, splits).model_dump_json()
+
+
+def _check(model: ModelConfig, share: bool) -> str:
+    try:
+        check_exact(model, share)
+    except ConfigError as error:
+        return json.dumps(error.problems)
+    return "[]"

@@ -5,7 +5,7 @@ pass of a batch gathers for all, each rank adds up its own gradients, and the la
 runs passes: step, critic, sft and certificate.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -13,11 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class Gathering:
-    """Gathers and reshards the weights of `module`, which `fully_shard` has wrapped."""
+    """Gathers and reshards the weights of `module`, which `fully_shard` has wrapped, as it has the parts `idle` of it,
+    which no pass reaches."""
 
-    def __init__(self, module: nn.Module, once: bool) -> None:
+    def __init__(self, module: nn.Module, once: bool, idle: Sequence[nn.Module] = ()) -> None:
         assert isinstance(module, FSDPModule), "fully_shard makes it one"
         self._module, self._once = module, once
+        self._idle = [part for part in idle if isinstance(part, FSDPModule)]
         self._held = False
 
     @contextmanager
@@ -51,4 +53,6 @@ class Gathering:
         self._module.set_requires_all_reduce(last)
         if self._once:
             self._module.set_requires_gradient_sync(last)
+            for part in self._idle:  # FSDP looks for gradients to add up, and fails where nothing was ever gathered
+                part.set_requires_gradient_sync(True)
             self._module.set_reshard_after_backward(last)

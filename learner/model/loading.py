@@ -28,7 +28,7 @@ from learner.model import bounds, state
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 from learner.model.idle_parts import TEXT_ALONE, nests_text, sees
 from learner.model.master_weights import MasterWeights, rows_of
-from learner.model.towers import reset_buffers, tower_parts
+from learner.model.towers import tower_parts
 
 Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter of that name at version 0."""
@@ -216,6 +216,11 @@ def init_random(
     """Random weights instead of the file's, each rank its own shard, equal in all replicas: for benchmarks of shapes,
     not for training. `masters`: get them too."""
     empty.to_empty(device=device)
+    for part in empty.modules():  # a tower has a class of its own
+        if isinstance(part, PreTrainedModel):
+            for module in part.modules():  # angles of RoPE, scales of embeddings: what it computes of its config
+                if next(module.buffers(recurse=False), None) is not None:
+                    part._init_weights(module)
     spread = getattr(empty.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator(device).manual_seed(dist.get_rank() % shards)
     with torch.no_grad():
@@ -227,9 +232,3 @@ def init_random(
                 local.fill_(name.endswith("weight"))
             if masters and parameter.requires_grad:
                 masters.keep(name, local)
-    decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=empty.config.get_text_config()).to(device)
-    embedding: Any = empty.get_input_embeddings()
-    if hasattr(embedding, "scalar_embed_scale"):  # Gemma's
-        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=device)
-    reset_buffers(empty, device)

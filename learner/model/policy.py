@@ -120,7 +120,7 @@ class Policy(nn.Module):
             narrow(self.model, self.dtype)
         gathers_once = learner.gather == "batch" and not frozen  # only a backward pass would end it
         self._shard(learner.compile is True, offload, gathers_once)
-        self.gathering = Gathering(self, gathers_once)
+        self.gathering = Gathering(self, gathers_once, idle_modules(self.model))
         self.masters = MasterWeights(self.model, self.device) if apart else None
         """With `learner.cpu_offload: optimizer`: the weights that are trained, in fp32, in host memory."""
         if random:

@@ -8,8 +8,11 @@ their rows are exact is tried (`exactness.py`), and a layer of another class is 
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,10 +27,36 @@ KEEPS_STATE = re.compile(
     r"(GatedDeltaNet|DeltaAttention|ShortConv|Mamba2?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|RecurrentBlock)$"
 )
 """Ends of the names of transformers' classes of such layers."""
+KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
+"""Packages whose kernels transformers takes for such layers, where they are installed."""
 PADDED = 1.25
 """Longest length of the documents that are computed together, relative to their shortest."""
 Span = tuple[int, int]
 """First token of a document, and the one after its last."""
+
+
+def use_torch_alone() -> None:
+    """Have transformers compute such layers without KERNELS in this process, because these run on GPUs alone. To be
+    called before the code of a model is imported, which chooses."""
+    for name in KERNELS:
+        sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails
+
+
+@contextmanager
+def _reference(layer: nn.Module) -> Iterator[None]:
+    """Within it `layer` is computed by transformers' own torch functions, whatever KERNELS are installed: these read
+    memory, and tensors on `meta` have none."""
+    code = vars(sys.modules[type(layer).__module__])
+    chosen = {
+        name: function
+        for name, function in code.items()
+        if isinstance(function, FunctionType) and "torch_function" in function.__code__.co_freevars
+    }  # wrappers that `use_kernel_func_from_hub_with_fallback` makes
+    code.update({name: function.__wrapped__ for name, function in chosen.items()})  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        code.update(chosen)
 
 
 def layers_of(block: nn.Module) -> list[nn.Module]:
@@ -82,7 +111,8 @@ def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...,
         ours = *BOUNDS, "shared_prompts", "context_group"
         given = args, {name: x for name, x in kwargs.items() if name not in ours}
         if starts.is_meta:  # to count what a row keeps, which is one document there
-            return forward(*given[0], **given[1])
+            with _reference(layer):
+                return forward(*given[0], **given[1])
         tokens = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).shape[1]
         places, outputs = [], []
         for index, real in _batches(starts):

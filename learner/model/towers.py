@@ -201,20 +201,6 @@ class PooledTower:
         return {"position_ids": tokens.flatten(), "cu_seqlens": starts, "max_seqlen": high * wide}
 
 
-def reset_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers of a tower that no file holds anew, after they were allocated without values."""
-    parts = tower_parts(model)
-    if parts is None:
-        return
-    config: Any = model.config
-    if hasattr(parts.tower, "rotary_pos_emb"):
-        rotary = parts.tower.rotary_pos_emb
-        parts.tower.rotary_pos_emb = type(rotary)(config=config.vision_config).to(device)
-        return
-    embeddings: Any = parts.tower.embeddings
-    embeddings.position_ids = torch.arange(embeddings.num_positions, device=device).expand(1, -1)
-
-
 def _normalised(images: PackedImages, frames: int) -> Tensor:
     """transformers' `pixel_values`: [patches, 3 * frames * patch²] float32."""
     mean, deviation = images.normaliser

@@ -24,6 +24,7 @@ from configs.checkpoint_files import (
     sum_of,
 )
 from configs.schema import LearnerConfig, ModelConfig
+from configs.variables import open_private
 
 SUM_NOTE = ".crc32c-note"
 """Ending of the file in which a rank notes the CRC32C of the shard that it has written."""
@@ -115,7 +116,8 @@ def seal(
         SUMS: {name: sums[name] if name in sums else crc32c_of(path) for name, path in names.items()},
     }
     manifest = json.loads(json.dumps(manifest))  # as whoever reads it will see it
-    (partial / MANIFEST).write_text(json.dumps(manifest | {OWN_SUM: sum_of(manifest)}, indent=1), encoding="utf-8")
+    with open(partial / MANIFEST, "w", encoding="utf-8", opener=open_private) as file:
+        json.dump(manifest | {OWN_SUM: sum_of(manifest)}, file, indent=1)
     for path in [*files, partial / MANIFEST]:
         _fsync(path)
     final, old = partial.with_suffix(""), partial.with_suffix(REPLACED)

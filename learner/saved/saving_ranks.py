@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from configs.checkpoint_files import damage, folder_of, listed, newest
 from configs.load import ConfigError
+from configs.variables import run_folder
 from learner.saved.manifest import recover, set_aside
 from learner.train.collectives import all_reduce_max, broadcast_from_rank0
 
@@ -44,7 +45,7 @@ class SavingRanks:
             return
         rank, marker = dist.get_rank(), self.folder / f"{MARKER}{broadcast_from_rank0(time.time_ns())}"
         if rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            run_folder(self.folder)
             for leftover in self.folder.glob(f"{MARKER}*"):
                 leftover.unlink()
             marker.touch()

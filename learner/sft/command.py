@@ -30,11 +30,11 @@ from configs.schema import Config
 from configs.sft import LOCK, longest
 from configs.variables import run_folder
 from learner import ranks, watchdog
+from learner.certify.process import checked
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Stopping
 from learner.mesh import process_group, shards
 from learner.model import flops, loading
-from learner.model.exactness import check_exact
 from learner.model.idle_parts import sees
 from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory, memory_budget
 from learner.model.policy import Policy
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         ranks.check_environment(config.learner, os.environ)
         device = choose_device(config)
         fitting = known(config)
-        check_exact(config.model, False)
+        checked(config.model, False)
         check_past(config)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(["sft", *argv], config.learner)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from configs import certificate
+from configs.certificate import Certificate
 from configs.checkpoint_files import MANIFEST, complete, fault, folder_of, newest
 from configs.load import ConfigError
 from configs.schema import LearnerConfig
@@ -109,6 +112,22 @@ def test_which_versions_are_written_and_kept(tmp_path: Path, mesh) -> None:
     assert oldest == [0, 0, 2, 2, 2, 2, 4]  # of what is complete when the next one has only begun
     assert (folder / "v000007" / "huggingface").exists() and not (folder / "v000006" / "huggingface").exists()
     checkpoints.close()
+
+
+def test_no_other_user_writes_into_a_checkpoint_whatever_the_umask(tmp_path: Path, mesh) -> None:
+    """Whoever may read an export passes through the folders above it, and can neither list nor change them."""
+    policy, checkpoints = parts(tmp_path, mesh, versions=1)
+    before = os.umask(0)
+    try:
+        checkpoints.finish(policy, 1)
+        certificate.write(Certificate(model="m", kind="qwen2", key="k"), tmp_path / "certificate.json")
+    finally:
+        os.umask(before)
+    checkpoints.close()
+    folder = tmp_path / "checkpoints"
+    version = folder_of(folder, 1)
+    passed, own = [folder, version], [version / "state", version / MANIFEST, tmp_path / "certificate.json"]
+    assert [path.stat().st_mode & 0o077 for path in (*passed, *own)] == [0o011, 0o011, 0, 0, 0]
 
 
 @given(

@@ -1,9 +1,13 @@
 """A run needs a certificate that holds. It is made once for a model and code, and kept in the run's folder."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from configs.certificate import FILE, Certificate, Check, judged, read, write
 from configs.load import ConfigError
@@ -11,6 +15,7 @@ from configs.schema import Config, ModelConfig
 from learner.certify import certifier, process
 from learner.certify.certifier import key_of
 from learner.model import loading
+from learner.model.shrink import small
 from tests.harness.world import tiny_model
 
 
@@ -127,3 +132,41 @@ def test_a_certificate_of_before_with_the_same_key_is_not_made_again(tmp_path: P
 )
 def test_one_process_of_a_learner_makes_it(environment: dict[str, str], leads: bool) -> None:
     assert process.leads(environment) == leads
+
+
+FAKE = """
+def __getattr__(name):
+    def kernel(*args, **kwargs):
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+    kernel.__name__ = name
+    return kernel
+"""
+"""A package of kernels that fails on a CPU, as those of flash-linear-attention do."""
+COMMAND = """
+import sys
+from configs.schema import LearnerConfig, ModelConfig
+from learner.certify.process import checked
+from learner.model.memory import estimate
+checked(model := ModelConfig(path=sys.argv[1]), True)
+estimate(model, LearnerConfig(), 1)  # here kernels are not hidden: the learner itself will take them
+from transformers.models.qwen3_5 import modeling_qwen3_5
+try:
+    modeling_qwen3_5.torch_chunk_gated_delta_rule(None)
+except ValueError:
+    raise SystemExit(7)
+"""
+
+
+def test_kernels_of_gpus_are_not_taken_where_a_model_is_tried_without_one(tmp_path: Path) -> None:
+    """Whoever has flash-linear-attention installed starts a Qwen3.5 as well as before, and trains it with it."""
+    kernels = tmp_path / "site" / "fla"
+    for folder in (kernels, kernels / "ops", kernels / "ops" / "gated_delta_rule", kernels / "modules"):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(FAKE)
+    small(AutoConfig.for_model("qwen3_5_text")).save_pretrained(tmp_path / "model")
+    path = os.pathsep.join([str(tmp_path / "site"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, str(tmp_path / "model")],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr[-2000:]

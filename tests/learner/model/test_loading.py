@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from configs.load import ConfigError
 from configs.schema import ModelConfig
-from learner.model.loading import read_config, read_whole
+from learner.certify.process import one_rank
+from learner.model.loading import auto_class, build_on_meta, init_random, read_config, read_whole
+from learner.model.shrink import small
 from tests.harness.world import tiny_model
 
 FILE = "model.safetensors"
@@ -35,6 +39,20 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
     with pytest.raises(ConfigError, match=r"mlp.down_proj.weight of shape \[64, 96\], .* describes \[64, 128\]; "):
         read_whole(model)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "gemma3", "qwen3_5", "qwen2_5_vl"])
+def test_random_weights_leave_the_buffers_that_the_config_gives(family: str, tmp_path: Path) -> None:
+    """Nemotron-H has no angles of RoPE, Gemma 3 scales its embeddings, and each tower has its own."""
+    config = small(AutoConfig.for_model(family))
+    config.save_pretrained(tmp_path)
+    empty = build_on_meta(ModelConfig(path=str(tmp_path)), "sdpa")
+    with one_rank():
+        init_random(empty, torch.device("cpu"), 1)
+    whole = auto_class(config).from_config(config)
+    made = dict(empty.named_buffers())
+    assert all(torch.equal(made[name].float(), x.float()) for name, x in whole.named_buffers())
+    assert all(bool(torch.isfinite(x).all()) for x in empty.parameters())
 
 
 def test_a_model_with_code_of_its_own_is_refused_with_the_key_that_runs_it(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 
 from configs.schema import AlgorithmConfig, ModelConfig
+from learner.certify.certifier import write_copy
 from learner.model.lora.base import Base
 from learner.model.microbatch import one_document
 from learner.train.batch import Batch
@@ -40,7 +42,11 @@ class GatherCase:
         made = {"text": tiny_model, "adapter": adapted_model}.get(self.kind)
         if made:
             return made(folder, dtype=self.dtype)
-        model = expert_model(folder) if self.kind == "experts" else seeing_model(folder, "qwen3_vl")
+        if self.kind == "text alone":
+            written = ModelConfig(path="gemma3", text_alone=True)
+            model = write_copy(AutoConfig.for_model("gemma3"), written, folder)
+        else:
+            model = expert_model(folder) if self.kind == "experts" else seeing_model(folder, "qwen3_vl")
         name = str(self.dtype).removeprefix("torch.")
         return model.model_copy(update={"freeze": self.freeze, "dtype": name})
 
@@ -57,6 +63,7 @@ CASES = {
     "frozen tower": GatherCase("seeing", freeze=["vision"]),
     "frozen": GatherCase("seeing", freeze=["vision", "projector"]),
     "experts": GatherCase("experts"),
+    "idle tower": GatherCase("text alone", dtype=torch.bfloat16),
 }
 FAST = (
     "text",
@@ -67,6 +74,7 @@ FAST = (
     "frozen tower",
     "experts",
     "adapter, bfloat16",
+    "idle tower",
 )
 """The cases of the fast tests."""
 HALF = ("adapter", "adapter's base", "frozen tower", "frozen", "experts")
