@@ -317,13 +317,10 @@ def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
     if is_proven(read_model_file(config.model.path, "config.json") or {}):
         return
-    from learner.model.exactness import check_exact, check_shareable  # import torch and transformers, for seconds
-    from learner.model.state import use_torch_alone
+    from learner.model.exactness import check_in_own_process  # imports torch and transformers, for seconds
 
-    use_torch_alone()
     try:
-        check_exact(config.model, bool(config.learner.share_prompts))
-        check_shareable(config.model, config.learner.context_parallel)
+        check_in_own_process(config.model, bool(config.learner.share_prompts), config.learner.context_parallel)
     except ConfigError as error:
         trial.found.refused += error.problems
     else:

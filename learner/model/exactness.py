@@ -3,8 +3,8 @@
 `check_exact` builds a small copy of the model: the same classes with few, narrow layers, short windows and random
 weights, in float32 on the CPU. Documents packed in one row, and answers to a shared prompt, must get the
 log-probabilities that transformers' own eager forward pass gives each document alone. So a new family of models is
-either exact or refused by name. The check takes a tenth of a second. Called by `learner/__main__.py` and, in a
-process of its own, by `actors/doctor/trial.py`; reads the model's config, never a weight; waits for nothing.
+either exact or refused by name. The check takes a tenth of a second. Called by `learner/certify/process.py` and
+`actors/doctor/trial.py`, in processes of their own; reads the model's config, never a weight; waits for nothing.
 """
 
 import copy
@@ -66,6 +66,13 @@ def check_exact(model: ModelConfig, share: bool) -> None:
     if found := reasons(config, share, model.trust_remote_code):
         raise ConfigError([f"model.path: {model.path} ({kind}): {reason}" for reason in found])
     check_adapter(model, config)
+
+
+def check_in_own_process(model: ModelConfig, share: bool, ranks: int) -> None:
+    """Do what `check_exact` and `check_shareable` do, in a process that trains nothing."""
+    state.use_torch_alone()
+    check_exact(model, share)
+    check_shareable(model, ranks)
 
 
 def check_adapter(model: ModelConfig, config: PreTrainedConfig) -> None:
