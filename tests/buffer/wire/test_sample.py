@@ -61,7 +61,7 @@ def test_facts_and_that_the_usual_sample_takes_the_short_way():
     assert sample_stats(data) == SampleStats(6, 3, 0.25, False)
     for tokens in (2, 127, 128, 255, 256, 65_535, 65_536, 70_000):
         data = sample(tokens=tokens).pack()
-        assert parsing._parse_fast(data) == parsing._parse_checked(data) == sample_stats(data)
+        assert parsing._parse_fast([data]) == [parsing._parse_checked(data)] == [sample_stats(data)]
 
 
 def test_a_number_of_tokens_that_cannot_be_costs_nothing():
@@ -191,8 +191,8 @@ def test_what_are_no_routes_of_a_sample_is_told(dtype, shape, words):
 
 
 def test_only_samples_without_routes_take_the_short_way():
-    assert parsing._parse_fast(msgpack.packb(routed())) is None
-    assert parsing._parse_fast(sample(tokens=6).pack()) is not None
+    assert parsing._parse_fast([msgpack.packb(routed())]) is None
+    assert parsing._parse_fast([sample(tokens=6).pack()]) is not None
 
 
 def test_a_sample_from_before_there_were_routes_is_read_from_a_file_of_then():
@@ -200,5 +200,5 @@ def test_a_sample_from_before_there_were_routes_is_read_from_a_file_of_then():
     fields = new.model_dump()
     assert fields.pop("routes") is None
     data = bytes(msgpack.packb(fields))
-    assert parsing._parse_fast(data) is None and sample_stats(data) == sample_stats(new.pack())
+    assert parsing._parse_fast([data]) is None and sample_stats(data) == sample_stats(new.pack())
     assert Sample.unpack(data) == new

@@ -36,7 +36,8 @@ def test_a_taught_sample_takes_the_short_way_and_keeps_its_bytes() -> None:
     made = Sample.unpack(data)
     assert made.pack() == data and made.teacher == "math"
     assert made.teacher_logprobs is not None and made.teacher_logprobs.numpy().tolist() == GOOD
-    assert parsing._parse_fast(data, ONE) == parsing._parse_checked(data, ONE) == sample_stats(sample(tokens=6).pack())
+    expected = sample_stats(sample(tokens=6).pack())
+    assert parsing._parse_fast([data], ONE) == [parsing._parse_checked(data, ONE)] == [expected]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +71,10 @@ def test_what_no_teacher_can_have_given_is_refused_in_one_line(data: bytes, boun
 def test_rows_of_no_teacher_are_taken_where_not_every_row_has_one() -> None:
     plain = sample(tokens=6).pack()
     for bounds in (ANY, ONE, NO):
-        assert parsing._parse_fast(plain, bounds) is not None
-    assert parsing._parse_fast(taught(GOOD), ALL) is not None and parsing._parse_fast(taught(GOOD, ""), ALL) is not None
+        assert parsing._parse_fast([plain], bounds) is not None
+    assert parsing._parse_fast([taught(GOOD), taught(GOOD, "")], ALL) is not None
+    assert parsing._parse_fast([plain, taught(GOOD)], ONE) == [sample_stats(plain)] * 2
+    assert parsing._parse_fast([plain, taught(GOOD)], ALL) is None
 
 
 VALUES = st.sampled_from([0.0, -0.0, -0.5, -1000.0, -1000.5, 5e-4, 2e-3, float("nan"), float("inf"), float("-inf")])
@@ -85,9 +88,9 @@ def test_the_short_way_takes_nothing_that_the_long_way_refuses(values: list[floa
     try:
         expected = parsing._parse_checked(data, bounds)
     except WrongValue:
-        assert parsing._parse_fast(data, bounds) is None
+        assert parsing._parse_fast([data], bounds) is None
         return
-    assert sample_stats(data, bounds) == expected and parsing._parse_fast(data, bounds) in (None, expected)
+    assert sample_stats(data, bounds) == expected and parsing._parse_fast([data], bounds) in (None, [expected])
 
 
 def test_a_sample_of_a_file_from_before_teachers_is_read() -> None:

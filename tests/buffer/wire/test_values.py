@@ -2,6 +2,7 @@
 the attempt and of its server."""
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from buffer.ledger.types import SampleStats
 from buffer.wire import sample as parsing
 from buffer.wire.message import Array
 from buffer.wire.protocol import Put, State, Status, Stored
-from buffer.wire.sample import sample_stats
+from buffer.wire.sample import sample_stats, stats_of
 from buffer.wire.values import Bounds, WrongValue
 from configs.schema import ModelConfig
 from tests.harness.buffer_process import buffer, client, group, in_loop, make_requests, rollout, sample
@@ -25,9 +27,9 @@ DTYPES = {"tokens": "<i4", "sampled": "u1", "behaviour_logprobs": "<f4", "versio
 NAN, INF = float("nan"), float("inf")
 
 
-def packed(places: dict[str, dict[int, float]] | None = None, **fields: Any) -> bytes:
+def packed(places: dict[str, dict[int, float]] | None = None, number: int = 6, **fields: Any) -> bytes:
     """A sample of 6 tokens, of which the last 3 were sampled, with other values at some places of its arrays."""
-    made = sample(tokens=6).model_dump() | fields
+    made = sample(tokens=number).model_dump() | fields
     for name, values in (places or {}).items():
         array = np.frombuffer(made[name]["data"], DTYPES[name]).copy()
         for place, value in values.items():
@@ -115,14 +117,39 @@ PLACES = st.dictionaries(st.integers(0, 5), st.sampled_from([0, 1, -1, 40, 49, 5
 FLOATS = st.dictionaries(st.integers(0, 5), st.sampled_from([0.0, -0.0, -1.0, 5e-4, 0.1, NAN, -NAN, INF, -INF, -999.0]))
 
 
-@given(PLACES, FLOATS, PLACES, st.dictionaries(st.integers(0, 5), st.integers(0, 2), max_size=2))
-def test_the_short_way_takes_nothing_that_the_long_way_refuses(tokens, logprobs, versions, sampled) -> None:
-    data = packed({"tokens": tokens, "behaviour_logprobs": logprobs, "versions": versions, "sampled": sampled})
-    read = parsing._parse_fast(data, BOUNDS)
+COLUMNS = st.fixed_dictionaries(
+    {
+        "tokens": PLACES,
+        "behaviour_logprobs": FLOATS,
+        "versions": PLACES,
+        "sampled": st.dictionaries(st.integers(0, 5), st.integers(0, 2), max_size=2),
+    }
+)
+
+
+def known(stats: SampleStats) -> tuple[Any, ...]:
+    """All fields, those that `==` leaves out too."""
+    return astuple(stats)
+
+
+@given(COLUMNS)
+def test_the_short_way_takes_nothing_that_the_long_way_refuses(places: Any) -> None:
+    data = packed(places)
+    read = parsing._parse_fast([data], BOUNDS)
     if read is not None:
-        assert parsing._parse_checked(data, BOUNDS) == read
-        known = parsing._parse_checked(data, BOUNDS)
-        assert (read.oldest, read.newest, read.prompt) == (known.oldest, known.newest, known.prompt)
+        assert known(parsing._parse_checked(data, BOUNDS)) == known(read[0])
+
+
+@given(st.lists(st.tuples(st.one_of(st.just({}), COLUMNS), st.integers(6, 9)), min_size=1, max_size=5))
+def test_the_columns_of_a_group_are_judged_as_those_of_each_sample(drawn: Any) -> None:
+    samples = [packed(places, number) for places, number in drawn]
+    alone = [parsing._parse_fast([data], BOUNDS) for data in samples]
+    together = parsing._parse_fast(samples, BOUNDS)
+    if any(found is None for found in alone):
+        assert together is None
+    else:
+        assert together and [known(one) for one in together] == [known(found[0]) for found in alone if found]
+        assert [known(one) for one in stats_of(0, samples, BOUNDS)] == [known(one) for one in together]
 
 
 def test_the_bounds_of_a_model_are_read_off_its_config(tmp_path: Path) -> None:

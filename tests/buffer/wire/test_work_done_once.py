@@ -1,5 +1,6 @@
 """The buffer does its work once, however many ranks ask, however much is stored and however long it waits."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -89,13 +90,13 @@ class CountedParses:
     """Counts how often a sample was parsed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.number, parse = 0, sample.sample_stats
+        self.number, parse = 0, sample._parse_fast
 
-        def counted(data: bytes, bounds: Any) -> Any:
-            self.number += 1
-            return parse(data, bounds)
+        def counted(samples: Sequence[bytes], bounds: Any) -> Any:
+            self.number += len(samples)
+            return parse(samples, bounds)
 
-        monkeypatch.setattr(sample, "sample_stats", counted)
+        monkeypatch.setattr(sample, "_parse_fast", counted)
 
 
 def test_a_parked_group_is_parsed_once_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
