@@ -76,8 +76,8 @@ class Attempts:
     def store(self, item: ItemState, samples: Sequence[SampleStats], now: float) -> bool:
         """The leased item has a group. False: it cannot be trained, and the attempt has failed."""
         state, d = self._state, item.version
-        newest = max((sample.newest for sample in samples if sample.newest is not None), default=0)
-        oldest = min((sample.oldest for sample in samples if sample.oldest is not None), default=d)
+        newest = max([sample.newest for sample in samples if sample.newest is not None], default=0)
+        oldest = min([sample.oldest for sample in samples if sample.oldest is not None], default=d)
         least, most = state.undone.least(d), max(state.ceiling, state.undone.reached)
         if newest > most or oldest < least:  # no server can have had these policies: only a rewind leads back
             above = f"sampled under version {newest}, and no policy above version {most} exists"

@@ -102,12 +102,19 @@ class Lengths(NamedTuple):
     @classmethod
     def of(cls, samples: Sequence[SampleStats]) -> "Lengths":
         """The lengths of one group."""
-        tokens, sampled = sum(s.tokens for s in samples), sum(s.sampled for s in samples)
-        return cls(1, len(samples), tokens, sampled, sum(s.truncated for s in samples))
+        tokens, sampled = sum([s.tokens for s in samples]), sum([s.sampled for s in samples])
+        return cls(1, len(samples), tokens, sampled, sum([s.truncated for s in samples]))
 
     def plus(self, other: "Lengths", times: int = 1) -> "Lengths":
         """The sum, field by field; `times=-1` takes `other` away."""
-        return Lengths(*(a + times * b for a, b in zip(self, other, strict=True)))
+        groups, samples, tokens, sampled, truncated = other
+        return Lengths(
+            self.groups + times * groups,
+            self.samples + times * samples,
+            self.tokens + times * tokens,
+            self.sampled + times * sampled,
+            self.truncated + times * truncated,
+        )
 
 
 @dataclass(slots=True)

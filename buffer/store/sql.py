@@ -131,9 +131,10 @@ INSERT INTO segments VALUES (?, ?, ?)
 ON CONFLICT (segment) DO UPDATE SET size = MAX(size, excluded.size), live = live + excluded.live
 """
 FREE = """
-UPDATE segments SET live = live - (SELECT bytes FROM items WHERE items.item = freed.item)
-FROM (SELECT item, segment FROM samples WHERE item = ? LIMIT 1) AS freed WHERE segments.segment = freed.segment
+UPDATE segments SET live = live - (SELECT bytes FROM items WHERE item = ?)
+WHERE segment = (SELECT segment FROM samples WHERE item = ? LIMIT 1)
 """
+"""Values: the item, twice."""
 EMPTY = "SELECT segment FROM segments WHERE live = 0 AND segment <> ?"
 TOTAL = "INSERT OR REPLACE INTO totals VALUES (?, ?, ?, ?, ?, ?, ?)"
 BATCH = """

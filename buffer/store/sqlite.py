@@ -14,6 +14,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -173,12 +174,15 @@ class Store:
         rows, ends, sizes = list[tuple[Any, ...]](), list[tuple[int, int, int]](), list[tuple[int, int]]()
         for item, samples in groups.items():
             segment, position = places[item]
-            for index, (stats, data) in enumerate(zip(changes.sample_stats[item], samples, strict=True)):
-                figures = stats.tokens, stats.sampled, stats.reward, stats.truncated
-                rows.append((item, index, *figures, segment, position, len(data), crc32c(data)))
-                position += len(data)
-            size = position - places[item].position
-            ends.append((segment, position, size))
+            lengths = [len(data) for data in samples]
+            starts, crcs = accumulate(lengths[:-1], initial=position), map(crc32c, samples)
+            known = zip(changes.sample_stats[item], starts, lengths, crcs, strict=True)
+            rows += [
+                (item, index, stats.tokens, stats.sampled, stats.reward, stats.truncated, segment, start, length, crc)
+                for index, (stats, start, length, crc) in enumerate(known)
+            ]
+            size = sum(lengths)
+            ends.append((segment, position + size, size))
             sizes.append((size, item))
         db.executemany(sql.SAMPLE, rows)
         db.executemany(sql.SEGMENT, ends)
@@ -197,7 +201,8 @@ class Store:
     def _remove(self, items: Iterable[int]) -> None:
         """Name their samples no longer."""
         rows = [(item,) for item in items]
-        for statement in (sql.FREE, "DELETE FROM samples WHERE item = ?", "UPDATE items SET bytes = 0 WHERE item = ?"):
+        self._db.executemany(sql.FREE, [2 * row for row in rows])
+        for statement in ("DELETE FROM samples WHERE item = ?", "UPDATE items SET bytes = 0 WHERE item = ?"):
             self._db.executemany(statement, rows)
 
     def group(self, item: int) -> list[bytes]:

@@ -242,8 +242,12 @@ ROUTE_DTYPES = ("uint8", "uint16")
 MOST_TOP = 64
 """Most tokens that a teacher gives in place of one."""
 LOGPROB, TAUGHT = "float32", "teacher_logprobs"
-SCALARS = [name for name in Sample.model_fields if name not in Sample.DTYPES]
-"""The fields that follow the arrays."""
+TEACHER = "teacher"
+VARIED = ["reward", "finish", "answer", "metrics", TEACHER]
+"""Fields after the arrays that differ between usual samples."""
+NOTHING_SPECIAL = msgpack.packb({"images": [], "starts": [0], "turn_rewards": [], "routes": None, TEACHER: ""})[1:-1]
+"""What stands between the metrics of a usual sample and the name of its teacher."""
+NO_NAME = msgpack.packb("")
 NO_TEACHER = msgpack.packb({TAUGHT: None})[1:]
 """How a sample without a teacher ends."""
 MOST_OFF = 1e-6
@@ -288,7 +292,7 @@ def _parse_fast(samples: Sequence[bytes], bounds: Bounds = ANY) -> list[SampleSt
     flags, versions = _column(opened, "sampled"), np.frombuffer(_column(opened, "versions"), SIGNED)
     if not _fits(opened, flags, versions, bounds):
         return None
-    starts = np.array(list(accumulate((number for _, number, *_ in opened[:-1]), initial=0)))
+    starts = np.array([0, *accumulate([number for _, number, _, _, _ in opened[:-1]])])
     trainable = np.add.reduceat(np.frombuffer(flags, np.uint8), starts, dtype=np.int64).tolist()
     oldest = np.minimum.reduceat(versions.view(UNSIGNED), starts).tolist()  # of those that are not -1
     newest, figures = np.maximum.reduceat(versions, starts).tolist(), list[SampleStats]()
@@ -307,8 +311,13 @@ def _opened(data: bytes) -> Opened | None:
     if (found := _places(data)) is None:
         return None
     number, places, end, last = found
+    after = data.rfind(NOTHING_SPECIAL, end, last)
+    teacher = data[after + len(NOTHING_SPECIAL) : last]
+    if after < 0:
+        return None
     try:
-        rest = msgpack.unpackb(HEAD_OF_SCALARS + data[end:last], **LIMITS)
+        rest = msgpack.unpackb(HEAD_OF_SCALARS + data[end:after], **LIMITS)
+        rest[TEACHER] = "" if teacher == NO_NAME else msgpack.unpackb(teacher, **LIMITS)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
         return None
     return (data, number, places, last, rest) if _sound(rest) else None
@@ -337,7 +346,7 @@ def _places(data: bytes) -> tuple[int, dict[str, int], int, int] | None:
 def _column(opened: Sequence[Opened], name: str) -> bytes:
     """An array of all samples, one sample after the other."""
     size = SIZES[name]
-    return b"".join([data[places[name] : places[name] + size * number] for data, number, places, *_ in opened])
+    return b"".join([data[places[name] : places[name] + size * number] for data, number, places, _, _ in opened])
 
 
 def _fits(opened: Sequence[Opened], flags: bytes, versions: np.ndarray, bounds: Bounds) -> bool:
@@ -350,7 +359,7 @@ def _fits(opened: Sequence[Opened], flags: bytes, versions: np.ndarray, bounds: 
     return bool(
         np.maximum.reduce(tokens) < bounds.vocabulary
         and _plausible(np.frombuffer(_column(opened, "behaviour_logprobs"), UNSIGNED), sampled)
-        and (own is None or not ((tokens == own) > sampled).any())
+        and (own is None or not np.count_nonzero((tokens == own) > sampled))
         and _teachers_fit(opened, sampled, bounds)
     )
 
@@ -364,7 +373,7 @@ def _plausible(logprobs: np.ndarray, sampled: np.ndarray) -> bool:
     """
     largest = np.maximum.reduce
     in_range = largest(logprobs) <= LEAST_BITS and largest(logprobs.view(SIGNED)) <= 0
-    return bool(in_range and not ((logprobs != 0) > sampled).any())
+    return bool(in_range and not np.count_nonzero((logprobs != 0) > sampled))
 
 
 def _teachers_fit(opened: Sequence[Opened], sampled: np.ndarray, bounds: Bounds) -> bool:
@@ -372,9 +381,9 @@ def _teachers_fit(opened: Sequence[Opened], sampled: np.ndarray, bounds: Bounds)
     columns, is_taught = list[bytes](), False
     for data, number, _, last, rest in opened:
         has_teacher = len(data) - last > len(NO_TEACHER)
-        if has_teacher and (bounds.top_k or not bounds.has_teacher(rest["teacher"])):  # most probable tokens lack
+        if has_teacher and (bounds.top_k or not bounds.has_teacher(rest[TEACHER])):  # most probable tokens lack
             return False
-        if not has_teacher and (rest["teacher"] or "" in (bounds.teachers or ())):
+        if not has_teacher and (rest[TEACHER] or "" in (bounds.teachers or ())):
             return False
         columns.append(data[-4 * number :] if has_teacher else bytes(4 * number))
         is_taught |= has_teacher
@@ -417,22 +426,17 @@ def _in_words(error: ValidationError) -> WrongValue:
 
 
 def _sound(rest: dict[str, Any]) -> bool:
-    """Whether these are the scalar fields of a sample, each of its type."""
-    metrics, reward = rest.get("metrics"), rest.get("reward")
+    """Whether these are the fields after the arrays that differ between usual samples, each of its type."""
+    if list(rest) != VARIED:
+        return False
+    reward, finish, answer, metrics, teacher = rest.values()
     return (
-        list(rest) == SCALARS[:-1]
-        and type(reward) is float
+        type(reward) is float
         and abs(reward) <= MOST_REWARD  # NaN is not
-        and rest["finish"] in ("stop", "length")
-        and type(rest["answer"]) is str
-        and rest["images"] == []
-        and rest["starts"] == [0]
-        and type(rest["starts"][0]) is int  # False is equal to 0
-        and rest["turn_rewards"] == []
-        and rest["routes"] is None
-        and type(rest["teacher"]) is str
+        and finish in ("stop", "length")
+        and type(answer) is type(teacher) is str
         and type(metrics) is dict
-        and all(type(name) is str and type(value) is float and isfinite(value) for name, value in metrics.items())
+        and all([type(name) is str and type(value) is float and isfinite(value) for name, value in metrics.items()])
     )
 
 
@@ -457,7 +461,7 @@ def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
     return headers, places, position
 
 
-HEAD_OF_SCALARS = msgpack.Packer().pack_map_header(len(SCALARS) - 1)
-"""The head of a map of these fields without the last one, `teacher_logprobs`."""
+HEAD_OF_SCALARS = msgpack.Packer().pack_map_header(len(VARIED) - 1)
+"""The head of a map of the fields VARIED without the last one."""
 NUM_TOKENS_AT = 1 + len(msgpack.packb({"tokens": {"dtype": Sample.DTYPES["tokens"], "shape": None}})[1:-1]) + 1
 """Position of the number of tokens: after the header of the map and that of `shape`."""
