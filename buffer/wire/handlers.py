@@ -41,12 +41,14 @@ from buffer.wire.protocol import (
     Work,
     WorkItem,
 )
+from buffer.wire.sample import stats_of
 from buffer.wire.served_rows import WARN_S, ServedRows
 from buffer.wire.values import WrongValue
 from configs.resume import Change
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message, contravariant=True)
+ACCEPTED = Stored(accepted=True)
 HOLD_S = 2.0
 """An item whose images could not be read is tried again after so long."""
 
@@ -203,15 +205,16 @@ class PutVerb:
         refusal = self._ledger.put(peer.key, put.item, put.lease, figures, now)
         if item and is_leased and refusal is None:  # else it is a repetition
             self._groups.add(put.item, put.samples, figures, item.state == "stored")
-        return Stored(accepted=refusal is None, reason=refusal or "")
+        return ACCEPTED if refusal is None else Stored(accepted=False, reason=refusal)
 
     def _judged(self, put: Put) -> list[SampleStats]:
         """Figures of its samples. Raises WrongValue if they cannot be trained."""
         if len(put.samples) != self._limits.samples:
             what = f"{len(put.samples)} samples, batch.samples is {self._limits.samples}"
             raise WrongValue(f"item {put.item}", what)
-        figures = put.figures(self._limits.bounds)
-        shown, known = max(sample.row_images for sample in figures), self._ledger.state.items.get(put.item)
+        if not (figures := put.figures):
+            figures += stats_of(put.item, put.samples, self._limits.bounds)
+        shown, known = max([sample.row_images for sample in figures]), self._ledger.state.items.get(put.item)
         if shown and known and shown > (has := len(self._rows.images_of(known.row))):
             what = f"a sample shows {shown} images of row {known.row}, which has {has}"
             raise WrongValue("images", what).within(f"item {put.item}")

@@ -143,9 +143,10 @@ class Router:
                 identity, *rest = self.plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return received, False
-            self._heard.pop(identity.bytes, None)  # a dict keeps the order of first insertions
-            self._heard[identity.bytes] = descriptor = int(identity.get(zmq.SRCFD))
-            frames: list[Frame] = [identity.bytes, *(frame.buffer for frame in rest)]
+            who = identity.bytes
+            self._heard.pop(who, None)  # a dict keeps the order of first insertions
+            self._heard[who] = descriptor = int(identity.get(zmq.SRCFD))
+            frames: list[Frame] = [who, *[frame.buffer for frame in rest]]
             received.append((str(identity.get("User-Id")), frames))
             gathered += (size := sum(map(len, rest)))
             self.limits.on_message(descriptor, size)

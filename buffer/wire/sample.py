@@ -3,7 +3,7 @@
 `Sample` says what a sample is, and what is wrong with one. Validating each through it would take most of the buffer's
 time at full load; but everything that `Sample.pack` writes for a given number of tokens differs only in the numbers, so
 `sample_stats` compares a sample with that layout, and only what does not match is validated by `Sample`. Pure functions
-of bytes; used by `protocol.py` and `batches.py`.
+of bytes; used by `handlers.py` and `batches.py`.
 """
 
 from collections.abc import Sequence
@@ -307,20 +307,31 @@ def _parse_fast(samples: Sequence[bytes], bounds: Bounds = ANY) -> list[SampleSt
 
 
 def _opened(data: bytes) -> Opened | None:
-    """The sample as an Opened; None: it has another layout, or a scalar field that is not usual."""
+    """The sample as an Opened; None: it has another layout, or a field after the arrays that is not usual."""
     if (found := _places(data)) is None:
         return None
     number, places, end, last = found
     after = data.rfind(NOTHING_SPECIAL, end, last)
-    teacher = data[after + len(NOTHING_SPECIAL) : last]
+    name = data[after + len(NOTHING_SPECIAL) : last]
     if after < 0:
         return None
     try:
         rest = msgpack.unpackb(HEAD_OF_SCALARS + data[end:after], **LIMITS)
-        rest[TEACHER] = "" if teacher == NO_NAME else msgpack.unpackb(teacher, **LIMITS)
+        rest[TEACHER] = "" if name == NO_NAME else msgpack.unpackb(name, **LIMITS)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
         return None
-    return (data, number, places, last, rest) if _sound(rest) else None
+    if list(rest) != VARIED:
+        return None
+    reward, finish, answer, metrics, teacher = rest.values()
+    is_sound = (
+        type(reward) is float
+        and abs(reward) <= MOST_REWARD  # NaN is not
+        and finish in ("stop", "length")
+        and type(answer) is type(teacher) is str
+        and type(metrics) is dict
+        and all([type(name) is str and type(value) is float and isfinite(value) for name, value in metrics.items()])
+    )
+    return (data, number, places, last, rest) if is_sound else None
 
 
 def _places(data: bytes) -> tuple[int, dict[str, int], int, int] | None:
@@ -423,21 +434,6 @@ def _in_words(error: ValidationError) -> WrongValue:
     given = error.errors(include_url=False)[0]["input"]
     value = f"{given!r:.40}; " if isinstance(given, int | float) else ""
     return WrongValue(name, value + rule.removeprefix("Value error, "))
-
-
-def _sound(rest: dict[str, Any]) -> bool:
-    """Whether these are the fields after the arrays that differ between usual samples, each of its type."""
-    if list(rest) != VARIED:
-        return False
-    reward, finish, answer, metrics, teacher = rest.values()
-    return (
-        type(reward) is float
-        and abs(reward) <= MOST_REWARD  # NaN is not
-        and finish in ("stop", "length")
-        and type(answer) is type(teacher) is str
-        and type(metrics) is dict
-        and all([type(name) is str and type(value) is float and isfinite(value) for name, value in metrics.items()])
-    )
 
 
 @lru_cache(4096)

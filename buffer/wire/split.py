@@ -7,7 +7,7 @@ prompt.
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from math import ceil, nan
 from operator import itemgetter
 from typing import Any
@@ -79,17 +79,18 @@ def sample_rows(groups: Groups) -> SampleRows:
 
 def rows_of(groups: Sequence[tuple[int, int, Sequence[SampleStats]]]) -> SampleRows:
     """The same from the figures alone. At most MOST_COLUMNS metrics are kept: those that most samples have."""
-    rows = [(item, dispatched, stats) for item, dispatched, group in groups for stats in group]
-    named = Counter(name for *_, stats in rows for name in stats.metrics)
+    rows = [stats for *_, group in groups for stats in group]
+    sizes = np.array([len(group) for *_, group in groups], np.int64)
+    named = Counter(chain.from_iterable([stats.metrics for stats in rows]))
     names = sorted(sorted(named, key=lambda name: (-named[name], name))[:MOST_COLUMNS])
     return SampleRows(
-        item=Array.of(np.array([item for item, _, _ in rows], np.int64)),
-        dispatched=Array.of(np.array([dispatched for _, dispatched, _ in rows], np.int64)),
-        reward=Array.of(np.array([stats.reward for *_, stats in rows], np.float64)),
-        tokens=Array.of(np.array([stats.tokens for *_, stats in rows], np.int64)),
-        sampled=Array.of(np.array([stats.sampled for *_, stats in rows], np.int64)),
-        truncated=Array.of(np.array([stats.truncated for *_, stats in rows], np.uint8)),
-        metrics={name: Array.of(np.array([stats.metrics.get(name, nan) for *_, stats in rows])) for name in names},
+        item=Array.of(np.repeat(np.array([item for item, _, _ in groups], np.int64), sizes)),
+        dispatched=Array.of(np.repeat(np.array([dispatched for _, dispatched, _ in groups], np.int64), sizes)),
+        reward=Array.of(np.array([stats.reward for stats in rows], np.float64)),
+        tokens=Array.of(np.array([stats.tokens for stats in rows], np.int64)),
+        sampled=Array.of(np.array([stats.sampled for stats in rows], np.int64)),
+        truncated=Array.of(np.array([stats.truncated for stats in rows], np.uint8)),
+        metrics={name: Array.of(np.array([stats.metrics.get(name, nan) for stats in rows])) for name in names},
     )
 
 
