@@ -339,7 +339,7 @@ def _places(data: bytes) -> tuple[int, dict[str, int], int, int] | None:
     header, None or an array; None: `Sample.pack` lays out its bytes in another way."""
     if len(data) < NUM_TOKENS_AT + 5:
         return None
-    size = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(data[NUM_TOKENS_AT], 0)
+    size = SIZE_OF_NUMBER.get(data[NUM_TOKENS_AT], 0)
     number = int.from_bytes(data[NUM_TOKENS_AT + 1 : NUM_TOKENS_AT + 1 + size]) if size else data[NUM_TOKENS_AT]
     if not 0 < number * BYTES_PER_TOKEN < len(data):
         return None
@@ -459,5 +459,7 @@ def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
 
 HEAD_OF_SCALARS = msgpack.Packer().pack_map_header(len(VARIED) - 1)
 """The head of a map of the fields VARIED without the last one."""
+SIZE_OF_NUMBER = {0xCC: 1, 0xCD: 2, 0xCE: 4}
+"""Bytes of a number of tokens after its first byte, by that; other first bytes are the number itself."""
 NUM_TOKENS_AT = 1 + len(msgpack.packb({"tokens": {"dtype": Sample.DTYPES["tokens"], "shape": None}})[1:-1]) + 1
 """Position of the number of tokens: after the header of the map and that of `shape`."""
