@@ -12,13 +12,14 @@ from benchmarks.weights.shapes import folder_of
 def setup_module():
     """vLLM takes seconds to import, and each worker of pytest collects this file."""
     global EMPTY_MODEL_RUNNER_OUTPUT, END_WAITS, KeepingAsyncScheduler, KeepingScheduler, OTHERS, PauseState
-    global PlayedModel, RequestStatus, engine_config, scheduler_of, scheduling
+    global PlainSteps, PlayedModel, RequestStatus, engine_config, scheduler_of, scheduling
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
     from vllm.v1.request import RequestStatus
 
     from benchmarks.runs.played_model import PlayedModel, engine_config, scheduler_of
     from rollout.engine.scheduling import scheduler as scheduling
+    from rollout.engine.scheduling.plain_steps import PlainSteps
     from rollout.engine.scheduling.record import OTHERS
     from rollout.engine.scheduling.scheduler import END_WAITS, KeepingAsyncScheduler, KeepingScheduler
 
@@ -140,3 +141,28 @@ def test_a_request_that_names_others_is_all_of_them(model):
     model.add("a", [100] * 20, max_tokens=3, logprobs=0, extra_args={OTHERS: ["b", "c"]})
     assert sorted(model.scheduler.rl_records) == ["a", "b", "c"]
     assert [sorted(names) for names in steps(model, 8) if names] == [["a", "b", "c"]]
+
+
+def taken(model, number):
+    """What the scheduler sends after each of so many steps, by the number of the front process."""
+    for _ in range(number):
+        model.schedule()
+        if (found := model.output()) is not None:
+            yield from model.scheduler.update_from_output(*found).items()
+
+
+def test_ends_go_to_the_first_front_process(model):
+    add(model, only=3)
+    assert [client for client, sent in taken(model, 8) if sent.outputs] == [0]
+
+
+def test_the_first_report_counts_the_first_token_and_no_stall(model):
+    add(model, running=40)
+    (stats,) = [sent.scheduler_stats for _, sent in taken(model, 3) if sent.scheduler_stats][:1]
+    assert stats.kv_connector_stats == {"tokens": 1, "preempted": 0, "stall_s": 0.0}
+    assert (stats.num_running_reqs, stats.num_waiting_reqs) == (1, 0)
+
+
+def test_a_step_that_starts_no_prompt_is_vllm_s(model, monkeypatch):
+    monkeypatch.setattr(PlainSteps, "schedule", lambda self, throttle_prefills: throttle_prefills, raising=False)
+    assert model.scheduler.schedule(True) is True

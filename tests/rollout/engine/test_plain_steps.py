@@ -180,6 +180,23 @@ def test_steps_requests_and_tokens_are_those_of_vllm(kind, seed, blocks, config)
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_where_no_block_is_left_for_a_sequence_vllm_preempts_one(kind, config):
+    """Two sequences decode and none waits: only the count of free blocks tells that vLLM has to decide."""
+    ahead, second = KINDS[kind]
+    model = PlayedModel(
+        scheduler_of(KeepingScheduler if ahead == 1 else KeepingAsyncScheduler, config, 8), ahead, sample
+    )
+    model.scheduler.use_v2_model_runner = second
+    for name in ("a", "b"):
+        model.add(name, [100] * 20, max_tokens=70, logprobs=0)
+    ended = set()
+    for _ in range(300):
+        model.schedule()
+        ended.update(output.request_id for output in model.take())
+    assert ended == {"a", "b"} and model.scheduler.rl_preempted
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_requests_that_are_not_kept_may_run_beside(kind, config):
     seen = play(kind, config, 5, 400, kept=0.9)
     assert seen["shorter"] and seen["whole"] > seen["shorter"]

@@ -120,6 +120,23 @@ def test_a_token_without_a_log_probability_ends_the_engine():
         record.finish(SimpleNamespace(request_id="r1", new_token_ids=[6], kv_transfer_params=None))
 
 
+def test_several_tokens_that_a_step_accepts_are_kept_with_their_log_probabilities_and_version():
+    """As with speculation: the rows of a sequence follow each other."""
+    scheduler = KeepingScheduler.__new__(KeepingScheduler)
+    scheduler.rl_records, scheduler.rl_tokens = {name: Record(SimpleNamespace()) for name in "ab"}, 0
+    values = SimpleNamespace(logprobs=torch.tensor([[-1.0], [-2.0], [-3.0]]), cu_num_generated_tokens=[0, 2, 3])
+    step = SimpleNamespace(rl_version=4, req_id_to_index={"a": 0, "b": 1})
+    tokens = {"a": [5, 6], "b": [7]}
+    outputs = [
+        SimpleNamespace(request_id=name, new_token_ids=new, routed_experts=None, finish_reason=None)
+        for name, new in tokens.items()
+    ]
+    assert [*scheduler._rl_keep(outputs, values, step)] == []
+    kept = {name: (list(record.logprobs), list(record.versions)) for name, record in scheduler.rl_records.items()}
+    assert kept == {"a": ([-1.0, -2.0], [4, 4]), "b": ([-3.0], [4])}
+    assert scheduler.rl_tokens == 3
+
+
 class FakeBlocks:
     """Stands for vLLM's `KVCacheManager`: as many blocks as it was asked for, and how many of them it shares."""
 
