@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from configs.schema import AlgorithmConfig
-from learner.algorithms.corrections import m2_limit, m2_squares
+from learner.algorithms.corrections import behaviour_weight, m2_limit, m2_squares
 from learner.algorithms.diagnostics import combine
 from learner.algorithms.inputs import LossInputs
-from learner.algorithms.losses import LOSSES, needs_entropy_gradient, needs_first_pass, needs_reference
+from learner.algorithms.losses import LOSSES, decoupled, needs_entropy_gradient, needs_first_pass, needs_reference
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "dppo": {"loss": "dppo", "is_cap": 1.5},
@@ -329,3 +329,20 @@ def test_decoupled_without_a_proximal_pass_takes_the_learner_itself() -> None:
     without = evaluate(replace(inputs, proximal=None), config)
     explicit = evaluate(replace(inputs, proximal=inputs.policy_logprobs), config)
     assert torch.equal(without[1], explicit[1])
+
+
+def test_decoupled_counts_a_clamped_weight_as_capped_unless_the_token_is_masked() -> None:
+    inputs, config = batch(9), AlgorithmConfig(loss="decoupled", behaviour_mode="clamp", behaviour_cap=1.1)
+    assert inputs.proximal is not None
+    _, masked, capped = decoupled(inputs, config)
+    beyond = (inputs.proximal - inputs.behaviour).exp() > 1.1
+    assert (beyond & masked).any() and (beyond & ~masked).any() and (~beyond & ~masked).any()
+    assert torch.equal(capped, beyond & ~masked)
+
+
+@pytest.mark.parametrize("mode", ["clamp", "mask"])
+def test_a_weight_that_equals_the_cap_is_not_beyond_it(mode: str) -> None:
+    """With a cap of 1 no fresh token is masked."""
+    fresh = torch.tensor([-1.0, -2.0])
+    weight, beyond = behaviour_weight(fresh, fresh, mode, 1.0)
+    assert weight.tolist() == [1.0, 1.0] and not beyond.any()
