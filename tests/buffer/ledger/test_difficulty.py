@@ -191,6 +191,7 @@ class Twin:
         if verb == "ask":
             upcoming = list(ledger.upcoming(more))
             again = list(ledger.upcoming(more))
+            assert len(upcoming) <= more
             before = ledger.state.next_item
             work = ledger.ask("s#1", ledger.state.version, number, 0.0, request)
             new = [it.index for it in work if it.item >= before]

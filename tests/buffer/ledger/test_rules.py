@@ -8,7 +8,7 @@ import pytest
 
 from buffer.ledger import reasons
 from buffer.ledger.rules import Ledger
-from buffer.ledger.types import FormedBatch, Lease, LedgerError, SampleStats, Transaction
+from buffer.ledger.types import FormedBatch, Lease, LedgerError, Lengths, SampleStats, Transaction
 from buffer.store.sqlite import Store
 
 GROUP = (SampleStats(10, 6, 0.0), SampleStats(12, 8, 1.0, True))
@@ -572,6 +572,17 @@ def test_only_trained_batches_are_pruned() -> None:
     ledger.batches.trained(0)
     assert ledger.batches.prune(9) == 1 and ledger.batches.prune(9) == 1 and sorted(ledger.state.items) == [1, 2]
     assert ledger.batches.take(1)
+
+
+def test_a_group_whose_samples_were_discarded_is_dropped_without_samples() -> None:
+    ledger = Ledger(100, groups=2, max_staleness=2, versions=50)
+    old = ledger.ask("a", 40, 1, 0.0)
+    put(ledger, "a", *old)
+    ledger.batches.rewind(40)
+    (again,) = ledger.ask("a", 40, 1, 0.0)
+    assert again.item == old[0].item
+    ledger.fail("a", again.item, again.lease, "no", 0.0, True)
+    assert ledger.view.lengths()["dropped: no"] == Lengths(groups=1)
 
 
 def test_a_new_ledger_takes_up_at_any_version() -> None:
