@@ -379,6 +379,15 @@ def test_an_item_that_is_held_back_goes_to_nobody_and_keeps_its_place() -> None:
     put(ledger, "a", two)
 
 
+@pytest.mark.parametrize("returned", [True, False])
+def test_only_the_attempts_of_a_server_that_was_drained_do_not_count(returned: bool) -> None:
+    ledger = Ledger(100, groups=2, max_staleness=0, attempts=1)
+    leased = ledger.ask("a", 0, 2, 0.0)
+    ledger.leave("a", "drained", 0.0, returned)
+    assert (items(ledger.ask("b", 0, 2, 0.0)) == items(leased)) is returned
+    assert ledger.view.counts()["dropped"] == (0 if returned else 2)
+
+
 def test_an_item_stays_held_back_when_others_are_taken_back() -> None:
     ledger = Ledger(100, groups=2, max_staleness=0)
     held, old = ledger.ask("a", 0, 2, 0.0)
