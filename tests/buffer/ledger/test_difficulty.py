@@ -103,6 +103,9 @@ def test_a_problem_that_is_always_solved_retires_and_returns() -> None:
     assert all(len(versions[row]) > 2 for row in kinds), "every problem comes again"
     easy = sum(len(versions[row]) for row in range(20))
     assert easy < 150 * 4 / 2, "although they are half of all"
+    ledger = played.ledger
+    resting = {row for row in range(20) if ledger.state.version - versions[row][-1] <= 9}
+    assert 0 < ledger.order.counts(ledger.state)["retired"] <= len(resting)
 
 
 def test_a_problem_that_becomes_solvable_is_in_between_again_and_one_that_is_forgotten_too() -> None:

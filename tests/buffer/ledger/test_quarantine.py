@@ -34,6 +34,7 @@ def test_a_batch_is_served_without_the_group_and_no_other_batch_changes() -> Non
         assert again.view.counts()["quarantined"] == 1 and again.batches.quarantine(2, "again") is False
         assert again.view.ages() == {0: 2, 1: 1, 2: 2}
     assert ledger.put("a", 2, 3, GROUP, 0.0) is None, "its server repeats the Put, and it was accepted"
+    assert "its group was put into quarantine: tokens: 99" in str(ledger.put("b", 2, 99, GROUP, 0.0))
     row = store._db.execute("SELECT state, reason, batch FROM items WHERE item = 2").fetchone()
     assert row == ("quarantined", "tokens: 99", 1)
 
