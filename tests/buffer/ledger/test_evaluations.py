@@ -121,6 +121,7 @@ def test_an_evaluation_whose_servers_all_die_is_given_up():
     ended = found.unknown([])
     assert ended is not None and (ended.state, ended.due) == ("failed", 5) and "lost 5 times" in ended.reason
     assert found.over(reach(5, 5))
+    assert found.beat(B, 5, None, reach(5, 5), 101.0) == "none", "no server is asked for it again"
 
 
 def test_results_come_in_order_and_end_with_the_last_version():
