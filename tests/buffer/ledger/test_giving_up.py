@@ -62,6 +62,17 @@ def test_a_run_whose_attempts_all_fail_is_given_up(groups: int, kind: FailureKin
     assert len({line for line in lines[1:4]}) == 3 and all(f"{kind}: ValueError: no" in line for line in lines[1:4])
 
 
+def test_reasons_are_listed_by_how_often_attempts_failed_for_them() -> None:
+    ledger = Ledger(1000, 4, max_staleness=2, shuffle=False)
+    assert fail_until_given_up(ledger, reason="KeyError: rare", room=1, most=1) == 1
+    assert fail_until_given_up(ledger, reason="ValueError: often", room=1) == 99
+    _, *lines = reasons.ended(ledger).splitlines()
+    assert lines[:2] == [
+        "  99 attempts failed: reward: ValueError: often",
+        "  1 attempts failed: reward: KeyError: rare",
+    ]
+
+
 def test_failures_of_the_infrastructure_do_not_count() -> None:
     ledger = Ledger(1000, 4, max_staleness=2, shuffle=False)
     assert fail_until_given_up(ledger, kind="infrastructure") >= 1000
