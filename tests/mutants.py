@@ -38,6 +38,7 @@ AREAS = {
         ("buffer/store/*",),
         (
             "tests/buffer/store",
+            "tests/buffer/ledger/test_quarantine.py",
             *(f"tests/buffer/wire/test_{name}.py" for name in ("server", "scale")),
             "tests/actors/supervise/test_accept.py",
         ),

@@ -45,7 +45,9 @@ def test_a_batch_that_loses_its_last_group_is_formed_anew_with_those_after_it() 
     ledger.batches.take(0)
     assert ledger.batches.quarantine(0, "bad") and ledger.batches.quarantine(1, "bad")
     assert ledger.state.version == 0 and ledger.state.ceiling == 0
-    for again in (reopened(ledger, store), ledger):
+    restarted = reopened(ledger, store)
+    assert store._db.execute("SELECT * FROM batches").fetchall() == []
+    for again in (restarted, ledger):
         assert again.batches.take(0).items == (2, 3) and again.batches.take(1).items == (4, 5)
         assert again.view.counts()["batched"] == 4 and again.view.counts()["stored"] == 0
     ledger.batches.trained(0)
