@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,20 @@ def test_a_new_store_is_empty(tmp_path: Path) -> None:
     for path in (None, tmp_path / "deep" / "buffer.sqlite"):
         with Store(path) as store:
             assert store.load() == Saved() and store.untrained_bytes() == {} and samples_of(store, 0) == []
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_samples_are_synced_before_they_are_acknowledged(fsync: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    path, synced, sync = tmp_path / "buffer.sqlite", list[Path](), os.fdatasync
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", noted)
+    with Store(path, fsync=fsync) as store:
+        accept(store, ledger_of(store), 2)
+        assert {file.parent for file in synced} == ({segments.folder_of(path)} if fsync else set())
 
 
 @pytest.mark.parametrize("place", ["file", "memory"])
