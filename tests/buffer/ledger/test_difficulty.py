@@ -118,6 +118,7 @@ def test_a_problem_that_becomes_solvable_is_in_between_again_and_one_that_is_for
         bands.append(records.records[0].band(records.marks.streak))
         assert records.bands()[bands[-1]] == 1 and sum(records.bands().values()) == 1
     assert bands == ["unsolved", "between", "between", "unsolved", "between", "solved", "between"]
+    assert records.records[0].groups == len(bands)
 
 
 def test_samples_are_solved_from_the_reward_that_the_run_file_names() -> None:

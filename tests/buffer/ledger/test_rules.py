@@ -583,6 +583,14 @@ def test_only_trained_batches_are_pruned() -> None:
     assert ledger.batches.take(1)
 
 
+def test_groups_that_were_not_made_at_the_first_attempt_are_counted() -> None:
+    ledger = Ledger(100, groups=2, max_staleness=0)
+    once, twice = ledger.ask("a", 0, 2, 0.0)
+    ledger.fail("a", twice.item, twice.lease, "no", 0.0)
+    put(ledger, "a", once, *ledger.ask("a", 0, 1, 0.0))
+    assert ledger.state.totals.groups("retried") == 1 and ledger.state.totals.groups("generated") == 2
+
+
 def test_a_group_whose_samples_were_discarded_is_dropped_without_samples() -> None:
     ledger = Ledger(100, groups=2, max_staleness=2, versions=50)
     old = ledger.ask("a", 40, 1, 0.0)
