@@ -94,7 +94,7 @@ chaos: $(STAMP)
 soak: $(STAMP)
 	$(RUN) -m benchmarks.soak $(SOAK)
 
-# Count how many small faults in the code the tests find (tests/mutants.py). MUTANTS adds areas and flags, as in MUTANTS="ledger --lane fast".
+# Count how many small faults in the code the tests find (tests/mutants.py). MUTANTS adds areas and flags, as in MUTANTS="ledger --lane fast --one-in 40".
 mutants: $(STAMP)
 	$(RUN) -m tests.mutants $(MUTANTS)
 

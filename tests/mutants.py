@@ -3,7 +3,8 @@
 mutmut changes one expression at a time (a "mutant") and runs the tests that reach the changed function. One mutant in
 ten is tried: those whose number ends with 7. `python -m tests.mutants ledger split` tries two areas only, `--lane fast`
 runs the tests of the fast lane only, `--one-in 30` tries those whose number is 17, 47, 77, ... and `--one-in 1` all.
-Each area is tried in a copy of the tracked files, so that the tree stays as it is.
+Tests with a real vLLM are left out. Each area is tried in a copy of the tracked files, so that the tree stays as it is.
+What was found is in benchmarks/LOG.md.
 """
 
 import argparse
