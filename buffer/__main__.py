@@ -69,7 +69,9 @@ def main(argv: Sequence[str]) -> int:
         print_visible(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
         print_visible("\n".join(f"  {name:<10} {what}" for name, what in commands.items()), end="\n\n")
     flags, argv = split_flags(argv, PROG, accept_loss={"action": "store_true"})
-    config = load.read(argv, PROG, partial(check, files=("data.train", "data.image_dir", "run.folder")))
+    config = load.read(
+        argv, f"{PROG} [--accept-loss]", partial(check, files=("data.train", "data.image_dir", "run.folder"))
+    )
     try:
         uvloop.run(run(config, flags.accept_loss))
     except (ListenError, KeysError, LedgerError, load.ConfigError) as error:

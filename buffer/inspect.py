@@ -12,7 +12,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from buffer.ledger.types import LedgerError, server_name
 from buffer.store.sqlite import reading
 from buffer.wire.sample import Sample, num_turns
 from configs import load
-from configs.entrypoint import BAD_INPUT, DONE
+from configs.entrypoint import BAD_INPUT, DONE, CommandParser
 from configs.plain_text import output, print_visible, visible
 from configs.schema import Config
 from configs.variables import unwritable
@@ -71,20 +71,20 @@ DIGITS = 18
 
 def main(argv: Sequence[str]) -> int:
     """Run one of COMMANDS; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m buffer", allow_abbrev=False)
+    parser = CommandParser("python -m buffer")
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("tail", help=COMMANDS["tail"], allow_abbrev=False)
+    command = commands.add_parser("tail", help=COMMANDS["tail"])
     command.add_argument("-n", type=whole_number, default=10, help="how many groups (10)")
     command.add_argument("-f", "--follow", action="store_true", help="go on with those that come in")
-    command = commands.add_parser("show", help=COMMANDS["show"], allow_abbrev=False)
+    command = commands.add_parser("show", help=COMMANDS["show"])
     command.add_argument("item", type=whole_number, help="number of the item")
     command.add_argument("--sample", type=whole_number, help="only the sample with this number")
     command.add_argument("--full", action="store_true", help="long passages in full")
     command.add_argument("--tokens", action="store_true", help="each token with its version and log-probability")
-    command = commands.add_parser("export", help=COMMANDS["export"], allow_abbrev=False)
+    command = commands.add_parser("export", help=COMMANDS["export"])
     command.add_argument("out", type=Path, help="file to write")
-    commands.add_parser("quarantine", help=COMMANDS["quarantine"], allow_abbrev=False)
-    command = commands.add_parser("problems", help=COMMANDS["problems"], allow_abbrev=False)
+    commands.add_parser("quarantine", help=COMMANDS["quarantine"])
+    command = commands.add_parser("problems", help=COMMANDS["problems"])
     command.add_argument("--state", choices=problem_list.STATES, help="only those in this state")
     for command in commands.choices.values():
         command.add_argument(
@@ -146,16 +146,22 @@ def found(words: Sequence[str]) -> tuple[Config, Path]:
 def tokenizer_of(model: str) -> "Tokenizer | None":
     """The tokenizer in a model's folder, or of a model of the hub that is on this machine; None if there is none."""
     from huggingface_hub import try_to_load_from_cache  # tokenizers and this import no torch, transformers does
+    from huggingface_hub.errors import HFValidationError
     from tokenizers import Tokenizer
 
     file = Path(model) / "tokenizer.json"
-    if file.parent.is_dir() and not file.exists():
-        print_visible(f"no text of the tokens: {file}: no such file", sys.stderr)
+    with suppress(HFValidationError):  # no name on the hub
+        cached = None if file.parent.is_dir() else try_to_load_from_cache(model, file.name)
+        file = Path(cached) if isinstance(cached, str) else file
+    if not file.exists():
+        where = "" if file.is_absolute() else f" (from {Path.cwd()})"
+        print_visible(
+            f"no text of the tokens: {file}: no such file{where}; name its folder by --model.path", sys.stderr
+        )
         return None
     try:
-        cached = None if file.exists() else try_to_load_from_cache(model, file.name)
-        return Tokenizer.from_file(str(cached or file))
-    except Exception as error:  # the library raises just this, also where there is no file
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises just this
         print_visible(f"no text of the tokens: {file}: {error}", sys.stderr)
         return None
 

@@ -5,7 +5,6 @@ file of every checkpoint, of a live or a dead run; waits for the disk only. Exit
 of its own; what is without a checksum, because an earlier release wrote it, is counted.
 """
 
-import argparse
 import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from buffer.store.opening import explained, unsound
 from buffer.store.segments import Place
 from buffer.store.sqlite import reading
 from configs.checkpoint_files import DAMAGED, damage, fault, listed
-from configs.entrypoint import BAD_INPUT, DONE, FAILED
+from configs.entrypoint import BAD_INPUT, DONE, FAILED, CommandParser
 from configs.plain_text import print_visible
 
 PROG = "python -m buffer scrub"
@@ -103,7 +102,7 @@ class Scrub:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`, without `scrub`; returns the exit code."""
-    parser = argparse.ArgumentParser(PROG, allow_abbrev=False, description=WHAT)
+    parser = CommandParser(PROG, description=WHAT)
     parser.add_argument("run", nargs="+", help="its folder, or its config files; --section.key=value as elsewhere")
     given, overrides = parser.parse_known_args(argv)
     scrub, first = Scrub(), Path(given.run[0])

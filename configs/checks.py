@@ -150,9 +150,19 @@ def refuse_sft(config: Config) -> None:
 
 def refuse_paths(config: Config) -> None:
     """Raise ConfigError, a line for each, for paths that the system cannot look at: too long, in a folder that this
-    user may not enter, links in a circle. Rules that look for files may then rely on an answer."""
-    if lines := [f"{key}: {line}" for key, path in _paths(config) if path and (line := _unusable(path))]:
+    user may not enter, links in a circle; and for a run's folder that can be none. Rules that look for files may then
+    rely on an answer."""
+    lines = [f"{key}: {line}" for key, path in _paths(config) if path and (line := _unusable(path))]
+    if lines := lines or [*_no_folder(config)]:
         raise ConfigError(lines)
+
+
+def _no_folder(config: Config) -> Iterator[str]:
+    """A line if the run's folder, or a folder above it, is a file or a link to nothing."""
+    run = config.run.path
+    place = next((place for place in (run, *run.parents) if os.path.lexists(place)), None)
+    if place and not place.is_dir():
+        yield f"run.folder: {config.run.folder}: {place} is no folder; name another one"
 
 
 def _paths(config: Config) -> Iterator[tuple[str, Path | str | None]]:
@@ -643,7 +653,7 @@ def _files(config: Config, files: Collection[str]) -> Iterator[str]:
         yield f"data.image_dir: {folder}: no such folder (from {Path.cwd()}); correct the path"
     if "run.folder" in files:
         place = existing(config.run.path)
-        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        if not os.access(place, os.W_OK | os.X_OK):
             remedy = "choose another folder or change its permissions"
             yield f"run.folder: {config.run.folder}: {place} cannot be written to; {remedy}"
 

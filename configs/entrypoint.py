@@ -24,7 +24,7 @@ from configs import variables
 from configs.log_floods import FloodFilter
 from configs.own_packages import PIN
 from configs.parent_death import end_with_parent
-from configs.plain_text import PlainFormatter, lost_output
+from configs.plain_text import PlainFormatter, lost_output, print_visible
 
 T = TypeVar("T")
 DONE, FAILED, BAD_INPUT, DATA_ENDED, GIVEN_UP = 0, 1, 2, 3, 4
@@ -56,13 +56,29 @@ def configure_logging(tag: str = "") -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
+class CommandParser(argparse.ArgumentParser):
+    """Refuses a command line in one line, and names the command as the user calls it. No flag may be abbreviated."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, **{"allow_abbrev": False} | options)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with exit code 2."""
+        print_visible(f"{self.prog}: {message}; `{self.prog} --help` says more", sys.stderr)
+        sys.exit(BAD_INPUT)
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the page of `--help`."""
+        print_visible(self.format_help(), file, end="")
+
+
 def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
     """The values of the command's own `flags`, and the rest of the command line: run files and their overrides.
 
     Example: `split_flags(argv, prog, models={"nargs": "+", "type": Path, "default": []})` takes `--models A B`; the
     keywords are those of `ArgumentParser.add_argument`. A flag without its value ends the process with exit code 2.
     """
-    parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
+    parser = CommandParser(prog, add_help=False)
     own = {f"--{name.replace('_', '-')}": options for name, options in flags.items()}
     for flag, options in own.items():
         parser.add_argument(flag, **options)

@@ -20,7 +20,11 @@ ENTRY = str(Path(ROOT) / "headrace" / "__main__.py")
 PIN = f"import sys; sys.path.insert(0, {ROOT!r}); import {', '.join(PACKAGES)}; del sys.path[0]"
 """Statements that import Headrace's packages, in a process that may find others of these names."""
 CALLED = re.compile(rf"\bpython -m (actors (?!COMMAND)|(?:{'|'.join(PACKAGES)})\b)")
-SHORT = re.compile(r"\bheadrace buffer (tail|show|export|quarantine|scrub)\b|\bheadrace rollout (evaluate)\b")
+SHORT = re.compile(
+    r"\bheadrace (?:buffer (?=(?:tail|show|export|problems|quarantine|scrub)\b)"
+    r"|rollout (?=evaluate\b)|learner (?=(?:merge|sft)\b))"
+)
+"""Commands of these packages that `headrace` has under their own names, up to the name."""
 
 
 def is_front() -> bool:
@@ -49,7 +53,7 @@ def named_as_called(text: str) -> str:
     if not is_front() or "python -m" not in text:
         return text
     named = CALLED.sub(lambda found: "headrace " + ("" if found[1] == "actors " else found[1]), text)
-    return SHORT.sub(lambda found: f"headrace {found[1] or found[2]}", named)
+    return SHORT.sub("headrace ", named)
 
 
 def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:

@@ -6,7 +6,6 @@ with `--server` also a real vLLM server on the CPU (`served.py`). Prints a table
 minute. Exit code: 0 if everything holds, 2 if a comparison fails or the model is refused, 1 if it could not be made.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.certificate import COLUMNS, Certificate, write
-from configs.entrypoint import BAD_INPUT, DONE
+from configs.entrypoint import BAD_INPUT, DONE, CommandParser
 from configs.load import ConfigError
 from configs.plain_text import output, print_visible, visible_line
 from configs.schema import ModelConfig
@@ -50,9 +49,9 @@ def main(argv: Sequence[str]) -> int:
     return DONE if certificate.holds else BAD_INPUT
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog=PROG, description="Prove that a model is trained and served exactly.")
+    made = CommandParser(PROG, description="Prove that a model is trained and served exactly.")
     made.add_argument("model", metavar="MODEL", help="a folder with config.json, or a name on the hub")
     made.add_argument("--server", action="store_true", help="also start vLLM on the CPU and push policies to it")
     made.add_argument("--no-shared-prompts", action="store_true", help="as with learner.share_prompts: false")

@@ -47,10 +47,12 @@ def main(argv: Sequence[str]) -> int:
         print_visible(f"--servers: {error.reason}", sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print_visible(f"this command waits no longer; the servers stay wanted: see `status {run}`", sys.stderr)
+        print_visible(
+            f"this command waits no longer; the servers stay wanted: see `python -m actors status {run}`", sys.stderr
+        )
         return 128 + signal.SIGINT
     except (TimeoutError, KeysError) as error:
-        silence = f"the buffer at {config.buffer.address} does not answer: is the run launched? See `status {run}`"
+        silence = f"the buffer at {config.buffer.address} does not answer: is the run launched? See `python -m actors status {run}`"
         never_started = isinstance(error, NoKeys) and is_loopback(config.buffer.address)
         print_visible(error if isinstance(error, KeysError) and not never_started else silence, sys.stderr)
         return FAILED

@@ -47,6 +47,7 @@ from configs.schema import Config
 from configs.variables import for_children, run_folder
 
 PROG = "python -m actors launch"
+FLAGS_SHOWN = "[--dry-run] [--fork-from RUN[@vN]] [--accept-loss] [--no-report]"
 REPORT_S = 10.0
 """Time after `rollout.drain_s` for a server to give back what is unfinished, and to end."""
 ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     up, 3: the data ended before `run.versions`, 128 + N: signal N."""
     switches = {name: {"action": "store_true"} for name in ("no_report", "accept_loss", "dry_run")}
     flags, argv = split_flags(argv, PROG, fork_from={"metavar": "RUN[@vN]"}, **switches)
-    config = read(argv, PROG)
+    config = read(argv, f"{PROG} {FLAGS_SHOWN}")
     if flags.dry_run:
         return dry(config)
     if cluster := cluster_of(config):

@@ -57,11 +57,14 @@ def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
         print_visible(f"usage: {prog} RUN [--section.key=value ...]\n\nRUN is a run's folder, or its config files.")
         print_visible("`python -m configs --keys` lists every key of the run file, docs/operations.md every command.")
         sys.exit(0)
-    folder = Path(argv[0]) if argv else Path()
+    if not argv:
+        print_visible(f"usage: {prog} RUN; name a run's folder, or its run file", sys.stderr)
+        sys.exit(BAD_INPUT)
+    folder = Path(argv[0])
     if not folder.exists() and not argv[0].startswith("-"):
         print_visible(f"{folder}: no such file (from {Path.cwd()}); name a run's folder, or its run file", sys.stderr)
         sys.exit(BAD_INPUT)
-    if not argv or not folder.is_dir():
+    if not folder.is_dir():
         config = read(argv, prog, lenient=True)
         return config, config.run.path
     if not (folder / "config.yaml").exists():

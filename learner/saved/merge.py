@@ -5,7 +5,6 @@ CPU, in float32, and rounds once, to `model.dtype`. Waits for nothing but the di
 it has to be.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.checkpoint_files import fault
-from configs.entrypoint import BAD_INPUT, DONE
+from configs.entrypoint import BAD_INPUT, DONE, CommandParser
 from configs.plain_text import print_visible
 from learner.model.loading import read_whole
 from learner.model.lora.base import digest
@@ -29,7 +28,7 @@ PROG = "python -m learner merge"
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`, without `merge`; returns the exit code."""
     description = "Write the whole weights of a checkpoint with an adapter."
-    parser = argparse.ArgumentParser(prog=PROG, description=description)
+    parser = CommandParser(PROG, description=description)
     parser.add_argument("checkpoint", type=Path, help="as runs/NAME/checkpoints/v000100")
     parser.add_argument("out", type=Path, help="folder to write, which must not exist")
     given = parser.parse_args(argv)

@@ -261,8 +261,16 @@ def test_a_number_that_cannot_be_is_refused(number, capsys):
         with pytest.raises(SystemExit) as ended:
             inspect.main([*words, "run"])
         assert ended.value.code == 2, words
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert "is not a whole number of at most 18 digits" in last or "expected one argument" in last
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "is not a whole number of at most 18 digits" in line or "expected one argument" in line
+
+
+def test_a_model_whose_folder_is_elsewhere_is_named_with_the_remedy(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for model in ("runs/toy/model", "model", "Some/Model"):
+        assert inspect.tokenizer_of(model) is None
+        expected = f"no text of the tokens: {model}/tokenizer.json: no such file (from {tmp_path}); "
+        assert capsys.readouterr().err == f"{expected}name its folder by --model.path\n"
 
 
 def test_a_run_that_is_not_there_is_told_in_one_line(tmp_path, capsys):

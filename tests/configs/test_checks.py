@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from configs.checks import BUILT_IN, ENGINE_KEYS_ELSEWHERE, ENGINE_KEYS_SET, FILES, check, max_sample_tokens
+from configs.checks import (
+    BUILT_IN,
+    ENGINE_KEYS_ELSEWHERE,
+    ENGINE_KEYS_SET,
+    FILES,
+    check,
+    max_sample_tokens,
+    refuse_paths,
+)
 from configs.data.sources import needs_truth
 from configs.help import keys
 from configs.load import ConfigError, load
@@ -289,7 +297,7 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "file").write_text("")
     lines = refused(
         *("model.path=empty", "data.eval=empty", "data.format_prompt=none.jinja", "reward.function=reward.py:missing"),
-        *("rollout.task=broken.py:task", "run.folder=file", "data.chat_template=none", "data.image_dir=file"),
+        *("rollout.task=broken.py:task", "data.chat_template=none", "data.image_dir=file"),
         files=FILES,
     )
     assert lines[:4] == [
@@ -300,10 +308,9 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
         f"data.format_prompt: none.jinja: no such file (from {tmp_path}); correct the path",
     ]
     assert lines[4] == f"data.image_dir: file: no such folder (from {tmp_path}); correct the path"
-    assert lines[5].startswith(f"run.folder: file: {tmp_path / 'file'} cannot be written to")
-    assert lines[6] == "reward.function: reward.py has no function missing; it has score"
-    assert lines[7].startswith("rollout.task: broken.py: not Python: ")
-    assert len(lines) == 8
+    assert lines[5] == "reward.function: reward.py has no function missing; it has score"
+    assert lines[6].startswith("rollout.task: broken.py: not Python: ")
+    assert len(lines) == 7
     assert refused("reward.function=x.py", files=("reward.function",)) == [
         "reward.function: 'x.py' is neither one of countdown, math, math_verify, exact_match, regex, length, judge, "
         "reward_model, reasoning_gym, task nor path/to/file.py:function"
@@ -518,6 +525,19 @@ def test_models_that_would_be_trained_wrongly_are_refused_by_their_config(name: 
     assert line.startswith(f"model.path: {model} (invented): {words}") and re.search(
         "; (take|dequantise|remove|correct)", line
     )
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "link", "runs"])
+def test_a_run_s_folder_that_can_be_none_is_refused_before_anything_looks_into_it(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/run").touch()  # `run.name` is run
+    taken = tmp_path / {"file/below": "file", "runs": "runs/run"}.get(place, place)
+    with pytest.raises(ConfigError) as error:
+        refuse_paths(load([*NEEDED, f"--run.folder={tmp_path / place}", "--run.name=run"]))
+    assert error.value.problems == (f"run.folder: {tmp_path / place}: {taken} is no folder; name another one",)
+    refuse_paths(load([*NEEDED, f"--run.folder={tmp_path / 'new/one'}"]))
 
 
 @pytest.mark.parametrize("key", ["model.path", "data.train", "data.chat_template", "run.folder", "reward.model"])

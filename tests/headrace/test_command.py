@@ -54,8 +54,15 @@ def test_a_command_runs_in_a_folder_with_packages_of_the_same_names(repository: 
 
 
 def test_names_of_commands_in_messages_are_those_that_work_here(repository: Path) -> None:
-    code, _, err = headrace(repository, "status")
-    assert code == 2 and err.startswith("usage: headrace status RUN.yaml") and "python -m" not in err
+    assert headrace(repository, "status") == (
+        2,
+        "",
+        "usage: headrace status RUN; name a run's folder, or its run file\n",
+    )
+    missing = "headrace show: the following arguments are required: run; `headrace show --help` says more\n"
+    assert headrace(repository, "show", "17") == (2, "", missing)
+    code, out, _ = headrace(repository, "problems", "--help")
+    assert code == 0 and out.startswith("usage: headrace problems [-h]")
     code, _, err = headrace(repository, "lunch")
     assert (code, err) == (2, "headrace: 'lunch': no such command; did you mean launch?\n")
     code, out, _ = headrace(repository, "--help")
@@ -66,14 +73,15 @@ def test_a_process_that_searches_its_folder_starts_others_as_ever() -> None:
     assert own_packages.command("buffer", "run.yaml") == (sys.executable, "-m", "buffer", "run.yaml")
     assert own_packages.named_as_called("see `python -m actors status`") == "see `python -m actors status`"
     code = "from configs.own_packages import *; import sys; print(command('learner', 'x')[1:]); "
-    code += (
-        "print(named_as_called('python -m actors launch, python -m buffer show 1, python -m learner, python -m pip'))"
-    )
+    given = ["python -m actors launch, python -m buffer show 1, python -m learner, python -m pip"]
+    given += [f"python -m {package} {name} RUN" for name, (package, _) in COMMANDS.items()]
+    code += f"print(*map(named_as_called, {given}), sep=chr(10))"
     line = [sys.executable, "-P", "-c", f"{own_packages.PIN}; {code}"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
-    started, named = done.stdout.splitlines()
+    started, *named = done.stdout.splitlines()
     assert started == str(("-P", own_packages.ENTRY, "learner", "x"))
-    assert named == "headrace launch, headrace show 1, headrace learner, python -m pip"
+    assert named[0] == "headrace launch, headrace show 1, headrace learner, python -m pip"
+    assert named[1:] == [f"headrace {name} RUN" for name in COMMANDS]
 
 
 def test_another_machine_has_the_entry_elsewhere() -> None:
