@@ -4,6 +4,8 @@ import ast
 import importlib
 import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -95,6 +97,14 @@ def test_a_run_file_of_a_page_is_accepted(block: Block, tmp_path: Path) -> None:
     (check if config.sft.rows is None else check_sft)(config, files=())
 
 
+@pytest.mark.parametrize("block", of("python"), ids=str)
+def test_the_python_of_a_page_binds_each_name_that_it_uses(block: Block) -> None:
+    """A reader copies it as it is. A fragment of a file is marked `py`."""
+    line = ["ruff", "check", "--isolated", "--select=F821", "--no-cache", "-"]
+    done = subprocess.run([sys.executable, "-m", *line], input=block.text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize("block", of("python", "py"), ids=str)
 def test_the_python_of_a_page_imports_what_is_there(block: Block) -> None:
     for node in ast.walk(ast.parse(block.text)):
@@ -169,3 +179,13 @@ def test_keys_and_metrics_of_a_page_are_there(page: Path) -> None:
     )
     metrics = set(re.findall(rf"`((?:{kinds})/[\w@^-]+)`", text)) - {"problems/BAND"}
     assert sorted(name for name in metrics if described(name.replace("_B", "_1")) is None) == []
+
+
+@pytest.mark.parametrize(("page", "example"), [("docs/start.md", "countdown"), ("examples/calculator/README.md",) * 2])
+def test_the_item_that_a_page_of_a_toy_shows_has_its_samples_at_the_end_of_the_run(page: str, example: str) -> None:
+    """Samples before the oldest checkpoint that is kept are removed, unless `buffer.keep` is all."""
+    folder = (ROOT / page).parent if page.startswith("examples") else ROOT / "examples" / example
+    config = load([str(folder / "quickstart.yaml")])
+    (item,) = re.findall(r"python -m buffer show (\d+) runs/", (ROOT / page).read_text(encoding="utf-8"))
+    versions, kept = config.run.versions, config.learner.checkpoint_every
+    assert (versions - kept) * config.batch.groups < int(item) < versions * config.batch.groups

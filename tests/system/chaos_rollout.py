@@ -110,7 +110,7 @@ class Prompts:
 
     def tokens(self, row: dict[str, Any], pictures: Sequence[object] = ()) -> list[int]:
         if len(row["problem"]) > LONGEST_PROMPT:
-            raise PromptError(f"prompt too long; data.max_prompt_tokens is {LONGEST_PROMPT}")
+            raise PromptError(f"prompt longer than data.max_prompt_tokens {LONGEST_PROMPT}")  # as `Prompts` says it
         return [ord(character) for character in row["problem"]]
 
     def text(self, tokens: list[int]) -> str:

@@ -13,6 +13,7 @@ from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.errors import PromptError
 from rollout.tasks.trajectory import place
 from tests.harness.tiny_vlm import encoded, picture
+from tests.harness.toy import ROOT
 
 SIZES = [(56, 56), (75, 131), (30, 300)]
 FILES = [encoded(picture(*size)) for size in SIZES]
@@ -95,8 +96,11 @@ def test_the_longest_prompt_counts_the_images_tokens(config: Config):
     length = len(tokens_of(made, row))
     assert length > made.with_pictures(row)[1][0].num_tokens
     assert len(tokens_of(prompts(config, max_prompt_tokens=length), row)) == length
-    with pytest.raises(PromptError, match=rf"prompt longer than data.max_prompt_tokens {length - 1}"):
+    with pytest.raises(PromptError, match=rf"prompt longer than data.max_prompt_tokens {length - 1}") as caught:
         tokens_of(prompts(config, max_prompt_tokens=length - 1), row)
+    for page, bound in (("vision", 2048), ("failures", 24)):
+        words = str(caught.value).replace(str(length - 1), str(bound))
+        assert words in (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
