@@ -69,9 +69,10 @@ def convert(file: Path) -> tuple[str, Draft]:
     try:
         SYSTEMS[name].convert(given, draft)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(
-            [f"--from: {file}: a setting of {name} has a value that cannot be: {error}; correct it"]
-        ) from None
+        problem = f"--from: {file}: a setting of {name} has a value that cannot be: {error}"
+        unset = [f"{key}={value}" for key, value in given.settings.items() if "$" in str(value)]
+        remedy = f"give the script numbers for {', '.join(unset)}" if unset else "correct it"
+        raise ConfigError([f"{problem}; {remedy}"]) from None
     for key, value in REQUIRED.items():
         section, leaf = key.split(".")
         if leaf not in draft.tree.get(section, {}):

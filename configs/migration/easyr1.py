@@ -165,7 +165,7 @@ def _algorithm(given: Given, draft: Draft, updates: int) -> None:
     in_loss, disabled = given.take("algorithm.use_kl_loss"), given.take("algorithm.disable_kl")
     if in_loss and not disabled:
         draft.set("algorithm.reference_kl", coefficient)
-        draft.note(f"the KL loss is algorithm.reference_kl {coefficient}, as k2 not as kl_penalty {kind}")
+        draft.note(f"the KL loss is algorithm.reference_kl {coefficient}, as k2, not as kl_penalty {kind}")
     elif not disabled:
         draft.lacks("algorithm.kl_coef", coefficient, "KL is a term of the loss: set algorithm.reference_kl")
     if (epochs := given.take(f"{ACTOR}ppo_epochs", default=1)) != 1:

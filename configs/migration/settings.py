@@ -5,9 +5,10 @@ what it reads. Raises ConfigError for a file that has no settings.
 """
 
 import ast
+import operator
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ import yaml
 from configs.load import ConfigError
 
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S.*)$")
+VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|([A-Za-z_]\w*))")
+"""`$NAME`, `${NAME}`, and with a default `${NAME:-1024}`, in which other variables may stand."""
+ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+"""Of whole numbers in `$((1024 * 2))`."""
 OVERRIDE = re.compile(r"^[+]{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)$", re.S)
 CALLS = ("GRPOConfig", "ModelConfig", "LoraConfig", "GRPOTrainer", "load_dataset")
 """Calls of a Python script whose literal arguments are settings."""
@@ -56,12 +68,13 @@ def _flat(tree: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def from_shell(text: str, file: Path) -> Settings:
-    """`key=value` and `--key value` of the commands in a script; its own variables are replaced, others stay as
-    `${oc.env:NAME}`."""
+    """`key=value` and `--key value` of the commands in a script. Its own variables are replaced, and those with a
+    default by that; others stay as `${oc.env:NAME}`. `$((1024 * 2))` is computed."""
     lines = re.sub(r"\\\r?\n", " ", text).splitlines()
     variables: dict[str, str] = {}
     found: Settings = {}
     for line in lines:
+        line = ARITHMETIC.sub(lambda match: _computed(match, variables), line)
         assigned = ASSIGNMENT.match(line)
         try:
             words = shlex.split(line, comments=True)
@@ -97,10 +110,29 @@ def _values(rest: list[str]) -> list[str]:
 
 def _substituted(word: str, variables: dict[str, str]) -> str:
     def one(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        return variables.get(name, f"${{oc.env:{name}}}")
+        name, default = match[1] or match[3], match[2]
+        unset = f"${{oc.env:{name}}}" if default is None else _substituted(default, variables)
+        return variables.get(name, unset)
 
-    return re.sub(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", one, word)
+    return VARIABLE.sub(one, word)
+
+
+def _computed(match: re.Match[str], variables: dict[str, str]) -> str:
+    """The value of `$((...))`, or its text where that holds more than whole numbers and the script's own variables."""
+    text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: variables.get(name[1], name[0]), match[1])
+    try:
+        return str(_whole(ast.parse(text.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return match[0]
+
+
+def _whole(node: ast.expr) -> int:
+    """The value of an expression of whole numbers. Raises ValueError for another one."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and (compute := OPERATORS.get(type(node.op))):
+        return compute(_whole(node.left), _whole(node.right))
+    raise ValueError(ast.unparse(node))
 
 
 def _hydra(text: str) -> Any:

@@ -201,11 +201,11 @@ def _algorithm(given: Given, draft: Draft, updates: int) -> None:
 
 def _kl(given: Given, draft: Draft) -> None:
     coefficient = given.take(f"{ACTOR}kl_loss_coef", default=0.001)
-    kind = given.take(f"{ACTOR}kl_loss_type")
+    kind = given.take(f"{ACTOR}kl_loss_type", default="low_var_kl")
     in_reward = given.take("algorithm.kl_ctrl.kl_coef", default=0.001)
     if given.take(f"{ACTOR}use_kl_loss"):
         draft.set("algorithm.reference_kl", coefficient)
-        draft.note(f"the KL loss is algorithm.reference_kl {coefficient}, as k2 not as kl_loss_type {kind}")
+        draft.note(f"the KL loss is algorithm.reference_kl {coefficient}, as k2, not as kl_loss_type {kind}")
     if given.take("algorithm.use_kl_in_reward"):
         draft.lacks("algorithm.use_kl_in_reward", in_reward, "KL is a term of the loss: set algorithm.reference_kl")
     given.take("algorithm.kl_ctrl.type", "algorithm.kl_penalty")

@@ -75,6 +75,33 @@ def test_what_a_run_file_cannot_say_is_listed(settings: str, key: str, keys: dic
     assert keys.items() <= draft.tree["learner"].items()
 
 
+DAPO = """
+RAY_DATA_HOME=${RAY_DATA_HOME:-"${HOME}/verl"}
+MODEL_PATH=${MODEL_PATH:-"${RAY_DATA_HOME}/models/Qwen2.5-32B"} # the base model
+n_gpus=${N_GPUS-8}
+max_prompt_length=$((1024 * 2))
+max_response_length=$((max_prompt_length * (8 + 2)))
+train_prompt_bsz=512
+python3 -m recipe.dapo.main_dapo actor_rollout_ref.model.path="${MODEL_PATH}" \\
+    data.train_batch_size=${train_prompt_bsz} data.max_prompt_length=${max_prompt_length} \\
+    data.train_files="${DATA:-${RAY_DATA_HOME}/data/dapo.parquet}" \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=$(($train_prompt_bsz / 16)) trainer.n_gpus_per_node="${n_gpus}" \\
+    data.max_response_length=${max_response_length} trainer.nnodes=$((nobody+1))
+"""
+"""As verl's own recipes are written: defaults of variables, and arithmetic."""
+
+
+def test_defaults_of_variables_and_arithmetic_of_a_script_are_read(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(DAPO)
+    found = read_settings(tmp_path / "run.sh")
+    home = "${oc.env:HOME}/verl"
+    assert found["actor_rollout_ref.model.path"] == f"{home}/models/Qwen2.5-32B"
+    assert found["data.train_files"] == f"{home}/data/dapo.parquet"
+    assert (found["data.max_prompt_length"], found["data.max_response_length"]) == (2048, 20480)
+    assert (found["actor_rollout_ref.actor.ppo_mini_batch_size"], found["trainer.n_gpus_per_node"]) == (32, 8)
+    assert found["trainer.nnodes"] == "$((nobody+1))", "what cannot be computed stays"
+
+
 TINY_ZERO = (
     "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m critic.model.path={critic} algorithm.lam={lam} "
     "data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=64 critic.optim.lr=2e-5 "
@@ -189,6 +216,11 @@ def test_algorithms_of_verl(change: tuple[str, str], key: str, wanted: object, t
         ("a.sh", "echo 'unended", "not a shell command"),
         ("a.py", "def (", "not Python"),
         ("a.yaml", "lr: 1", "are of none of verl, EasyR1, OpenRLHF, TRL"),
+        (
+            "a.sh",
+            "verl actor_rollout_ref.model.path=m trainer.nnodes=$NODES",
+            "give the script numbers for trainer.nnodes=${oc.env:NODES}",
+        ),
         ("a.yaml", "num_generations: many", "a setting of TRL has a value that cannot be"),
         ("a.yaml", "num_generations: 0", "a setting of TRL has a value that cannot be"),
     ],
