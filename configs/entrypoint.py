@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ T = TypeVar("T")
 DONE, FAILED, BAD_INPUT, DATA_ENDED, GIVEN_UP = 0, 1, 2, 3, 4
 ENDINGS = {"versions": DONE, "data": DATA_ENDED, "failed": GIVEN_UP}
 """Exit code of the learner by how its run ended: with any of these it is not started again."""
+PROCESS_NAME = re.compile(r"[A-Za-z0-9._-]+")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PARENT = "HEADRACE_PARENT"
 """In the environment of a child: the id of the process that started it, whose death it must not survive."""
@@ -70,6 +72,19 @@ class CommandParser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         """Print the page of `--help`."""
         print_visible(self.format_help(), file, end="")
+
+
+def process_name(text: str) -> str:
+    """`--name` of a process, which stands in names of files. Raises ArgumentTypeError."""
+    if not PROCESS_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not letters, digits, '.', '_' and '-'")
+    return text
+
+
+def quiet_hub() -> None:
+    """Leave out what the hub's client logs of each try to reach the hub: the last one is in this command's own line."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when the client is imported
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:

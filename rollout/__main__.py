@@ -31,6 +31,7 @@ from configs.entrypoint import (
     FAILED,
     StopSignals,
     configure_logging,
+    process_name,
     run_and_exit,
     split_flags,
     tie_children,
@@ -94,7 +95,7 @@ def explain_failure(error: Exception) -> int:
 
 def run_server(argv: Sequence[str]) -> int:
     """Run a server until it is done or drained; returns the exit code."""
-    flags, rest = split_flags(argv, PROG, name={"default": "rollout-0"})
+    flags, rest = split_flags(argv, PROG, name={"default": "rollout-0", "type": process_name})
     config = read(rest, f"{PROG} [--name rollout-0]", check_server)
     os.environ.update(around_proxy(os.environ, own_hosts(config)))
     sets = load_sets(config) if config.eval.every else []

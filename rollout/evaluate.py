@@ -55,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
             flags.out.parent.mkdir(parents=True, exist_ok=True)
         if why := unwritable(flags.out):
             raise ConfigError([f"--out: {flags.out}: {why}"])
-    say(f"starts vLLM for {len(flags.models)} models, which may take a minute or two")
+    count = len(flags.models)
+    say(f"starts vLLM for {count} model{'s' * (count > 1)}, which may take a minute or two")
     logging.getLogger("vllm").setLevel(logging.ERROR)  # also of this process, which imports it
     config = served(config, flags.models)
     results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), sets, flags.models))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.certificate import COLUMNS, Certificate, write
-from configs.entrypoint import BAD_INPUT, DONE, CommandParser
+from configs.entrypoint import BAD_INPUT, DONE, CommandParser, quiet_hub
 from configs.load import ConfigError
 from configs.plain_text import output, print_visible, visible_line
 from configs.schema import ModelConfig
@@ -28,6 +28,7 @@ WIDE = 140
 def main(argv: Sequence[str]) -> int:
     """Make and print a certificate; the exit code."""
     given = parser().parse_args(argv)
+    quiet_hub()
     model = ModelConfig(path=given.model, trust_remote_code=given.trust_remote_code)
     if given.out and (why := unwritable(given.out)):
         print_visible(f"--out: {given.out}: {why}", sys.stderr)

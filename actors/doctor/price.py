@@ -14,7 +14,7 @@ from actors.doctor.host import find_gpus
 from actors.doctor.trial import Judgement
 from configs import variables
 from configs.checks import cluster_of
-from configs.entrypoint import BAD_INPUT, DONE, split_flags
+from configs.entrypoint import BAD_INPUT, DONE, quiet_hub, split_flags
 from configs.flow.cards import CARDS, MIB, Card, card_of, checked_card
 from configs.flow.sequences import mean_tokens
 from configs.load import ConfigError, parse
@@ -35,6 +35,7 @@ PRICE, ESTIMATED, GIB = "log.price_per_gpu_hour", "estimated", 1 << 30
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for a run that does not fit the card."""
     variables.prepare()
+    quiet_hub()
     flags, rest = split_flags(argv, PROG, gpu={})
     if {"-h", "--help"} & {*rest}:
         print_visible((__doc__ or "").strip())

@@ -52,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
         )
         return 128 + signal.SIGINT
     except (TimeoutError, KeysError) as error:
-        silence = f"the buffer at {config.buffer.address} does not answer: is the run launched? See `python -m actors status {run}`"
+        silence = f"the buffer at {config.buffer.address} does not answer: is the run launched?"
+        silence += f" See `python -m actors status {run}`"
         never_started = isinstance(error, NoKeys) and is_loopback(config.buffer.address)
         print_visible(error if isinstance(error, KeysError) and not never_started else silence, sys.stderr)
         return FAILED

@@ -136,7 +136,7 @@ def _data(given: Given, draft: Draft) -> None:
     draft.set("reward.function", path or "math")
     if not path:
         draft.lacks("worker.reward.reward_function", path, "reward.function: math is taken; docs/rewards.md has others")
-    draft.set("model.freeze", ["vision"] if given.take(f"{ACTOR}model.freeze_vision_tower") else None)
+    draft.set("model.freeze", ["vision", "projector"] if given.take(f"{ACTOR}model.freeze_vision_tower") else None)
 
 
 def _algorithm(given: Given, draft: Draft, updates: int) -> None:

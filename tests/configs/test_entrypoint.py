@@ -1,6 +1,7 @@
 """Flags and log lines; signals with and without an event loop and the exit boundary, each in a child process."""
 
 import argparse
+import logging
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.entrypoint import FAILED, PARENT, StopSignals, split_flags
+from configs.entrypoint import BAD_INPUT, FAILED, PARENT, StopSignals, process_name, split_flags
 
 IMPORTS = "import asyncio, logging, os, signal, sys, threading, time\nfrom configs.entrypoint import *\n"
 LOOP = """
@@ -262,3 +263,19 @@ def test_a_process_with_another_parent_than_it_is_told_says_so() -> None:
     end = subprocess.run(line, env=os.environ | {PARENT: "0"}, capture_output=True, text=True)
     assert end.returncode == FAILED
     assert end.stderr.startswith(f"{PARENT}: 0 has ended or is not the parent of ")
+
+
+def test_a_name_of_a_process_that_cannot_be_a_file_s_is_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a/b", "", "..\n"):
+        with pytest.raises(SystemExit) as ended:
+            split_flags(["run.yaml", f"--name={name}"], "python -m rollout", name={"type": process_name})
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ended.value.code == BAD_INPUT and line.startswith(f"python -m rollout: argument --name: {name!r} is not")
+
+
+def test_a_hub_out_of_reach_is_one_line_of_the_command() -> None:
+    """Its client warns of each of five tries otherwise."""
+    code = "from configs.entrypoint import quiet_hub; quiet_hub(); from huggingface_hub.utils import _http; "
+    line = [sys.executable, "-c", f"{code}print(_http.logger.getEffectiveLevel())"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{logging.ERROR}\n", done.stderr

@@ -75,6 +75,16 @@ def test_what_a_run_file_cannot_say_is_listed(settings: str, key: str, keys: dic
     assert keys.items() <= draft.tree["learner"].items()
 
 
+def test_a_frozen_tower_of_easyr1_is_frozen_with_its_merger(tmp_path: Path) -> None:
+    text = (GIVEN / "easyr1.yaml").read_text(encoding="utf-8")
+    (tmp_path / "easyr1.yaml").write_text(text.replace("freeze_vision_tower: false", "freeze_vision_tower: true"))
+    _, draft = convert(tmp_path / "easyr1.yaml")
+    assert draft.tree["model"]["freeze"] == ["vision", "projector"]
+    vision = (PAGE.parent / "vision.md").read_text(encoding="utf-8")
+    assert "`freeze_vision_tower: true` is `freeze: [vision, projector]`" in " ".join(vision.split())
+    assert "| `actor.model.freeze_vision_tower` | `model.freeze: [vision, projector]` |" in PAGE.read_text()
+
+
 DAPO = """
 RAY_DATA_HOME=${RAY_DATA_HOME:-"${HOME}/verl"}
 MODEL_PATH=${MODEL_PATH:-"${RAY_DATA_HOME}/models/Qwen2.5-32B"} # the base model
