@@ -110,6 +110,7 @@ def test_a_question_of_a_reader_is_answered_two_clicks_from_the_readme(path: Rea
     assert path.heading in headings(ROOT / path.page)
     text = (ROOT / path.page).read_text(encoding="utf-8")
     assert [words for words in SAID[path.page] if words not in text] == []
+    assert DOCS / "index.md" in linked
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     assert f"({path.page.removeprefix('docs/')}" in index
 
