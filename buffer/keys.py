@@ -159,7 +159,7 @@ def read_key(path: Path) -> bytes:
 
 def _remedy(folder: Path) -> str:
     make = "`python -m actors launch` or `python -m buffer`, on the machine of the buffer"
-    if any((folder / name).exists() for name in OLD_NAMES):
+    if any(os.path.exists(folder / name) for name in OLD_NAMES):  # False in a folder that this user may not enter
         return f"the keys there are those of an older Headrace: {make} replaces them, then copy the folder here"
     return f"keys are made by {make}: start one of them, or copy the folder from there"
 

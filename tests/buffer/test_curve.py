@@ -27,6 +27,7 @@ from buffer.keys import (
     load_server_keys,
     load_token,
     make_keys,
+    read_key,
 )
 from buffer.wire.client import Connection
 from buffer.wire.protocol import State, Status
@@ -250,3 +251,9 @@ def test_a_weights_wire_that_cannot_be_bound_ends_the_thread_that_judges_connect
         router(context, "203.0.113.1", server_keys("learner"))
     assert judges() == before
     context.term()
+
+
+def test_keys_in_a_folder_that_cannot_be_looked_into_are_refused_in_words(tmp_path):
+    """As where a run's group may read its files: `keys` is its user's only."""
+    with pytest.raises(KeysError, match="File name too long; keys are made by `python -m actors launch`"):
+        read_key(tmp_path / ("k" * 300) / "observer.secret")
