@@ -85,4 +85,4 @@ def test_ctrl_c_ends_the_wait_of_scale_and_says_so(
     run = make_config(tmp_path).run.path
     assert main(["scale", str(run), "--servers=2"]) == 128 + signal.SIGINT
     said = capsys.readouterr().err
-    assert said == f"this command waits no longer; the servers stay wanted: see `status {run}`\n"
+    assert said == f"this command waits no longer; the servers stay wanted: see `python -m actors status {run}`\n"
