@@ -60,6 +60,12 @@ def main(argv: Sequence[str]) -> int:
         code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
     except BrokenPipeError:  # of the terminal: those of sockets are met where they are
         return 128 + signal.SIGPIPE
+    except PermissionError as error:
+        if name not in PRINTING or error.filename is None:
+            raise
+        remedy = "run this as the user who started the run, or change the file's mode"
+        print_visible(f"python -m actors {name}: {error.filename}: {error.strerror}; {remedy}", sys.stderr)
+        return BAD_INPUT
     return code
 
 

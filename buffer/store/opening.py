@@ -106,6 +106,10 @@ def unsound(db: sqlite3.Connection, most: int = 1) -> Iterator[str]:
         yield from (f"{rule}: {where}" for (where,) in db.execute(f"{query} LIMIT {most}"))
 
 
+NOT_OPENED = (sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH)
+"""SQLite's codes for a file that this user may not open."""
+
+
 @contextmanager
 def explained(path: Path | None) -> Iterator[None]:
     """Turn SQLite's errors about a file into a StoreError with the remedy."""
@@ -115,6 +119,8 @@ def explained(path: Path | None) -> Iterator[None]:
         if _code(error) == sqlite3.SQLITE_CORRUPT:
             raise damaged(path, str(error)) from None
         remedy = "is it the buffer's file, on a sound disk? Move it away to begin the run anew"
+        if _code(error) in NOT_OPENED:
+            remedy = "it must be a file that this user may read and write, in a folder that it may write to"
         raise StoreError(f"buffer.path {path}: {error}; {remedy}") from None
 
 

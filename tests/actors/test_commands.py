@@ -1,5 +1,6 @@
-"""The commands of `python -m actors`: what a reader that leaves does to each."""
+"""The commands of `python -m actors`: what a reader that leaves does to each, and a file that may not be read."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -7,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.__main__ import COMMANDS, main
 from actors.scaling import command
+from configs.entrypoint import BAD_INPUT
 from configs.schema import Config
 from tests.harness.watched import make_config
 
@@ -50,6 +53,7 @@ def test_a_watch_whose_reader_has_left_ends_without_a_traceback(flags: tuple[str
 DISPLAY = """
 import sys
 from pathlib import Path
+from typing import Any
 from actors.process import Event, Process
 from actors.watch.display import Display
 from configs.load import load
@@ -73,6 +77,20 @@ def test_a_launch_whose_output_fills_the_disk_goes_on(tmp_path: Path) -> None:
         line = [sys.executable, "-c", DISPLAY, str(tmp_path)]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert done.stderr.startswith("it goes on\n") and "Traceback" not in done.stderr
+
+
+def test_a_file_that_this_user_may_not_read_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run that another user started, say."""
+
+    def refused(*_: object) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "metrics.jsonl"))
+
+    monkeypatch.setattr("actors.report.summary.main", refused)
+    assert main(["report", str(tmp_path)]) == BAD_INPUT
+    line = f"python -m actors report: {tmp_path}/metrics.jsonl: Permission denied; run this as the user who started"
+    assert capsys.readouterr().err.startswith(line)
 
 
 def test_ctrl_c_ends_the_wait_of_scale_and_says_so(

@@ -400,7 +400,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> None:
         foreign: "of another program",
         torn: "the file is damaged",
         tmp_path / "file" / "buffer.sqlite": "File exists|Not a directory",
-        tmp_path: "unable to open",
+        tmp_path: "unable to open database file; it must be a file that this user may read and write",
     }
     for path, words in cases.items():
         with pytest.raises(StoreError, match=words) as error, Store(path) as store:
