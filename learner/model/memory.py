@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from configs.architecture import MUTUAL
 from configs.checks import max_sample_tokens
 from configs.context_parallel import parts_of
 from configs.critic import STATE_BYTES, keeps_critic
@@ -34,11 +35,11 @@ from learner.model.float8 import cast_bytes
 from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
 from learner.model.host_copies import INPUTS_HELD
-from learner.model.idle_parts import idle_modules
+from learner.model.idle_parts import idle_modules, sees
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.master_weights import KINDS, PORTION, device_bytes
-from learner.model.towers import tower_parts
+from learner.model.towers import ImageBlocks, tower_parts
 from learner.model.value_head import replace_head
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
 
@@ -462,6 +463,9 @@ def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: in
     given = embedded | {"cu_seq_lens_q": _meta_places(), "max_length_q": META_TOKENS}
     if context_parallel > 1:
         given["context_group"] = planned(context_parallel)
+    if empty.config.model_type in MUTUAL and sees(empty.config):  # at most all tokens are those of an image
+        places = torch.zeros(META_TOKENS, dtype=torch.int64, device="meta"), _meta_places(), META_TOKENS
+        given["image_blocks"] = ImageBlocks(*places, *places)
     traced = _trace(empty, lambda: decoder(**given))
     everything, matmuls, inputs, widest = (size * width // traced_in.itemsize for size in traced)
     hidden: int = empty.config.get_text_config().hidden_size

@@ -15,7 +15,7 @@ from buffer.data.images import Picture, SeenImage
 from configs.load import ConfigError
 from configs.schema import Config, ModelConfig
 from learner.model import memory
-from learner.model.loading import build_on_meta
+from learner.model.loading import build_on_meta, read_config
 from learner.model.memory import (
     GIB,
     Estimate,
@@ -25,6 +25,7 @@ from learner.model.memory import (
     estimate,
     explain_out_of_memory,
     least_microbatch,
+    sizes_of,
 )
 from learner.model.microbatch import one_document
 from learner.model.vision import PATCHES_PER_TOKEN
@@ -373,3 +374,12 @@ def test_gradients_come_while_activations_go_in_a_batch_of_one_microbatch(tmp_pa
     assert end == block | {"head": end["head"]} and end["head"] > block["head"], "at the end all gradients are there"
     once = learner.model_copy(update={"gather": "batch"})
     assert estimate(model, once, 1, alone=True).total(1 << 20) == estimate(model, once, 1).total(1 << 20)
+
+
+def test_tokens_of_images_that_see_each_other_keep_two_outputs_of_attention(tmp_path: Path) -> None:
+    """And their queries once more. A text of the same model keeps one output."""
+    seeing = seeing_model(tmp_path, "gemma3")
+    kept, alone = (sizes_of(model).text for model in (seeing, seeing.model_copy(update={"text_alone": True})))
+    config = read_config(seeing).get_text_config()
+    output = 4 * config.head_dim * config.num_attention_heads  # float32
+    assert 2 * output <= (kept.everything - alone.everything) / kept.layers <= 4 * output
