@@ -12,7 +12,7 @@ import struct
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -27,6 +27,9 @@ from buffer.wire.protocol import ANSWERS, PROTOCOL, Again, Hello, Later, NotRegi
 log = logging.getLogger(__name__)
 MAX_RETRY = 12
 """An unanswered request is repeated at growing intervals, at most `MAX_RETRY * retry_s` apart."""
+ANEW = 6
+"""Every so many repeated Hellos without a connection, the socket connects anew. Until then a handshake may be on its
+way, at a buffer that is paused or has very many clients."""
 Answer = TypeVar("Answer", bound=Message)
 
 # Both ends leave dead networks to the kernel. No ZMQ_HEARTBEAT_IVL at either: libzmq 4.3.5 aborts the buffer where its
@@ -126,6 +129,13 @@ class Dealer:
         identify(self.socket, keys, address)
         self.socket.connect(endpoint(address, keys.folder))
 
+    def connect_anew(self, address: str, keys: ClientKeys) -> None:
+        """Disconnect and connect. libzmq does not connect again by itself once a handshake was refused, or the other
+        end said something else than ZMTP."""
+        with suppress(zmq.ZMQError):  # that it is not connected to it
+            self.socket.disconnect(endpoint(address, keys.folder))
+        self.socket.connect(endpoint(address, keys.folder))
+
     def send(self, frame: Frame) -> None:
         """Send it, if there is a connection."""
         sent = self.socket.send(frame, zmq.DONTWAIT)  # with DONTWAIT it is done at once
@@ -180,6 +190,7 @@ class Connection:
         self._welcomed, self._lost = asyncio.Event(), asyncio.Event()
         self.problem = "nobody answers"
         """What was last wrong with the connection."""
+        self._connected = False
         self._fatal: BaseException | None = None
 
     async def __aenter__(self) -> "Connection":
@@ -290,6 +301,7 @@ class Connection:
     async def _watch_connection(self) -> None:
         while True:
             event = await self._dealer.event()
+            self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._say_hello()
             else:
@@ -302,12 +314,15 @@ class Connection:
         """Repeat an unanswered Hello, and warn."""
         while True:
             await self._lost.wait()
-            since, due_s = time.monotonic(), self.late_s
+            since, due_s, hellos = time.monotonic(), self.late_s, 0
             while self._lost.is_set():
                 try:
                     async with asyncio.timeout(self.retry_s):
                         await self._welcomed.wait()
                 except TimeoutError:
+                    hellos += 1
+                    if not self._connected and hellos % ANEW == 0:
+                        self._dealer.connect_anew(self.address, self.keys)
                     self._dealer.send(pack(self._hello_number, self._hello))  # the same: its answer may be on its way
                     if (silent_s := time.monotonic() - since) >= due_s:
                         log.warning("buffer %s out of reach for %.0f s: %s", self.address, silent_s, self.problem)

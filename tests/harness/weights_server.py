@@ -244,13 +244,18 @@ class Server:
 
     async def has(self, version):
         """Wait until `version` is loaded; its weights must be right."""
-        async with asyncio.timeout(WAIT_S):
-            while self.engine.version != version:
-                loaded = asyncio.create_task(self.loaded.get())
-                await asyncio.wait({loaded, self.task}, return_when="FIRST_COMPLETED")
-                if self.task.done():
-                    loaded.cancel()
-                    self.task.result()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while self.engine.version != version:
+                    loaded = asyncio.create_task(self.loaded.get())
+                    await asyncio.wait({loaded, self.task}, return_when="FIRST_COMPLETED")
+                    if self.task.done():
+                        loaded.cancel()
+                        self.task.result()
+        except TimeoutError:
+            link, rounds = self.receiver._connection, self.receiver._rounds
+            at = f"joined {link.joined}, lost {link.lost}" if link else "not connected"
+            raise AssertionError(f"no version {version}: {at}, {rounds.state}, seen {self.seen}") from None
         assert self.engine.holds(version)
 
 

@@ -1,6 +1,8 @@
 """A server's connection to the learner at one address: sends heartbeats, joins until admitted, notices silence.
 
-Part of `follow.Receiver`. `receive` waits for the learner's next message, at most one heartbeat.
+Part of `follow.Receiver`. `receive` waits for the learner's next message, at most one heartbeat. After a long silence
+it connects with another socket, because libzmq does not connect again by itself once a handshake was refused, or the
+other end said something else than ZMTP.
 """
 
 import asyncio
@@ -15,6 +17,10 @@ from buffer.wire.connection import broken
 from buffer.wire.message import Message
 from learner.weights.protocol import BEATS, TO_SERVER, Join, KeepAlive, Leave, dealer, pack, unpack
 
+BEATS_ANEW = 3 * BEATS
+"""Heartbeats of silence after which the server connects anew. A learner that is only paused keeps its servers so
+long."""
+
 
 class LearnerConnection:
     """Open from the start. `joined`: the server is a member. `lost`: the learner was silent for too long, said Bye
@@ -23,8 +29,12 @@ class LearnerConnection:
     def __init__(self, context: zmq.asyncio.Context, address: str, keys: ClientKeys, heartbeat_s: float) -> None:
         self.address, self.heartbeat_s = address, heartbeat_s
         self.joined = self.lost = False
-        self._socket = dealer(context, address, keys)
+        self._context, self._keys = context, keys
         self._clock = AwakeClock()
+        self._open()
+
+    def _open(self) -> None:
+        self._socket = dealer(self._context, self.address, self._keys)
         self._heard_at, self._said_at = self._clock.now(), -math.inf
         self._next: asyncio.Future[bytes] | None = None
         self._breaks = broken(self._socket)
@@ -44,8 +54,12 @@ class LearnerConnection:
             self._break = asyncio.ensure_future(anext(self._breaks))
             self.leave(lost=True)
         if not self._next.done():
-            if self._clock.now() - self._heard_at > BEATS * self.heartbeat_s:
+            silent = (self._clock.now() - self._heard_at) / self.heartbeat_s
+            if silent > BEATS:
                 self.leave(lost=True)
+            if silent > BEATS_ANEW:
+                await self.close()
+                self._open()
             return None
         data, self._next = self._next.result(), None
         self._heard_at = self._clock.now()

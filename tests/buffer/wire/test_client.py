@@ -59,6 +59,27 @@ async def test_a_client_may_come_before_the_buffer():
 
 
 @in_loop
+async def test_a_client_goes_on_where_something_else_has_answered_for_a_while():
+    """libzmq itself never connects again after bytes that are no ZMTP."""
+    address = f"tcp://127.0.0.1:{(port := free_port())}"
+    came = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n" * 8)
+        await writer.drain()
+        writer.close()
+        came.set()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", port):
+        connecting = asyncio.create_task(client(address, retry_s=0.2).__aenter__())
+        await came.wait()
+    async with buffer(address=address), asyncio.timeout(60):
+        connected = await connecting
+        assert connected.welcome.max_message == 2**20
+        await connected.__aexit__(None, None, None)
+
+
+@in_loop
 async def test_parked_requests_survive_a_restart_of_the_buffer_at_once(tmp_path):
     address, path = f"tcp://127.0.0.1:{free_port()}", tmp_path / "buffer.sqlite"
     first = buffer(make_requests(path, max_staleness=0), address)

@@ -121,3 +121,34 @@ def test_the_page_shows_what_each_role_says() -> None:
     for role, kinds in (("rollout", TO_LEARNER), ("learner", TO_SERVER)):
         row = re.search(rf"^\| `{role}` \| (.*) \|$", page, re.M)
         assert row and row[1] == " ".join(f"`{kind}`" for kind in kinds)
+
+
+def test_a_server_returns_to_an_address_where_something_else_answered_for_a_while(sender: Sender) -> None:
+    """libzmq itself never connects again after bytes that are no ZMTP."""
+
+    async def test() -> None:
+        served = list[str]()
+
+        async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            served.append("other" if not served else "learner")
+            if len(served) == 1:
+                writer.write(b"HTTP/1.1 400 Bad Request\r\n" * 8)
+                await writer.drain()
+                return writer.close()
+            host, port = sender.address.removeprefix("tcp://").rsplit(":", 1)
+            there, back = await asyncio.open_connection(host, int(port))
+            await asyncio.wait([asyncio.ensure_future(carry(*pair)) for pair in ((reader, back), (there, writer))])
+
+        async def carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(1 << 16):
+                sink.write(data)
+            sink.close()
+
+        async with await asyncio.start_server(between, "127.0.0.1", 0) as proxy:
+            port = proxy.sockets[0].getsockname()[1]
+            async with servers(Addresses(f"tcp://127.0.0.1:{port}"), "a") as (one,):
+                sender.publish(VersionedPolicy(0), 0)
+                await one.has(0)
+        assert served[0] == "other" and "learner" in served
+
+    asyncio.run(test())
