@@ -82,10 +82,10 @@ def test_countdown_divides_exactly():
 
 
 def test_countdown_takes_bounded_time():
-    began = time.process_time()
+    began = time.thread_time()
     for text in ("9*" * 99 + "9", "(" * 10**6, "9" * 10**6, "<answer>" * 10**5, "-" * LONGEST + "1", "((((" * 40):
         countdown(f"<answer>{text}</answer>")
-    assert time.process_time() - began < 5
+    assert time.thread_time() - began < 5
 
 
 TREES = st.recursive(

@@ -45,9 +45,9 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=range(5),
 )
 def test_math_gives_up_at_once_on_hopeless_answers(text: str):
-    began = time.process_time()
+    began = time.thread_time()
     assert compute_score(text, "7") == GIVEN_UP
-    assert time.process_time() - began < 0.2
+    assert time.thread_time() - began < 0.2
 
 
 @pytest.mark.parametrize(
