@@ -124,6 +124,24 @@ def tiny_tokenizer(kind: str = KINDS[0]) -> PreTrainedTokenizerFast:
     )
 
 
+def _text(tokenizer: PreTrainedTokenizerFast, tied: bool, width: int, layers: int, deviation: float) -> dict[str, Any]:
+    """The keys of a text model that all kinds have."""
+    return {
+        "vocab_size": 64,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": width // 64,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": tied,
+        "initializer_range": deviation,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
 def _config(
     kind: str,
     tokenizer: PreTrainedTokenizerFast,
@@ -143,21 +161,7 @@ def _config(
     }
     sections = {"qwen2_5_vl": [4, 6, 6], "qwen3_vl": [6, 5, 5], "qwen3_5": [3, 3, 2]}[kind]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
-    text: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 32,
-        "num_key_value_heads": width // 64,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": tied,
-        "initializer_range": deviation,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "rope_parameters": rope,
-    }
+    text = _text(tokenizer, tied, width, layers, deviation) | {"rope_parameters": rope}
     vision: dict[str, Any] = {
         "depth": depth,
         "hidden_size": 64,
@@ -198,24 +202,9 @@ def _gemma3(
     state: int,
 ) -> dict[str, Any]:
     """Images of 2 x 2 tokens and a sliding window of 16; every second layer sees the whole document."""
-    text: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 32,
-        "num_key_value_heads": width // 64,
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
-        "max_position_embeddings": 4096,
-        "sliding_window": 16,
-        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)],
-        "tie_word_embeddings": tied,
-        "initializer_range": deviation,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
+    text = _text(tokenizer, tied, width, layers, deviation)
+    text |= {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "layer_types": kinds}
     vision: dict[str, Any] = {
         "num_hidden_layers": depth,
         "hidden_size": 64,
