@@ -46,6 +46,15 @@ def written_out(
     return (scores.softmax(-1)[..., :20] @ v.repeat_interleave(2, 1)).transpose(1, 2)
 
 
+def same_with_gradients(got: torch.Tensor, want: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+    """Assert that two outputs are equal, and so are the gradients of a random sum of each by `leaves`."""
+    torch.testing.assert_close(got, want)
+    by = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ours, theirs = (torch.autograd.grad((x * by).sum(), leaves) for x in (got, want))
+    for mine, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
 @pytest.mark.parametrize("tiles", [1 << 24, 40])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 3])
@@ -60,12 +69,7 @@ def test_output_and_gradients(
     row = {"cu_seq_lens_q": STARTS, "max_length_q": 11, "scaling": 1.5}
     got, _ = attention.ATTENTIONS["sdpa"](torch.nn.Identity(), q, k, v, None, **row, **given)
     want = written_out(q, k, v, given["s_aux"], softcap, window)
-    torch.testing.assert_close(got, want)
-    by = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    leaves = [q, k, v, *([sinks] if with_sinks else [])]
-    ours, theirs = (torch.autograd.grad((x * by).sum(), leaves) for x in (got, want))
-    for mine, wanted in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, wanted)
+    same_with_gradients(got, want, [q, k, v, *([sinks] if with_sinks else [])])
 
 
 IMAGES = [(2, 6), (9, 12), (14, 20)]
@@ -91,12 +95,7 @@ def test_tokens_of_an_image_see_each_other(
     row = {"cu_seq_lens_q": STARTS, "max_length_q": 11, "scaling": 1.5, "image_blocks": _blocks(placed)}
     got, _ = attention.ATTENTIONS["sdpa"](torch.nn.Identity(), q, k, v, None, **row, **given)
     want = written_out(q, k, v, given["s_aux"], softcap, window, IMAGES)
-    torch.testing.assert_close(got, want)
-    by = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    leaves = [q, k, v, *([sinks] if with_sinks else [])]
-    ours, theirs = (torch.autograd.grad((x * by).sum(), leaves) for x in (got, want))
-    for mine, wanted in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, wanted)
+    same_with_gradients(got, want, [q, k, v, *([sinks] if with_sinks else [])])
 
 
 @pytest.mark.parametrize("name", ["varlen", "flash", "flash4"])
