@@ -59,7 +59,7 @@ MAINS: dict[str, Callable[[list[str]], object]] = {
 FILE = re.compile(r".*\.(?:json|md|parquet|public|py|sqlite|token|yaml)")
 """Names of files, which look like keys."""
 ATTRIBUTES = {"run.output"}
-"""Of an object `run` in Python."""
+"""Attributes of an object `run` in Python, which look like keys."""
 OF_OTHERS = {"datasets", "peft", "openai", "transformers"}
 """Packages that a reader may have to install."""
 

@@ -49,9 +49,9 @@ class Terms:
 
 @dataclass(slots=True)
 class SampleStats:
-    """What is known of a sample without its tokens: how many in all, how many trainable, reward, whether truncated.
+    """What the ledger knows of a sample: numbers of its tokens, its reward, whether it was truncated.
 
-    Nothing changes it. It is not frozen, because Python takes four times as long to make a frozen one.
+    Nobody changes one after it was made. Python takes four times as long to make a frozen one.
     """
 
     tokens: int

@@ -111,7 +111,7 @@ def one_rank() -> Iterator[DeviceMesh]:
 
 
 def prepare() -> None:
-    """End with the process that forked this one, which alone is interrupted by a person; compute without kernels."""
+    """End with the process that forked this one, which alone takes Ctrl-C. Compute without kernels."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     state.use_torch_alone()

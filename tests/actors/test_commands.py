@@ -82,7 +82,7 @@ def test_a_launch_whose_output_fills_the_disk_goes_on(tmp_path: Path) -> None:
 def test_a_file_that_this_user_may_not_read_is_named_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a run that another user started, say."""
+    """Another user may have started the run."""
 
     def refused(*_: object) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "metrics.jsonl"))
