@@ -1,18 +1,17 @@
 """Layers that keep a state: convolutions, gated delta rules and state space models, computed document by document.
 
-In a packed row such a layer would go on from one document to the next. `separate` has it see the row's documents as the
-sequences of a batch instead: documents of similar length together, padded on the right, which no earlier token sees.
-This is exact on any device and with any kernel that the layer itself takes. The classes are listed by name; whether
-their rows are exact is tried (`exactness.py`), and a layer of another class is refused by that trial. Used by
-`loading.py`, `attention.py` and `flops.py`; waits for the GPU, because it reads the bounds of the documents.
+In a packed row such a layer would go on from one document to the next. `separate` gives the bounds of documents to the
+kernels of layers that can take them (`bounded_state.py`). Other layers see the row's documents as the sequences of a
+batch: documents of similar length together, padded on the right, which no earlier token sees. This is exact on any
+device and with any kernel that the layer itself takes. The classes are listed by name; whether their rows are exact is
+tried (`exactness.py`), and a layer of another class is refused by that trial. Used by `loading.py`, `attention.py` and
+`flops.py`; document by document it waits for the GPU, because it reads the bounds.
 """
 
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from configs.load import ConfigError
 from learner.model import bounds
+from learner.model.bounded_state import check, in_torch, replaced, takes_bounds, within
 from learner.model.bounds import BOUNDS
 
 KEEPS_STATE = re.compile(
@@ -31,6 +31,8 @@ KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
 """Packages whose kernels transformers takes for such layers, where they are installed."""
 PADDED = 1.25
 """Longest length of the documents that are computed together, relative to their shortest."""
+PROVEN = set[type[nn.Module]]()
+"""Classes of layers whose kernels have been compared in this process."""
 Span = tuple[int, int]
 """First token of a document, and the one after its last."""
 
@@ -40,23 +42,6 @@ def use_torch_alone() -> None:
     called before the code of a model is imported, which chooses."""
     for name in KERNELS:
         sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails
-
-
-@contextmanager
-def _reference(layer: nn.Module) -> Iterator[None]:
-    """Within it `layer` is computed by transformers' own torch functions, whatever KERNELS are installed: these read
-    memory, and tensors on `meta` have none."""
-    code = vars(sys.modules[type(layer).__module__])
-    chosen = {
-        name: function
-        for name, function in code.items()
-        if isinstance(function, FunctionType) and "torch_function" in function.__code__.co_freevars
-    }  # wrappers that `use_kernel_func_from_hub_with_fallback` makes
-    code.update({name: function.__wrapped__ for name, function in chosen.items()})  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        code.update(chosen)
 
 
 def layers_of(block: nn.Module) -> list[nn.Module]:
@@ -110,10 +95,15 @@ def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...,
             raise ConfigError([f"learner.context_parallel: {problem}; set it to 1"])
         ours = *BOUNDS, "shared_prompts", "context_group"
         given = args, {name: x for name, x in kwargs.items() if name not in ours}
-        if starts.is_meta:  # to count what a row keeps, which is one document there
-            with _reference(layer):
+        if starts.is_meta:  # to count what a row keeps, which is one document there; kernels would read its memory
+            with replaced(layer, in_torch(layer)):
                 return forward(*given[0], **given[1])
-        tokens = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).shape[1]
+        hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if takes_bounds(layer):
+            _prove(layer, forward, hidden)
+            with replaced(layer, within(layer, starts)):
+                return forward(*given[0], **given[1])
+        tokens = hidden.shape[1]
         places, outputs = [], []
         for index, real in _batches(starts):
 
@@ -128,6 +118,13 @@ def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...,
         return (whole, *(None for _ in output[1:])) if isinstance(output, tuple) else whole
 
     return separated  # type: ignore[no-any-return]
+
+
+def _prove(layer: nn.Module, forward: Callable[..., Any], hidden: Tensor) -> None:
+    """Compare the kernels of a class of layers with its torch functions once in this process, on a GPU."""
+    if hidden.is_cuda and type(layer) not in PROVEN:
+        check(layer, forward, hidden)
+        PROVEN.add(type(layer))
 
 
 def _batches(starts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,123 @@
+"""Layers with a state whose kernels know the bounds of documents: a packed row is one call.
+
+`takes_bounds` decides by layer whether its kernels can, `within` has them do so. A delta rule needs a kernel with
+`cu_seqlens`, as flash-linear-attention has for GPUs. A short convolution needs none: zeros between documents are its
+bounds (`convolve`). State space models have no such kernel here. No CPU can run the kernels of a GPU, so the first row
+on a GPU is compared with transformers' torch functions, one document after the other (`check`). Used by `state.py`,
+which computes document by document what takes no bounds.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from configs.load import ConfigError
+
+CONVOLUTION = "causal_conv1d_fn"
+"""transformers' name of a short convolution, in the module of each model."""
+RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+"""transformers' names of delta rules over whole documents."""
+LAYERS = ("GatedDeltaNet", "DeltaAttention", "ShortConv")
+"""Ends of the names of the layers that consist of such functions."""
+TRIED_BOUNDS = (0, 1, 70, 192)
+"""Bounds of the documents in `check`: shorter than a kernel's chunk of 64 tokens, and longer."""
+TOLERANCE = 0.02
+"""Largest difference in `check`, relative to the norm. bfloat16 alone makes .004, neighbours that are seen make .3."""
+Function = Callable[..., Any]
+
+
+def namespace(layer: nn.Module) -> dict[str, Any]:
+    """The module in which transformers defines the layer: its functions are looked up there at each call."""
+    return vars(sys.modules[type(layer).__module__])
+
+
+def chosen(code: Mapping[str, Any]) -> dict[str, tuple[Function, Function]]:
+    """transformers' torch functions of a module that may have been replaced by a package's kernel, and what is run."""
+    pairs = {}
+    for name, function in code.items():
+        if isinstance(function, FunctionType) and "torch_function" in function.__code__.co_freevars:
+            inner = inspect.getclosurevars(function).nonlocals  # of `use_kernel_func_from_hub_with_fallback`
+            pairs[name] = inner["torch_function"], inner["implementation"]
+    return pairs
+
+
+@contextmanager
+def replaced(layer: nn.Module, functions: Mapping[str, Function]) -> Iterator[None]:
+    """Within it `layer` calls `functions` in place of those of the same names."""
+    code = namespace(layer)
+    before = {name: code[name] for name in functions}
+    code.update(functions)
+    try:
+        yield
+    finally:
+        code.update(before)
+
+
+def in_torch(layer: nn.Module) -> dict[str, Function]:
+    """transformers' own torch functions for `replaced`, whatever kernels are installed."""
+    return {name: torch_function for name, (torch_function, _) in chosen(namespace(layer)).items()}
+
+
+def takes_bounds(layer: nn.Module) -> bool:
+    """Whether `within` serves this layer, with the kernels that are installed."""
+    code = namespace(layer)
+    if not type(layer).__name__.endswith(LAYERS) or CONVOLUTION not in code:
+        return False
+    found = chosen(code)
+    rules = [found[name][1] for name in RULES if name in code and name in found]
+    return all("cu_seqlens" in inspect.signature(rule).parameters for rule in rules) and (
+        bool(rules) or type(layer).__name__.endswith("ShortConv")
+    )
+
+
+def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
+    """Functions for `replaced` that see the documents of a row alone. `starts`: [documents + 1] int32, the first is 0
+    and the last the row's length."""
+    code = namespace(layer)
+    convolution, rules = code[CONVOLUTION], {name: code[name] for name in RULES if name in code}
+
+    def bounded(rule: Function) -> Function:
+        return lambda *args, **kwargs: rule(*args, **(kwargs | {"cu_seqlens": starts}))
+
+    def convolved(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return convolve(convolution, x, weight, starts, *args, **kwargs)
+
+    return {CONVOLUTION: convolved} | {name: bounded(rule) for name, rule in rules.items()}
+
+
+def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A causal convolution of each document of a row alone: [1, channels, tokens] to the same shape. Before each
+    document stand as many zeros as the convolution reaches back, which is what it sees before a row."""
+    tokens, back = x.shape[-1], weight.shape[-1] - 1
+    position = torch.arange(tokens, device=x.device)
+    place = position + back * torch.searchsorted(starts[1:].contiguous(), position, right=True)
+    spread = x.new_zeros(*x.shape[:-1], tokens + back * (len(starts) - 2)).index_copy(-1, place, x)
+    output: Tensor = convolution(spread, weight, *args, **kwargs)
+    return output.index_select(-1, place)
+
+
+@torch.no_grad()
+def check(layer: nn.Module, forward: Function, hidden: Tensor) -> None:
+    """Compare kernels that are given bounds with transformers' torch functions, which see one document each. `hidden`:
+    [1, tokens, width], a real row. Raises ConfigError if they differ by more than TOLERANCE."""
+    tried = hidden[:, : TRIED_BOUNDS[-1]]
+    edges = [edge for edge in TRIED_BOUNDS if edge < tried.shape[1]] + [tried.shape[1]]
+    starts = torch.tensor(edges, dtype=torch.int32, device=hidden.device)
+    with replaced(layer, within(layer, starts)):
+        got = forward(tried)
+    with replaced(layer, in_torch(layer)):
+        parts = [forward(tried[:, first:end]) for first, end in pairwise(edges)]
+    first_of = [part[0] if isinstance(part, tuple) else part for part in (got, *parts)]
+    wanted = torch.cat(first_of[1:], 1).float()
+    difference = float((first_of[0].float() - wanted).norm() / wanted.norm())
+    if not difference <= TOLERANCE:
+        problem = f"kernels for {type(layer).__name__} differ by {difference:.3f} of the norm from each document alone"
+        remedy = "update flash-linear-attention, or uninstall it and train document by document"
+        raise ConfigError([f"model.path: the installed {problem}; {remedy}"])
