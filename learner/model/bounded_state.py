@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from configs.load import ConfigError
 
@@ -30,6 +31,7 @@ TRIED_BOUNDS = (0, 1, 70, 192)
 """Bounds of the documents in `check`: shorter than a kernel's chunk of 64 tokens, and longer."""
 TOLERANCE = 0.02
 """Largest difference in `check`, relative to the norm. bfloat16 alone makes .004, neighbours that are seen make .3."""
+REMEDY = "uninstall flash-linear-attention: document by document, transformers' torch functions need none"
 Function = Callable[..., Any]
 
 
@@ -103,21 +105,49 @@ def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *
     return output.index_select(-1, place)
 
 
-@torch.no_grad()
 def check(layer: nn.Module, forward: Function, hidden: Tensor) -> None:
-    """Compare kernels that are given bounds with transformers' torch functions, which see one document each. `hidden`:
-    [1, tokens, width], a real row. Raises ConfigError if they differ by more than TOLERANCE."""
-    tried = hidden[:, : TRIED_BOUNDS[-1]]
+    """Compare kernels that are given bounds with transformers' torch functions, which see one document each: the
+    output, and its gradient by the input. `hidden`: [1, tokens, width], a real row. Raises ConfigError if they differ
+    by more than TOLERANCE, or cannot run on this GPU."""
+    tried = hidden[:, : TRIED_BOUNDS[-1]].detach()
     edges = [edge for edge in TRIED_BOUNDS if edge < tried.shape[1]] + [tried.shape[1]]
     starts = torch.tensor(edges, dtype=torch.int32, device=hidden.device)
-    with replaced(layer, within(layer, starts)):
-        got = forward(tried)
+    kernels = f"the installed kernels for {type(layer).__name__}"
+    try:
+        with replaced(layer, within(layer, starts)):
+            ours = _with_gradient(lambda row: _output(forward(row)), tried)
+    except (RuntimeError, ImportError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ConfigError([f"model.path: {kernels} fail: {' '.join(str(error).split())}; or {REMEDY}"]) from error
+
+    def alone(row: Tensor) -> Tensor:
+        return torch.cat([_output(forward(row[:, first:end])) for first, end in pairwise(edges)], 1)
+
     with replaced(layer, in_torch(layer)):
-        parts = [forward(tried[:, first:end]) for first, end in pairwise(edges)]
-    first_of = [part[0] if isinstance(part, tuple) else part for part in (got, *parts)]
-    wanted = torch.cat(first_of[1:], 1).float()
-    difference = float((first_of[0].float() - wanted).norm() / wanted.norm())
-    if not difference <= TOLERANCE:
-        problem = f"kernels for {type(layer).__name__} differ by {difference:.3f} of the norm from each document alone"
-        remedy = "update flash-linear-attention, or uninstall it and train document by document"
-        raise ConfigError([f"model.path: the installed {problem}; {remedy}"])
+        wanted = _with_gradient(alone, tried)
+    for what, a, b in zip(("output", "gradient"), ours, wanted, strict=True):
+        difference = float((a - b).norm() / b.norm())
+        if not difference <= TOLERANCE:
+            problem = f"the {what} of {kernels} differs by {difference:.3f} of its norm from each document alone"
+            raise ConfigError([f"model.path: {problem}; update flash-linear-attention, or {REMEDY}"])
+
+
+def _output(given: Any) -> Tensor:
+    output: Tensor = given[0] if isinstance(given, tuple) else given
+    return output
+
+
+def _with_gradient(function: Callable[[Tensor], Tensor], row: Tensor) -> tuple[Tensor, Tensor]:
+    """The output in float32, and the gradient by `row` of its sum with alternating weights. A block that is recomputed
+    in the backward pass must not see the tensors that are kept here."""
+    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        row = row.clone().requires_grad_()
+        output = function(row).float()
+        weights = torch.linspace(-1, 1, output.numel(), device=row.device).view_as(output)
+        (gradient,) = torch.autograd.grad((output * weights).sum(), row)
+    return output.detach(), gradient.float()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

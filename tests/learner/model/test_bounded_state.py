@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d
+from torch.utils.checkpoint import checkpoint
 from transformers import Lfm2Config, Qwen3_5TextConfig
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, torch_chunk_gated_delta_rule
@@ -86,9 +87,9 @@ def test_a_delta_rule_with_bounds_is_one_call_and_sees_each_document_alone() -> 
     given: dict[str, Any] = {"cu_seq_lens_q": torch.tensor(EDGES, dtype=torch.int32), "max_length_q": 117}
     apart = block(row(), **given)  # transformers' torch function takes no bounds
 
-    def counted(query: Tensor, *args: Any, cu_seqlens: Tensor, **kwargs: Any) -> Any:
+    def counted(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **kwargs: Any) -> Any:
         calls.append(query.shape[:2])
-        return bounded(query, *args, cu_seqlens, **kwargs)
+        return bounded(query, key, value, cu_seqlens, **kwargs)
 
     with bounded_state.replaced(block.mixer, {RULE: installed(counted)}):
         whole = block(row(), **given)
@@ -104,10 +105,64 @@ def test_a_kernel_that_sees_neighbours_is_refused_by_name(tokens: int) -> None:
     with bounded_state.replaced(layer, {RULE: installed(bounded)}):
         bounded_state.check(layer, layer.forward, row(tokens))
         bounded_state.check(layer, layer.forward, row(1))
-    with bounded_state.replaced(layer, {RULE: installed(bounds_ignored)}), pytest.raises(
-        ConfigError, match=r"^model.path: .*Qwen3_5GatedDeltaNet differ by 0\.\d+ of the norm.*; update"
+    with (
+        bounded_state.replaced(layer, {RULE: installed(bounds_ignored)}),
+        pytest.raises(
+            ConfigError, match=r"^model.path: the output of .*Qwen3_5GatedDeltaNet differs by 0\.\d+ of its norm"
+        ),
     ):
         bounded_state.check(layer, layer.forward, row(tokens))
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("Triton on this GPU is wrong.\nInstall tilelang.")
+
+
+class WrongGradient(torch.autograd.Function):
+    """The identity, whose gradient is a tenth too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 1.1
+
+
+def wrong_gradient(*args: Any, **kwargs: Any) -> Any:
+    output, last = bounded(*args, **kwargs)
+    return WrongGradient.apply(output), last
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (fail, r"fail: Triton on this GPU is wrong. Install tilelang.; or un"),
+        (wrong_gradient, r"the gradient of .*0\.\d+ of"),
+    ],
+    ids=["fails", "wrong gradient"],
+)
+def test_a_kernel_that_cannot_train_is_refused_by_name(kernel: Callable[..., Any], words: str) -> None:
+    """Some releases of Triton compile a wrong backward pass, and flash-linear-attention refuses them only there."""
+    layer = delta_net()
+    with bounded_state.replaced(layer, {RULE: installed(kernel)}), pytest.raises(ConfigError, match=words):
+        bounded_state.check(layer, layer.forward, row())
+
+
+def test_a_check_within_a_recomputed_block_leaves_its_gradient_right() -> None:
+    """Activation checkpointing keeps no tensor of the check, and recomputes the block once."""
+    layer, given = delta_net(), row().requires_grad_()
+
+    def checked(hidden: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            with bounded_state.replaced(layer, {RULE: installed(bounded)}):
+                bounded_state.check(layer, layer.forward, hidden)
+        output: Tensor = layer(hidden)
+        return output
+
+    got = torch.autograd.grad(checkpoint(checked, given, use_reentrant=False).sum(), given)
+    torch.testing.assert_close(got, torch.autograd.grad(layer(given).sum(), given))
 
 
 def test_only_layers_whose_kernels_know_bounds_are_given_them() -> None:
