@@ -1,8 +1,6 @@
-"""`python -m actors launch|watch|status|scale|report|doctor|certify ...`: start a run, watch it, scale it, sum it up,
-check the machine, check a model.
+"""`python -m actors launch|watch|status|scale|report|doctor|certify ...`: everything around a run.
 
-The launcher runs under a guard (`supervise/guard.py`) and this process only forwards signals to it: so no process of
-the run is left when one of the two dies. Waits for the subcommand.
+The launcher runs under a guard, and this process only forwards signals: no process of the run outlives either.
 """
 
 import difflib
@@ -28,13 +26,12 @@ COMMANDS = {
     "doctor": ("actors.doctor.findings", "check this machine's installation"),
     "certify": ("actors.certify.command", "prove that a model is trained and served exactly"),
 }
-"""Module of each command, imported when it is called: launching needs no page, status no keepers."""
+"""A module is imported when called: launching needs no page, status no keepers."""
 PRINTING = ("status", "report", "doctor")
-"""These only print. The others write to sockets: they must outlive a peer that leaves."""
+"""Others write to sockets: they must outlive a peer that leaves."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a subcommand; its exit code."""
     if argv and argv[0] not in (*COMMANDS, "-h", "--help"):
         close = difflib.get_close_matches(argv[0], COMMANDS, 1)
         remedy = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"
@@ -58,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `status RUN | head` ends quietly
     try:
         code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
-    except BrokenPipeError:  # of the terminal: those of sockets are met where they are
+    except BrokenPipeError:  # of the terminal: sockets handle their own
         return 128 + signal.SIGPIPE
     except PermissionError as error:
         if name not in PRINTING or error.filename is None:
@@ -70,9 +67,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def guarded(argv: Sequence[str]) -> int:
-    """Run `argv` under a guard and return its exit code. Forwards the first SIGINT or SIGTERM, and FORCING for each
-    later one. SIGHUP, by which shell and kernel say that the terminal is gone, is one SIGTERM, however often it
-    comes."""
+    """Run `argv` under a guard; the exit code. Forwards the first SIGINT or SIGTERM, and FORCING for each later one.
+
+    SIGHUP, for a lost terminal, is one SIGTERM, however often it comes.
+    """
     launcher = Guarded("launcher", argv, env=os.environ | {ABOVE: str(os.getpid())})
     hung_up = threading.Event()
     with StopSignals(drain=launcher.signal, force=lambda number: launcher.signal(FORCING)) as signals:

@@ -1,7 +1,5 @@
-"""Headrace for scripts and notebooks: `import headrace; run = headrace.launch("run.yaml", reward=score)`.
-
-`run.metrics()`, `run.samples()`, `run.wait()` and `run.stop()` are the rest; `headrace.Run("runs/my")` reads a run that
-another program launched. docs/scripts.md is the page for users. The command `headrace` is in `__main__.py`.
+"""Headrace for scripts and notebooks: `import headrace; run = headrace.launch("run.yaml", reward=score)`. See
+docs/scripts.md.
 """
 
 from headrace.function_source import NoSource

@@ -1,9 +1,8 @@
 """`headrace COMMAND ...`: every command of Headrace, from any folder.
 
-`headrace launch RUN.yaml` is `python -m actors launch RUN.yaml`, in a folder with a package `configs`, `actors` or
-`buffer` of its own too (`configs/own_packages.py`). The installed script calls `main`, which starts this file again
-with `python -P`. Then it runs the module of the command as `python -m` does. Processes of a run are started by this
-file too: `python -P headrace/__main__.py learner RUN.yaml`. Runs by path, so it imports only the standard library.
+Also from one with a package `configs`, `actors` or `buffer` of its own: the installed script starts this file again
+with `python -P`, which runs the command's module as `python -m` does. Runs by path, so it imports only the standard
+library.
 """
 
 import difflib
@@ -43,20 +42,17 @@ COMMANDS = {
     "merge": ("learner", "whole weights of a checkpoint with an adapter"),
     "sft": ("learner", "supervised fine-tuning on demonstrations, without servers"),
 }
-"""Commands with the package that has them. The packages are commands too."""
+"""By command: its package. Packages are commands too."""
 
 
 def main() -> NoReturn:
-    """The installed script: run this file in a Python that does not search the current folder."""
+    """Run this file in a Python that does not search the current folder."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", str(ENTRY), *sys.argv[1:]])
 
 
 def module_of(argv: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The module that runs the command line, and the arguments that it gets; None if there is no such command.
-
-    Example: `["show", "17", "runs/my"]` -> `("buffer", ["show", "17", "runs/my"])`
-    """
+    """Module and arguments of a command line; None if there is no such command."""
     name = argv[0]
     if name in COMMANDS:
         return COMMANDS[name][0], list(argv)
@@ -65,13 +61,11 @@ def module_of(argv: Sequence[str]) -> tuple[str, list[str]] | None:
 
 
 def usage() -> str:
-    """The page of `headrace --help`."""
     lines = {name: what for name, (_, what) in COMMANDS.items()} | PACKAGES
     return "\n".join(["usage: headrace COMMAND ...", *(f"  {name:<10} {what}" for name, what in lines.items())])
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command line; the exit code, unless the command ends the process itself."""
     if not argv or argv[0] in ("-h", "--help"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `headrace --help | head` ends quietly
         print(usage(), file=sys.stdout if argv else sys.stderr)

@@ -1,10 +1,8 @@
-"""Makes a reward function of a notebook or a script into a file, which the reward workers of a run import.
+"""Writes a reward function of a notebook or a script into a file, which the reward workers import.
 
-`reward_file(score, folder)` returns `path/to/file.py:score`, the value of `reward.function`. A function of an imported
-module is in a file already. For a function that was defined in a notebook's cell, or in the script that runs, its
-source is written, with the source of the functions, classes, imports and plain values that it uses. What has no source
-is refused by name. The file's name holds a digest of its text: another function is another value of `reward.function`,
-which a run that has begun refuses. Imports only the standard library.
+The file holds the source of the function, and of the functions, classes, imports and plain values that it uses. What
+has no source is refused by name. The file's name holds a digest: another function is another value of
+`reward.function`, which a run that has begun refuses. Imports only the standard library.
 """
 
 import ast
@@ -24,16 +22,16 @@ from typing import Any
 
 LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 OF_MODULE = ("__name__", "__doc__", "__package__", "__spec__", "__loader__", "__file__", "__builtins__")
-"""Names that each module has by itself."""
+"""Each module has these."""
 REMEDY = "write the function into a file, and set reward.function: path/to/file.py:function"
 
 
 class NoSource(ValueError):
-    """The reward workers cannot get this function; the text names what is wrong, and the remedy."""
+    """The reward workers cannot get this function."""
 
 
 def reward_file(function: Callable[..., Any], folder: Path) -> str:
-    """Return `path/to/file.py:function` for `function`. Writes the file to `folder` unless the function is in one.
+    """Return `path/to/file.py:function`; writes the file to `folder` unless the function is in an imported module.
 
     Raises NoSource for a lambda, a closure, a method, or a function that uses an object without source.
     """
@@ -59,11 +57,11 @@ class Source:
     def __init__(self, function: FunctionType) -> None:
         self.function = function
         self._texts: dict[str, str] = {}
-        """Text that binds each name, in the order in which Python needs them."""
+        """By name: the text that binds it, in Python's order."""
         self._began: set[str] = set()
 
     def text(self) -> str:
-        """The module's text. Raises NoSource."""
+        """Raises NoSource."""
         self._define(self.function.__name__, self.function, self.function.__globals__)
         about = f'"""The reward function `{self.function.__name__}`, as `headrace.launch` was given it."""'
         future = self.function.__code__.co_flags & __import__("__future__").annotations.compiler_flag
@@ -71,7 +69,7 @@ class Source:
         return "\n\n".join([*first, *self._texts.values()]) + "\n"
 
     def _define(self, name: str, value: Any, names: Mapping[str, Any]) -> None:
-        """Add the text that binds `name` to `value`, after the texts of what it uses itself."""
+        """Add the text that binds `name`, after the texts of what it uses."""
         if name in self._began:
             return
         self._began.add(name)
@@ -95,7 +93,7 @@ class Source:
 
 
 def _file_of(function: FunctionType) -> str | None:
-    """The file of the imported module that has this function; None for a notebook's or a script's own."""
+    """None for a notebook's or a script's own function."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if function.__module__ == "__main__" or not file or getattr(module, function.__name__, None) is not function:
@@ -104,7 +102,7 @@ def _file_of(function: FunctionType) -> str | None:
 
 
 def _one_line(name: str, value: Any) -> str | None:
-    """The import or assignment that binds `name` to `value`; None if its source is needed, or it has none."""
+    """None if the source is needed, or there is none."""
     if isinstance(value, ModuleType):
         plain = value.__name__ == name
         return f"import {name}" if plain else f"import {value.__name__} as {name}"
@@ -121,8 +119,7 @@ def _one_line(name: str, value: Any) -> str | None:
 
 
 def _literal(value: Any) -> str | None:
-    """The text of a value of numbers, strings and Python's own lists, tuples, sets and dicts, the same in each process;
-    None for any other."""
+    """Text of a plain value, the same in each process."""
     if value is None or type(value) in (bool, int, str, bytes):
         return repr(value)
     if type(value) is float:
@@ -135,14 +132,14 @@ def _literal(value: Any) -> str | None:
         return None
     texts = [f"{key}: {of}" if pairs else str(key) for key, of in inner]
     if isinstance(value, set | frozenset):
-        return f"{type(value).__name__}([{', '.join(sorted(texts))}])"  # the order of a set differs between processes
+        return f"{type(value).__name__}([{', '.join(sorted(texts))}])"  # its order differs between processes
     if isinstance(value, tuple):
         return f"({''.join(f'{text}, ' for text in texts)})"
     return f"{{{', '.join(texts)}}}" if pairs else f"[{', '.join(texts)}]"
 
 
 def _source(value: Any) -> str:
-    """The source of a function or class, from its first column on. Raises NoSource."""
+    """Raises NoSource."""
     kind, name = ("class" if isinstance(value, type) else "function"), value.__name__
     if name == "<lambda>":
         raise NoSource(
@@ -165,7 +162,7 @@ def _source(value: Any) -> str:
 
 
 def _class_source(value: type) -> str:
-    """The source of a class, found by one of its functions: a notebook's module has no file. Raises OSError."""
+    """Find a class by one of its functions, because a notebook's module has no file. Raises OSError."""
     for function in vars(value).values():
         if not isinstance(code := getattr(function, "__code__", None), CodeType):
             continue
@@ -179,7 +176,7 @@ def _class_source(value: type) -> str:
 
 
 def _used(code: CodeType) -> Iterator[str]:
-    """Global names that a module's code reads, in its functions too, and does not bind itself before."""
+    """Global names that the code reads before it binds them."""
     own = set[str]()
     for step in dis.get_instructions(code):
         if step.opname in LOADS and not (step.opname == "LOAD_NAME" and step.argval in own):

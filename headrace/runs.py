@@ -1,9 +1,8 @@
-"""Runs in a script or a notebook: `launch` starts one, and `Run` reads its metrics and samples, and waits for it.
+"""Runs in a script or a notebook: `launch` starts one, and `Run` reads it and waits for its end.
 
-Everything of Headrace runs in processes of the command `headrace` (`__main__.py`), so that this module imports none of
-its packages: the program that uses it may have packages `configs` or `buffer` of its own. The launcher runs under a
-guard (`actors/supervise/guard.py`), and ends with all its processes when this program dies. `launch` waits until the
-run is accepted or refused, `Run.wait` for the run's end.
+This module imports no package of Headrace, because the program that uses it may have packages `configs` or `buffer` of
+its own. Everything runs in processes of the command `headrace`. A guard ends the launcher with all its processes when
+this program dies.
 """
 
 import atexit
@@ -28,11 +27,11 @@ GUARD = ENTRY.parents[1] / "actors" / "supervise" / "guard.py"
 LINES = 1000
 """Lines of the launcher that are kept."""
 SHOWN = 20
-"""Lines of the launcher in the message of a failure."""
+"""Lines in the message of a failure."""
 DEAD = 1
-"""Exit code of `headrace status` for a run whose buffer does not answer."""
+"""Exit code of `headrace status` where the buffer does not answer."""
 ENDED_WELL = (0, 3, 128 + signal.SIGINT)
-"""Exit codes of a run that reached its last version or the end of its data, or was stopped."""
+"""Exit codes after the last version, the end of the data, and a stop."""
 Record = dict[str, Any]
 
 
@@ -46,11 +45,11 @@ def launch(
     *,
     reward: Callable[..., Any] | None = None,
 ) -> "Run":
-    """Launch a run, or go on with it, as `headrace launch` does; return it once it was accepted.
+    """Launch a run, or go on with it; returns once the run is accepted.
 
-    `config` is a run file, or a dict of its sections. `overrides` are further keys. `reward` is a function, in place of
-    the run file's `reward.function`. Raises HeadraceError with every problem of the run file, and NoSource for a
-    function that cannot be sent to the reward workers.
+    `config` is a run file or a dict of its sections, `overrides` are further keys, `reward` replaces `reward.function`.
+    Raises HeadraceError with every problem of the run file, and NoSource for a function that cannot be sent to the
+    reward workers.
 
     Example: `launch("run.yaml", {"run.name": "first", "batch.groups": 16}, reward=score)`
     """
@@ -76,30 +75,30 @@ def launch(
 
 
 class Run:
-    """A run's folder, and its launcher if this program launched it. `Run("runs/my")` reads any run, alive or over."""
+    """A run's folder, and its launcher if this program launched it. `Run("runs/my")` reads any run."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.launcher: Launcher | None = None
 
     def metrics(self) -> list[Record]:
-        """A dict for each version that was trained, in order; `pandas.DataFrame(run.metrics())` makes it a table."""
+        """A dict for each trained version, in order: `pandas.DataFrame(run.metrics())` is a table."""
         other = {"kind", "eval/version"}  # looks at the servers, evaluations
         found = {record["version"]: record for record in self._records() if not other & record.keys()}
         return [found[version] for version in sorted(found)]
 
     def evaluations(self) -> list[Record]:
-        """A dict for each evaluation, in order of the versions that were evaluated."""
+        """A dict for each evaluation, by the version that was evaluated."""
         found = {record["eval/version"]: record for record in self._records() if "eval/version" in record}
         return [found[version] for version in sorted(found)]
 
     def samples(self, version: int | None = None) -> list[Record]:
         """A dict for each sample that the buffer holds: `item`, `problem`, `answer`, `reward`, `batch`, `tokens`, ...
 
-        With `version` only those of the batch that was trained into version `version + 1`. Batches older than the
-        oldest checkpoint are removed from the buffer. Raises HeadraceError if nothing is there yet.
+        `version` selects the batch that was trained into `version + 1`. Batches older than the oldest checkpoint are
+        removed. Raises HeadraceError if nothing is there yet.
         """
-        import pyarrow.parquet  # slow, and only needed here
+        import pyarrow.parquet  # slow
 
         with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
             file = Path(folder) / "samples.parquet"
@@ -109,19 +108,18 @@ class Run:
         return samples
 
     def status(self) -> str:
-        """What `headrace status` prints: who waits for whom, and for how long; of a dead run what its files hold."""
+        """The output of `headrace status`."""
         return command("status", str(self.path), well=(0, DEAD))
 
     @property
     def output(self) -> list[str]:
-        """The last lines of the launcher; none of a run that another program launched."""
+        """The last lines of the launcher; none if another program launched the run."""
         return list(self.launcher.lines) if self.launcher else []
 
     def wait(self, timeout_s: float | None = None, show: bool = True) -> int:
-        """Wait for the end of the run, and return its exit code; print what the launcher says unless `show` is false.
+        """Wait for the end of the run and return its exit code; print the launcher's lines if `show`.
 
-        Ctrl-C stops the run as `stop` does, then raises KeyboardInterrupt. Raises HeadraceError if the run failed, and
-        TimeoutError after `timeout_s` seconds.
+        Ctrl-C stops the run, then raises KeyboardInterrupt. Raises HeadraceError if the run failed, and TimeoutError.
         """
         launcher = self._own()
         try:
@@ -134,7 +132,7 @@ class Run:
         return code
 
     def stop(self, show: bool = True) -> int:
-        """Let every process of the run finish and save its work, and return the exit code. Ctrl-C ends it at once."""
+        """Let every process finish and save its work, and return the exit code. Ctrl-C kills the run."""
         launcher = self._own()
         launcher.guarded.signal(signal.SIGINT)
         try:
@@ -150,7 +148,7 @@ class Run:
         return self.launcher
 
     def _records(self) -> Iterator[Record]:
-        """The records of metrics.jsonl. The learner may be writing the last line."""
+        """Skips a last line that the learner is still writing."""
         file = self.path / "metrics.jsonl"
         for line in file.read_bytes().splitlines() if file.exists() else ():
             try:
@@ -167,12 +165,11 @@ class Run:
 
 
 class Launcher:
-    """The process `headrace launch`, and a thread that reads what it prints until it has ended."""
+    """The process `headrace launch`, and a thread that reads its output."""
 
     def __init__(self, words: list[str], run: Path) -> None:
         self.lines = deque[str](maxlen=LINES)
         self.code: int | None = None
-        """Exit code, once it has ended."""
         self.accepted, self.ended = threading.Event(), threading.Event()
         self._fresh = deque[str](maxlen=LINES)
         self._config, self._changed = run / "config.yaml", threading.Condition()
@@ -185,8 +182,7 @@ class Launcher:
         atexit.register(self._stop_at_exit)
 
     def wait(self, timeout_s: float | None, show: Callable[[str], object]) -> int:
-        """The exit code, once all processes of the run have ended. Each line is given to `show`, once. Raises
-        TimeoutError."""
+        """The exit code, once all processes have ended; gives each line to `show` once. Raises TimeoutError."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -201,7 +197,6 @@ class Launcher:
                 return self.code
 
     def last_lines(self) -> str:
-        """The last lines that the launcher printed."""
         return "\n".join(list(self.lines)[-SHOWN:])
 
     def _read(self, source: int) -> None:
@@ -221,7 +216,7 @@ class Launcher:
         self.accepted.set()
 
     def _stop_at_exit(self) -> None:
-        """The program ends and its run goes on: without this, it would be killed."""
+        """Stop the run, which the end of the program would kill."""
         print(f"headrace: stopping the run {self._name}, because the program that launched it ends; call run.wait() "
               "to let it reach its last version", file=sys.stderr, flush=True)  # fmt: skip
         self.guarded.signal(signal.SIGINT)
@@ -229,7 +224,7 @@ class Launcher:
 
 
 def command(*words: str, well: Sequence[int] = (0,)) -> str:
-    """What `headrace WORDS` prints. Raises HeadraceError with its errors if its exit code is none of `well`."""
+    """The output of `headrace WORDS`. Raises HeadraceError with its errors unless the exit code is in `well`."""
     done = subprocess.run([sys.executable, "-P", str(ENTRY), *words], capture_output=True, text=True)
     if done.returncode and (done.returncode not in well or not done.stdout):
         raise HeadraceError((done.stderr or done.stdout).strip() or f"headrace {words[0]}: exit code {done.returncode}")
@@ -237,7 +232,7 @@ def command(*words: str, well: Sequence[int] = (0,)) -> str:
 
 
 def _guard() -> Any:
-    """The module `guard.py`, which needs no other module of Headrace."""
+    """Load `guard.py` without its package."""
     spec = importlib.util.spec_from_file_location("headrace.guard", GUARD)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -246,7 +241,7 @@ def _guard() -> Any:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """What changes when the file is replaced."""
+    """Changes when the file is replaced."""
     try:
         status = file.stat()
     except OSError:
@@ -255,7 +250,7 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON does not have, in a config: a path as text, a tuple or set as a list, a number of numpy."""
+    """Convert a value that JSON lacks: a path, a set, a number of numpy."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "item"):

@@ -1,9 +1,8 @@
 """`python -m actors certify MODEL [--server] [--no-shared-prompts] [--trust-remote-code] [--out FILE]`
 
-Makes the certificate of a model: a folder in Hugging Face format, of which only config.json is read, or a name on the
-hub. Compares a small copy with random weights in every way that a run trains and pushes it (`learner/certify/`), and
-with `--server` also a real vLLM server on the CPU (`served.py`). Prints a table; takes seconds, with a server about a
-minute. Exit code: 0 if everything holds, 2 if a comparison fails or the model is refused, 1 if it could not be made.
+Compares a small copy of a model, with random weights, in every way that a run trains and pushes it, with `--server`
+also with a real vLLM server on the CPU. Takes seconds, with a server about a minute. Exit code: 0 if everything holds,
+2 if a comparison fails or the model is refused, 1 if the certificate could not be made.
 """
 
 import sys
@@ -22,18 +21,17 @@ from configs.variables import unwritable
 
 PROG = "python -m actors certify"
 WIDE = 140
-"""Columns of a table that is not printed on a terminal."""
+"""Columns where the output is no terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make and print a certificate; the exit code."""
     given = parser().parse_args(argv)
     quiet_hub()
     model = ModelConfig(path=given.model, trust_remote_code=given.trust_remote_code)
     if given.out and (why := unwritable(given.out)):
         print_visible(f"--out: {given.out}: {why}", sys.stderr)
         return BAD_INPUT
-    from learner.certify.process import made  # imports torch and transformers, which takes seconds
+    from learner.certify.process import made  # imports torch
 
     try:
         certificate = made(model, not given.no_shared_prompts)
@@ -51,7 +49,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> CommandParser:
-    """The command line."""
     made = CommandParser(PROG, description="Prove that a model is trained and served exactly.")
     made.add_argument("model", metavar="MODEL", help="a folder with config.json, or a name on the hub")
     made.add_argument("--server", action="store_true", help="also start vLLM on the CPU and push policies to it")
@@ -62,7 +59,6 @@ def parser() -> CommandParser:
 
 
 def show(certificate: Certificate, console: Console | None = None) -> None:
-    """Print the table, the summary and the faults."""
     width = None if sys.stdout.isatty() else WIDE
     console = console or Console(file=output(), highlight=False, markup=False, width=width)
     if certificate.checks:

@@ -1,8 +1,7 @@
 """Compares a real vLLM server on the CPU with the learner: policies are pushed to it, and loaded from disk.
 
-The learner's end is the real policy and weights wire with a small copy of the model, without an optimizer; the server's
-end is the real engine and receiver. After each version the server scores several random texts in one batch, which no
-model predicts well, so that softcaps and scales show. Called by `command.py`; waits for vLLM, about a minute.
+The learner's end is the real policy and weights wire with a small copy of the model. The server scores several random
+texts in one batch, which no model predicts well, so that softcaps and scales show. Takes about a minute.
 """
 
 import asyncio
@@ -46,13 +45,13 @@ PUSH_S = 120.0
 OPTIONS = LearnerConfig(gather="pass", activation_checkpointing="none", head_chunk_tokens=64, compile=False)
 NAME = "server"
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_CI_ENV": "1"}
-"""Variables by which vLLM logs errors only, and warms nothing up."""
+"""vLLM logs errors only, and warms nothing up."""
 KV_BYTES = 64 << 20
 SEEN = "a server of a model that sees needs its processor, which a small copy lacks; a run's probe compares it"
 
 
 def with_server(certificate: Certificate, model: ModelConfig) -> Certificate:
-    """Return the certificate with the server's comparisons. Raises ConfigError for a model that no server can load."""
+    """Add the server's comparisons. Raises ConfigError for a model that no server can load."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     use_torch_alone()
@@ -73,13 +72,11 @@ def with_server(certificate: Certificate, model: ModelConfig) -> Certificate:
 
 
 def vllm_version() -> dict[str, str]:
-    """Return the version of the package that brings vLLM, by its name. Example: `{"vllm-cpu": "0.32.0"}`"""
     names = packages_distributions().get("vllm", ())
     return {name: version(name) for name in dict.fromkeys(names)}
 
 
 def run_config(model: ModelConfig, folder: Path) -> Config:
-    """Return the part of a run file that matters here."""
     longest = 2 * max(LENGTHS)
     return Config.model_validate(
         {
@@ -99,7 +96,7 @@ def run_config(model: ModelConfig, folder: Path) -> Config:
 
 
 async def compare_server(config: Config, mesh: DeviceMesh) -> list[Check]:
-    """Push versions, load an export, and push the same weights once more; compare each."""
+    """Push versions, load an export, and push the same weights once more."""
     draw, checks = np.random.default_rng(5), []
     texts = [draw.integers(2, VOCABULARY, length) for length in LENGTHS]
     policy = Policy(config.model, OPTIONS, mesh)
@@ -129,7 +126,7 @@ async def compare_server(config: Config, mesh: DeviceMesh) -> list[Check]:
 
 
 async def compare_texts(what: str, engine: Engine, policy: Policy, texts: Sequence[np.ndarray]) -> Check:
-    """Compare the log-probabilities of texts that the server scores at the same time with the learner's packed row."""
+    """Compare texts that the server scores at the same time with the learner's packed row."""
     found = await asyncio.gather(*(engine.probe(text.tolist()) for text in texts))
     row = packed_row(texts)
     ours = policy.score(policy.place(row), 1.0)[row.scored]
@@ -141,7 +138,7 @@ async def compare_texts(what: str, engine: Engine, policy: Policy, texts: Sequen
 
 @asynccontextmanager
 async def pushing(config: Config, policy: Policy, engine: Engine) -> AsyncIterator[Any]:
-    """Yield a coroutine function that publishes a version and waits until the server has loaded it."""
+    """Yield a function that publishes a version and waits until the server has loaded it."""
     keys, held = make_keys(config.run.path / "keys"), asyncio.Queue[Any]()
     options: dict[str, Any] = {"frozen": policy.frozen_names(), "keys": load_server_keys(keys, "learner")}
     # not drawn among rows of the first matrix, which may be a tower's

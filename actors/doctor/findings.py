@@ -1,9 +1,7 @@
 """`python -m actors doctor [RUN.yaml ... --gpu NAME --section.key=value ...]`: will a run work on this machine?
 
-Prints one line per finding, `ok`, `warn` or `FAIL`, with a remedy for each trouble; exit code 1 if any failed, 2 for a
-run file that `launch` refuses. Without a run file it judges the installation only. With one it also shows what the run
-takes on the card `--gpu`, or on that of this machine (`price.py`). Changes nothing; waits a few seconds for imports of
-torch and torchvision and for the trials of `run_file.py`. `make install` ends with it.
+Prints a line per finding, `ok`, `warn` or `FAIL`, with a remedy for each trouble; exit code 1 if any failed, 2 for a
+run file that `launch` refuses. A run file is priced too, on the card `--gpu` or this machine's. Changes nothing.
 """
 
 import os
@@ -33,9 +31,9 @@ from rollout.engine.door import leant_on
 from rollout.engine.vllm_variables import unreadable_variables
 
 PYTHONS = ((3, 11), (3, 13))
-"""Oldest and newest Python."""
+"""Oldest and newest."""
 WITH_TORCH = {("0.23", "0.26"): "2.11", ("0.27", "0.32"): "2.13", ("0.33", "0.33"): "2.14"}
-"""The torch version of each range of vLLM versions: vLLM's compiled kernels load with that one only."""
+"""By range of vLLM versions: the only torch with which vLLM's compiled kernels load."""
 TRIED = {"transformers": ("5.5.3", "5.20"), "ray": ("2.50", "2.61"), "pyzmq": ("26", "28")}
 """Oldest version that works, and the first one that was not tried."""
 REINSTALL = "rm -r .venv; make install"
@@ -46,10 +44,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report, with its remedy if there is trouble.
-
-    Example: `Finding("warn", "open files", "1024 may be open", "ulimit -n 65536")`
-    """
+    """One line of the report."""
 
     state: Literal["ok", "warn", "fail"]
     what: str
@@ -63,8 +58,6 @@ class Finding:
 
 
 def main(argv: Sequence[str], machine: Machine | None = None) -> int:
-    """Exit code: 0 if nothing failed, 2 for a run file that `launch` refuses, 1 if something else failed. `machine`:
-    see `doctor`."""
     flags, rest = split_flags(argv, PROG, gpu={})
     card = checked_card(flags.gpu, PROG)
     if card and not rest:
@@ -79,7 +72,6 @@ def main(argv: Sequence[str], machine: Machine | None = None) -> int:
 
 
 def judge_with_price(config: Config, card: Card | None) -> Judgement:
-    """The judgement on the run file, and on what the run takes on `card`, or on that of this machine."""
     judgement = judge(config)
     judgement.add(judge_price(config, card))
     return judgement
@@ -88,7 +80,7 @@ def judge_with_price(config: Config, card: Card | None) -> Judgement:
 def doctor(
     config: Config | None, machine: Machine | None = None, judge: Callable[[Config], Judgement] = judge
 ) -> list[Finding]:
-    """All findings for `config`, or for the installation alone. `machine`: facts to judge instead of this machine's."""
+    """Judge the installation and, if given, a run file. `machine`: facts to judge instead of this machine's."""
     machine = machine or read_machine(config.run.path if config else Path())
     findings = [*_versions(machine), *_gpus(machine), *_room(config, machine), *_limits(machine)]
     findings += _environment(machine, config)
@@ -117,10 +109,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 
 
 def _torch(machine: Machine) -> Iterator[Finding]:
-    """torch, and the libraries that transformers imports if they are there.
-
-    On CPU, vLLM's package installs CUDA builds of them; with those, the imports fail.
-    """
+    """On CPU, vLLM's package installs CUDA builds of torch's companions, whose imports fail."""
     torch = machine.installed.get("torch")
     if torch is None:
         yield Finding("fail", "torch", "not installed", "make install")
@@ -137,7 +126,7 @@ def _torch(machine: Machine) -> Iterator[Finding]:
 
 
 def _torchvision(machine: Machine, torch: str) -> Finding:
-    """torchvision beside this torch: vLLM imports it for vision-language models, transformers wherever it is there."""
+    """vLLM imports it for vision-language models, transformers wherever it is installed."""
     version, error = machine.installed.get("torchvision"), machine.torchvision.error
     if version is None:
         return Finding("warn", "torchvision", "not installed, vision-language models cannot run", MEND_TORCHVISION)
@@ -163,7 +152,6 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
 
 
 def _vllm_with_torch(name: str, version: str, torch: str) -> Finding:
-    """Whether vLLM package `name` loads with this torch."""
     wanted = next((torch for (low, high), torch in WITH_TORCH.items() if _is_in(version, low, high)), None)
     if wanted is None:
         tried = f"{min(low for low, _ in WITH_TORCH)} to {leant_on.NEWEST_RUN}"
@@ -194,7 +182,6 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _room(config: Config | None, machine: Machine) -> Iterator[Finding]:
-    """Room on the disk, whose checkpoints `run_file.py` adds up, and for the learner's state in memory."""
     learner = 0
     if config and (config.learner.cpu_offload or config.learner.device == "cpu" or not machine.gpus):
         facts, apart = facts_of(config.model), config.learner.cpu_offload == "optimizer" and machine.gpus
@@ -222,7 +209,6 @@ def _limits(machine: Machine) -> Iterator[Finding]:
 
 
 def _buffer(config: Config, machine: Machine) -> Iterator[Finding]:
-    """Whether the buffer's process has room for all that connect to it."""
     files, memory, free = open_files(config), memory_bytes(config), machine.memory_free
     who = f"rollout.servers {config.rollout.servers} and learner.ranks {config.learner.ranks}"
     if 0 <= machine.may_open < files:
@@ -234,7 +220,7 @@ def _buffer(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _environment(machine: Machine, config: Config | None) -> Iterator[Finding]:
-    """Yield what is wrong with environment variables. With a run file, `judge` reports them instead."""
+    """With a run file, `judge` reports these instead."""
     folder, own_ray = socket_folder(VLLM_BYTES), machine.cluster == OWN_RAY
     if config is None:
         refused, warned = judge_visible_gpus(os.environ)
@@ -270,12 +256,12 @@ def _run(config: Config, machine: Machine, judgement: Judgement) -> Iterator[Fin
 
 
 def _build(version: str) -> str:
-    """What a wheel was built for: `2.13.0+cpu` -> `cpu`, nothing where the version does not say."""
+    """`2.13.0+cpu` -> `cpu`"""
     return version.partition("+")[2]
 
 
 def _clash(one: str, other: str) -> bool:
-    """Whether two builds exclude each other; an unnamed build is a CUDA build from the package index."""
+    """An unnamed build is a CUDA build from the package index."""
     return one != other if "cpu" in (one, other) else bool(one and other and one != other)
 
 
@@ -285,7 +271,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _is_in(version: str, low: str, high: str) -> bool:
-    """Whether the first two numbers of `version` lie between those of `low` and `high`, both included."""
     return _numbers(low) <= _numbers(version)[:2] <= _numbers(high)
 
 

@@ -1,9 +1,8 @@
-"""What a run will take on a given card, before anything starts: memory, seconds and tokens of a version, servers, cost.
+"""Forecasts a run on a card before anything starts: memory, seconds and tokens of a version, servers, cost.
 
 Memory is the learner's own estimate (`learner/model/memory.py`), with `auto` decided as at its start. Speeds are
-estimated: a learner by its FLOPs and MFU, a server by `configs/flow/decoding.py`, and both together by the simulation
-that `python -m configs` shows. Lengths are assumed as there. Reads config.json; waits for nothing. `price.py` prints
-it, `benchmarks/settings_page.py` makes docs/settings.md of it.
+estimates: the learner's by FLOPs and MFU, a server's by `configs/flow/decoding.py`, both together by the simulation
+that `python -m configs` shows. Lengths are assumed as there.
 """
 
 from collections.abc import Iterator
@@ -31,18 +30,18 @@ from learner.model.settled import Settled, settle
 from learner.train.pictures import max_sample_patches
 
 MFU = 0.46
-"""Share of a card's peak that a compiled learner reaches if it recomputes nothing. Measured: .41 (1.5B, H100) to .53
-(7B, H200)."""
+"""Share of a card's peak that a compiled learner reaches without recomputing. Measured: .41 (1.5B, H100) to .53 (7B,
+H200)."""
 ADAPTER_SPEED = 0.67
-"""Speed of a server with an adapter: measured with 7B, rank 32, 128 sequences (`benchmarks/results/adapters.json`)."""
+"""Speed of a server with an adapter, measured with 7B, rank 32, 128 sequences (`benchmarks/results/adapters.json`)."""
 SQUARES = 1.5
 """Mean square of lengths, as a multiple of the squared mean: geometric, cut at four times the mean."""
 START_S = 100
-"""Seconds from the launch to the first version: 80 to 122 were measured with 1.5B."""
+"""Seconds to the first version: 80 to 122 were measured with 1.5B."""
 FREED = ("tokens_per_microbatch", "activation_checkpointing", "gather", "head_chunk_tokens")
-"""Keys that are first set to `auto` where a run does not fit."""
+"""Keys that are set to `auto` first where a run does not fit."""
 LARGER = ("A100-80G", "H100", "H200", "B200")
-"""Cards that are named where a smaller one does not do."""
+"""Cards to propose where a smaller one does not do."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,12 @@ class Speed:
     version_s: float
     """Both together, as simulated."""
     sampled: float
-    """Tokens of a version that are sampled."""
+    """Sampled tokens of a version."""
     running: float
-    """Sequences of all servers that run at a time."""
+    """Sequences that run on all servers at a time."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Sampled and trained tokens in a second of the run."""
         return self.sampled / self.version_s
 
     @property
@@ -82,11 +80,10 @@ class Forecast:
     """Bytes of the model's weights on a server's GPU."""
     room: KvRoom
     speed: Speed | None
-    """None where the card's FLOP/s are not known, or the learner computes in host memory."""
+    """None without the card's FLOP/s, or with the learner in host memory."""
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole run."""
         return sum(gpus_needed(self.config, 1).values())
 
     @property
@@ -100,12 +97,12 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
     "learner.cpu_offload: true": {"learner": {"cpu_offload": True}},
     "an adapter, model.lora: {rank: 32}": {"model": {"lora": {"rank": 32}}},
 }
-"""Keys with which a GPU holds less of the learner's state."""
+"""Keys that take learner state off a GPU."""
 
 
 def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
-    """The run on `card`. `patches`: most of one sample. Raises ConfigError, one line each, if the learner or a server
-    does not fit the card: with what would fit."""
+    """Forecast the run. `patches`: most of one sample. Raises ConfigError if the learner or a server does not fit, with
+    what would."""
     wrong: list[str] = []
     try:
         settled = settle(config, card.free, patches)
@@ -122,14 +119,14 @@ def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
 
 
 def patches_of(config: Config) -> int:
-    """Most patches of one sample; 0 for a text model. Raises ConfigError if model.path cannot be read."""
+    """Most image patches of one sample; 0 for text. Raises ConfigError if model.path cannot be read."""
     read_config(config.model)
     form = ImageFormat.of_run(config)
     return max_sample_patches(config, form) if form else 0
 
 
 def fitting(config: Config, card: Card, patches: int) -> str:
-    """Changes of the run file, each alone, with which the learner fits the card, or a larger card; for people."""
+    """Name single changes of the run file, or a larger card, with which the learner fits."""
     written = {key: getattr(config.learner, key) for key in FREED}
     freed = {key: "auto" for key, value in written.items() if value != "auto"}
     base, with_auto = _with(config, learner=freed), ", ".join(f"learner.{key}: auto" for key in freed)
@@ -139,7 +136,7 @@ def fitting(config: Config, card: Card, patches: int) -> str:
     wider = ((text, _with(base, learner=keys)) for text, keys in ranks if not base.learner.shard)
     wider_fit = [text + aside for text, changed in wider if _fits(changed, card, patches)][:1]
     found += wider_fit or [text + aside for text, changed in _shared(base) if _fits(changed, card, patches)][:1]
-    if keeps_critic(config):  # which is refused with an adapter, and in host memory
+    if keeps_critic(config):  # a critic is refused with these ways
         without = _with(base, algorithm={"advantage": "group_mean", "critic": {}})
         found += ["algorithm.advantage: group_mean, without a critic" + aside] * _fits(without, card, patches)
     else:
@@ -151,7 +148,7 @@ def fitting(config: Config, card: Card, patches: int) -> str:
 
 
 def _shared(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield the run with more ranks that share their rows, where it may be so, each with its keys for people."""
+    """Runs with more ranks that share their rows, each with its keys in words."""
     learner = config.learner
     for n in (2, 4, 8) if not learner.shard and facts_of(config.model).tower is None else ():
         keys = {"ranks": n * learner.ranks, "context_parallel": n * learner.context_parallel}
@@ -173,7 +170,7 @@ def _fits(config: Config, card: Card, patches: int) -> bool:
 
 
 def server_misfit(config: Config, card: Card, weights: int, room: KvRoom) -> Iterator[str]:
-    """Yield a line if a server's KV cache cannot hold the longest sample, which vLLM refuses at its start."""
+    """Yield a line if the KV cache cannot hold the longest sample, which vLLM refuses at its start."""
     longest, shards = max_sample_tokens(config), config.rollout.tensor_parallel
     if room.tokens is None or room.tokens >= longest or config.rollout.device == "cpu":
         return
@@ -189,7 +186,7 @@ def server_misfit(config: Config, card: Card, weights: int, room: KvRoom) -> Ite
 
 
 def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Speed | None:
-    """The estimated speed; None where nothing is known to estimate it by."""
+    """Estimate the speed; None where facts are missing."""
     facts = facts_of(config.model)
     if not (card.peak and card.bandwidth and facts.kv_numbers) or settled.learner.cpu_offload:
         return None
@@ -202,7 +199,7 @@ def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Spee
 
 
 def mean_answer(config: Config) -> float:
-    """Sampled tokens of a sample, as assumed in `configs/flow/sequences.py`."""
+    """Sampled tokens of a sample, as `configs/flow/sequences.py` assumes."""
     return MEAN_SHARE * (max_sample_tokens(config) - config.data.max_prompt_tokens)
 
 
@@ -216,14 +213,14 @@ def train_seconds(config: Config, peak: float, settled: Settled) -> float:
     flops = costs.total(tokens, answers * answer, squares)
     forward_passes = needs_reference(config.algorithm) + needs_first_pass(config.algorithm)
     flops *= 1 + forward_passes / 3
-    if keeps_critic(config):  # a pass that judges, then its steps; a value head costs nothing
+    if keeps_critic(config):  # a judging pass, then its steps; a value head costs nothing
         flops += costs.total(tokens, 0, squares) * (1 / 3 + config.algorithm.critic.updates)
     each = flops * speed.step_time(settled.learner)
     return each / (settled.learner.ranks * peak * MFU)
 
 
 def server_step(config: Config, peak: float, bandwidth: float, kv_numbers: int) -> StepTime:
-    """A decode step of one server, its sequences of mean length."""
+    """A decode step of one server with sequences of mean length."""
     sizes, width = sizes_of(config.model), BYTES[config.model.dtype]
     read = sizes.blocks + sizes.output
     idle = sizes.parameters - sizes.active
@@ -234,7 +231,7 @@ def server_step(config: Config, peak: float, bandwidth: float, kv_numbers: int) 
 
 
 def above_auto(found: Forecast, patches: int = 0) -> Iterator[str]:
-    """Yield a note if keys of the run file fill more of a GPU than `auto` would."""
+    """Yield a note if the run file fills more of a GPU than `auto` would."""
     written = found.config.learner.tokens_per_microbatch
     if written == "auto" or not found.settled.first.fills(found.card.free):
         return

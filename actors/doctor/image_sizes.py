@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def judge_images(judgement: Judgement, config: Config, problems: "Problems", key: str) -> None:
-    """Add what is known of the images in the file at `data.KEY`. Raises ConfigError if the run cannot start so."""
-    from buffer.problems import check_images  # imports pyarrow, which is slow
+    """Raises ConfigError if the run cannot start with these images."""
+    from buffer.problems import check_images  # slow
 
     form = check_images(config, problems, key)
     if form is None or problems.images is None:
@@ -27,7 +27,7 @@ def judge_images(judgement: Judgement, config: Config, problems: "Problems", key
             judgement.facts.append(f"images: {problem}; model.text_alone: true saves the tower's memory and time")
         return
     where, broken = f"data.{key}: {source_name(config.data.sources()[key])}", list(problems.images.broken)
-    shown: list[tuple[int, int, str]] = []  # pixels of the file, tokens, both in words
+    shown: list[tuple[int, int, str]] = []  # pixels, tokens, in words
     for height, width in problems.images.sizes:
         try:
             tokens = form.num_tokens(height, width)

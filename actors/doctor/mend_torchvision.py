@@ -1,9 +1,7 @@
-"""`python -m actors.doctor.mend_torchvision`: the torchvision beside this torch, and a CUDA build of it made to import.
+"""`python -m actors.doctor.mend_torchvision`: installs this torch's torchvision, and makes a CUDA build of it import.
 
-vLLM imports torchvision for every vision-language model. PyPI has only CUDA builds of it: beside a CPU build of torch
-their compiled operators do not load, and the import stops because two of them are not declared. Nothing here calls
-these two, so it is enough to declare them, at the end of `torchvision/extension.py`. A torchvision that imports is left
-as it is, so a second call changes nothing. Run by `make install` on machines without a GPU; waits for pip.
+PyPI has only CUDA builds: beside a CPU build of torch their operators do not load, and the import stops because two of
+them are not declared. Nothing here calls these two, so it is enough to declare them in `torchvision/extension.py`.
 """
 
 import importlib.util
@@ -26,16 +24,13 @@ if not _has_ops():  # added by Headrace (actors/doctor/mend_torchvision.py): a C
 
 
 def fitting(torch: str) -> str:
-    """The torchvision made for a torch: `2.13.0+cpu` -> `0.28.0`; they have counted in step since 2.0 and 0.15."""
+    """`2.13.0+cpu` -> `0.28.0`; the versions count in step since 2.0 and 0.15."""
     _, minor, patch = torch.partition("+")[0].split(".")[:3]
     return f"0.{int(minor) + 15}.{patch}"
 
 
 def mend(extension: Path) -> None:
-    """Declare the two operators at the end of `torchvision/extension.py`, once.
-
-    Writes a new file: package managers link one file into many environments.
-    """
+    """Declare the operators once, in a new file: package managers link one file into many environments."""
     text = extension.read_text()
     if MEND not in text:
         mended = extension.with_suffix(".mended")
@@ -44,7 +39,7 @@ def mend(extension: Path) -> None:
 
 
 def main() -> str | None:
-    """Install and mend; returns what is wrong, None if torchvision imports."""
+    """Returns what is wrong, None if torchvision imports."""
     wanted = f"torchvision=={fitting(version('torch'))}"
     if code := subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", wanted]).returncode:
         return f"{wanted}: pip install failed with exit code {code}; text models do not need it"

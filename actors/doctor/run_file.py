@@ -1,8 +1,7 @@
 """Judges a run file on this machine: by `configs.checks`, and by rules that need data, disk, sockets, vLLM or a trial.
 
-The one list of checks: `python -m actors launch` and `doctor` call it, and `python -m configs` runs this file as
-`python -m actors.doctor.run_file` with the config on stdin, because `configs` may import no other package. Starts
-nothing but the processes of `trial.py`, for which it waits.
+`launch` and `doctor` call it; `python -m configs` runs it as a process with the config on stdin, because `configs` may
+import no other package.
 """
 
 import os
@@ -50,17 +49,16 @@ LOOPBACK = {
     "reward.host": RewardConfig.model_fields["host"].default,
     "teacher.host": TeacherConfig().host,
 }
-"""Defaults that a launch on a cluster replaces by an address of this machine."""
+"""A launch on a cluster replaces these defaults by this machine's address."""
 GPU_KEYS = "learner.ranks, rollout.servers, rollout.tensor_parallel, reward.servers or teacher.servers"
-"""Keys that say how many GPUs a run takes."""
 ROWS = 1000
-"""Rows of data.train that are made prompts."""
+"""Most rows of data.train that are made prompts."""
 IMAGE_BYTES = 32 * 2**20
-"""Most bytes of the images of these rows, which are copied to each process that tries something."""
+"""Most bytes of these rows' images, which are copied to each trial's process."""
 
 
 def main() -> int:
-    """Judge the config on stdin, as `configs.load.dump` writes it: facts and warnings on stdout, refusals on stderr."""
+    """Judge the config on stdin: facts and warnings go to stdout, refusals to stderr."""
     variables.prepare()
     judgement = judge(parse(sys.stdin.buffer.read().decode()))
     for lines, stream in ((judgement.lines(), sys.stdout), (judgement.refused, sys.stderr)):
@@ -83,7 +81,7 @@ def is_live(config: Config) -> bool:
 
 
 def judge(config: Config, live: bool | None = None) -> Judgement:
-    """All that is known of `config` on this machine before anything is started. `live`: see `is_live`, None asks it."""
+    """Judge `config` on this machine. `live` None: ask `is_live`."""
     try:
         refuse_sft(config)
         refuse_paths(config)
@@ -129,7 +127,7 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
 
 
 def _judge_data(config: Config, judgement: Judgement) -> tuple[Rows, list[str]]:
-    """Read all data of the run into `judgement`. Returns the rows of `data.train` to try, and what is wrong."""
+    """Read all data of the run. Returns rows of `data.train` to try, and problems."""
     rows: Rows = []
     further: list[str] = []
     for key, source in config.data.sources().items():
@@ -153,14 +151,14 @@ def _judge_data(config: Config, judgement: Judgement) -> tuple[Rows, list[str]]:
 
 
 def plain_credentials(config: Config) -> Iterator[str]:
-    """A line for each credential that the run file holds as plain text."""
+    """A line for each credential in plain text."""
     for place, _ in credentials(config):
         problem = "the run file holds a credential, and so will the run's config.yaml"
         yield f"{'.'.join(map(str, place))}: {problem}; export it, and write ${{oc.env:NAME}} here"
 
 
 def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:
-    """The first, the middle and the last row, then others in random order, ROWS at most, and IMAGE_BYTES of images."""
+    """The first, the middle and the last row, then others in random order, within ROWS and IMAGE_BYTES."""
     last = len(problems) - 1
     ends = list(dict.fromkeys([0, last // 2, last]))
     others = set(range(0, last + 1, max(1, -(-len(problems) // ROWS)))).difference(ends)
@@ -168,14 +166,14 @@ def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:
     rows: list[tuple[int, dict[str, Any]]] = []
     left, end = IMAGE_BYTES, time.monotonic() + ROWS_S
     for number in numbers:
-        if rows and time.monotonic() > end:  # of a set whose rows are made
+        if rows and time.monotonic() > end:  # some sets make their rows
             break
         row = problems[number]
         if isinstance(files := row.get(IMAGES), ImageFiles):
             left -= files.num_bytes
             if rows and left < 0:
                 break
-            with suppress(ImageError):  # it is among those that `judge_images` names
+            with suppress(ImageError):  # `judge_images` names it
                 rows.append((number, row | {IMAGES: list(files)}))
         else:
             rows.append((number, row))
@@ -183,7 +181,7 @@ def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:
 
 
 def shares(source: Source, weighted: Sequence[tuple[int, float]]) -> Iterator[str]:
-    """What weights mean, a line for each source."""
+    """Explain weights, a line for each source."""
     rows, weights = sum(rows for rows, _ in weighted), sum(weight for _, weight in weighted)
     for part, (number, weight) in zip(parts_of(source) if weighted else (), weighted, strict=True):
         share = weight / weights
@@ -192,10 +190,9 @@ def shares(source: Source, weighted: Sequence[tuple[int, float]]) -> Iterator[st
 
 
 def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
-    """Loopback addresses though `cluster` may have further machines: refusals and warnings.
+    """Refusals and warnings for loopback addresses on a cluster.
 
-    It is certain that servers are on other machines only if this one, where the learner is, has too few GPUs for all;
-    `launch` knows once it has connected. Default values it replaces by the address of this machine.
+    Servers are certain to be elsewhere only if this machine has too few GPUs; `launch` knows once it has connected.
     """
     remedy = "name an address of this machine that the others reach"
     written = [line for key, line in unreachable(config).items() if hosts(config)[key] != LOOPBACK[key]]
@@ -208,21 +205,20 @@ def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
 
 
 def hosts(config: Config) -> dict[str, str]:
-    """Where the processes of this machine listen for those of others, by key."""
+    """By key: where this machine's processes listen for others."""
     found = {"buffer.address": config.buffer.address, "weights.host": config.weights.host}
     found |= {"reward.host": config.reward.host} if config.reward.servers else {}
     return found | ({"teacher.host": config.teacher.host} if config.teacher.served else {})
 
 
 def unreachable(config: Config) -> dict[str, str]:
-    """A line for each of `hosts` that only this machine can reach, by key."""
+    """By key: a line for each of `hosts` that only this machine reaches."""
     found = {key: (value, value if "://" in value else f"tcp://{value}:0") for key, value in hosts(config).items()}
     local = {key: value for key, (value, address) in found.items() if is_loopback(address)}
     return {key: f"{key}: {value} is reached from this machine only" for key, value in local.items()}
 
 
 def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
-    """Try what the refusals so far leave to be tried."""
     try:
         judgement.add(try_out(parts_to_try(config, judgement.refused), config, rows, judgement.rows))
     except TypeError as error:
@@ -230,7 +226,7 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
 
 
 def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
-    """Parts of the run file that a trial must judge; skips a part that has a line in `refused`."""
+    """Parts that a trial must judge, without those that have a line in `refused`."""
     keys = {
         "prompts": ("model.path", "data.chat_template", "data.format_prompt"),
         "reward": ("reward.function", "reward.kwargs", "reward.model"),
@@ -253,7 +249,7 @@ def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
 
 
 def disk_space(config: Config, free: int) -> Iterator[str]:
-    """Whether the checkpoints of the whole run fit, those that it has already included."""
+    """Refuse a run whose checkpoints do not fit the disk, existing ones included."""
     folder = config.run.path / "checkpoints"
     have = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     needed = (disk_bytes(config) or 0) - have + SPARE_BYTES
@@ -264,7 +260,7 @@ def disk_space(config: Config, free: int) -> Iterator[str]:
 
 
 def gpus_needed(config: Config, available: int) -> dict[str, int]:
-    """GPUs that the run takes if there are so many `available`: with none, the device `auto` means CPU.
+    """GPUs that the run takes; if none are `available`, the device `auto` means CPU.
 
     Example: `{"learner": 2, "servers": 4, "reward servers": 0, "teacher servers": 1}`
     """
@@ -280,7 +276,7 @@ def gpus_needed(config: Config, available: int) -> dict[str, int]:
 
 
 def gpus_missing(config: Config, available: int, where: str) -> str | None:
-    """What is wrong if the run takes more GPUs than `available`; `where` introduces that number, as in `Ray sees`."""
+    """Refuse a run that takes more GPUs than `available`; `where` introduces that number, as in `Ray sees`."""
     needed = gpus_needed(config, available)
     total = sum(needed.values())
     if total <= available:
@@ -290,7 +286,7 @@ def gpus_missing(config: Config, available: int, where: str) -> str | None:
 
 
 def misfits(config: Config, gpus: int) -> Iterator[str]:
-    """What keeps a launch from this machine alone, which has so many GPUs."""
+    """Reasons against a launch on this machine alone."""
     cluster = "name a Ray cluster in cluster.address or RAY_ADDRESS"
     if config.learner.nodes > 1:
         yield f"learner.nodes: {config.learner.nodes} take a machine each; {cluster}, or set learner.nodes 1"
@@ -299,10 +295,9 @@ def misfits(config: Config, gpus: int) -> Iterator[str]:
 
 
 def without_place(config: Config, nodes: Sequence[int]) -> str | None:
-    """What finds no place on nodes with so many GPUs each, the first of them this machine; None: all do.
+    """Name what finds no place on nodes with so many GPUs, this machine first; None: all does.
 
-    A server's GPUs are on one node, and so are those of the learner's ranks of a node; reward and teacher servers are
-    here.
+    A server's GPUs are on one node, and so are those of a node's learner ranks. Reward and teacher servers are here.
     """
     needed, free = gpus_needed(config, sum(nodes)), list(nodes)
     ranks, tensor_parallel = config.learner.nodes, config.rollout.tensor_parallel
@@ -316,7 +311,7 @@ def without_place(config: Config, nodes: Sequence[int]) -> str | None:
     if len(fit) < ranks:
         spread = f"{ranks} nodes with {share} GPUs each" if share else f"{ranks} nodes"
         return f"learner.nodes: {ranks} with learner.ranks {config.learner.ranks} take {spread}; {has}"
-    for _, node in sorted(fit, key=lambda pair: (pair[1] != 0, pair))[:ranks]:  # here first, then where it is tightest
+    for _, node in sorted(fit, key=lambda pair: (pair[1] != 0, pair))[:ranks]:  # here first, then the tightest node
         free[node] -= share
     servers = needed["servers"] // tensor_parallel
     if servers > (room := sum(gpus // tensor_parallel for gpus in free)):
@@ -326,7 +321,6 @@ def without_place(config: Config, nodes: Sequence[int]) -> str | None:
 
 
 def _socket(config: Config) -> Iterator[str]:
-    """What keeps the buffer from its Unix socket."""
     if pid := holder(config.run.path / "keys" / LOCK):
         yield f"buffer.address: process {pid}, another buffer of run {config.run.path}, listens there; stop it"
 

@@ -1,8 +1,7 @@
 """Tries what only running it can judge: prompts, reward and task of a run, each in a process of its own.
 
-`run_file.py` calls `try_out`, which starts `python -m actors.doctor.trial PART FOLDER` for each part and reads the
-`Judgement` that it leaves in the folder. Users' code runs here: it may print, hang, end its process or start others,
-which end with it. Waits at most START_S plus the time limits below.
+Users' code runs here: it may print, hang, end its process or start others, which end with it. `try_out` waits at most
+START_S plus the time limits below.
 """
 
 import asyncio
@@ -41,31 +40,27 @@ if TYPE_CHECKING:
 Rows = Sequence[tuple[int, dict[str, Any]]]
 """Rows of data.train with their numbers; the first, the middle and the last one are in front."""
 IMPORT_S = 7.0
-"""Seconds for the import of a user's file, or 0.7 `reward.timeout_s` if that is more."""
 TOKENIZER_S = 6.0
-"""Seconds to load the tokenizer, which may have to be downloaded."""
+"""Includes a download of the tokenizer."""
 TEACHER_S = 120.0
-"""Seconds to load the tokenizers of policy and teachers, which may have to be downloaded."""
+"""Includes downloads of tokenizers."""
 ROWS_S = 3.0
-"""Seconds to make prompts of rows; the rest of them is not looked at."""
+"""Rows beyond this time are not looked at."""
 START_S = 180.0
-"""Seconds for everything else, for a machine on which Python itself starts slowly."""
+"""For a machine on which Python itself starts slowly."""
 END_S = 10.0
-"""Seconds for a trial to end all that it started; then it is killed."""
+"""After it a trial is killed with all that it started."""
 
 
 @dataclass
 class Judgement:
-    """What is known of a run file before anything starts, each in one line.
-
-    Example: `Judgement(["sampling.stop: ..."], ["data.train: 3 of 800 ..."], ["first prompt: 57 tokens, ..."])`
-    """
+    """Findings about a run file before anything starts, one line each."""
 
     refused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
     rows: int | None = None
-    """Number of rows in data.train, where known."""
+    """Number of rows in data.train."""
 
     def add(self, other: "Judgement") -> None:
         self.refused += [line for line in other.refused if line not in self.refused]
@@ -73,15 +68,12 @@ class Judgement:
         self.facts += other.facts
 
     def lines(self) -> list[str]:
-        """What to show of a run that may start."""
         return [*self.facts, *(f"warning: {line}" for line in self.warnings)]
 
 
 def try_out(parts: Iterable[str], config: Config, rows: Rows, number: int | None = None) -> Judgement:
-    """Try `parts`, of PARTS, at the same time, each in its own process; returns what all of them found.
-
-    `rows` are a sample of `number` rows. Raises TypeError for rows that cannot be sent.
-    """
+    """Try `parts`, each in its own process, at the same time. `rows` are a sample of `number` rows. Raises TypeError
+    for rows that cannot be sent."""
     given = msgpack.packb({"config": dump(config), "rows": rows, "number": number})
     together = Judgement()
     with ExitStack() as running:
@@ -94,13 +86,13 @@ def try_out(parts: Iterable[str], config: Config, rows: Rows, number: int | None
 
 
 def import_s(config: Config) -> float:
-    """Time limit of the import of a user's file."""
     return max(IMPORT_S, 0.7 * config.reward.timeout_s)
 
 
 @contextmanager
 def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
-    """The process that tries `part`, and a function that waits for its judgement; nothing of it is left at the end."""
+    """Start the process that tries `part`; yields a function that waits for its judgement. Nothing of the process is
+    left at the end."""
     with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as folder:
         (Path(folder) / "given").write_bytes(given)
         line = command("actors.doctor.trial", part, folder)
@@ -131,26 +123,25 @@ def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
 
 
 class Trial:
-    """The process's side: what it has found so far, and time limits that hold whatever users' code does."""
+    """The process's side: findings so far, and time limits that hold whatever users' code does."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.found = folder, Judgement()
 
     def save(self, further: Sequence[str] = ()) -> None:
-        """Leave the judgement, with `further` warnings, for the case that the process ends without another word."""
+        """Leave the judgement, with `further` warnings, in case the process ends unexpectedly."""
         draft = self.folder / "draft"
         found = Judgement(self.found.refused, [*self.found.warnings, *further], self.found.facts)
         draft.write_text(json.dumps(asdict(found)))
         draft.replace(self.folder / "judgement")
 
     def end(self) -> NoReturn:
-        """Leave the judgement and end the process with all its threads."""
         self.save()
         os._exit(0)
 
     @contextmanager
     def limit(self, seconds: float, lines: list[str], line: str) -> Iterator[None]:
-        """If the body takes longer than `seconds`, add `line` to `lines` and end the process."""
+        """End the process if the body takes longer than `seconds`."""
 
         def give_up() -> None:
             lines.append(line)
@@ -166,7 +157,7 @@ class Trial:
 
     @contextmanager
     def importing(self, key: str, name: str, seconds: float) -> Iterator[None]:
-        """Import a user's file in the body: whatever it raises is a line for people, and the process ends."""
+        """Import a user's file in the body; whatever it raises is reported and ends the process."""
         file = name.rpartition(":")[0] or name
         late = f"{key}: the import of {file} has not ended after {seconds:g} s, it is not judged; workers wait longer"
         try:
@@ -177,14 +168,14 @@ class Trial:
             self.found.refused += error.problems
         except ValueError as error:
             self.found.refused.append(one_line(error))
-        except BaseException as error:  # users' code may raise anything, SystemExit and KeyboardInterrupt too
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too
             remedy = "a file that is imported must neither raise nor exit"
             self.found.refused.append(f"{key}: {file} cannot be imported: {named(error)}; {remedy}")
         self.end()
 
 
 def fork_guarded() -> None:
-    """Return in a new process. This one waits for its end, or for SIGTERM, and ends all that it has started."""
+    """Return in a new process. This one waits for its end or for SIGTERM, and ends all that it has started."""
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     guard, child = os.getpid(), os.fork()
@@ -205,7 +196,7 @@ def fork_guarded() -> None:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Try part `argv[0]` (`reward 1` is the second reward function) with the input in folder `argv[1]`."""
+    """Try part `argv[0]` (`reward 1` is the second reward function) on the input in folder `argv[1]`."""
     (part, _, which), folder = argv[0].partition(" "), argv[1]
     given = msgpack.unpackb((Path(folder) / "given").read_bytes())
     trial = Trial(Path(folder))
@@ -213,7 +204,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     key, attempt = PARTS[part]
     try:
         attempt(trial, parse(given["config"]), given["rows"], int(which or 0))
-    except Exception as error:  # the outermost boundary of the process
+    except Exception as error:  # the outermost boundary
         trial.found.warnings.append(f"{key}: not judged: {named(error)}")
     trial.end()
 
@@ -270,8 +261,8 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def judge_template(found: Judgement, config: Config, made: "Prompts", first: str) -> None:
-    """Warn of arguments that the chat template does not know, and of a tag at the end of the `first` prompt. Rewards do
-    not see the tag."""
+    """Warn of arguments that the chat template lacks, and of a tag that ends the `first` prompt, which rewards do not
+    see."""
     for name in config.rollout.chat.template_kwargs:
         if made.plain or name not in made.template_text:
             found.warnings.append(f"rollout.chat.template_kwargs.{name}: the chat template has no such argument")
@@ -312,12 +303,12 @@ def judge_parsers(found: Judgement, config: Config, made: "Prompts") -> None:
 
 
 def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
-    """Let the learner compute a small copy of a model whose type the tests do not cover."""
+    """Have the learner compute a small copy of a model whose type the tests do not cover."""
     from buffer.data.images import read_model_file
 
     if is_proven(read_model_file(config.model.path, "config.json") or {}):
         return
-    from learner.model.exactness import check_in_own_process  # imports torch and transformers, for seconds
+    from learner.model.exactness import check_in_own_process  # imports torch
 
     try:
         check_in_own_process(config.model, bool(config.learner.share_prompts), config.learner.context_parallel)
@@ -329,8 +320,8 @@ def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def algorithm(trial: Trial, config: Config, rows: Rows, _: int) -> None:
-    """Let the learner try a loss and an advantage of the user on a tiny batch."""
-    from learner.algorithms.own_trial import check_alone, check_own  # import torch, which takes seconds
+    """Have the learner try the user's loss and advantage on a tiny batch."""
+    from learner.algorithms.own_trial import check_alone, check_own  # imports torch
 
     chosen = config.algorithm
     key, name = ("algorithm.loss", chosen.loss) if ":" in chosen.loss else ("algorithm.advantage", chosen.advantage)
@@ -341,7 +332,7 @@ def algorithm(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def judge_failures(found: Judgement, config: Config, failed: dict[int, str], others: int) -> None:
-    """Rows that cannot be made a prompt: refused if all of them."""
+    """Warn of rows that make no prompt; refuse if no row makes one."""
     example = next(f"row {number}: {reason}" for number, reason in failed.items())
     if others:
         share = f"{len(failed):,} of {len(failed) + others:,} rows looked at make no prompt and are dropped"
@@ -354,7 +345,7 @@ def judge_failures(found: Judgement, config: Config, failed: dict[int, str], oth
 
 
 def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> None:
-    """Prompts that are too long: refused if all of them."""
+    """Warn of prompts that are too long; refuse if all are."""
     limit, longest = config.data.max_prompt_tokens, max(lengths.values())
     long = sum(length > limit for length in lengths.values())
     key = f"data.max_prompt_tokens: {limit}"
@@ -370,7 +361,7 @@ def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> 
 
 
 def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
-    """What ends an answer, which a base model seldom does by itself, and what names each token that does."""
+    """Name the tokens that end an answer; a base model seldom ends by itself."""
     most = f"sampling.max_tokens {config.sampling.max_tokens}"
     sources = dict.fromkeys(made.stops, "sampling.stop") | made.end_sources
     names = made.tokenizer.convert_ids_to_tokens(list(sources))
@@ -385,7 +376,7 @@ def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
 
 
 def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
-    """Import the reward function with this number and call it with an empty answer to three rows."""
+    """Import the reward function, and call it with an empty answer to three rows."""
     from rollout.episodes.prompts import without_images
     from rollout.rewards import load_reward
 
@@ -400,7 +391,7 @@ def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
 
 
 def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Rows) -> Rows:
-    """Return the rows whose ground truth a built-in reward can use; refuses if there are none. Stops after ROWS_S."""
+    """Return the rows whose ground truth a built-in reward can use; refuse if there are none."""
     from buffer.data.entry_maker import EntryError
     from rollout.errors import TruthError
     from rollout.rewards import REWARDS
@@ -434,8 +425,7 @@ def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Row
 
 
 def try_question(trial: Trial, function: "Reward", rows: Rows) -> bool:
-    """Make what a reward on a model's server would ask of `rows`, from its template, and ask nothing. Refused where no
-    row can be made a question; whether any can."""
+    """Whether some of `rows` make a question for a reward on a model's server. Asks nothing."""
     from rollout.errors import RewardError
     from rollout.rewards.convention import Answer
     from rollout.rewards.models.http_model import HttpModel
@@ -448,7 +438,7 @@ def try_question(trial: Trial, function: "Reward", rows: Rows) -> bool:
         for arguments in function.calls([Answer(text="an answer", num_tokens=2, row=row)]):
             try:
                 made.question(**arguments)  # type: ignore[attr-defined]  # both kinds have it
-            except Exception as error:  # a template may do anything with what it is given
+            except Exception as error:  # a template may do anything
                 failed[number] = one_line(error) if isinstance(error, RewardError) else named(error)
     for number, why in list(failed.items())[:1]:
         key = f"{function.key}.kwargs.{'template' if getattr(made, 'template', None) else 'model'}"
@@ -458,7 +448,7 @@ def try_question(trial: Trial, function: "Reward", rows: Rows) -> bool:
 
 
 def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> None:
-    """Ask a reward function for empty answers to `rows`: what it does with them refuses nothing."""
+    """Ask for the reward of empty answers to `rows`; nothing that happens here refuses the run."""
     from rollout.rewards.convention import Answer
     from rollout.rewards.models.http_model import HttpModel
 
@@ -490,7 +480,7 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
 
 
 def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
-    """Import the task and look at its signature: calling it takes an engine. Or have an environment loaded."""
+    """Import the task and look at its signature, because a call takes an engine; or load an environment."""
     from rollout.rewards.convention import is_async
     from rollout.tasks import load_task
     from rollout.tasks.environment import start_host
@@ -510,8 +500,7 @@ def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def teacher(trial: Trial, config: Config, rows: Rows, number: int) -> None:
-    """Compare the vocabulary of each teacher with the policy's, and count the rows that have no teacher. No teacher is
-    asked."""
+    """Compare the teachers' vocabularies with the policy's, and count rows without a teacher. Asks no teacher."""
     from rollout.episodes.prompts import load_tokenizer
     from rollout.teachers.scoring import Teachers
     from rollout.teachers.vocabulary import other_vocabularies
@@ -548,7 +537,7 @@ PARTS: dict[str, tuple[str, Callable[[Trial, Config, Rows, int], None]]] = {
     "task": ("rollout.task", task),
     "teacher": ("teacher.model", teacher),
 }
-"""What can be tried, with the key that names it."""
+"""By part: the key that names it, and its trial."""
 
 
 def one_line(error: BaseException) -> str:
@@ -556,7 +545,6 @@ def one_line(error: BaseException) -> str:
 
 
 def named(error: BaseException) -> str:
-    """Example: `SystemExit: 3`"""
     return f"{type(error).__name__}: {one_line(error)}"
 
 
@@ -565,7 +553,7 @@ def shortened(text: str) -> str:
 
 
 def both_ends(text: str) -> str:
-    """Shorten the middle of a prompt: both its beginning and its end matter."""
+    """Shorten a prompt in the middle."""
     return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
 
 

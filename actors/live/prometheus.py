@@ -1,7 +1,6 @@
-"""Figures of a run in Prometheus's text format (version 0.0.4): the last record, the servers, the buffer. Pure.
+"""Figures of a run in Prometheus's text format (version 0.0.4). Pure.
 
-All are gauges but the counters of failed attempts and dropped items. `reward/mean` becomes `headrace_reward_mean`; what
-there is once for each server, evaluation set, teacher or reward metric has that as a label.
+`reward/mean` becomes `headrace_reward_mean`; servers, evaluation sets, teachers and reward metrics are labels.
 """
 
 import math
@@ -15,13 +14,12 @@ from buffer.wire.protocol import State
 from configs.plain_text import visible
 
 MOST_LABEL = 300
-"""Most characters of a label's value."""
 LABELLED = {"weights": "server", "server": "server", "eval": "set", "teacher": "data_source"}
-"""Keys `FIRST/NAME/FIGURE`, and what their NAME is."""
+"""Keys `FIRST/NAME/FIGURE`, and the meaning of NAME."""
 
 
 class Figure(NamedTuple):
-    """One line. Example: `Figure("headrace_server_running", {"server": "rollout-0"}, 12.0)`."""
+    """One line."""
 
     name: str
     labels: dict[str, str]
@@ -30,7 +28,6 @@ class Figure(NamedTuple):
 
 
 def exposition(records: Records, state: State | None, overview: Overview) -> str:
-    """The whole answer; ends with a newline."""
     families: dict[str, list[Figure]] = {}
     for figure in figures(records, state, overview):
         family = families.setdefault(figure.name, [])
@@ -45,7 +42,6 @@ def exposition(records: Records, state: State | None, overview: Overview) -> str
 
 
 def figures(records: Records, state: State | None, overview: Overview) -> Iterator[Figure]:
-    """All of them."""
     yield Figure("headrace_version", {}, overview.version)
     yield Figure("headrace_versions", {}, overview.versions)
     yield Figure("headrace_buffer_up", {}, state is not None)

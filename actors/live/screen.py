@@ -1,4 +1,4 @@
-"""The overview of a run on a terminal: what the page shows, in fewer curves. Used by `serve.py` for `--terminal`."""
+"""The overview of a run on a terminal: what the page shows, in fewer curves."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,14 +22,13 @@ STYLES = {"bad": "bold red", "warn": "yellow", "running": "green", "waiting": "y
 SERVER_SHOWN = ("server", "version", "tokens/s", "running", "waiting", "KV use", "last message")
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 60
-"""Columns of the reward's curve."""
 
 
 async def show(watcher: Watcher) -> None:
     """Draw until cancelled; once, where the output is no terminal."""
     console = Console(file=output(), highlight=False)
     if not console.is_terminal:
-        async with asyncio.TaskGroup() as tasks:  # what stops the looks ends the wait for them too
+        async with asyncio.TaskGroup() as tasks:  # an error of the looks ends the wait too
             following = tasks.create_task(watcher.follow())
             async with watcher.news:
                 await watcher.news.wait()
@@ -46,7 +45,6 @@ async def show(watcher: Watcher) -> None:
 
 
 def screen(overview: Overview, records: Records) -> Group:
-    """The whole screen."""
     shown = [
         Text.assemble((visible_line(value), "bold"), (f"\n{name}", "dim")) for name, value in overview.figures.items()
     ]
@@ -74,10 +72,7 @@ def screen(overview: Overview, records: Records) -> Group:
 
 
 def spark(values: Sequence[float | None]) -> str:
-    """`values` as CURVE characters at most, each the mean of its share of them; a blank where there is none.
-
-    Example: `"▁▂▄ ▇█"`.
-    """
+    """`values` as CURVE characters at most, a blank where there is none. Example: `"▁▂▄ ▇█"`"""
     if sum(value is not None for value in values) < 2:
         return ""
     width = min(CURVE, len(values))

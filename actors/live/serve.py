@@ -1,9 +1,8 @@
 """`python -m actors watch RUN|CONFIG.yaml [--port 5680] [--host 127.0.0.1] [--terminal]`: a run as it goes on.
 
-Serves the page of the run (`/`), its news as server-sent events (`/events`), answers to read (`/samples`), and figures
-for Prometheus (`/metrics`); with `--terminal` it draws the same on the terminal and serves nothing. Reads the run's
-files and asks its buffer, changes nothing, and keeps nothing: any number may watch a run, alive or dead. Waits for the
-clock (`watcher.py`) and ends at the first SIGINT or SIGTERM. Beyond loopback anybody who reaches the port may read.
+Serves the run's page (`/`), its news as server-sent events (`/events`), answers (`/samples`), and figures for
+Prometheus (`/metrics`); `--terminal` draws on the terminal instead. Changes and keeps nothing: any number may watch a
+run, alive or dead. Beyond loopback anybody who reaches the port may read.
 """
 
 import asyncio
@@ -33,21 +32,21 @@ from configs.load import ConfigError
 from configs.plain_text import all_visible, print_visible, visible
 
 REPLACED = b"event: replaced\ndata: {}\n\n"
-"""The page is to ask for all its data again."""
+"""The page asks for all its data again."""
 PROG = "python -m actors watch"
 PORT = 5680
 MOST_CONNECTIONS, MOST_BODY = 256, 1024
-"""Browsers and their tabs at a time, and bytes of a request's body: nobody has to send one."""
+"""Connections at a time, and bytes of a request's body."""
 CLOSE_S = 1.0
-"""Time that open streams get at the end."""
+"""For open streams at the end."""
 WRITE_S = 60.0
-"""Time that a browser has to take an event; after it the connection is closed, and the browser connects again."""
+"""For a browser to take an event; then it has to connect again."""
 FAR_BYTES = 16 << 20
-"""Bytes of records that a browser may have missed; after more it gets the page's data anew, which are bounded."""
+"""A browser that has missed more records gets the page's data anew, which are bounded."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0 when it is stopped, 2 for a run that is none or an address that cannot be had."""
+    """Exit code: 0 when stopped, 2 for bad input."""
     flags, rest = split_flags(
         argv,
         PROG,
@@ -67,7 +66,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def until_stopped(work: Awaitable[None]) -> None:
-    """Run `work` until the first signal. Raises what it raised."""
     task = asyncio.ensure_future(work)
     with StopSignals(lambda number: task.cancel()):
         await asyncio.wait([task])
@@ -76,7 +74,7 @@ async def until_stopped(work: Awaitable[None]) -> None:
 
 
 async def serve(watcher: Watcher, host: str, port: int) -> None:
-    """Serve until cancelled; prints the address once it listens. Raises ConfigError where it cannot."""
+    """Serve until cancelled. Raises ConfigError."""
     runner = web.AppRunner(application(watcher, host), shutdown_timeout=CLOSE_S, **settings())
     await runner.setup()
     try:
@@ -92,10 +90,10 @@ async def serve(watcher: Watcher, host: str, port: int) -> None:
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> None:
-    """Take requests from now on. Raises ConfigError for an address that cannot be had."""
+    """Raises ConfigError for an address that cannot be had."""
     if not host:
         raise ConfigError(["--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every machine that reaches it"])
-    if not 0 <= port <= 65535:  # the system would silently take another port for it
+    if not 0 <= port <= 65535:  # the system would take another one
         raise ConfigError([f"--port {port}: not from 0 to 65535"])
     try:
         await LimitedSite(runner, host, port, MOST_CONNECTIONS).start()
@@ -105,7 +103,6 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> None:
 
 
 def application(watcher: Watcher, host: str) -> web.Application:
-    """The paths."""
     pages = Pages(watcher)
     app = web.Application(middlewares=[only_for(host)], client_max_size=MOST_BODY)
     app.on_response_prepare.append(add_headers)
@@ -122,19 +119,17 @@ def application(watcher: Watcher, host: str) -> web.Application:
 
 
 class Pages:
-    """What is served of `watcher`'s run."""
+    """Answers requests about `watcher`'s run."""
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
 
     async def page(self, request: web.Request) -> web.Response:
-        """The page with all that is known now."""
         async with self.watcher.steady:
             text = await asyncio.to_thread(lambda: render(self._data()))
         return web.Response(text=text, content_type="text/html")
 
     async def data(self, request: web.Request) -> web.Response:
-        """The same as JSON."""
         async with self.watcher.steady:
             return web.json_response(all_visible(await asyncio.to_thread(self._data), MOST_SHOWN))
 
@@ -147,7 +142,6 @@ class Pages:
             raise web.HTTPInternalServerError(text=visible(str(error))) from None
 
     async def samples(self, request: web.Request) -> web.Response:
-        """Answers of one batch."""
         batch, file = request.query.get("batch", ""), self._file()
         if not re.fullmatch("[0-9]{1,18}", batch):
             raise web.HTTPBadRequest(text="samples?batch=N")
@@ -158,13 +152,12 @@ class Pages:
         return web.json_response(all_visible(found, MOST_SHOWN))
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """For Prometheus."""
         text = exposition(self.watcher.records, self.watcher.state, self.watcher.overview)
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """A server-sent event each second, with the records since the last one. Its id is the place in the file up to
-        which they go, from which a browser that comes back asks on."""
+        """Send an event each second, with the records since the last one. Its id is the place in the file, from which a
+        browser that comes back goes on."""
         after = request.headers.get("Last-Event-ID") or request.query.get("after", "")
         position, watcher = Position.parse(after), self.watcher
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
@@ -184,7 +177,6 @@ class Pages:
             return response
 
     def _event(self, position: Position) -> tuple[bytes, Position]:
-        """The next event for a browser that knows the file up to `position`, and up to where it knows it then."""
         path, begun = self.watcher.records.path, position.inode != 0
         if bytes_after(path, position) > FAR_BYTES:
             return REPLACED, position
@@ -197,13 +189,13 @@ class Pages:
         )
 
     def _news(self, records: Sequence[Record]) -> dict[str, Any]:
-        """What `take` of page.js takes."""
+        """Input of `take` in page.js."""
         versions = [one for one in records if not is_of_servers(one) and EVALUATED not in one]
         batches: list[int] = []
         if versions and self._file().is_file():
             try:
                 batches = stored_batches(self._file())
-            except StoreError:  # one that is just being made
+            except StoreError:  # the file is being made
                 batches = []
         return {
             "records": [version_row(one) for one in versions],

@@ -1,7 +1,6 @@
-"""A run as it goes on, for everybody who watches it: its records, the buffer's State, the overview, every second.
+"""A run as it goes on: its records, the buffer's State, the overview, every second.
 
-Waits for the clock, because nothing reports that a file grows; a `Watcher` wakes whoever waits for it. A run whose
-buffer is silent or gone is shown from its files. Built by `serve.py`.
+It waits for the clock, because nothing reports that a file grows. A run whose buffer is silent is shown from its files.
 """
 
 import asyncio
@@ -27,20 +26,19 @@ from configs.schema import Config
 
 log = logging.getLogger(__name__)
 FILE_S = 10.0
-"""Between two looks at the buffer's file while it is silent."""
+"""Between two looks at a silent buffer's file."""
 
 
 class Watcher:
-    """`overview` and `records` are those of the last look; `news` is notified after each.
+    """`overview` and `records` are of the last look; `news` is notified after each.
 
-    Each launch writes the run's `config.yaml` anew: then `config` is read from it, with `overrides` such as
-    `--log.price_per_gpu_hour=2`.
+    Each launch writes `config.yaml` anew: then it is read again, with `overrides`.
     """
 
     def __init__(self, config: Config, run: Path, overrides: Sequence[str] = ()) -> None:
         self.config, self.run, self._overrides = config, run, overrides
         self._launched = self._written()
-        """Unix time at which the run's file was written last; 0: there is none."""
+        """Unix time of the run's file; 0: there is none."""
         self.records = Records(run / "metrics.jsonl", bounded=True)
         self._poll = StatePoll(config, "watch")
         self.news = asyncio.Condition()
@@ -53,16 +51,15 @@ class Watcher:
 
     @property
     def state(self) -> State | None:
-        """The buffer's answer; None: it is silent."""
         return self._poll.state
 
     def look(self) -> None:
-        """See what is new; with `steady` held."""
+        """Needs `steady`."""
         self.records.read()
         self.overview = self._look()
 
     async def follow(self) -> None:
-        """Look every second until cancelled. Raises what a look raised."""
+        """Look every second until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._ask())
             tasks.create_task(self._look_again())
@@ -76,14 +73,14 @@ class Watcher:
                 self.news.notify_all()
 
     async def _ask(self) -> None:
-        """Ask the buffer for its State, once the run has keys. Without them, or refused by it, there are the files."""
+        """Ask the buffer, once the run has keys."""
         while True:
             try:
                 await self._poll.follow()
             except RefusedError as error:
                 self._trouble = str(error)
                 return
-            except KeysError as error:  # a run of this machine makes its keys when it starts
+            except KeysError as error:  # a local run makes its keys when it starts
                 waits = isinstance(error, NoKeys) and is_loopback(self.config.buffer.address)
                 self._trouble = "" if waits else str(error)
             await asyncio.sleep(EVERY_S)
@@ -95,8 +92,7 @@ class Watcher:
             return 0.0
 
     def _read_config(self) -> None:
-        """Take up what a launch has changed in the run file. One that cannot be read changes nothing: the launch that
-        wrote it says why."""
+        """Read a changed run file. The launch that wrote a broken one reports it."""
         written = self._written()
         if written == self._launched:
             return
@@ -125,10 +121,9 @@ class Watcher:
         return f"the buffer at {self.config.buffer.address} does not answer; {since}"
 
     def _from_file(self) -> State | None:
-        """What the buffer's file holds, read now and then."""
         file = self.run / (self.config.buffer.path or "")
         if time.monotonic() >= self._read_at + FILE_S and file.is_file():
             self._read_at = time.monotonic()
-            with suppress(StoreError):  # one that is just being made
+            with suppress(StoreError):  # the file is being made
                 self._held = stored(file)
         return self._held

@@ -1,8 +1,4 @@
-"""Answers of two policies next to each other: of the policy before the training, or of the oldest one that is stored.
-
-Reads `evaluation.json` (by `examples.py`) and the buffer's file; waits for nothing. Used by `summary.py` and
-`page_data.py`.
-"""
+"""Answers of two policies next to each other: of the one before the training, or of the oldest that is stored."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -22,17 +18,17 @@ SELECT MIN(batch), MIN(batch) FILTER (WHERE bytes > 0), MAX(batch) FILTER (WHERE
 
 @dataclass(frozen=True)
 class Comparison:
-    """The samples that are compared, and the reason why nothing older is."""
+    """Answers, and why nothing older is compared."""
 
     title: str = ""
     note: str = ""
     examples: dict[str, list[Example]] = field(default_factory=dict)
-    """Answers by policy, the older one first. Example: `{"before": [...], "after": [...]}`"""
+    """By policy, the older one first."""
 
 
 def compare(config: Config, file: Path, models: Sequence[EvaluatedModel]) -> Comparison:
-    """The first of these that there is: models of `evaluation.json`, the first and the last evaluation of the run, the
-    first and the last batch whose samples are stored. Raises StoreError if the buffer's `file` cannot be read."""
+    """Take the first that there is: models of `evaluation.json`, first and last evaluation, first and last stored
+    batch. Raises StoreError."""
     if len(models) > 1 and models[0].examples and models[-1].examples:
         examples = {"before": models[0].examples[:SHOWN], "after": models[-1].examples[:SHOWN]}
         return Comparison("Before and after: evaluation.json", examples=examples)
@@ -48,7 +44,6 @@ def compare(config: Config, file: Path, models: Sequence[EvaluatedModel]) -> Com
 
 
 def _batches(config: Config, file: Path) -> Comparison:
-    """The first and the last batch whose samples are stored."""
     with closing(reading(file)) as db:
         begun, first, last = db.execute(FIRST_BATCHES).fetchone()
     examples = stored_examples(file, config.model.path)
@@ -65,7 +60,6 @@ def _batches(config: Config, file: Path) -> Comparison:
 
 
 def _missing(config: Config, begun: int, first: int) -> str:
-    """Why nothing shows the policy before the training; nothing where batch `begun` is there."""
     if first == begun:
         return ""
     batches = f"batch {begun}" if begun == first - 1 else f"batches {begun} to {first - 1}"

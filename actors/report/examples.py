@@ -1,8 +1,4 @@
-"""Answers of a run to read: of any batch, of evaluations while it trained, of `evaluation.json`.
-
-Reads the buffer's file, also of a live run, and `evaluation.json`. Waits for nothing. Used by `summary.py` and
-`page_data.py`.
-"""
+"""Answers of a run to read: of any batch, of evaluations, of `evaluation.json`. The run may be live."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +15,7 @@ from configs.load import ConfigError
 from configs.plain_text import figure
 
 EXAMPLES = 2
-"""Answers shown of the first and of the last policy, each."""
+"""Answers of each policy."""
 EVALUATED = """
 SELECT version, samples FROM evaluations WHERE state = 'done' AND samples <> ''
     AND due IN ((SELECT MIN(due) FROM evaluations), (SELECT MAX(due) FROM evaluations WHERE state = 'done'))
@@ -44,31 +40,31 @@ WHERE idx < ? AND segment IS NOT NULL ORDER BY item, idx
 
 @dataclass(frozen=True)
 class Example:
-    """One answer. Example: `Example("8 6 4=2", "<answer>6-8+4</answer>", 1.0, "batch 0")`."""
+    """An answer to read."""
 
     prompt: str
     answer: str
     reward: float
     source: str = ""
     episode: Sequence[Chapter] = ()
-    """The whole sample, where it has several turns."""
+    """The sample, if it has several turns."""
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """One model of `evaluation.json`. Example: `EvaluatedModel("initial", "0.250", "25.0%", [...])`."""
+    """One model of `evaluation.json`."""
 
     name: str
     reward: str
     solved: str
-    """Share of the evaluation problems."""
+    """Share of problems."""
     examples: list[Example]
     set: str = ""
-    """Name of the set, where the file has several."""
+    """Empty if there is one set."""
 
 
 def evaluated_models(path: Path) -> list[EvaluatedModel]:
-    """The models of `evaluation.json` in its order (before, after), none without that file. Raises ConfigError."""
+    """Models in the file's order (before, after); none without the file. Raises ConfigError."""
     try:
         return [_model(entry) for entry in json.loads(path.read_text(encoding="utf-8"))["models"]]
     except FileNotFoundError:
@@ -90,8 +86,7 @@ def _model(entry: dict[str, Any]) -> EvaluatedModel:
 
 
 def stored_examples(file: Path, model: str) -> dict[str, list[Example]]:
-    """`EXAMPLES` answers each of the first and of the last batches whose samples are still stored; `model` has the
-    tokenizer, for those of several turns."""
+    """Answers of the first and of the last stored batch. `model` has the tokenizer."""
     found = {}
     with closing(reading(file)) as db:
         for title, order in (("before", "ASC"), ("after", "DESC")):
@@ -101,20 +96,19 @@ def stored_examples(file: Path, model: str) -> dict[str, list[Example]]:
 
 
 def stored_batches(file: Path) -> list[int]:
-    """The batches of which samples are still stored; batch v made version v + 1."""
+    """Batches with stored samples; batch v made version v + 1."""
     with closing(reading(file)) as db:
         return [batch for (batch,) in db.execute(BATCHES)]
 
 
 def batch_examples(file: Path, model: str, batch: int, groups: int, samples: int) -> list[Example]:
-    """The first `samples` answers of each of the first `groups` groups of `batch`, as far as they are still stored."""
     with closing(reading(file)) as db:
         rows = db.execute(OF_BATCH, [batch, groups, samples])
         return [_example(model, f"item {item}", *rest) for item, *rest in rows if rest[1]]
 
 
 def evaluated_examples(file: Path) -> dict[str, list[Example]]:
-    """`EXAMPLES` answers of each set, of the first evaluation and of the last one whose samples are kept."""
+    """Answers by set, of the first evaluation and of the last one with samples."""
     found = {}
     with closing(reading(file)) as db:
         if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluations'").fetchone():

@@ -1,4 +1,4 @@
-"""Why a run, or some of its versions, lack what the page draws. Pure; `page_data.py` gives it to the page."""
+"""Why a run, or some of its versions, lack what the page draws. Pure."""
 
 from actors.watch.tuning import is_tuned
 from configs.flow.alerts import FRESH
@@ -8,7 +8,7 @@ NO_ROUND = "no server had received a policy of the learner when the version was 
 
 
 def reasons(config: Config) -> dict[str, str]:
-    """Why a metric, `evaluations` or `looks` at the servers may be missing, by name."""
+    """By name: why a metric, `evaluations` or `looks` may be missing."""
     found = {
         FRESH: "it is measured on tokens that the trained policy itself had sampled (age 0), and there were none; the "
         "alert takes the k3 of the youngest tokens of the version",

@@ -1,8 +1,7 @@
-"""The page of a run as one HTML file that needs nothing else: live in `actors/live/serve.py`, frozen as the report.
+"""The page of a run as one HTML file, live or frozen as the report.
 
-Renders what `page_data.py` found with the template `page.html`, `page.css`, `page.js` and uPlot (`vendor/`, MIT). What
-users and models wrote stands in a block of JSON that cannot end early, and reaches the page as text only; the page's
-security policy lets no script run but these two.
+Texts of users and models stand in a block of JSON that cannot end early, and reach the page as text only. The security
+policy lets only our scripts run.
 """
 
 import base64
@@ -20,7 +19,7 @@ from configs.plain_text import all_visible, visible
 
 HERE = Path(__file__).parent
 MOST_SHOWN = 8000
-"""Most characters of a text on the page; `page_data.py` shortens longer texts first."""
+"""Most characters of a text."""
 POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; connect-src 'self'; img-src data:; "
     "style-src 'unsafe-inline'; script-src {scripts}"
@@ -28,7 +27,6 @@ POLICY = (
 
 
 def render(data: dict[str, Any]) -> str:
-    """The HTML file. `data` as `page_data` gives it."""
     scripts = [_text("vendor/uPlot.iife.min.js"), _text("page.js")]
     return _template().render(
         title=visible(data["name"]),
@@ -40,7 +38,7 @@ def render(data: dict[str, Any]) -> str:
 
 
 def embedded(data: dict[str, Any]) -> str:
-    """JSON that may stand in a script element: nothing in it can end the element or begin a comment."""
+    """JSON for a script element: nothing in it can end the element or begin a comment."""
     text = json.dumps(all_visible(data, MOST_SHOWN), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

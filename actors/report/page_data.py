@@ -1,8 +1,4 @@
-"""What the page of a run shows, as one JSON object: columns by version, looks at the servers, the overview, answers.
-
-Consumes records, State and the buffer's file; waits for nothing. Used by `summary.py` for the report and by
-`actors/live/serve.py`, whose page gets the rest as it comes. `page.py` renders it.
-"""
+"""The data of a run's page, as one JSON object: columns by version, looks at the servers, the overview, answers."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -31,20 +27,19 @@ from configs.origins import disclosed
 from configs.schema import Config
 
 DIGITS = 6
-"""Significant digits of a figure on the page."""
+"""Significant digits."""
 FROZEN_BATCHES = 16
-"""Batches whose answers a report has, the first and the last among them."""
+"""Batches whose answers a report has."""
 GROUPS, SAMPLES = 3, 4
-"""Groups of a batch that the live page shows, and answers of each; a report shows FROZEN_GROUPS and FROZEN_SAMPLES."""
+"""Groups of a batch on the live page, and answers of each."""
 FROZEN_GROUPS, FROZEN_SAMPLES = 2, 2
 MOST_LOOKS = 1500
-"""Looks at the servers that a page begins with; a longer run shows evenly spread ones."""
+"""Evenly spread, if there are more."""
 MOST_CHARS = 4000
-"""Most characters of a text to read."""
 
 
 def page_data(config: Config, run: Path, records: Records, overview: Overview, live: bool) -> dict[str, Any]:
-    """All that the page shows at first. Raises ConfigError for an `evaluation.json` that is none."""
+    """The data that the page begins with. Raises ConfigError for a broken `evaluation.json`."""
     ordered = spread(records.ordered(), MOST_VERSIONS)
     keys = sorted({key for record in ordered for key in record} - {"version"})
     looks = thinned([look for _, look in sorted(records.servers.items())])
@@ -71,7 +66,6 @@ def page_data(config: Config, run: Path, records: Records, overview: Overview, l
 
 
 def certificate_data(file: Path) -> dict[str, Any]:
-    """The certificate of the model: its summary, and a table; both empty for a run without one."""
     found = read_certificate(file)
     if found is None:
         return {"summary": "", "columns": COLUMNS, "rows": []}
@@ -80,7 +74,7 @@ def certificate_data(file: Path) -> dict[str, Any]:
 
 def answers(config: Config, run: Path, frozen: bool) -> dict[str, Any]:
     """Answers to read: `batches` that have some, `samples` of them (a live page asks for its own), of evaluations, and
-    of two policies next to each other. If the buffer's file cannot be read, `trouble` says so."""
+    of two policies. `trouble`: the buffer's file cannot be read."""
     file = run / (config.buffer.path or "")
     models = evaluated_models(run / "evaluation.json")
     found: dict[str, Any] = {"batches": [], "samples": {}, "evaluated": {}, "trouble": "", "models": rows_of(models)}
@@ -107,12 +101,10 @@ def answers(config: Config, run: Path, frozen: bool) -> dict[str, Any]:
 def samples_data(
     config: Config, file: Path, batch: int, groups: int = GROUPS, samples: int = SAMPLES
 ) -> list[dict[str, Any]]:
-    """Answers of `batch` for the page."""
     return list(map(example_data, batch_examples(file, config.model.path, batch, groups, samples)))
 
 
 def example_data(example: Example) -> dict[str, Any]:
-    """Example: `{"source": "item 3", "reward": 1.0, "prompt": "8 6 4=2", "answer": "...", "episode": []}`"""
     episode = [
         {
             "title": chapter.title,
@@ -129,7 +121,6 @@ def example_data(example: Example) -> dict[str, Any]:
 
 
 def overview_data(overview: Overview) -> dict[str, Any]:
-    """The overview, with the heads of its tables."""
     return asdict(overview) | {
         "alerts": [list(alert) for alert in overview.alerts],
         "server_columns": SERVER_COLUMNS,
@@ -144,49 +135,46 @@ def evaluation_row(record: Record) -> dict[str, Any]:
 
 
 def drawn_look(look: Record) -> Record:
-    """What the page draws of a look at the servers."""
     few = short_look(look)
     return {key: figure_of(few, key) for key in few}
 
 
 def version_row(record: Record) -> Record:
-    """A record as it is sent to a live page."""
     return {key: figure_of(record, key) for key in record}
 
 
 def rows_of(models: Iterable[EvaluatedModel]) -> list[list[str]]:
-    """Rows of the table of `evaluation.json`: name of the model, reward, share solved."""
+    """Rows: name, reward, share solved."""
     return [[f"{model.name} {model.set}".strip(), model.reward, model.solved] for model in models]
 
 
 def spread(values: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` of `values`, evenly spread, the first and the last among them."""
+    """At most `most` of `values`, evenly spread, with the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 def thinned(looks: Sequence[Record]) -> list[Record]:
-    """At most MOST_LOOKS of them."""
     return spread(looks, MOST_LOOKS)
 
 
 def figure_of(record: Record, key: str) -> object:
-    """A figure of a record as the page gets it: short, but for a time, which counts from 1970."""
+    """A figure for the page: short, except a time."""
     value = record.get(key)
     whole = key == "time" and isinstance(value, int | float) and math.isfinite(value)
     return value if whole else short(value)
 
 
 def short(value: object) -> object:
-    """A figure with DIGITS significant digits; None where it is no finite number."""
+    """Round to DIGITS; None where it is no finite number."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     return value if isinstance(value, int | str) else None
 
 
 def folded(text: str) -> str:
-    """`text` with its middle left out where it is long."""
+    """Leave out the middle of a long text."""
     if len(text) <= MOST_CHARS:
         return text
     return f"{text[: MOST_CHARS // 2]}\n[... {len(text) - MOST_CHARS:,} characters ...]\n{text[-MOST_CHARS // 2 :]}"

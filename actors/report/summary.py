@@ -1,8 +1,6 @@
 """`python -m actors report RUN|CONFIG.yaml`: what a run did, on the terminal and as `report.html`.
 
-Consumes the run's folder: `metrics.jsonl`, `config.yaml`, `buffer.sqlite`, the checkpoints, and `evaluation.json` if
-`python -m rollout evaluate` wrote one. Needs no process of the run and waits for nothing. Run by hand, and by the
-launcher when a run is done. The file is the page of `python -m actors watch`, frozen.
+Reads only the run's folder. The file is the page of `python -m actors watch`, frozen.
 """
 
 import sys
@@ -35,8 +33,6 @@ from configs.variables import open_private
 
 @dataclass(frozen=True)
 class Report:
-    """What the terminal shows, and the overview that the page begins with."""
-
     config: Config
     records: Records
     models: list[EvaluatedModel]
@@ -46,7 +42,7 @@ class Report:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page and print a summary. Exit code 2: not the folder of a run, 1: the run has no records."""
+    """Exit code: 1: no records, 2: bad input."""
     config, run = find_run(argv, "python -m actors report")
     records = Records(run / "metrics.jsonl")
     try:
@@ -67,11 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_report(config: Config, run: Path, records: Records) -> Report:
-    """All that the report shows.
-
-    Raises ConfigError for an `evaluation.json` that is none. If the buffer's file cannot be read, a line on stderr says
-    so.
-    """
+    """Raises ConfigError for a broken `evaluation.json`; a broken buffer file is a line on stderr."""
     models = evaluated_models(run / "evaluation.json")
     file, held, comparison = run / (config.buffer.path or ""), None, Comparison()
     try:
@@ -86,13 +78,11 @@ def read_report(config: Config, run: Path, records: Records) -> Report:
 
 
 def spaced(line: str) -> str:
-    """The line made visible. Empty lines before it stay."""
     words = line.lstrip("\n")
     return line[: len(line) - len(words)] + visible_line(words)
 
 
 def summary(report: Report) -> Iterator[str | Text]:
-    """The report on the terminal."""
     yield f"\n{report.overview.advice}"
     if rewards := report.records.column("reward/mean")[1]:
         first, last = rewards[:5], rewards[-20:]
@@ -137,7 +127,6 @@ def summary(report: Report) -> Iterator[str | Text]:
 
 
 def outputs(run: Path) -> Iterator[str]:
-    """Where the last checkpoint and the report are."""
     checkpoints = sorted(path for path in (run / "checkpoints").glob("v*") if path.is_dir())
     exported = [path / "huggingface" for path in checkpoints if (path / "huggingface" / "config.json").exists()]
     adapters = [path / "adapter" for path in checkpoints if (path / "adapter" / "adapter_config.json").exists()]

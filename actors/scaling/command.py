@@ -1,8 +1,7 @@
 """`python -m actors scale RUN --servers N|auto [--no-wait]`: more or fewer rollout servers while a run goes on.
 
-Tells the buffer how many are wanted (`Scale`), which the run's launcher does (`supervise/fleet.py`); says what will
-happen and, but for `--no-wait`, waits until it has: new servers generate, the others are gone. The number holds until
-the next `scale`, over restarts too; `auto` goes back to what the run file says. Ctrl-C ends the waiting only.
+Sends the number to the buffer and, but for `--no-wait`, waits until the launcher has done it. The number holds until
+the next `scale`, over restarts too; `auto` goes back to the run file. Ctrl-C ends the waiting only.
 """
 
 import asyncio
@@ -23,12 +22,12 @@ from configs.schema import Config, ServerRange
 
 PROG = "python -m actors scale"
 ANSWER_S, POLL_S, LAUNCHER_POLLS = 5.0, 0.5, 10
-"""Longest wait for the buffer's answer; and how often it is asked for the launcher's first word since its start."""
+"""Longest wait for the buffer's answer; polls for the launcher's first message."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 done (with `--no-wait`: accepted), 1: buffer or launcher do not answer, or a new server could not be
-    kept, 2: no such run, or a number that the run cannot have."""
+    """Exit code: 0: done (`--no-wait`: accepted), 1: buffer or launcher do not answer, or a new server could not be
+    kept, 2: no such run, or an impossible number."""
     flags, rest = split_flags(argv, PROG, servers={"metavar": "N|auto"}, no_wait={"action": "store_true"})
     if flags.servers is None and rest[1:] and (rest[-1] == "auto" or rest[-1].isdigit()):
         print_visible(f"{rest[-1]}: the number of servers has a flag; write --servers={rest[-1]}", sys.stderr)
@@ -60,10 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def scale(config: Config, servers: int | None, waits: bool) -> int:
-    """Ask for so many servers, None: as the run file says; the exit code.
-
-    Raises RefusedError with the buffer's reason, TimeoutError if it does not answer, KeysError.
-    """
+    """Ask for so many servers, None: as the run file says. Raises RefusedError, TimeoutError, KeysError."""
     keys = load_client_keys(config.run.path / "keys", "launcher")
     async with AsyncExitStack() as stack:
         async with asyncio.timeout(ANSWER_S):
@@ -80,7 +76,7 @@ async def scale(config: Config, servers: int | None, waits: bool) -> int:
 
 
 async def launchers_word(connection: Connection) -> Kept | None:
-    """What the launcher keeps; None without a launcher. Raises TimeoutError."""
+    """None without a launcher. Raises TimeoutError."""
     for _ in range(LAUNCHER_POLLS):
         async with asyncio.timeout(ANSWER_S):
             state = await connection.expect(Status(), State)
@@ -91,7 +87,7 @@ async def launchers_word(connection: Connection) -> Kept | None:
 
 
 def prospect(config: Config, kept: Kept, servers: int | None) -> list[str]:
-    """What will happen, in lines: from how many to how many, which are drained; or that nothing changes."""
+    """Say what will happen."""
     own = config.rollout.servers
     if servers is None and isinstance(own, ServerRange):
         rule = f"the rule decides from here, between {own.min} and {own.max} (rollout.servers)"
@@ -116,8 +112,7 @@ def prospect(config: Config, kept: Kept, servers: int | None) -> list[str]:
 
 
 async def arrival(config: Config, connection: Connection, servers: int, broken: Collection[str] = ()) -> int:
-    """Wait until the servers are as asked for, those apart that were `broken` before, and say what happens meanwhile;
-    the exit code: FAILED too once another number is wanted."""
+    """Wait until the servers are as wanted, except `broken` ones. FAILED too once another number is wanted."""
     told: dict[str, str] = {}
     while True:
         state = await connection.expect(Status(), State)
@@ -140,7 +135,7 @@ async def arrival(config: Config, connection: Connection, servers: int, broken: 
 
 
 def lives(state: State, config: Config) -> dict[str, str]:
-    """The kept servers, as `ServerLife` has it, and `generates` for those that work."""
+    """Lives of the kept servers, `generates` for those that work."""
     found = dict[str, str](state.kept.servers if state.kept else {})
     present = state.servers.keys() - absences(state, config).keys()
     for name, life in found.items():

@@ -1,15 +1,13 @@
-"""How many rollout servers a run should have, by who waits for whom: the rule of `rollout.servers: {min, max}`.
+"""How many rollout servers a run should have: the rule of `rollout.servers: {min, max}`. No clock, no sockets.
 
-Looks at the run about once a second and judges by windows; no clock, no sockets. Used by `supervise/fleet.py`. With w,
-the share of time that the learner waits for a batch, and p, the share of the servers' places that are parked because
-admission is closed:
+With w, the share of time that the learner waits for a batch, and p, the share of places parked because admission is
+closed:
 
     up    w > 0.15 and p < 0.05, twice in a row (once if w > 0.5):  n = min(ceil(1.05 n (1 - p) / (1 - w)), 2 n)
     down  p > 0.30 and w <= 0.15, three times in a row:             n = max(ceil(1.15 n (1 - p)), n - ceil(n / 4))
 
-Where both are large, the bound on age or stragglers hold both, and no number of servers helps: that is said instead.
-A window begins when the last change has taken effect: new servers have filled their places, or what was admitted before
-is trained. So the rule does not answer to its own changes.
+Where both are large, the bound on age or stragglers hold both, and no number of servers helps: that is said instead. A
+window begins when the last change has taken effect, so the rule does not answer to its own changes.
 """
 
 from dataclasses import dataclass
@@ -25,42 +23,39 @@ SPARE_UP, SPARE_DOWN = 1.05, 1.15
 
 @dataclass(frozen=True)
 class Look:
-    """The run at one moment. Example: `Look(at=7.0, version=3, learner_waits=True, places=64, parked=0, ...)`."""
+    """The run at one moment."""
 
     at: float
-    """Seconds, of a clock that never goes back."""
+    """Monotonic seconds."""
     version: int
-    """Versions trained."""
     learner_waits: bool
     places: float
-    """Places of all servers together, parked ones included."""
+    """Parked ones included."""
     parked: float
     leased: int
-    """Groups that are being made."""
+    """Groups being made."""
     made: int
-    """Groups made in the run so far."""
+    """Groups so far."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """So many servers, and why in one line."""
-
     servers: int
     why: str
 
 
 @dataclass(frozen=True)
 class Window:
-    """What was seen between two looks."""
+    """The time between two looks."""
 
     seconds: float
     versions: int
     waits: float
-    """Share of the time."""
+    """Share of time."""
     parked: float
-    """Share of the places."""
+    """Share of places."""
     group_s: float
-    """Time that a group takes, by Little's law."""
+    """By Little's law."""
 
     def __str__(self) -> str:
         waited = f"the learner waited {self.waits:.0%} of the last {self.seconds:.0f} s"
@@ -68,12 +63,12 @@ class Window:
 
 
 class Rule:
-    """For a run that may have `least` to `most` servers and trains groups up to `staleness` versions old."""
+    """Judges a run of `least` to `most` servers that trains groups up to `staleness` versions old."""
 
     def __init__(self, least: int, most: int, staleness: int) -> None:
         self.least, self.most, self.staleness = least, most, staleness
         self.advice = ""
-        """What would help, while the number of servers does not."""
+        """A remedy, while more servers would not help."""
         self._looks: list[Look] = []
         self._sums = [0.0, 0.0, 0.0, 0.0]
         self._settles_until = 0.0
@@ -81,13 +76,13 @@ class Rule:
         self._ups = self._downs = self._both = 0
 
     def changing(self, at: float) -> None:
-        """Servers are being started or drained at this moment."""
+        """Servers are being started or drained."""
         self._looks.clear()
         self._ups = self._downs = self._both = 0
         self._settles_until = at + self._settle_s
 
     def look(self, look: Look, servers: int, free: int) -> Wish | None:
-        """What is wished by now, if anything: `servers` work, and there is room for `free` more."""
+        """The present wish, if any: `servers` work, and there is room for `free` more."""
         if look.at < self._settles_until:
             return None
         if (window := self._seen(look)) is None:
@@ -108,7 +103,7 @@ class Rule:
         return Wish(to, str(window))
 
     def _seen(self, look: Look) -> Window | None:
-        """The window that ends with `look`, if one does. Each look counts until the next one."""
+        """The window that `look` ends, if any. Each look counts until the next one."""
         if self._looks and look.version < self._looks[0].version:  # the learner went back
             self._looks.clear()
         if not self._looks:

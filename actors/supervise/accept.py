@@ -1,7 +1,6 @@
-"""Whether a run may be launched: nobody runs it, it may go on with this run file, it is not finished, it can be forked.
+"""Whether a run may be launched: nobody runs it, the run file fits it, it is not finished, it can be forked.
 
-Used by `launch.py` before it starts or writes anything; it reads the run's folder, and its only trace is a lock file in
-a folder that exists. Takes no more than a second: no torch, no Ray, no data.
+Writes only a lock file, in a folder that exists. Takes no more than a second: no torch, no Ray, no data.
 """
 
 import json
@@ -19,7 +18,7 @@ from configs.load import ConfigError
 from configs.schema import Config, ServerRange
 
 SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-"""Names in a model's `config.json`. A checkpoint fits no model that has other ones."""
+"""Names in `config.json`; a checkpoint fits only a model with the same values."""
 
 
 class Source(NamedTuple):
@@ -33,7 +32,7 @@ class Source(NamedTuple):
 
 
 def hold(config: Config) -> int | None:
-    """Lock the run's folder, if there is one, until this process ends. Raises ConfigError if somebody runs the run."""
+    """Lock the run's folder, if there is one, until this process ends. Raises ConfigError if the run is in use."""
     run, held = config.run.path, None
     if not run.is_dir():
         return None
@@ -53,11 +52,9 @@ def hold(config: Config) -> int | None:
 
 
 def judge(config: Config, loss_accepted: bool = False) -> tuple[list[str], str | None]:
-    """Lines about what is new since the last launch, and, of a finished run, why there is nothing to do.
+    """News since the last launch, and why a finished run has nothing to do. `loss_accepted`: losses are news.
 
-    `loss_accepted`: what would be lost is news, and no reason to refuse.
-
-    Raises ConfigError or buffer.store.faults.StoreError if the run may not go on with this run file.
+    Raises ConfigError or StoreError if the run may not go on with this run file.
     """
     lost = losses(config)
     if lost and not loss_accepted:
@@ -78,9 +75,9 @@ def judge(config: Config, loss_accepted: bool = False) -> tuple[list[str], str |
 
 
 def servers(config: Config) -> tuple[int, int]:
-    """Rollout servers to start with, and how many are wanted where no person has said otherwise.
+    """Rollout servers to start with, and the number wanted unless a person says otherwise.
 
-    What was wanted last holds on, unless the run file has changed its number since; `fleet.py` places what is missing.
+    The last wanted number holds, unless the run file has changed its number since.
     """
     known, wanted = past(config), config.rollout.servers
     least, changed = config.rollout.least_servers, {change.key for change in resume.changes(known.settings, config)}
@@ -105,10 +102,8 @@ def _finished(config: Config, known: Past, version: int) -> str | None:
 
 
 def source(config: Config, words: str) -> Source:
-    """The checkpoint that `RUN` or `RUN@vN` names: a run's folder, or its name below `run.folder`.
-
-    Raises ConfigError if there is no such checkpoint, or the new run cannot begin from it.
-    """
+    """The checkpoint that `RUN` or `RUN@vN` names. Raises ConfigError if there is none, or the new run cannot begin
+    from it."""
     name, at, number = words.rpartition("@v")
     if not at or not number.isdigit():
         name, number = words, ""
@@ -139,7 +134,7 @@ def source(config: Config, words: str) -> Source:
 
 
 def _shapes(model: str) -> dict[str, int]:
-    """What the model's `config.json` says of its tensors' shapes; nothing for a hub name."""
+    """Nothing for a hub name."""
     try:
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -149,7 +144,7 @@ def _shapes(model: str) -> dict[str, int]:
 
 
 def copy(source: Source, run: Path) -> None:
-    """Make `source` the only checkpoint of the new `run`; files are linked where the file system allows it."""
+    """Make `source` the only checkpoint of the new run."""
     final = folder_of(run / "checkpoints", source.version)
     partial = final.with_suffix(".tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -159,7 +154,7 @@ def copy(source: Source, run: Path) -> None:
 
 
 def _link(old: str, new: str) -> None:
-    """A hard link: the files of a checkpoint never change."""
+    """Files of a checkpoint never change."""
     with suppress(OSError):
         return os.link(old, new)
     shutil.copy2(old, new)

@@ -1,9 +1,7 @@
-"""`python -m actors launch RUN.yaml --dry-run`: the model answers a few training problems, the reward scores them, the
-end.
+"""`python -m actors launch RUN.yaml --dry-run`: the model answers a few training problems, and the reward scores them.
 
-Runs `python -m rollout evaluate` on the first rows of data.train, sampled as the run would, with the run's own engine,
-templates, task and reward; neither buffer nor learner is started, and the run's folder is left alone. Prints answers
-with their rewards. Waits for the engine, which takes a minute to start on a GPU.
+Evaluates the first rows of data.train with the run's own settings. Starts neither buffer nor learner, and leaves the
+run's folder alone.
 """
 
 import json
@@ -24,14 +22,14 @@ from configs.plain_text import print_visible
 from configs.schema import Config, EvalSet, MixedSource
 
 ROWS = 8
-"""Problems that are answered; the first two answers are shown."""
+"""Problems to answer."""
 SET = "dry_run"
 SHOWN_CHARS = 2000
 
 
 def main(config: Config, evaluate: Sequence[str] = ()) -> int:
-    """Exit code: 0 if an answer got a reward, 1 if none did, that of `evaluate`, the command that evaluates, if it
-    failed. Raises ConfigError for a model that is not there."""
+    """Exit code: 0 if an answer got a reward, 1 if none did, else that of `evaluate`. Raises ConfigError for a missing
+    model."""
     model = model_folder(config.model.path)
     with tempfile.TemporaryDirectory(prefix="headrace-dry-run-") as folder:
         file, out = Path(folder) / "config.yaml", Path(folder) / "answers.json"
@@ -49,7 +47,7 @@ def main(config: Config, evaluate: Sequence[str] = ()) -> int:
 
 
 def model_folder(path: str) -> Path:
-    """The folder of the model, downloaded if `path` is a name on the hub. Raises ConfigError."""
+    """Raises ConfigError."""
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -60,7 +58,6 @@ def model_folder(path: str) -> Path:
 
 
 def tried(config: Config, folder: Path) -> Config:
-    """The run with the first rows of its training data as its only set of evaluation."""
     train, columns = config.data.train, config.data.columns
     if not isinstance(train, Path):
         first: MixedSource = train[0]
@@ -72,7 +69,6 @@ def tried(config: Config, folder: Path) -> Config:
 
 
 def lines(record: dict[str, Any]) -> Iterator[str]:
-    """The answers and what became of them, for people."""
     for example in record["examples"]:
         yield f"problem: {json.dumps(example['problem'], ensure_ascii=False)[:SHOWN_CHARS]}"
         yield f"answer: {example['answer'][:SHOWN_CHARS]}"

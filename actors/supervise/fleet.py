@@ -1,8 +1,7 @@
-"""The rollout servers of a run while it goes on: places further ones, drains some, as a person or the rule wants it.
+"""Adds and drains rollout servers of a live run, as a person or the rule wants it.
 
-Sees in the buffer's State how many are wanted (`State.wanted_servers`, which `python -m actors scale` sets), sends it
-what is kept (`Kept`), and has the supervisor add and drain. With `rollout.servers: {min, max}` and no number of a
-person, `actors/scaling/rule.py` decides, and its number is kept in the buffer too. Built by `launch.py`.
+`python -m actors scale` sets the number wanted in the buffer. With `rollout.servers: {min, max}` and no number of a
+person, `actors/scaling/rule.py` decides, and the buffer keeps its number too.
 """
 
 import asyncio
@@ -24,14 +23,12 @@ from buffer.wire.protocol import Kept, Scale, State
 from configs.schema import Config, ServerRange
 
 MOST_SERVERS = 4096
-"""Where nothing else bounds their number, a larger one is a slip of the keyboard."""
+"""A larger number is a slip of the keyboard."""
 
 
 class Fleet:
-    """`server` makes the process of this number, `room` says for how many more like it there is room; None: any number.
-
-    `supervisor` keeps servers 0 to N - 1 already; `wanted` are those that the run file or its rule asks for.
-    """
+    """`server` makes a process by its number; `room` says how many more fit, None: any number. `wanted` is the number
+    of the run file or its rule."""
 
     def __init__(
         self,
@@ -44,20 +41,20 @@ class Fleet:
     ) -> None:
         self.config, self._supervisor, self._server, self._ask_room, self._say = config, supervisor, server, room, say
         self.room: int | None = 0
-        """What `room` said last."""
+        """The last answer of `room`."""
         servers = config.rollout.servers
         self.wanted = sum(process.role == "rollout" for process in supervisor.processes)
         self._own = wanted
-        """What is wanted where no person says otherwise."""
+        """Wanted where no person says otherwise."""
         self._rule = None
         if isinstance(servers, ServerRange):
             self._rule = Rule(servers.min, servers.max, config.batch.max_staleness)
         self._numbers = count(self.wanted)
-        """Numbers of the next servers: a name is never used twice in a launch."""
+        """A name is never used twice in a launch."""
         self._drains: set[asyncio.Task[None]] = set()
 
     async def follow(self, poll: StatePoll) -> None:
-        """Do what is wanted, with each answer that `poll` gets, until cancelled; wait while the buffer is silent."""
+        """Do what is wanted with each answer of the buffer, until cancelled."""
         ask_room, patience, wish = partial(asyncio.to_thread, self._ask_room), Patience(self._say), None
         while True:
             state, connection = await poll.answer()
@@ -66,14 +63,14 @@ class Fleet:
             if state.kept != (kept := self.kept()):
                 await connection.request(kept)
             if wish:
-                with suppress(RefusedError):  # a buffer that has started since its answer: the next time
+                with suppress(RefusedError):  # the buffer has just started: the next time
                     await connection.request(Scale(servers=wish.servers, by="rule", why=wish.why))
                     wish = None
 
     def adapt(self, state: State, now: float) -> Wish | None:
-        """Begin what the buffer's answer at `now` seconds asks for; what the rule wishes, if it does so just now.
+        """Begin what the buffer asks for; returns a new wish of the rule.
 
-        Before those that the run begins with are placed, room is theirs.
+        Before the first servers are placed, room is theirs.
         """
         if self._supervisor.ending or not self._supervisor.placed.is_set():
             return None
@@ -95,7 +92,6 @@ class Fleet:
         return wish
 
     def kept(self) -> Kept:
-        """The message to the buffer about what is kept."""
         least, most, bound = self._bounds()
         return Kept(
             servers=self._supervisor.servers(),
@@ -113,7 +109,7 @@ class Fleet:
             self.wanted = servers
 
     def _ask_rule(self, state: State, now: float) -> Wish | None:
-        """Its wish; while servers are on their way, it looks away."""
+        """The rule is not asked while servers are on their way."""
         if self._rule is None:
             return None
         gone, kept = silent(state, self.config), self._supervisor.servers()
@@ -141,18 +137,18 @@ class Fleet:
         return wish
 
     def _staying(self) -> list[str]:
-        """Servers that are not drained, the oldest first; last those that gave up, which keep their place: others would
-        give up too."""
+        """Servers that are not drained, the oldest first. A server that gave up is last and keeps its place: others
+        would give up too."""
         lives = self._supervisor.servers()
         return sorted((name for name in lives if lives[name] != "draining"), key=lambda name: lives[name] in FINAL)
 
     def _free(self) -> int | None:
-        """Servers for which there is room beyond those that it is placing already; None: any number."""
+        """Room beyond the servers that are being placed; None: any number."""
         placing = sum(life == "placing" for life in self._supervisor.servers().values())
         return None if self.room is None else max(0, self.room - placing)
 
     def _bounds(self) -> tuple[int, int, str]:
-        """Fewest and most servers that may be asked for, and why not more."""
+        """Fewest and most servers, and why not more."""
         servers, port = self.config.rollout.servers, self.config.rollout.chat.port
         least, most, bound = 1, MOST_SERVERS, "more are a slip of the keyboard"
         if isinstance(servers, ServerRange):

@@ -1,9 +1,8 @@
-"""The learner of several nodes as one process: what a restart begins anew is a generation, the ranks of all nodes.
+"""The learner of several nodes as one process. A generation is the ranks of all nodes, started together.
 
-One member on each node (`cluster/gang_member.py`) runs `python -m learner` for its share of the ranks. The first that
-ends, or is lost with its node, ends the generation: a rank that started again alone would meet nobody. The next one
-starts once every member answers again, after the pauses and with the give-up rule of a keeper. To the supervisor a
-`Gang` is a keeper like any other. Waits for its members. Built by `ray_cluster.py`; nothing here knows of Ray.
+A member on each node runs `python -m learner` for its share of the ranks. The first that ends, or is lost with its
+node, ends the generation, because a rank that started again alone would meet nobody. The next one starts once every
+member answers again, after the pauses and with the give-up rule of a keeper. Nothing here knows of Ray.
 """
 
 import asyncio
@@ -17,22 +16,22 @@ from actors.supervise.keeper import Ends
 from configs.entrypoint import DONE, ENDINGS, unless
 
 TOGETHER_S = 120.0
-"""Time that the other nodes get to end by themselves once the learner is done on one."""
+"""For the other nodes to end once the learner is done on one."""
 LEAVE_MARGIN_S = 3.0
-"""Part of a notice that is left for calls between nodes."""
+"""Part of a notice for calls between nodes."""
 LOST = 137
-"""Exit code of a member's process that is lost with its node."""
+"""Exit code of a member that is lost with its node."""
 
 
 class LostMember(Exception):
-    """A member, or its node, is gone; Ray makes another one where there is room. The text says what is known."""
+    """A member or its node is gone; Ray makes another one where there is room."""
 
 
 class KeptNode(Protocol):
     """A `GangMember` on its node. All but `place` raise LostMember."""
 
     async def place(self) -> tuple[Whereabouts, str]:
-        """As `GangMember.place`; waits until there is a node for this member."""
+        """As `GangMember.place`; waits for a node."""
         ...
 
     async def host(self) -> int: ...
@@ -49,22 +48,22 @@ class KeptNode(Protocol):
 
 
 class GenerationEnd(NamedTuple):
-    """How a member's process ended in a generation."""
+    """How a member's process ended."""
 
     code: int
     why: str
-    """For people, where a node is lost; else empty."""
+    """Empty unless a node is lost."""
     lines: Sequence[str] = ()
     progressed: bool = False
     where: str = ""
-    """The node whose process ended, of several."""
+    """Its node, if there are several."""
 
 
 class Gang:
-    """Keeps `process` on its members' nodes until it is done, refused, given up, drained or killed.
+    """Keeps `process` on its members' nodes until a final event, a drain or a kill.
 
-    `gone(node, limit_s)` waits until a node that leaves has left. `flags(address)` are further ones of the process on
-    the first node, by its address. Needs a running event loop.
+    `gone(node, limit_s)` waits until a leaving node has left. `flags(address)` are further flags, by the first node's
+    address. Needs a running event loop.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Gang:
     ) -> None:
         self.process, self._members, self._gone, self._flags = process, members, gone, flags
         self.places: list[Whereabouts] = []
-        """Where the members are, or were last."""
+        """Last known places of the members."""
         self._events: list[Event] = []
         self._number = 0  # of the last event
         self._changed = asyncio.Condition()
@@ -90,11 +89,10 @@ class Gang:
 
     @property
     def nodes(self) -> list[str]:
-        """Ids of the members' nodes."""
         return [place.node for place in self.places]
 
     async def events(self, after: int) -> list[Event]:
-        """Events later than number `after`; waits for one. Raises what went wrong in here."""
+        """Events later than number `after`; waits for one. Raises what failed in the gang itself."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._number > after or self._keeping.done())
             if self._keeping.done():
@@ -104,7 +102,6 @@ class Gang:
         return found
 
     async def drain(self, timeout_s: float) -> None:
-        """As `Keeper.drain`, on all nodes at once."""
         self._stopping.set()
         self._limit_s = timeout_s
         await self._each(lambda member: member.drain(timeout_s))
@@ -112,12 +109,10 @@ class Gang:
         await self.kill()
 
     def release(self) -> None:
-        """Let go of what Ray gave the members, once the learner is gone."""
         for member in self._members:
             member.release()
 
     async def kill(self) -> None:
-        """As `Keeper.kill`, on all nodes at once."""
         self._stopping.set()
         self._limit_s = 0.0
         await self._each(lambda member: member.kill())
@@ -160,13 +155,12 @@ class Gang:
             await unless(self._stopping, asyncio.sleep(delay_s))
 
     async def _gather(self) -> list[tuple[Whereabouts, str]]:
-        """Wait until each member has a node; where they are."""
         found = await asyncio.gather(*(member.place() for member in self._members))
         self.places = [place for place, _ in found]
         return found
 
     async def _generation(self) -> GenerationEnd:
-        """Run one generation to its end on all nodes; how the first of them ended."""
+        """Run one generation on all nodes; how the first process ended."""
         followers: list[asyncio.Task[GenerationEnd]] = []
         try:
             await self._start()
@@ -181,12 +175,12 @@ class Gang:
         await self._each(lambda member: member.kill())
         if followers:
             await asyncio.wait(followers)
-            if end.code in ENDINGS.values():  # the first node has rank 0, which says why the run ended
+            if end.code in ENDINGS.values():  # rank 0, on the first node, says why the run ended
                 end = followers[0].result() if followers[0].result().code == end.code else end
         return end
 
     async def _start(self) -> None:
-        """Start the process on each node. Raises LostMember."""
+        """Raises LostMember."""
         first = self.places[0]
         shared = {"MASTER_ADDR": first.address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         shared["MASTER_PORT"] = str(await self._members[0].host())
@@ -195,11 +189,11 @@ class Gang:
         for number, member in enumerate(self._members):
             env = {**shared, "NODE_RANK": str(number)} if several else {}
             await member.start(env, flags)
-        if self._stopping.is_set() or self._leaving:  # which came too early for these
+        if self._stopping.is_set() or self._leaving:  # too early for these processes
             await self._each(lambda member: member.drain(self._limit_s))
 
     async def _follow(self, number: int) -> GenerationEnd:
-        """Report what the process of one node prints until it ends; raises nothing."""
+        """Report what a node's process prints until it ends; raises nothing."""
         after, place = 0, self.places[number]
         where = f"node {number} ({place.address})"
         while True:
@@ -216,7 +210,7 @@ class Gang:
                 await self._report(event.kind, event.text if plain else f"{where}: {event.text}")
 
     async def _move(self, why: str) -> None:
-        """Wait until every node that leaves has left, also one that gets notice meanwhile."""
+        """Wait until every leaving node has left, also one that gets notice meanwhile."""
         await self._report("failed", f"{why}; it begins again once that node has left")
         while self._leaving and not self._stopping.is_set():
             node, until = next(iter(self._leaving.items()))
@@ -224,7 +218,7 @@ class Gang:
             del self._leaving[node]
 
     async def _each(self, call: Callable[[KeptNode], Awaitable[None]]) -> None:
-        """Call all members at once; one that is lost has nothing left to end."""
+        """Call all members at once; a lost one has nothing left to end."""
         found = await asyncio.gather(*map(call, self._members), return_exceptions=True)
         for error in found:
             if isinstance(error, BaseException) and not isinstance(error, LostMember):

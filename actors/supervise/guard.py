@@ -1,14 +1,13 @@
-"""A guard: runs one command and makes sure that nothing the command started outlives it, or outlives the guard's owner.
+"""A guard: runs one command and makes sure that nothing the command started outlives it or the guard's owner.
 
-The owner (`keeper.py` for each process of a run, `actors/__main__.py` for the launcher) makes a `Guarded`, which runs
-this file by path, isolated (`python -I`), so it imports only the standard library, psutil and two small modules of
-`configs`. They talk over a socket that keeps messages apart: the owner sends the command line once, as a JSON list,
-then numbers of signals; the guard answers `{"pid": N}` and, when nothing is left, `{"code": N}`. It waits for the owner
-and for SIGCHLD.
+The owner makes a `Guarded`, which runs this file by path, isolated (`python -I`), so this file imports only the
+standard library, psutil and two small modules of `configs`. Over a socket that keeps messages apart the owner sends the
+command line as a JSON list, then numbers of signals. The guard answers `{"pid": N}` and, when nothing is left,
+`{"code": N}`.
 
-The end of the owner's messages means kill, and an owner that dies ends them: no command outlives its owner, even one
-that got SIGKILL. The guard is the subreaper of all descendants of the command, so it also finds those that left its
-session, as torch elastic's ranks do. If the guard itself is killed, the kernel sends the command SIGKILL.
+The end of the owner's messages means kill, so a command ends even with an owner that got SIGKILL. The guard is the
+subreaper of the command's descendants, so it also finds those that left its session, as torch elastic's ranks do. If
+the guard is killed, the kernel sends the command SIGKILL.
 """
 
 import contextlib
@@ -26,17 +25,17 @@ from typing import Any
 
 import psutil
 
-if __name__ == "__main__":  # isolated, so Python does not look here by itself
+if __name__ == "__main__":  # isolated Python does not search this folder
     sys.path.insert(0, os.fspath(Path(__file__).parents[2]))
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that a scheduler or a terminal may send to all processes of a run. A guard leaves them to its owner."""
+"""A scheduler or a terminal may send them to all processes of a run. A guard leaves them to its owner."""
 GRACE_S = 2.0
-"""Time that descendants get to end by themselves after the command has ended."""
+"""For descendants to end by themselves after the command."""
 STUCK_S = 30.0
-"""A descendant that still exists so long after SIGKILL is stuck in a driver, and is left."""
+"""A descendant that exists so long after SIGKILL is stuck in a driver, and is left."""
 TRACKER = "multiprocessing.resource_tracker"
-"""Python's process that unlinks the shared memory of dead processes: it ends by itself once the others have."""
+"""Python's process that unlinks shared memory of dead processes; it ends by itself after the others."""
 MESSAGE_BYTES = 1 << 18
 """More than the kernel takes for one message, 208 KiB."""
 LOST = 137
@@ -44,10 +43,7 @@ LOST = 137
 
 
 class Guarded:
-    """The owner's end: a command under guard. `name` shows in process listings; `options` are those of Popen.
-
-    Raises OSError when the system cannot start another process.
-    """
+    """The owner's end of a command under guard. `options` are those of Popen. Raises OSError if no process can start."""
 
     def __init__(self, name: str, argv: Sequence[str], **options: Any) -> None:
         self._socket, guards_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -58,17 +54,17 @@ class Guarded:
                 starter = subprocess.Popen(line, stdin=guards_end.fileno(), **options)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        starter.wait()  # it has forked the guard, which is no child of ours: see `main`
+        starter.wait()  # it has forked the guard: see `main`
         self._socket.sendall(json.dumps(argv).encode())
         self.pid: int | None = receive(self._socket, {}).get("pid")
-        """Process id of the command; None if it could not be started."""
+        """None if the command could not be started."""
 
     def signal(self, number: int) -> None:
         """Send a signal to the command itself, not to its children."""
         send(self._socket, int(number))
 
     def kill(self) -> None:
-        """Send SIGKILL to the command and all its descendants."""
+        """Kill the command and all its descendants."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -79,7 +75,7 @@ class Guarded:
 
 
 class Guard:
-    """The guard's end; `run` returns when the command and all its descendants are gone."""
+    """The guard's end of the socket, and the command."""
 
     def __init__(self, owner: socket.socket) -> None:
         self.owner = owner
@@ -90,7 +86,6 @@ class Guard:
         self.killed = False
 
     def run(self) -> None:
-        """Start the owner's command, watch it, end its descendants, answer with its exit code."""
         argv = receive(self.owner, [])
         if not argv:
             return
@@ -107,7 +102,7 @@ class Guard:
         send(self.owner, {"code": LOST if self.code is None else self.code})
 
     def start(self, argv: list[str]) -> None:
-        # here, because `headrace` loads this file beside a user's own package `configs`, for `Guarded` alone
+        # here, because `headrace` loads this file for `Guarded` alone, beside a user's own package `configs`
         from configs.parent_death import adopt_orphans, end_with_parent
 
         guard = os.getpid()
@@ -123,7 +118,6 @@ class Guard:
         send(self.owner, {"pid": self.command.pid})
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait until the owner sends something, a child ends, or `timeout_s` have passed."""
         watched: list[Any] = [self.signals] if self.killed else [self.signals, self.owner]
         ready, _, _ = select.select(watched, [], [], timeout_s)
         if self.signals in ready:
@@ -133,7 +127,7 @@ class Guard:
         self.reap()
 
     def obey(self) -> None:
-        """Act on a message of the owner: the number of a signal, or nothing from an owner that says kill or is dead."""
+        """Act on a message: the number of a signal, or nothing from an owner that kills or is dead."""
         number = receive(self.owner, None)
         if number is None:
             self.killed = True
@@ -142,7 +136,7 @@ class Guard:
                 os.kill(self.command.pid, number)
 
     def reap(self) -> None:
-        """Collect the exit codes of all children that ended, the adopted ones included."""
+        """Collect exit codes of ended children, adopted ones included."""
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if self.command is not None and found[0] == self.command.pid:
@@ -150,7 +144,7 @@ class Guard:
                     self.code = self.command.returncode = code if code >= 0 else 128 - code
 
     def end_descendants(self) -> None:
-        """SIGTERM and a grace period, then SIGKILL until none exists or `STUCK_S` have passed."""
+        """Send SIGTERM, after GRACE_S SIGKILL; give up after STUCK_S."""
         start = time.monotonic()
         send_to_descendants(signal.SIGTERM if not self.killed else signal.SIGKILL, spare=TRACKER)
         while descendants() and not self.killed and (left_s := start + GRACE_S - time.monotonic()) > 0:
@@ -163,7 +157,7 @@ class Guard:
 
 
 def send(end: socket.socket, message: object) -> None:
-    """Send one JSON value; whoever holds the other end may be dead already."""
+    """Send one JSON value; the other end may be dead."""
     with contextlib.suppress(OSError):
         end.sendall(json.dumps(message).encode())
 
@@ -177,7 +171,6 @@ def receive(end: socket.socket, at_end: Any) -> Any:
 
 
 def descendants() -> list[psutil.Process]:
-    """All descendants of this process that still run."""
     running = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -187,7 +180,7 @@ def descendants() -> list[psutil.Process]:
 
 
 def send_to_descendants(number: int, spare: str) -> None:
-    """Send a signal to all descendants but those with `spare` in their command line."""
+    """Send a signal to all descendants without `spare` in their command line."""
     for process in descendants():
         with contextlib.suppress(psutil.Error):
             if not spare or spare not in " ".join(process.cmdline()):

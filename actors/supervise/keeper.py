@@ -1,9 +1,7 @@
 """A keeper: runs one process of a run, logs its output, restarts it when it fails, drains it on request.
 
-Consumes a `Process` (a plain command, such as `python -m buffer runs/x/config.yaml`). On one machine it is in the
-launcher's process (`one_machine.py`), on a cluster in a Ray actor on the node of its process (`ray_cluster.py`); this
-file knows of neither. One thread waits for the end of the process and starts it again, a second one reads its output.
-`events` waits for the next event, `drain` until the process is gone.
+On one machine it is in the launcher's process, on a cluster in a Ray actor on the node of its process. One thread waits
+for the process and starts it again, another one reads its output.
 """
 
 import os
@@ -26,19 +24,19 @@ from configs.plain_text import colourless, conceal, visible
 from configs.variables import for_children, open_private, private_folder
 
 COUNTER_BITS, INCARNATION_BITS = 40, 80
-"""An event's number is its keeper's incarnation, drawn at random, and a counter. No clock: one may be set back."""
+"""An event's number is its keeper's random incarnation and a counter. No clock: one may be set back."""
 LINE_BYTES = 1 << 16
 """A longer line is split."""
 LOG_BYTES, LOG_FILES = 64 << 20, 3
-"""A log of this size becomes `NAME.log.1`, that one `NAME.log.2`, and so on: so many files are kept."""
+"""A log of this size becomes `NAME.log.1`, and so on; so many files are kept."""
 SHOWN_LINES, SHOWN_EVERY_S, SHOWN_CHARACTERS = 300, 30.0, 2000
-"""Lines, and characters of each, that a process may have reported in so many seconds. The log has all of them."""
+"""Lines, and characters of each, that are reported in so many seconds. The log has all of them."""
 SET_BY_RAY = {"OMP_NUM_THREADS", "PYTHONBREAKPOINT"}
-"""Ray changes these in its workers; a process must get them from the launcher only."""
+"""Ray changes these in its workers; a process gets them from the launcher only."""
 
 
 class Keeper:
-    """Keeps one process from its construction until it is done, refused, given up, drained or killed."""
+    """Keeps one process from construction until a final event, a drain or a kill."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -60,16 +58,14 @@ class Keeper:
     def events(self, after: int, timeout_s: float) -> list[Event]:
         """Events later than number `after`; waits up to `timeout_s` for one."""
         with self._changed:
-            if after >> COUNTER_BITS != self._incarnation:  # of a keeper that this one replaces: all of these are new
+            if after >> COUNTER_BITS != self._incarnation:  # the number is of a keeper that this one replaces
                 after = 0
             self._changed.wait_for(lambda: bool(self._events) and self._events[-1].number > after, timeout_s)
             return [event for event in self._events if event.number > after]
 
     def drain(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL to what is left after `timeout_s`; returns when nothing is left.
-
-        The process is not started again, and may read the timeout (`configs.entrypoint.notice_s`).
-        """
+        """Send SIGTERM, and SIGKILL to what is left after `timeout_s`, which the process may read
+        (`entrypoint.notice_s`)."""
         with self._changed:
             if not self._ending.is_set():  # a second SIGTERM would force the process
                 with suppress(OSError):
@@ -79,7 +75,6 @@ class Keeper:
         self.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and all its descendants; returns when nothing is left."""
         self._end(Guarded.kill)
         self._thread.join()
 
@@ -98,7 +93,7 @@ class Keeper:
         while not self._ending.is_set():
             started = time.monotonic()
             for file in (self._progress, self._notice):
-                with suppress(OSError), self._changed:  # of a drain that begins now, no process starts any more
+                with suppress(OSError), self._changed:  # once a drain has begun, no process starts
                     file.unlink()
             code = self._run_once()
             if self._ending.is_set():
@@ -111,11 +106,10 @@ class Keeper:
         self._report("ended", "it was waiting for its restart", DONE)
 
     def _run_once(self) -> int:
-        """Run the process once and return its exit code."""
         self._last_lines.clear()
         try:
             guarded, reader = self._start()
-        except (OSError, RuntimeError) as error:  # no more files, processes or threads, which may pass
+        except (OSError, RuntimeError) as error:  # no files, processes or threads left, which may pass
             text = f"cannot start {sys.executable}: {error}"
             self._write_log(f"{text}\n".encode())
             self._last_lines.append(text)
@@ -129,10 +123,10 @@ class Keeper:
         finally:
             with self._changed:
                 self._guarded = None
-            reader.join(5.0)  # for the last lines: every process that could write is gone
+            reader.join(5.0)  # for the last lines: all writers are gone
 
     def _start(self) -> tuple[Guarded | None, threading.Thread]:
-        """The process, or None if it is not wanted any more, and the thread that reads its output."""
+        """The process, None if it is not wanted any more, and its reader."""
         source, sink = os.pipe()
         with os.fdopen(sink, "wb"):
             output = os.fdopen(source, "rb")
@@ -182,8 +176,8 @@ class Keeper:
     def _write_log(self, data: bytes) -> None:
         """Append to the log, and begin a new one at LOG_BYTES.
 
-        What a full disk does not take is left out, for the process must not block on it. The file is opened for each
-        write, because somebody may move or truncate it.
+        A write to a full disk fails silently, because the process must not block on it. Each write opens the file,
+        because somebody may move or truncate it.
         """
         log = self.process.log
         with self._writing, suppress(OSError):
@@ -198,18 +192,15 @@ class Keeper:
 
 
 class Ends:
-    """What the ends of a process mean, one after another. Nobody asked for them: a drain is judged by who asks."""
+    """Judges ends of a process that nobody asked for, one after another."""
 
     def __init__(self, process: Process) -> None:
         self.process, self.failures, self.worked = process, 0, False
 
     def judge(self, code: int, lived_s: float, lines: Sequence[str], progressed: bool) -> tuple[EventKind, str, float]:
-        """Kind and text of the event, and the seconds until the next start where there is one.
-
-        `lines`: its last ones; `progressed`: whether it made progress (PROGRESS) since its last start.
-        """
+        """Kind and text of the event, and the seconds until the next start."""
         role, restarts = self.process.role, self.process.restarts
-        if role == "learner" and code in ENDINGS.values() and code != DONE:  # its last words say why the run ended
+        if role == "learner" and code in ENDINGS.values() and code != DONE:  # it says why the run ended
             return "ended", "\n".join(last_words(lines)), 0.0
         if code == DONE and role not in ("buffer", *JUDGES):  # the run needs those until they are drained
             return "ended", f"exit code {code}", 0.0
@@ -226,17 +217,15 @@ class Ends:
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:
-    """What a process said at its end, from the line on that names its command."""
+    """The last lines, from the last one on that names the process's command."""
     starts = [at for at, line in enumerate(lines) if line.startswith(("python -m ", "headrace "))]
     return list(lines)[starts[-1] :] if starts else list(lines)
 
 
 def environment(process: Process) -> dict[str, str]:
-    """Return the environment of a process started by hand, plus the accelerators that Ray assigned to this keeper, or
-    that `process.env` names.
+    """The launcher's environment, plus the accelerators that Ray assigned or `process.env` names.
 
-    Variables that give this node a place in another job are removed, and so is the variable that names a parent process
-    of the launcher.
+    Variables that give this node a place in another job, or name the launcher's parent, are removed.
     """
     left_out = SET_BY_RAY | {PARENT}
     cleaned = for_children(os.environ)

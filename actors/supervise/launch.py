@@ -1,12 +1,11 @@
 """`python -m actors launch RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: a whole run, from check to report.
 
-Checks everything first (what the run's folder holds, config, files, the data's columns, the buffer's port, GPUs) and
-explains the run. Nothing of the run is written before it is accepted. Then it places a keeper for each process, on this
-machine (`one_machine.py`) or on a cluster (`ray_cluster.py`), and waits for their events (`supervisor.py`). The run
-ends when the learner does. Started by `actors/__main__.py` under a guard, so that nothing outlives it.
-`--fork-from RUN[@vN]` begins a new run from a checkpoint of another one.
-`--accept-loss` goes on with a run that has lost commits of its ledger, or all of it.
-`--dry-run` lets the model answer a few problems, scores them, and ends (`dry_run.py`).
+Checks everything first and explains the run; nothing is written before the run is accepted. Then it places a keeper for
+each process and waits for their events. The run ends when the learner does. `actors/__main__.py` starts it under a
+guard, so that nothing outlives it.
+
+`--fork-from RUN[@vN]` begins a new run from a checkpoint of another one. `--accept-loss` goes on with a run that has
+lost commits of its ledger. `--dry-run`: see `dry_run.py`.
 """
 
 import asyncio
@@ -49,14 +48,14 @@ from configs.variables import for_children, run_folder
 PROG = "python -m actors launch"
 FLAGS_SHOWN = "[--dry-run] [--fork-from RUN[@vN]] [--accept-loss] [--no-report]"
 REPORT_S = 10.0
-"""Time after `rollout.drain_s` for a server to give back what is unfinished, and to end."""
+"""For a server to give back unfinished work and end, after `rollout.drain_s`."""
 ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""A process gets these from its keeper, with the GPUs that it was given."""
+"""A keeper sets these for its process."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 when the run is done or was before, 2: bad input, 1: a process cannot be kept or the run was given
-    up, 3: the data ended before `run.versions`, 128 + N: signal N."""
+    """Exit code: 0: done now or before, 1: a process cannot be kept or the run was given up, 2: bad input, 3: the data
+    ended before `run.versions`, 128 + N: signal N."""
     switches = {name: {"action": "store_true"} for name in ("no_report", "accept_loss", "dry_run")}
     flags, argv = split_flags(argv, PROG, fork_from={"metavar": "RUN[@vN]"}, **switches)
     config = read(argv, f"{PROG} {FLAGS_SHOWN}")
@@ -91,15 +90,14 @@ def main(argv: Sequence[str]) -> int:
     if code > 128 and config.buffer.path:  # a signal
         display.say(f"stopped; go on with: {PROG} {config.run.path / 'config.yaml'}")
     if not flags.no_report and code == DONE and display.records.path.exists():
-        from actors.report import summary  # only here, so that a launch does not wait for it
+        from actors.report import summary  # a launch does not wait for it
 
         summary.main([str(config.run.path)])
     return code
 
 
 def dry(config: Config) -> int:
-    """Judge the run file, then try model and reward on a few problems. Exit code: 2 for a run that may not start."""
-    from actors.supervise import dry_run  # imports the hub's client, which is slow
+    from actors.supervise import dry_run  # slow
 
     try:
         print_visible("\n".join(check_here(config).lines()))
@@ -110,7 +108,7 @@ def dry(config: Config) -> int:
 
 
 def prepare(config: Config, source: accept.Source | None = None, loss_accepted: bool = False) -> Path:
-    """Make the keys, the checkpoint to begin from and the config file that every process reads. Returns that file."""
+    """Make the keys, the first checkpoint and the config file, which is returned."""
     if loss_accepted:
         accept_loss(config)
     require_keys(make_keys(config.run.path / "keys"))
@@ -122,7 +120,7 @@ def prepare(config: Config, source: accept.Source | None = None, loss_accepted: 
 
 
 def processes(config: Config, servers: int | None = None) -> list[Process]:
-    """The processes of a run, each with the GPUs it takes if there are any; `servers` None: the fewest it may have."""
+    """`servers` None: the fewest that the run may have."""
     learner, reward, on_cpu = config.learner, config.reward, config.rollout.device == "cpu"
     gpus = 0 if learner.device == "cpu" else learner.ranks
     return [
@@ -138,14 +136,12 @@ def processes(config: Config, servers: int | None = None) -> list[Process]:
 
 
 def teacher_server(config: Config, number: int) -> Process:
-    """Teacher server `number`."""
     source, name = config.teacher.served[number], f"teacher-{number}"
     gpus = 0 if config.rollout.device == "cpu" else config.teacher.teachers[source].gpus
     return replace(_process(config, name, "teacher", ["--name", name], gpus), pool=source)
 
 
 def server(config: Config, number: int) -> Process:
-    """Rollout server `number`."""
     rollout, name = config.rollout, f"rollout-{number}"
     gpus = 0 if rollout.device == "cpu" else rollout.tensor_parallel
     return _process(config, name, "rollout", ["--name", name], gpus, rollout.drain_s + REPORT_S)
@@ -172,8 +168,7 @@ def keep(
 ) -> int:
     """Call `prepare` once there is room for the run, and keep `processes` until it ends; the exit code.
 
-    `server` makes further rollout servers by their number, `servers` are wanted; without it their number stays. Tests
-    call it with commands of their own.
+    `server` makes further rollout servers by number; without it their number stays.
     """
     try:
         with display.shown(), placement(display.config) as machines:
@@ -198,7 +193,7 @@ def keep(
 
 @contextmanager
 def placement(config: Config) -> Iterator[Placement]:
-    """Where the run's processes are placed. Raises ConfigError if it has no room for them."""
+    """Raises ConfigError if there is no room for the run."""
     if cluster_of(config) or starts_ray(config):
         with ray_cluster(config) as cluster:
             yield cluster

@@ -1,7 +1,7 @@
-"""News of a cluster's nodes: one is lost, one has joined, one leaves because its machine is taken away.
+"""News of a cluster's nodes: one is lost, has joined, or leaves because its machine is taken away.
 
-`NodeWatch` looks at Ray's list of nodes each second, for Ray reports no change, reports what became of the
-processes there, and has those on a node that leaves drained in time. Runs beside the supervisor, as part of `Cluster`.
+`NodeWatch` looks at Ray's nodes each second, because Ray reports no change, and has processes on a leaving node drained
+in time.
 """
 
 import asyncio
@@ -17,45 +17,44 @@ T = TypeVar("T")
 LOOK_EVERY_S = 1.0
 PATIENCE_S = 60.0
 REMIND_S = 60.0
-"""Seconds until it is said again that something waits for a node, twice as long each time."""
+"""Until the next reminder that something waits for a node; doubles each time."""
 STARTS_S = 10.0
-"""A keeper that takes longer to start on a node waits for one."""
+"""A keeper that takes longer to start waits for a node."""
 NOTICE_S = 30.0
-"""Notice of a node that leaves where Ray knows no deadline."""
+"""Assumed notice where Ray knows no deadline."""
 CALL_S = 2.0
-"""Part of a notice that is left for the calls which pass it on."""
+"""Part of a notice for the calls that pass it on."""
 
 
 class ClusterNode(NamedTuple):
-    """A node as Ray lists it. Example: `ClusterNode("10.0.0.2", 8, True, None)`"""
+    """A node as Ray lists it."""
 
     address: str
     gpus: int
     alive: bool
     leaves_at: float | None
-    """Unix time at which it is gone; 0: soon, None: it stays."""
+    """Unix time; 0: soon, None: it stays."""
 
 
 @dataclass(frozen=True)
 class NodeNews:
-    """What became of a node. Example: `NodeNews("leaving", "c0ffee...", "10.0.0.2", 8, deadline_s=28.5)`"""
+    """What became of a node."""
 
     kind: Literal["lost", "joined", "leaving"]
     node: str
     address: str
     gpus: int
     deadline_s: float = 0.0
-    """Seconds until a node that leaves is gone."""
 
 
 class OnNodes(Placed, Protocol):
-    """A keeper of a process on a node of a cluster, or a gang of them."""
+    """A keeper of a process on a node, or a gang."""
 
     process: Process
 
     @property
     def nodes(self) -> Collection[str]:
-        """Ids of the nodes it is on, or was on until they were lost."""
+        """Ids of its nodes, lost ones included."""
         ...
 
     async def leave(self, node: str, within_s: float) -> None:
@@ -64,7 +63,7 @@ class OnNodes(Placed, Protocol):
 
 
 def news(before: Mapping[str, ClusterNode], after: Mapping[str, ClusterNode], now: float) -> Iterator[NodeNews]:
-    """What has changed between two looks; `now` in Unix time."""
+    """Changes between two looks; `now` in Unix time."""
     for node, is_ in after.items():
         was = before.get(node)
         if is_.alive and (was is None or not was.alive):
@@ -78,17 +77,17 @@ def news(before: Mapping[str, ClusterNode], after: Mapping[str, ClusterNode], no
 
 
 class Patience:
-    """For a question to Ray, asked again and again: while it fails, PATIENCE_S at most, the last answer holds."""
+    """Asks Ray again and again; while Ray fails, PATIENCE_S at most, the last answer holds."""
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
         self._say, self._now = say, now
         self._failing_since: float | None = None
 
     async def ask(self, question: Callable[[], Awaitable[T]], last: T) -> T:
-        """The answer, or `last`. Raises what `question` raises once it has failed for PATIENCE_S."""
+        """Raises what `question` raises once it has failed for PATIENCE_S."""
         try:
             answer = await question()
-        except Exception as error:  # what passes has no class of its own in Ray
+        except Exception as error:  # Ray has no class for what passes
             if self._failing_since is None:
                 self._failing_since = self._now()
                 self._say(f"Ray does not answer; the launcher asks again for {PATIENCE_S:.0f} s: {in_a_line(error)}")
@@ -100,7 +99,7 @@ class Patience:
 
 
 class NodeWatch:
-    """`look` asks Ray for its nodes by id; `keepers` are those of the run, which grow and shrink with it."""
+    """Watches the nodes of a run's keepers."""
 
     def __init__(
         self,
@@ -114,10 +113,9 @@ class NodeWatch:
         self._changed = asyncio.Condition()
         self._patience = Patience(say)
         self._leaving: set[asyncio.Task[None]] = set()
-        self._waits: dict[str, tuple[float, float]] = {}  # since when by process, when to say it again
+        self._waits: dict[str, tuple[float, float]] = {}  # by process: since when, next reminder
 
     async def watch(self) -> None:
-        """Until cancelled."""
         while True:
             before, self.known = self.known, await self._patience.ask(self._look, self.known)
             for each in news(before, self.known, time.time()) if before else ():
@@ -133,7 +131,7 @@ class NodeWatch:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def gone(self, node: str, limit_s: float) -> None:
-        """Wait until `node` is gone, or `limit_s` and NOTICE_S more have passed: then it was a false alarm."""
+        """Wait until `node` is gone. One that is there NOTICE_S after `limit_s` was a false alarm."""
         try:
             async with asyncio.timeout(max(0.0, limit_s) + NOTICE_S), self._changed:
                 await self._changed.wait_for(lambda: not self._is_alive(node))
@@ -161,7 +159,6 @@ class NodeWatch:
                 self._leaving.add(asyncio.create_task(leaving, name=keeper.process.name))
 
     def _remind(self, now: float) -> None:
-        """Say what waits for a node, and what does no longer."""
         waiting = {keeper.process.name: keeper.process for keeper in self._keepers() if self._is_homeless(keeper)}
         for name in [name for name in self._waits if name not in waiting]:
             since, again = self._waits.pop(name)
@@ -178,12 +175,11 @@ class NodeWatch:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Its kind, and the last line of what it says: before that Ray has the stack of the other machine."""
+    """The error's kind and last line; before that Ray has the stack of the other machine."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no words'])[-1].strip()}"
 
 
 def needs(process: Process) -> str:
-    """The nodes that a process takes, in words."""
     share = process.gpus // process.nodes
     with_ = f" with {share} free GPU{'s' * (share > 1)}" if share else ""
     return f"{process.nodes} nodes{with_}{' each' * bool(share)}" if process.nodes > 1 else f"a node{with_}"

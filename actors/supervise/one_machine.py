@@ -1,8 +1,7 @@
-"""One machine, without Ray: keepers in the launcher's own process, and whole GPUs for the processes that take some.
+"""One machine, without Ray: keepers in the launcher's own process, and whole GPUs for processes that take some.
 
-Used by `launch.py` where no cluster is named. A keeper is an object with threads, so it cannot die alone; when the
-launcher dies, the guards of its processes end them. A process waits only for GPUs that another one still has, and gets
-them when that one is released.
+A keeper has threads only, so it cannot die alone; when the launcher dies, guards end its processes. A process waits
+only for GPUs that another one still has.
 """
 
 import asyncio
@@ -22,15 +21,15 @@ from configs.schema import Config
 
 T = TypeVar("T")
 EVENTS_S = 30.0
-"""A keeper without news answers a call for events after this long."""
+"""A call for events without news returns after this long."""
 CALLS = 4
-"""Calls of a keeper that may block at a time: one for events, two drains, one kill."""
+"""Blocking calls of a keeper at a time: one for events, two drains, one kill."""
 OPEN_FILES = 65536
-"""Soft limit of open files of the launcher and its processes, where the hard limit allows it."""
+"""Soft limit for the launcher and its processes, where the hard limit allows it."""
 
 
 class GpuPool:
-    """GPUs that no process has, by name. Used in one event loop; `free` may be read from any thread."""
+    """GPUs that no process has. One event loop uses it; any thread may read `free`."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._order = {name: number for number, name in enumerate(names)}
@@ -41,19 +40,18 @@ class GpuPool:
         return len(self._free)
 
     def ask(self, keeper: "PlainKeeper") -> None:
-        """Have `keeper` begin with as many GPUs as its process takes: now, or once they are free."""
+        """Have `keeper` begin with the GPUs of its process, once they are free."""
         self._waiting.append(keeper)
         self._hand_out()
 
     def withdraw(self, keeper: "PlainKeeper") -> bool:
-        """Whether `keeper` was waiting; it does so no more."""
+        """Whether `keeper` was waiting; it waits no more."""
         was_waiting = keeper in self._waiting
         if was_waiting:
             self._waiting.remove(keeper)
         return was_waiting
 
     def give_back(self, names: Sequence[str]) -> None:
-        """The process that had these GPUs is gone."""
         self._free = sorted([*self._free, *names], key=self._order.__getitem__)
         self._hand_out()
 
@@ -67,14 +65,14 @@ class GpuPool:
 
 
 class PlainKeeper:
-    """Keeps `process` in the launcher's process, once `pool` has GPUs for it. Needs a running event loop."""
+    """Keeps `process` in the launcher's process, once `pool` has its GPUs. Needs a running event loop."""
 
     def __init__(self, process: Process, pool: GpuPool) -> None:
         self.process, self._pool, self._gpus = process, pool, list[str]()
         self.keeper: Keeper | None = None
         """None while it waits for GPUs."""
         self._begun = asyncio.Event()
-        """It waits for GPUs no more, whether it got them or not."""
+        """Set once it does not wait for GPUs, whether it got them or not."""
         self._last = Event(0, "ended", "it was waiting for GPUs", DONE)
         """The only event of a process that never starts."""
         self._said_what_for = self._released = False
@@ -82,7 +80,6 @@ class PlainKeeper:
         pool.ask(self)
 
     def begin(self, gpus: list[str]) -> None:
-        """Start the process with these GPUs."""
         process, self._gpus = self.process, gpus
         if gpus:
             process = replace(process, env={**process.env, VISIBLE: ",".join(gpus)})
@@ -93,7 +90,6 @@ class PlainKeeper:
         self._begun.set()
 
     async def events(self, after: int) -> list[Event]:
-        """Events later than number `after`; none if there was none for `EVENTS_S`."""
         if not self._begun.is_set() and not self._said_what_for:
             self._said_what_for = True
             number = self.process.gpus
@@ -104,17 +100,16 @@ class PlainKeeper:
         return await self._call(self.keeper.events, after, EVENTS_S)
 
     async def drain(self, timeout_s: float) -> None:
-        """As `Keeper.drain`; a process that waits for GPUs never starts."""
+        """A process that waits for GPUs never starts."""
         if not self._withdrawn() and self.keeper is not None:
             await self._call(self.keeper.drain, timeout_s)
 
     async def kill(self) -> None:
-        """As `Keeper.kill`; does nothing once the keeper was released, because its process is gone."""
+        """Does nothing once released, because the process is gone."""
         if not self._released and not self._withdrawn() and self.keeper is not None:
             await self._call(self.keeper.kill)
 
     def release(self) -> None:
-        """Let others have its GPUs, once its process is gone."""
         self._released = True
         self._withdrawn()
         gpus, self._gpus = self._gpus, []
@@ -127,12 +122,12 @@ class PlainKeeper:
         return was_waiting
 
     async def _call(self, call: Callable[..., T], *arguments: float) -> T:
-        """Wait for `call` in a thread of this keeper: a drain takes minutes, and none may wait for another one's."""
+        """Run `call` in a thread of this keeper: a drain takes minutes, and no keeper may wait for another one's."""
         return await asyncio.get_running_loop().run_in_executor(self._calls, call, *arguments)
 
 
 class OneMachine:
-    """This machine, whose GPUs have these names, and the keepers of a run on it."""
+    """This machine's GPUs by name, and a run's keepers on it."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
         self.gpus = [len(gpus)]
@@ -140,7 +135,7 @@ class OneMachine:
 
     @classmethod
     def take(cls, config: Config) -> "OneMachine":
-        """This machine for a run. Raises ConfigError with all that keeps the run from it."""
+        """Take this machine for a run. Raises ConfigError with all that keeps the run from it."""
         names = gpu_names()
         if found := list(misfits(config, len(names))):
             raise ConfigError(found)
@@ -151,11 +146,9 @@ class OneMachine:
         """Do nothing: processes read the run's folder where it is."""
 
     async def place(self, process: Process) -> PlainKeeper:
-        """A keeper of `process`, which starts it as soon as enough GPUs are free."""
         return PlainKeeper(process, self._pool)
 
     def room(self, gpus: int) -> int | None:
-        """How many more processes of `gpus` GPUs there is room for; None: any number."""
         return self._pool.free // gpus if gpus else None
 
     async def watch(self, say: Callable[[str], None]) -> None:
@@ -163,7 +156,7 @@ class OneMachine:
 
 
 def raise_open_files() -> None:
-    """Let this process and those that it starts have OPEN_FILES open files, as far as the system allows it."""
+    """Let this process and its children have OPEN_FILES open files, as far as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if 0 <= soft < most:

@@ -1,8 +1,4 @@
-"""What the launcher needs of whatever places its processes: Ray on a cluster (`ray_cluster.py`), or nothing but this
-machine (`one_machine.py`).
-
-Protocols only. `launch.py` chooses one `Placement`, and the supervisor calls the `Placed` keepers that it makes.
-"""
+"""The launcher's interface to what places processes: Ray on a cluster, or nothing but this machine."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,7 +10,7 @@ class Placed(Protocol):
     """A keeper of one process, wherever it is."""
 
     async def events(self, after: int) -> list[Event]:
-        """Events later than number `after`; waits for one, or for half a minute."""
+        """Events later than number `after`; waits half a minute for one."""
         ...
 
     async def drain(self, timeout_s: float) -> None:
@@ -22,7 +18,7 @@ class Placed(Protocol):
         ...
 
     async def kill(self) -> None:
-        """Send SIGKILL to the process and all its descendants; returns when nothing is left."""
+        """Kill the process and all its descendants; returns when nothing is left."""
         ...
 
     def release(self) -> None:
@@ -31,7 +27,7 @@ class Placed(Protocol):
 
 
 class Placement(Protocol):
-    """The machines of a run, which have room for it."""
+    """The machines of a run."""
 
     @property
     def gpus(self) -> Sequence[int]:
@@ -39,11 +35,11 @@ class Placement(Protocol):
         ...
 
     def pack(self) -> None:
-        """Take up what other machines need: once the run's folder has config and keys."""
+        """Take up what other machines need, once the run's folder has config and keys."""
         ...
 
     async def place(self, process: Process) -> Placed:
-        """A keeper of `process`, on a machine with its GPUs. Where none is free yet, the keeper waits for them."""
+        """A keeper of `process`, which waits for GPUs."""
         ...
 
     def room(self, gpus: int) -> int | None:
@@ -51,5 +47,5 @@ class Placement(Protocol):
         ...
 
     async def watch(self, say: Callable[[str], None]) -> None:
-        """Say what becomes of the machines, until there is nothing to say any more or until cancelled."""
+        """Say what becomes of the machines, until cancelled."""
         ...

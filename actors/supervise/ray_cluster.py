@@ -1,9 +1,8 @@
-"""Ray, which places one keeper per process, as an actor on a node with the GPUs of the process.
+"""Ray places one keeper per process, as an actor on a node with the GPUs of the process.
 
-Used by `launch.py` where a cluster is named; besides it only `cluster/` imports ray, for both ends of its calls.
-`cluster.address` or RAY_ADDRESS names the cluster; with `local` a small Ray is started on this machine and stopped
-again. A keeper that dies takes its process along; Ray makes a new keeper, which starts the process again, on another
-node if its own is lost.
+`cluster.address` or RAY_ADDRESS names the cluster; with `local` a small Ray is started here and stopped again. A keeper
+that dies takes its process along. Ray then makes a new keeper, on another node if its own is lost. Besides this file
+only `cluster/` imports ray.
 """
 
 import asyncio
@@ -40,24 +39,24 @@ from configs.schema import Config
 from configs.variables import RAY_BYTES, socket_folder
 
 OBJECT_STORE_BYTES = 80 << 20
-"""Ray's minimum is 75 MiB; keepers send lines of text only."""
+"""Ray's minimum is 75 MiB; keepers send only text."""
 NEEDED_LAST = ("raylet", "gcs_server")
-"""Names of Ray's processes on this machine that its other processes need while they end."""
+"""Ray's other processes need these while they end."""
 LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
-    "RAY_memory_monitor_refresh_ms": "0",  # it would kill keepers, the smallest processes of all
+    "RAY_memory_monitor_refresh_ms": "0",  # it would kill keepers, the smallest processes
     "RAY_enable_metrics_collection": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on loopback only
 }
 CPU_SHARE = 0.01
-"""Share of a CPU for what takes no GPU but is to be spread over nodes: Ray counts what is taken."""
+"""Share of a CPU for a process without GPUs, so that Ray counts and spreads it."""
 CONNECT_S = 10.0
 CONNECTED: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
 
 
 class Cluster:
-    """The Ray that this process is connected to, and the keepers of a run on it."""
+    """The Ray that this process is connected to, and a run's keepers on it."""
 
     def __init__(self, config: Config, named: str) -> None:
         import ray
@@ -68,8 +67,8 @@ class Cluster:
         self.known = _look()
         self.shipped = False
         self.delivery: Delivery | None = None
-        """What goes along with each process; None on a Ray of this machine."""
-        self._keepers: WeakSet[RemoteKeeper | Gang] = WeakSet()  # Ray ends an actor that nobody holds any more
+        """Goes along with each process; None on a Ray of this machine."""
+        self._keepers: WeakSet[RemoteKeeper | Gang] = WeakSet()  # Ray ends an actor that nobody holds
         self._watch: NodeWatch | None = None
 
     @property
@@ -96,7 +95,7 @@ class Cluster:
             raise ConfigError(found)
 
     def _survey(self) -> list[str]:
-        """What makes nodes unfit. Has Ray ship the working directory if that is what they lack."""
+        """Find unfit nodes. Has Ray ship the working directory if they lack it."""
         nodes = {id: node.address for id, node in self.known.items() if node.alive and id != self.home}
         ship = self.config.cluster.ship
         if ship != "always":
@@ -108,20 +107,18 @@ class Cluster:
         return list(survey(nodes, self.config).faults)
 
     def pack(self) -> None:
-        """Take up what the nodes need: once the run's folder has config and keys."""
         if self.named and (self.config.run.path / "config.yaml").exists():
             self.delivery = Delivery.pack(self.config, self.address, self.shipped)
 
     async def watch(self, say: Callable[[str], None]) -> None:
-        """Tell `say` what becomes of the nodes, until cancelled."""
         self._watch = NodeWatch(lambda: asyncio.to_thread(_look), lambda: list(self._keepers), say)
         await self._watch.watch()
 
     async def place(self, process: Process) -> "RemoteKeeper | Gang":
         """A keeper of `process`, on a node with its GPUs.
 
-        Buffer, reward and teacher servers listen on addresses of this machine, so their keepers stay on it, and so does
-        the learner unless it takes several nodes, or GPUs that this one lacks.
+        Buffer, reward and teacher servers listen on addresses of this machine, so they stay on it, and so does the
+        learner unless it needs several nodes or more GPUs.
         """
         elsewhere = process.gpus > self.gpus[0]
         if process.role == "learner" and (process.nodes > 1 or elsewhere):
@@ -131,7 +128,7 @@ class Cluster:
         self._keepers.add(keeper)
         try:
             await keeper.started()
-        except asyncio.CancelledError:  # it is not wanted any more, placed or not
+        except asyncio.CancelledError:  # it is not wanted any more
             keeper.release()
             raise
         return keeper
@@ -153,8 +150,8 @@ class Cluster:
         return ray.remote(NodeKeeper).options(**options).remote(process, self.delivery and self.delivery.to(process))
 
     async def _gang(self, process: Process) -> Gang:
-        """The learner's members, a node each: the first here if this machine has the GPUs. Waits until Ray has set
-        them aside, STARTED_S at most, so that no server takes them first."""
+        """The learner's members, one on each node. Waits up to STARTED_S until Ray has reserved the nodes, so that no
+        server takes them first."""
         import ray
 
         share = process.gpus // process.nodes
@@ -164,7 +161,7 @@ class Cluster:
         group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
         try:
             await asyncio.to_thread(group.wait, STARTED_S)
-        except asyncio.CancelledError:  # as in `place`
+        except asyncio.CancelledError:
             ray.util.remove_placement_group(group)
             raise
         strategies, members = ray.util.scheduling_strategies, []
@@ -182,13 +179,11 @@ class Cluster:
         await self._watch.gone(node, limit_s)
 
     def _flags(self, address: str) -> list[str]:
-        """Rank 0 serves policies at its own node's address, unless the run file names another one than this node's."""
+        """Rank 0 serves policies at its own node's address, unless the run file names another."""
         moves = address != self.address and self.config.weights.host == self.address
         return [f"--weights.host={address}"] if moves else []
 
     def room(self, gpus: int) -> int | None:
-        """How many more processes of `gpus` GPUs there is room for, each of them on one node that stays; None: any
-        number."""
         from ray._private import state  # the public function sums over the nodes
 
         if not gpus:
@@ -200,7 +195,6 @@ class Cluster:
 
 
 def _look() -> Mapping[str, ClusterNode]:
-    """Ray's nodes by id."""
     import ray
 
     leaving = ray._private.state.state.get_draining_nodes()  # what Ray Train asks; there is no public call
@@ -236,11 +230,10 @@ def connect(config: Config, named: str, ship: bool = False) -> None:
 
 
 def start(folder: str) -> None:
-    """Start Ray on this machine, with its sockets in `folder`. Raises ConfigError if Ray does not start within its own
-    30 s.
+    """Start Ray here, with its sockets in `folder`. Raises ConfigError if Ray does not start within its own 30 s.
 
-    Ray's processes and the keepers inherit a mask that blocks SIGTERM. So a SIGTERM to all processes of a job ends the
-    launcher only, which drains the run and then stops Ray.
+    Ray and the keepers inherit a mask that blocks SIGTERM, so a SIGTERM to all processes of a job ends only the
+    launcher, which drains the run and stops Ray.
     """
     import ray
 
@@ -249,15 +242,15 @@ def start(folder: str) -> None:
         with blocked(signal.SIGTERM):
             ray.init(**options, **CONNECTED, include_dashboard=False, _temp_dir=folder)
     except Exception as error:
-        if type(error) is not Exception:  # the very class that it raises then
+        if type(error) is not Exception:  # Ray raises this very class
             raise
         remedy = "where others keep its CPUs or its disk busy, launch again later"
         raise ConfigError([f"Ray: cannot start on this machine: {in_a_line(error)}; {remedy}"]) from None
 
 
 def stop() -> None:
-    """Stop the Ray that `start` started. Kills processes that are no longer needed first: Ray would wait a second for
-    each process that blocks SIGTERM."""
+    """Stop the Ray that `start` started. Ray would wait a second for each process that blocks SIGTERM, so these are
+    killed."""
     import ray
 
     for process in psutil.Process().children():
@@ -269,11 +262,10 @@ def stop() -> None:
 
 @contextmanager
 def ray_cluster(config: Config) -> Iterator[Cluster]:
-    """Connect to Ray inside a `with`, to the cluster that is named or to a Ray started here. Raises ConfigError if the
-    run cannot be placed on it."""
+    """Connect to the named Ray cluster, or start Ray here. Raises ConfigError if the run cannot be placed on it."""
     named = cluster_of(config)
     with ExitStack() as stack:
-        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # Ray's lines on a lost node: `nodes.py` has words
+        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # `nodes.py` reports lost nodes
         if not named:
             for key, value in {**LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
                 os.environ.setdefault(key, value)

@@ -1,9 +1,8 @@
-"""The supervisor of a run, from the first keeper to the last: decides what an event of a process means for the run.
+"""The supervisor of a run: decides what an event of a process means for the run.
 
-Consumes the keepers' events and the launcher's signals, in one queue, and waits for nothing else. The first event that
-ends the run (the learner is done, a process refuses its input or cannot be kept, a signal) gives its verdict; then
-learner, servers, reward and teacher servers and buffer are drained in this order. A signal during the drain kills them.
-While the run goes on, `fleet.py` has servers added and drained. Built by `launch.py`.
+It waits for one queue of events and signals. The first event that ends the run (the learner is done, a process refuses
+its input or cannot be kept, a signal) gives the verdict. Then learner, servers and buffer are drained in this order. A
+signal during the drain kills them.
 """
 
 import asyncio
@@ -20,29 +19,29 @@ from buffer.wire.protocol import ServerLife
 from configs.entrypoint import BAD_INPUT, DATA_ENDED, DONE, FAILED, GIVEN_UP, StopSignals
 
 FAILED_DRAIN_S = 30.0
-"""Most time for each drain of a run that failed: nobody waits for a checkpoint that may never come."""
+"""Limit of each drain of a failed run, whose checkpoint may never come."""
 LAST_EVENTS_S = 5.0
-"""Time for the last events of processes that have ended."""
+"""For the last events of ended processes."""
 LOST_S = 15.0
-"""A keeper that does not answer for so long after the end of a drain is lost, with its machine."""
+"""A keeper that is silent for so long after a drain is lost with its machine."""
 DRAIN_ORDER = ("learner", *SERVERS, "buffer")
 """The learner's last version may still need servers and buffer."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The launcher's exit code, and why the run ends, in words."""
+    """The launcher's exit code, and why the run ends."""
 
     code: int
     why: str
     last: str = ""
-    """What is said once everything has ended."""
+    """Said once everything has ended."""
     healthy: bool = False
-    """The run failed, but not its processes: they have their whole time to end."""
+    """The run failed, but its processes have their whole time to end."""
 
 
 class Supervisor:
-    """`place` makes a keeper; `show_event` and `say` are the display's."""
+    """Keeps a run's processes; `place` makes a keeper for each."""
 
     def __init__(
         self,
@@ -56,24 +55,22 @@ class Supervisor:
         self._keepers: dict[str, Placed] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._lives: dict[str, ServerLife] = {p.name: "placing" for p in processes if p.role == "rollout"}
-        """State of each rollout server, by name."""
         self._added: set[str] = set()
-        """Names of servers that were added while the run went on."""
         self._drains: dict[str, asyncio.Task[None]] = {}
-        """Tasks that drain servers, or have drained them, while the run goes on."""
+        """Drains of servers, finished ones included."""
         self._ended: set[str] = set()
-        """Names of processes that will not be started again."""
+        """Processes that will not be started again."""
         self._news: asyncio.Queue[tuple[Process, Event] | int | BaseException] = asyncio.Queue()
-        """Final events, numbers of signals, and why a task of ours failed."""
+        """Final events, numbers of signals, errors of tasks."""
         self.placed = asyncio.Event()
-        """Those that the run begins with are, or will not be."""
+        """Set once the first processes are placed, or will not be."""
         self.left: list[str] = []
-        """Servers that were drained while the run went on, and are gone."""
+        """Servers that were drained and are gone."""
         self.ending = False
-        """The verdict is there: nothing is added any more."""
+        """Nothing is added any more."""
 
     async def run(self) -> int:
-        """Place, watch, judge, drain. Returns the exit code; no process is left then."""
+        """Place, watch, judge, drain; returns the exit code. No process is left then."""
         with StopSignals(drain=self._news.put_nowait, force=self._news.put_nowait):
             placing = asyncio.create_task(self._place_first(tuple(self.processes)))  # servers may be added meanwhile
             placing.add_done_callback(self.notice_failure)
@@ -92,11 +89,11 @@ class Supervisor:
         return verdict.code
 
     def servers(self) -> dict[str, ServerLife]:
-        """The rollout servers, the oldest first, those that have left apart."""
+        """Rollout servers, the oldest first, without those that have left."""
         return dict(self._lives)
 
     def add(self, process: Process) -> None:
-        """Keep one more rollout server from now on, unless the run ends."""
+        """Keep one more rollout server, unless the run ends."""
         if not self.ending:
             self.processes.append(process)
             self._added.add(process.name)
@@ -104,10 +101,8 @@ class Supervisor:
             self._watch(process, self._place_and_follow(process))
 
     async def drain_server(self, name: str, within_s: float) -> None:
-        """Have a rollout server finish its groups or give them back, `within_s` seconds at most; it does not come back.
-
-        Returns once it is gone, also where its machine is. A server that is drained already goes on with that.
-        """
+        """Drain a rollout server for good; returns once it or its machine is gone. A second call waits for the first
+        drain."""
         if name in self._lives and name not in self._drains:
             self._lives[name] = "draining"
             self._drains[name] = asyncio.create_task(self._leave(name, within_s))
@@ -116,7 +111,7 @@ class Supervisor:
             await asyncio.shield(self._drains[name])
 
     def notice_failure(self, task: asyncio.Task[None]) -> None:
-        """A task of the launcher has ended: if it failed, so does the run."""
+        """Fail the run if a task of the launcher failed."""
         if not task.cancelled() and (error := task.exception()):
             self._news.put_nowait(error)
 
@@ -155,7 +150,6 @@ class Supervisor:
         await self._follow(process)
 
     async def _follow(self, process: Process) -> None:
-        """Show a process's events until the final one."""
         after, keeper = 0, self._keepers[process.name]
         while process.name not in self._ended:
             for event in await keeper.events(after):
@@ -168,7 +162,6 @@ class Supervisor:
                     self._news.put_nowait((process, event))
 
     def _judge(self, news: tuple[Process, Event] | int | BaseException) -> Verdict | None:
-        """The verdict if `news` ends the run."""
         if isinstance(news, BaseException):
             where = "".join(f" at {at.filename}:{at.lineno}" for at in extract_tb(news.__traceback__)[-1:])
             return Verdict(FAILED, f"the launcher failed{where}: {in_a_line(news)}; draining", healthy=True)
@@ -176,7 +169,7 @@ class Supervisor:
             what = "the learner finishes its version and writes a checkpoint"
             return Verdict(128 + news, f"{signal.Signals(news).name}: draining; {what} (Ctrl-C again to force quit)")
         process, event = news
-        if process.name in self._drains:  # it was to end, however it did
+        if process.name in self._drains:  # it was to end
             return None
         if event.kind == "refused" and process.name not in self._added:
             return Verdict(BAD_INPUT, f"{process.name} refused its input:\n{event.text}")
@@ -191,20 +184,17 @@ class Supervisor:
                 return Verdict(FAILED if event.code == GIVEN_UP else DATA_ENDED, why, event.text)
             return Verdict(DONE, "the learner is done; draining servers and buffer")
         if process.role in SERVERS and (keeper := self._keepers.pop(process.name, None)):
-            keeper.release()  # else it holds its GPUs, and on a cluster Ray makes another one, which starts it again
+            keeper.release()  # else it holds its GPUs, and Ray makes another keeper, which starts it again
         return None
 
     def _others(self, process: Process) -> list[Process]:
-        """Processes that go on and do the same."""
         return [other for other in self._alive(process.role) if other.pool == process.pool]
 
     def _alive(self, role: str) -> list[Process]:
-        """Processes that go on, those that are drained apart."""
         gone = self._ended | self._drains.keys()
         return [process for process in self.processes if process.role == role and process.name not in gone]
 
     async def _end(self, verdict: Verdict) -> None:
-        """Drain all processes; at a signal, kill them."""
         draining = asyncio.create_task(self._drain(verdict.code in (FAILED, BAD_INPUT) and not verdict.healthy))
         forced = asyncio.create_task(self._next_signal())
         await asyncio.wait({draining, forced}, return_when="FIRST_COMPLETED")

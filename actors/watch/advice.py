@@ -1,7 +1,7 @@
-"""What to do about a run: one recommendation in words, and alerts, each with its remedy. Pure.
+"""One recommendation about a run in words, and alerts with remedies. Pure.
 
-Consumes a `Situation`, which `situation` reads off records and State. The recommendation is the first rule that
-applies, and what makes the run pointless comes before what makes it slow: servers help nobody who learns nothing.
+The recommendation is the first rule that applies. Rules on what makes a run pointless come before rules on what makes
+it slow.
 """
 
 import math
@@ -21,26 +21,26 @@ from configs.schema import Config
 
 WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 FEW_VERSIONS = 5
-"""Versions without which nothing is said about learning or waiting."""
+"""With fewer versions nothing is said about learning or waiting."""
 WAITS, CLOSED, IDLE = 0.15, 0.05, 0.30
-"""Shares: the learner waits so much that it matters; so few places are parked that servers are what it lacks; so many
-that servers have too little to do."""
+"""Shares: of the learner's waiting that matters; of parked places below which servers are scarce; of parked places
+above which there are too many."""
 SPARE = 1.15
-"""Servers kept beyond what has work, when some are given back."""
+"""Servers to keep, as a multiple of those with work."""
 FEW_FAIL, MOST_FAIL = 0.05, 0.5
-"""Shares of attempts that fail: above the first there is an alert; above the second the advice is only about that."""
+"""Shares of failed attempts: above the first there is an alert, above the second the advice is only about that."""
 TRACEBACKS = "logs/rollout-*.log have the first traceback of each kind"
 SKIPPED = "gradient/skipped"
-"""The metric whose alert means that something is broken."""
+"""An alert on it means that something is broken."""
 MOST_FLAT = 0.8
-"""If a filter leaves out more than this share of the groups, the advice is only about that."""
+"""Above this share of filtered groups the advice is only about that."""
 STALLED = 10.0
-"""Times the usual length of a version without a new one, after which the run counts as stalled; at least STALLED_S."""
+"""Times the usual length of a version after which a run counts as stalled; at least STALLED_S."""
 STALLED_S = 120.0
 
 
 class Alert(NamedTuple):
-    """Example: `Alert("warn", "length/truncated is 0.4: answers are truncated; raise sampling.max_tokens, ...")`."""
+    """Something that is wrong, with its remedy."""
 
     level: str
     """`bad`: something is broken; `warn`: something could be better."""
@@ -49,40 +49,39 @@ class Alert(NamedTuple):
 
 @dataclass(frozen=True)
 class Situation:
-    """What the recommendation depends on, over the last versions; None where nobody knows."""
+    """Inputs of the recommendation, over the last versions; None where unknown."""
 
     versions: int
-    """That have records."""
+    """Versions with records."""
     waits: float = 0.0
-    """Share of time in which the learner waited for a batch."""
+    """Share of time in which the learner waited."""
     checkpoints: float = 0.0
-    """Share of time that checkpoints took."""
+    """Share of time."""
     parked: float | None = None
-    """Share of the servers' slots without work because admission is closed."""
+    """Share of slots without work because admission is closed."""
     servers: int = 1
     """Servers whose heartbeats arrive."""
     wanted: int | None = None
-    """Servers that the run asks for, where they scale."""
+    """Servers that the run asks for."""
     none_solved: float = 0.0
     all_solved: float = 0.0
-    """Share of groups of which no sample, or every one, is right; 0 where a teacher teaches these too."""
+    """Shares of groups with no and with only right samples; 0 where a teacher teaches these too."""
     gradient: float | None = None
-    """Norm, the largest of the last versions."""
+    """Largest norm of the last versions."""
     gain: float | None = None
-    """Reward of the last versions minus that of as many before."""
+    """Rise of the reward over as many versions before."""
     flat: float = 0.0
-    """Share of the groups made since the last batch that were left out because they had no variance. 0 until as many
-    groups were made as a batch needs."""
+    """Share of groups since the last batch left out for lack of variance; 0 until they would fill a batch."""
     failed: float = 0.0
-    """Share of attempts that failed."""
+    """Share of attempts."""
     why_failed: str = ""
     waiting: str = ""
-    """The longest wait, in words."""
+    """The longest wait."""
     max_staleness: int = 1
 
 
 def situation(config: Config, records: Records, state: State | None, waiting: str = "") -> Situation:
-    """Return the present situation of the run."""
+    """Read the situation off records and State."""
     recent = figures.recent(records)
 
     def mean(key: str) -> float | None:
@@ -115,10 +114,7 @@ def situation(config: Config, records: Records, state: State | None, waiting: st
 
 
 def recommend(now: Situation) -> str:
-    """One sentence: what to change first.
-
-    Example: `"The learner waits 62 % of the time: two more servers would halve that."`
-    """
+    """One sentence: what to change first."""
     if now.failed > MOST_FAIL:
         return f"Most attempts fail: {now.why_failed}. Mend that first: {TRACEBACKS}."
     if now.flat > MOST_FLAT:
@@ -135,7 +131,6 @@ def recommend(now: Situation) -> str:
 
 
 def _learns_nothing(now: Situation) -> str:
-    """Why the versions are no better than those before, if they cannot be."""
     flat = now.gain is None or abs(now.gain) < 0.01
     if (now.gradient is not None and now.gradient < 1e-9) or (now.none_solved > 0.95 and flat):
         why = "the gradient is zero: all samples of a group have the same reward"
@@ -157,7 +152,6 @@ def _learns_nothing(now: Situation) -> str:
 
 
 def _waits(now: Situation) -> str:
-    """What would end the learner's waiting."""
     if now.waits <= WAITS:
         return ""
     said, parked = f"The learner waits {_percent(now.waits)} of the time", now.parked or 0.0
@@ -178,7 +172,6 @@ def _waits(now: Situation) -> str:
 
 
 def _idles(now: Situation) -> str:
-    """What servers without work could do without."""
     parked = now.parked or 0.0
     if now.checkpoints > WAITS:
         return f"Checkpoints take {_percent(now.checkpoints)} of the time: raise learner.checkpoint_every."
@@ -196,9 +189,11 @@ def _fine(now: Situation) -> str:
 def find_alerts(
     config: Config, records: Records, state: State | None, since_s: float | None, live: bool
 ) -> list[Alert]:
-    """What is wrong, with remedies, the worst first. `since_s`: seconds for which the run has made no version, those
-    between two launches left out, None if it has made none; `live`: the run goes on, so that silence and stalls mean
-    something."""
+    """Alerts with remedies, the worst first.
+
+    `since_s`: seconds without a new version, except between launches. `live`: the run goes on, so silence and stalls
+    mean something.
+    """
     found = list[Alert]()
     if live and state is not None:
         found += [_silence(config, name, state.servers[name]) for name in silent(state, config)]
@@ -217,7 +212,7 @@ def find_alerts(
         what = "1 group is" if number == 1 else f"{number} groups are"
         remedy = "`python -m buffer quarantine RUN` says why"
         found.append(Alert("bad", f"{what} in quarantine, because the learner cannot train on them: {remedy}"))
-    if state is not None and FEW_FAIL < _failed_share(state) <= MOST_FAIL:  # of more the recommendation speaks
+    if state is not None and FEW_FAIL < _failed_share(state) <= MOST_FAIL:  # above that, the recommendation is about it
         found.append(Alert("bad", f"{failures(state)}: {TRACEBACKS}"))
     ordered = records.ordered()
     if ordered:
@@ -244,7 +239,6 @@ def _silence(config: Config, name: str, server: Mapping[str, Any]) -> Alert:
 
 
 def _preemptions(records: Records) -> list[Alert]:
-    """Return an alert if vLLM had to compute sequences again in most of the last looks."""
     looks = [look for _, look in sorted(records.servers.items())[-figures.LAST :]]
     counts = [float(look["servers/preempted"]) for look in looks if "servers/preempted" in look]
     rises = sum(after > before for before, after in pairwise(counts))
@@ -255,7 +249,6 @@ def _preemptions(records: Records) -> list[Alert]:
 
 
 def _heard(config: Config, records: Records, state: State | None) -> int:
-    """Servers that do something, at least one."""
     if state is not None and state.servers:
         return max(1, len(state.servers) - len(silent(state, config)))
     last = records.servers[max(records.servers)] if records.servers else {}

@@ -1,8 +1,4 @@
-"""The terminal of a launched run: one line per version, or on a terminal a panel that stays at the bottom.
-
-Consumes the run's records (`metrics.jsonl`), the buffer's `State` and the keepers' events; starts and stops nothing.
-`watch` looks for them once per second. Built by `actors/supervise/launch.py`.
-"""
+"""The terminal of a launched run: one line per version, or a panel at the bottom. Starts and stops nothing."""
 
 import asyncio
 import contextlib
@@ -27,30 +23,26 @@ from configs.schema import Config
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 KIND_STYLES = {"started": "green", "ended": "dim"}
 MOST_SHOWN = 1000
-"""Most characters of a row of the panel."""
 MOST_WAITS, MOST_SERVERS = 6, 4
-"""Waits and servers that the panel has room for."""
 OUR_ROUTINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (DEBUG|INFO) ")
 VLLM_ROUTINE = re.compile(
     r"^\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING) vllm|^\(\w+ pid=\d+\) (INFO|WARNING) |^\[W\d+ |^Triton is installed"
 )
-"""Lines that only the log file gets: our INFO once versions come, and of vLLM's lines all that are no errors."""
+"""Lines for the log file only: our INFO once versions come, and vLLM's lines that are no errors."""
 
 
 class Display:
-    """What a person sees during the run. `console` None: the terminal."""
-
     def __init__(self, config: Config, console: Console | None = None) -> None:
         self.config = config
         self.console = console or Console(file=output(reported=False), highlight=False, soft_wrap=True)
         self.records = Records(config.run.path / "metrics.jsonl", looks=False, bounded=True)
-        """Records of the run; records of an earlier start are not shown as news."""
+        """Records of an earlier start are not shown as news."""
         self.processes: dict[str, str] = {}
-        """Last event of each process, lines apart."""
+        """Last event of each process, except lines."""
         self.state: State | None = None
-        """The buffer's last answer; None if it is silent."""
+        """None if the buffer is silent."""
         self._settled: set[str] = set()
-        """Processes since whose start a version came."""
+        """Processes that have seen a version since their start."""
         self._reported_failures = 0
         self._colours: dict[str, str] = {}
         wants_panel = config.log.display == "rich" or (config.log.display == "auto" and self.console.is_terminal)
@@ -59,16 +51,14 @@ class Display:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator["Display"]:
-        """Keep the panel, if there is one, at the bottom of the terminal."""
+        """Keep the panel at the bottom of the terminal."""
         with self._live or contextlib.nullcontext():
             yield self
 
     def say(self, text: str) -> None:
-        """Print a message of the launcher itself."""
         self._print(Text(visible_lines(text), style="bold" if self._live else ""))
 
     def show_event(self, process: Process, event: Event) -> None:
-        """Print a process's line or another event of it."""
         name = process.name
         colour = self._colours.setdefault(name, COLOURS[len(self._colours) % len(COLOURS)])
         text = event.text
@@ -82,23 +72,21 @@ class Display:
             self._print(Text.assemble((f"[{name}] ", colour), line))
 
     def _print(self, text: Text) -> None:
-        with contextlib.suppress(SystemExit):  # rich's, once the reader has left: the run goes on, and the log files
+        with contextlib.suppress(SystemExit):  # rich exits once the reader has left; the run goes on
             self.console.print(text)
 
     def _is_routine(self, name: str, line: str) -> bool:
-        """Whether the log file is enough for this line. Once versions come, they show that the run is well; what a
-        process says before, such as from where it goes on, is news."""
+        """Whether the log file is enough for this line. Once versions come, they show that the run is well."""
         return bool(VLLM_ROUTINE.match(line) or (name in self._settled and OUR_ROUTINE.match(line)))
 
     async def watch(self, poll: StatePoll) -> None:
-        """Show news every second until cancelled, also while the buffer does not answer."""
         while True:
             self.state = poll.state
             self.refresh()
             await asyncio.sleep(1.0)
 
     def refresh(self) -> None:
-        """Show the records that were written, and failures when their number has doubled."""
+        """Show new records, and failures when their number has doubled."""
         fresh = self.records.read()
         if fresh:
             self._settled.update(self.processes)
@@ -117,7 +105,6 @@ class Display:
             self.say(failures(self.state))
 
     def figures(self, record: Record) -> list[tuple[str, str]]:
-        """Name and value of each figure of `record` and of the servers, for a line or a panel."""
         versions = self.config.run.versions
         reward = self.records.mean("reward/mean")
         wanted = [
@@ -138,8 +125,8 @@ class Display:
         return [(name, value) for name, value in wanted if value and "?" not in value]
 
     def servers(self) -> str:
-        """How many servers are alive, of the number that is wanted, and the sequences that they run. A server is alive
-        if its messages reach the buffer; where the buffer does not answer, if its process runs."""
+        """Servers that are alive, of those wanted, and their sequences. While the buffer is silent, a running process
+        is alive."""
         running = ""
         if self.state is not None:
             heard = self.heard()
@@ -156,12 +143,11 @@ class Display:
         return f"{alive}/{wanted} alive{f', {len(draining)} draining' * bool(draining)}{running}"
 
     def heard(self) -> list[str]:
-        """Servers whose messages reach the buffer; the last figures of the others are out of date."""
+        """Servers whose messages reach the buffer; figures of others are out of date."""
         gone = silent(self.state, self.config) if self.state else []
         return [name for name in (self.state.servers if self.state else ()) if name not in gone]
 
     def panel(self) -> Panel:
-        """The panel of a terminal."""
         table = Table.grid(padding=(0, 2))
         records = self.records.ordered()
         rows = self.figures(records[-1]) if records else [("version", f"0/{self.config.run.versions}")]
@@ -185,13 +171,13 @@ class Display:
 
 
 def number(record: Record, key: str, form: str) -> str:
-    """The value of `key`, or `?` where the record has none."""
+    """`?` where the record has none."""
     value = record.get(key)
     return figure(value, form) if isinstance(value, int | float) else "?"
 
 
 def waiting(lines: list[str] | None) -> list[str]:
-    """`lines` of waits for the panel, the first few of them; None if the buffer does not answer."""
+    """`lines` None: the buffer does not answer."""
     if lines is None:
         return ["the buffer does not answer"]
     more = [f"and {len(lines) - MOST_WAITS} more: see `python -m actors status`"] if len(lines) > MOST_WAITS else []

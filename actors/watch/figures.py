@@ -1,7 +1,4 @@
-"""Figures that are derived from a run's records: shares of time, speed, time left, GPU hours. Pure.
-
-Used by the display, and by `advice.py` and `overview.py` for the page and the screen of a run.
-"""
+"""Figures derived from a run's records: shares of time, speed, time left, GPU hours. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,15 +10,15 @@ from typing import Any
 from actors.watch.metrics_log import FULL_LOOKS, Looks, Record, Records
 
 BEGINNING_S = 5.0
-"""Seconds between two versions, besides those that the later one took, from which on the learner began in between."""
+"""If so much more time is between two versions than the later one took, the learner began in between."""
 LAST = FULL_LOOKS
 """Versions, and looks at the servers, that count as recent."""
 OUTAGE = 10.0
-"""Times the usual length of a version, from which on its time says nothing of the others."""
+"""Times the usual length of a version, from which on it is left out of means."""
 MISSED_LOOKS = 4
-"""Looks at the servers in a row that a learner which lives does not miss."""
+"""A live learner does not miss so many looks in a row."""
 PHASES = ("wait", "train", "publish", "checkpoint")
-"""Phases of the learner's loop; what is left of a version's time is `rest`."""
+"""Phases of the learner's loop; the rest of a version's time is `rest`."""
 
 WITHOUT_EFFECT = {
     "gradient/skipped": "were skipped, because the gradient was not finite",
@@ -31,8 +28,7 @@ WITHOUT_EFFECT = {
 
 
 def recent(records: Records, number: int = LAST) -> list[Record]:
-    """Records of the last versions, without those where there are others whose time is a start: the first of the run
-    and of each start of the learner, and those that took OUTAGE times as long as usual, as if servers were started."""
+    """Records of the last versions, without those whose time includes a start or an outage, if there are others."""
     ordered = records.ordered()
     steady = [now for before, now in pairwise(ordered) if not began_between(before, now)][-number:]
     times = [float(one["time/version_s"]) for one in steady if "time/version_s" in one]
@@ -41,8 +37,7 @@ def recent(records: Records, number: int = LAST) -> list[Record]:
 
 
 def began_between(before: Record, now: Record) -> bool:
-    """Whether the learner was started between two versions: more time has passed than the later one took. Never true
-    of records without times."""
+    """Whether the learner was started between two versions. False without times."""
     if "time" not in before or "time" not in now or "time/version_s" not in now:
         return False
     took_s = float(now["time/version_s"]) * int(now["version"] - before["version"])
@@ -50,7 +45,7 @@ def began_between(before: Record, now: Record) -> bool:
 
 
 def in_launches(records: Records, key: str) -> list[float | None]:
-    """Values of `key` by version, with None where a version has none, and before each start of the learner."""
+    """Values of `key` by version; None where one is missing, and before each start of the learner."""
     ordered, found = records.ordered(), list[float | None]()
     for before, now in zip([None, *ordered], ordered, strict=False):
         found += [None] if before is not None and began_between(before, now) else []
@@ -60,16 +55,13 @@ def in_launches(records: Records, key: str) -> list[float | None]:
 
 
 def pace_s(records: Records) -> float | None:
-    """Seconds that one of the last versions took in the mean; None without a record of it."""
+    """Mean seconds of a recent version."""
     values = [float(one["time/version_s"]) for one in recent(records) if "time/version_s" in one]
     return fmean(values) if values else None
 
 
 def phase_shares(versions: Sequence[Record]) -> dict[str, float]:
-    """Share of time that the learner spent in each of PHASES and in the `rest`; nothing without records of time.
-
-    Example: `{"wait": 0.62, "train": 0.3, "publish": 0.03, "checkpoint": 0.0, "rest": 0.05}`
-    """
+    """Share of time in each of PHASES and in `rest`; empty without times."""
     total_s = sum(float(record.get("time/version_s", 0.0)) for record in versions)
     if total_s <= 0:
         return {}
@@ -78,8 +70,10 @@ def phase_shares(versions: Sequence[Record]) -> dict[str, float]:
 
 
 def place_shares(looks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """What the places of a server did in the mean of `looks`, each the figures of one heartbeat; nothing if none of
-    them counts places. `free`: no work was admitted for them. Example: `{"generating": 0.8, "free": 0.2}`."""
+    """Mean use of a server's places over `looks`, each the figures of one heartbeat.
+
+    `free`: no work was admitted. Example: `{"generating": 0.8, "free": 0.2}`
+    """
     sums: dict[str, float] = {}
     places = 0.0
     for stats in looks:
@@ -97,7 +91,7 @@ def place_shares(looks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def parked_share(looks: Iterable[Mapping[str, Any]]) -> float | None:
-    """Share of the servers' slots that get no work because admission is closed; None if no server counts them."""
+    """Share of the servers' slots without work because admission is closed; None if no server counts them."""
     slots = parked = 0.0
     for stats in looks:
         if "slots" in stats:
@@ -109,10 +103,7 @@ def parked_share(looks: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def without_effect(records: Records) -> list[str]:
-    """Describe the steps that changed nothing, one line for each cause.
-
-    Example: `"3 of 40 steps were skipped, because the gradient was not finite, the last one to version 38"`
-    """
+    """Describe the steps that changed nothing, one line for each cause."""
     lines, ordered = [], records.ordered()
     for key, what in WITHOUT_EFFECT.items():
         versions = [int(one["version"]) for one in ordered if one.get(key)]
@@ -137,15 +128,14 @@ def rewards(records: Records, number: int = LAST) -> tuple[float | None, float |
 
 
 def tokens_per_s(versions: Sequence[Record]) -> float | None:
-    """Tokens trained per second of all time."""
+    """Trained tokens per second of all time."""
     timed = [one for one in versions if "tokens" in one and one.get("time/version_s")]
     seconds = sum(one["time/version_s"] for one in timed)
     return sum(one["tokens"] for one in timed) / seconds if seconds else None
 
 
 def seconds_since(records: Records, now: float) -> float | None:
-    """Since the learner wrote its last version, at `now` (Unix time); None if it has written none. Records of an
-    earlier release do not say when."""
+    """Seconds since the last version. Records of an earlier release have no time."""
     if not records.by_version:
         return None
     written = records.by_version[max(records.by_version)].get("time")
@@ -153,10 +143,10 @@ def seconds_since(records: Records, now: float) -> float | None:
 
 
 def seconds_stalled(records: Records, now: float, launched: float, every_s: float) -> float | None:
-    """Seconds for which a run that goes on has made no version: since the last one, or since it was started again.
+    """Seconds without a new version: since the last one, or since the learner was started again.
 
-    `launched`: Unix time of the last launch. `every_s`: between two looks at the servers, which the learner writes from
-    its start on: after a longer pause without looks it was started again. None without a version.
+    `launched` is the Unix time of the last launch. The learner looks at the servers each `every_s` from its start on,
+    so a longer pause means a new start.
     """
     since_s = seconds_since(records, now)
     if since_s is None:
@@ -167,19 +157,19 @@ def seconds_stalled(records: Records, now: float, launched: float, every_s: floa
 
 
 def seconds_left(records: Records, versions: int) -> float | None:
-    """To the last version, at the pace of the last ones; None without a record of it."""
+    """Seconds to the last version at the recent pace."""
     each_s = pace_s(records)
     return None if each_s is None else each_s * max(0, versions - max(records.by_version))
 
 
 def time_left(records: Records, versions: int) -> str:
-    """`seconds_left` as `h:mm:ss`; nothing without a record of it."""
+    """`seconds_left` as `h:mm:ss`, or nothing."""
     seconds = seconds_left(records, versions)
     return "" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 def gpu_hours(looks: Looks) -> float | None:
-    """GPU hours that the run has taken; None without GPUs."""
+    """None without GPUs."""
     return looks.gpu_s / 3600 if any(look.get("gpus") for look in looks.values()) else None
 
 

@@ -1,8 +1,8 @@
-"""The records of a run, `metrics.jsonl`, read as they grow. For display, status, page and report; waits for nothing.
+"""The records of a run, `metrics.jsonl`, read as they grow.
 
-One JSON object per line and version, flat keys; an evaluation has a line of its own (`eval/...`), and so has each look
-at servers and buffer (`kind`, `time`, no version). A learner that restored an earlier version replaces the file and
-writes versions again: the later record counts. A line still being written, or cut off by a crash, is left out.
+Each line is a JSON object with flat keys: a version, an evaluation (`eval/...`), or a look at servers and buffer
+(`kind`, `time`, no version). A learner that restored an earlier version replaces the file and writes versions again:
+the later record counts. A line that a crash cut off is left out.
 """
 
 import json
@@ -17,24 +17,23 @@ from configs.plain_text import figure
 
 Record = dict[str, Any]
 EVALUATED = "eval/version"
-"""In records of evaluations: the version that was evaluated."""
+"""Key of the evaluated version."""
 FULL_LOOKS, MOST_LOOKS = 20, 3000
-"""So many last looks are kept with all figures of each server; and so many looks altogether, evenly spread."""
+"""So many last looks are kept whole, and so many altogether, evenly spread."""
 OWN_FIGURES = ("tokens_per_s", "running", "waiting", "kv_usage")
-"""Figures of each server over time."""
+"""Figures of servers in short looks."""
 MOST_SERVERS = 12
-"""Servers of which older looks have figures."""
+"""Most servers in short looks."""
 LONGEST_GAP_S = 600.0
-"""Between two looks at the servers; after a longer one the run was not alive meanwhile."""
+"""After a longer gap between two looks the run was not alive meanwhile."""
 
 
 MOST_VERSIONS = 4000
-"""Records of versions that whoever watches for days keeps, or draws: the first, every second of those before the last
-half, again and again, and all of the last half."""
+"""Most versions that a bounded reader keeps, or a page draws: the last half whole, older ones thinned."""
 
 
 class Position(NamedTuple):
-    """A place in the file: `offset` bytes into the file that has this inode. As text: `1234-5678`."""
+    """A place in the file with this inode, in bytes. As text: `1234-5678`."""
 
     inode: int = 0
     offset: int = 0
@@ -44,20 +43,20 @@ class Position(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Position":
-        """Undo `str`; the beginning for anything else."""
+        """Undo `str`; the beginning for any other text."""
         inode, _, offset = text.partition("-")
         return cls(int(inode), int(offset)) if inode.isdigit() and offset.isdigit() else cls()
 
 
 def read_after(path: Path, position: Position) -> tuple[list[Record], Position, bool]:
-    """The whole lines after `position`, the place behind them, and whether the file was replaced since: then all of it
-    was read. A file that is not there has no lines."""
+    """Whole lines after `position`, the place behind them, and whether the file was replaced, so that all of it was
+    read."""
     lines, position, replaced = _lines_after(path, position)
     return [record for line in lines if (record := _record(line)) is not None], position, replaced
 
 
 def bytes_after(path: Path, position: Position) -> int:
-    """What `read_after` would read, 0 where there is no file."""
+    """Bytes that `read_after` would read."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -80,18 +79,17 @@ def _lines_after(path: Path, position: Position) -> tuple[list[bytes], Position,
 
 
 class Looks(dict[float, Record]):
-    """Looks at servers and buffer by their time: the last FULL_LOOKS whole, of the others short ones, each n-th of a
-    long run."""
+    """Looks at servers and buffer by time: the last FULL_LOOKS whole, older ones short and thinned."""
 
     def __init__(self) -> None:
         self.gpu_s = 0.0
-        """GPU seconds that the run has taken, by all looks that there were."""
+        """GPU seconds of the run, by all looks."""
         self._last: Record = {}
         self._full: deque[float] = deque()
         self._shortened, self._each = 0, 1
 
     def take_up(self, look: Record) -> None:
-        """Add the next one; an older one is shortened or left out for it."""
+        """Add the next look; an older one is shortened or left out."""
         time, seconds = look["time"], look["time"] - self._last.get("time", look["time"])
         if 0 < seconds <= LONGEST_GAP_S:
             self.gpu_s += seconds * self._last.get("gpus", 0)
@@ -112,38 +110,38 @@ class Looks(dict[float, Record]):
 
 
 class Records:
-    """Records by version, read from the file at once. Example: `{3: {"version": 3, "reward/mean": 0.4}}`.
+    """Records by version. Example: `{3: {"version": 3, "reward/mean": 0.4}}`.
 
-    `looks` False: without those of servers and buffer. `bounded`: at most MOST_VERSIONS, for who watches for days.
+    `looks` False: without looks at servers. `bounded`: at most MOST_VERSIONS, for a reader that watches for days.
     """
 
     def __init__(self, path: Path, looks: bool = True, bounded: bool = False) -> None:
         self.path, self.looks, self.bounded = path, looks, bounded
         self.by_version: dict[int, Record] = {}
         self.evaluations: dict[int, Record] = {}
-        """By the version that was evaluated; keys as in `eval/aime/pass@8`."""
+        """By evaluated version; keys as in `eval/aime/pass@8`."""
         self.servers = Looks()
         self.position = Position()
-        """Up to where the file is read."""
+        """The file is read up to here."""
         self.read()
 
     def read(self) -> list[Record]:
-        """Records of versions and evaluations that were written since the last call, or since construction."""
+        """Records of versions and evaluations written since the last call."""
         lines, self.position, replaced = _lines_after(self.path, self.position)
         known = self.by_version, self.evaluations
-        if replaced:  # what it does not have any more is trained again
+        if replaced:  # versions that it lacks are trained again
             self.by_version, self.evaluations, self.servers = {}, {}, Looks()
         return [record for line in lines if (record := _record(line)) and self._take_up(record, *known)]
 
     def _take_up(self, record: Record, versions: Mapping[int, Record], evaluations: Mapping[int, Record]) -> bool:
-        """Whether it is of a version and differs from what was known before."""
+        """Whether the record is of a version or an evaluation, and new."""
         if is_of_servers(record):
             if self.looks:
                 self.servers.take_up(record)
             return False
         kind, known, version = self.by_version, versions, record["version"]
         if EVALUATED in record:
-            if not sets_of(record):  # it was given up
+            if not sets_of(record):  # the evaluation was given up
                 return False
             kind, known, version = self.evaluations, evaluations, record[EVALUATED]
         fresh = known.get(version) != record
@@ -156,27 +154,25 @@ class Records:
         return fresh
 
     def ordered(self) -> list[Record]:
-        """One record per version, by version."""
         return [self.by_version[version] for version in sorted(self.by_version)]
 
     def column(self, key: str) -> tuple[list[int], list[float]]:
-        """Versions that have `key`, and its values there."""
+        """Versions that have `key`, and its values."""
         rows = [(record["version"], float(record[key])) for record in self.ordered() if _is_number(record.get(key))]
         return [version for version, _ in rows], [value for _, value in rows]
 
     def mean(self, key: str, last: int = 10) -> float | None:
-        """Mean of the `last` records that have `key`."""
         values = self.column(key)[1][-last:]
         return fmean(values) if values else None
 
 
 def thinned(versions: Sequence[int]) -> Sequence[int]:
-    """Which of `versions`, in order, are left out to have fewer of them."""
+    """The part of `versions` to leave out."""
     return versions[FULL_LOOKS : -MOST_VERSIONS // 2 : 2]
 
 
 def sets_of(record: Record) -> dict[str, dict[str, float]]:
-    """Figures by set of an evaluation's record. Example: `{"aime": {"mean@8": 0.4, "pass@8": 0.7, "version": 10}}`"""
+    """Figures by set of an evaluation. Example: `{"aime": {"mean@8": 0.4, "pass@8": 0.7, "version": 10}}`"""
     found: dict[str, dict[str, float]] = {}
     for key, value in record.items():
         first, name, figure = [*key.split("/", 2), "", ""][:3]
@@ -186,12 +182,12 @@ def sets_of(record: Record) -> dict[str, dict[str, float]]:
 
 
 def shares(figures: Mapping[str, float]) -> list[str]:
-    """Names of the figures that say how much is solved: mean@N, then pass@K and pass^K; the loss of demonstrations."""
+    """Names of the figures that say how much is solved, and of the loss of demonstrations."""
     return [key for key in figures if key == "loss" or key.startswith(("mean@", "pass@", "pass^"))]
 
 
 def evaluation_lines(record: Record) -> list[str]:
-    """An evaluation in words, a line for each set. Example: `aime: mean@8 0.400 (+- 0.050), pass@8 0.700, 3 failed`"""
+    """An evaluation in words, a line for each set."""
     lines = []
     for name, figures in sets_of(record).items():
         words = [f"{key} {figure(figures[key], '.3f')}" for key in shares(figures)]
@@ -204,7 +200,7 @@ def evaluation_lines(record: Record) -> list[str]:
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and up to `window` - 1 values before it."""
+    """Mean of each value and up to `window` - 1 before it."""
     return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
@@ -214,7 +210,7 @@ def is_of_servers(record: Record) -> bool:
 
 
 def short_look(look: Record) -> Record:
-    """A look at the servers with all sums, and OWN_FIGURES of MOST_SERVERS of them."""
+    """Keep all sums, and OWN_FIGURES of MOST_SERVERS servers."""
     own, kept = list[str](), {}
     for key, value in look.items():
         first, name, figure = [*key.split("/", 2), "", ""][:3]

@@ -1,8 +1,4 @@
-"""A run at a glance, as the page and the screen of `python -m actors watch` and the report show it: an `Overview`.
-
-Made of records, State and config by `look_over`, which is pure but for the clock that it is given. All texts are plain;
-whoever shows them escapes them.
-"""
+"""A run at a glance, for page, screen and report. Pure; whoever shows the texts escapes them."""
 
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,7 +14,6 @@ from configs.plain_text import figure
 from configs.schema import Config
 
 MOST_ROWS = 40
-"""Most rows of a table."""
 GO_ON = "python -m actors launch"
 UNKNOWN = "–"
 SERVER_COLUMNS = (
@@ -30,16 +25,12 @@ WAIT_COLUMNS = ("who", "for whom", "since", "why")
 
 @dataclass(frozen=True)
 class Overview:
-    """What is worth knowing at a glance."""
-
     status: str
-    """`running`, `silent` (nobody answers and the run has not ended), `ended`, or `waiting` (no record yet)."""
+    """`running`, `silent` (nobody answers, and not ended), `ended`, or `waiting` (no record yet)."""
     summary: str
-    """The status in words."""
     version: int
     versions: int
     figures: dict[str, str]
-    """Headline figures by name, in order."""
     advice: str
     alerts: list[Alert] = field(default_factory=list)
     waits: list[tuple[str, ...]] = field(default_factory=list)
@@ -47,9 +38,9 @@ class Overview:
     servers: list[tuple[str, ...]] = field(default_factory=list)
     """Rows of SERVER_COLUMNS."""
     processes: list[tuple[str, dict[str, float]]] = field(default_factory=list)
-    """Share of time of the learner's phases, and of what the places of each server did, over the last versions."""
+    """Shares of the learner's phases and of each server's places."""
     failures: list[tuple[str, int]] = field(default_factory=list)
-    """Failed attempts and dropped items by reason, the most frequent first, and rows that are left out."""
+    """By reason, the most frequent first."""
 
 
 def look_over(
@@ -61,9 +52,11 @@ def look_over(
     answers: bool = False,
     launched: float = 0.0,
 ) -> Overview:
-    """The run at `now` (Unix time). `answers`: `state` is the buffer's answer, not what its file holds, or a process
-    of this machine fine-tunes the run; `ended`: how the run ended, if it has; `launched`: Unix time of its last launch,
-    0 where that is not known."""
+    """The run at `now` (Unix time).
+
+    `answers`: the buffer answers, or a process of this machine fine-tunes the run. `launched`: Unix time of the last
+    launch, 0 if unknown.
+    """
     waits = waiting_rows(state, config) if state and answers else []
     first = f"{waits[0].who} waits for {waits[0].whom}, {waits[0].why}" if waits else ""
     since_s = figures.seconds_since(records, now)
@@ -72,7 +65,7 @@ def look_over(
     advice = recommend(situation(config, records, state, first))
     stalled_s = figures.seconds_stalled(records, now, launched, config.log.servers_every_s)
     alerts = find_alerts(config, records, state, stalled_s, live)
-    if status == "silent" and records.by_version:  # whatever the records say was true before
+    if status == "silent" and records.by_version:  # the records are out of date
         again = f"{GO_ON} {config.run.path / 'config.yaml'}"
         advice = f"No process of the run answers. If the launcher is gone too, go on with: {again}."
         alerts = [Alert("bad", f"{_summary(status, since_s)}; see logs/buffer.log"), *alerts]
@@ -137,7 +130,6 @@ def _servers(config: Config, state: State | None, looks: list[Record]) -> str:
 
 
 def _cost(config: Config, records: Records, looks: list[Record]) -> dict[str, str]:
-    """GPU hours so far and, with a price, what they cost, and about how much it is when the run ends."""
     hours = figures.gpu_hours(records.servers)
     if hours is None:
         return {}
@@ -154,7 +146,7 @@ def _server_rows(config: Config, state: State) -> list[tuple[str, ...]]:
     gone, rows = silent(state, config), []
     for name, server in state.servers.items():
         stats, silent_s = server.get("stats", {}), server.get("silent_s")
-        stats = {} if name in gone else stats  # what it said last is no longer so
+        stats = {} if name in gone else stats  # its last figures are out of date
         lost = " (lost)" if name in gone and (server.get("version") is not None or "gone_s" in server) else ""
         shown = [
             _number(stats.get("tokens_per_s"), ",.0f"),

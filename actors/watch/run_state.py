@@ -1,6 +1,6 @@
 """The state of a run for status, display and page: from its buffer if that answers, else from the buffer's file.
 
-Waits for nothing but the buffer's answer, `timeout_s` at most. Reading the SQLite file does not disturb a live buffer.
+Reading the SQLite file does not disturb a live buffer.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ CULPRITS = {
     "prompt": "prompts that can be used (data.train)",
     "engine": "vLLM, which fails",
 }
-"""Whom a batch waits for where attempts fail, by kind of failure."""
+"""By kind of failure: what a batch waits for."""
 LIMITS = {
     "limit_sequences": "rollout.sequences",
     "limit_learner": "it takes more once the learner waits",
@@ -41,17 +41,17 @@ LIMITS = {
     "limit_kv": "the KV cache holds no more of this mean length",
     "limit_preempted": "the KV cache was full, {preempted:.0f} preemptions",
 }
-"""What bounds a server's places, by the number of its heartbeats that says so; the smallest one does."""
+"""By figure of a heartbeat: what bounds a server's places. The smallest figure does."""
 UNHEARD = {"placing": "is being placed", "started": "has not said Hello yet", "draining": "is being drained"}
-"""What a kept server does before its first message to the buffer, by its life; the other lives are words themselves."""
+"""By a kept server's life, before its first message to the buffer. The other lives are words themselves."""
 MISSED_HEARTBEATS = 5
-"""After so many the buffer ends a server's leases."""
+"""The buffer then ends a server's leases."""
 
 
 def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
-    """Config and folder of the run that `argv` names by its folder or by its config.
+    """Config and folder of a run that is named by its folder or by its config.
 
-    Ends the process as `configs.load.read` does: exit code 2 for bad input, 0 for `--help`.
+    Ends the process as `configs.load.read` does.
     """
     if "-h" in argv or "--help" in argv:
         print_visible(f"usage: {prog} RUN [--section.key=value ...]\n\nRUN is a run's folder, or its config files.")
@@ -87,10 +87,8 @@ async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
 
 
 def stored(file: Path) -> State:
-    """The State that the SQLite file of a buffer holds. Its servers are those with leases; nobody waits.
-
-    Raises buffer.store.faults.StoreError for a file that is not a buffer's.
-    """
+    """The State in a buffer's SQLite file: its servers are those with leases, and nobody waits. Raises StoreError for
+    another file."""
     with closing(reading(file)) as db:
         trained, formed = db.execute(VERSIONS).fetchone()
         counts = dict(db.execute("SELECT state, COUNT(*) FROM items GROUP BY state"))
@@ -132,10 +130,7 @@ def stored(file: Path) -> State:
 
 
 def ending(config: Config, run: Path, held: State | None, say_ago: bool = True, records: Records | None = None) -> str:
-    """How and when a run without a buffer has ended by itself; nothing for one that was interrupted or has died.
-
-    `records` None: read for this.
-    """
+    """How and when a run without a buffer has ended by itself; empty for one that was interrupted or has died."""
     records = records or Records(run / "metrics.jsonl", looks=False)
     if records.by_version and max(records.by_version) >= config.run.versions:
         return f"finished at {when(records.path.stat().st_mtime, say_ago)}"
@@ -145,7 +140,7 @@ def ending(config: Config, run: Path, held: State | None, say_ago: bool = True, 
 
 
 def last_life(config: Config, run: Path) -> float:
-    """When a process of the run last wrote a log, a record or the ledger, in Unix time; 0: never."""
+    """Unix time at which a process of the run last wrote a log, a record or the ledger; 0: never."""
     files = [run / "metrics.jsonl", *(run / "logs").glob("*.log")]
     if config.buffer.path:
         ledger = run / config.buffer.path
@@ -171,11 +166,10 @@ class Wait(NamedTuple):
 def waiting_rows(state: State, config: Config) -> list[Wait]:
     """Who waits for whom, the longest wait first.
 
-    A learner that asks for a batch waits for the servers that hold leases. A server that asks for work waits for the
-    learner, whose next batch reopens admission, and so does a server with a group that exceeds the byte budget. The
-    buffer says why. Where more attempts have failed since the last batch than groups are stored, the servers that work
-    are not to blame. A server that is missing is to blame only where none is there. A server that has ended waits for
-    nobody, though the buffer still has its requests.
+    A learner that asks for a batch waits for servers with leases, or for what fails, if more attempts have failed since
+    the last batch than groups are stored. A missing server is blamed only where none is there. Other requests wait for
+    the learner, whose next batch reopens admission and frees bytes. A server that has ended waits for nobody, though
+    the buffer still has its requests.
     """
     absent = absences(state, config)
     present = {name: server for name, server in state.servers.items() if name not in absent}
@@ -194,13 +188,12 @@ def waiting_rows(state: State, config: Config) -> list[Wait]:
 
 
 def waits(state: State, config: Config) -> list[str]:
-    """`waiting_rows` as lines. Example:
-    `"learner for rollout-0 (generating 12), 3.2 s: batch 7 has 20 of 32 groups"`"""
+    """`waiting_rows` as lines."""
     return [f"{who} for {whom}, {seconds:.1f} s: {why}" for who, whom, seconds, why in waiting_rows(state, config)]
 
 
 def fullness(state: State, name: str) -> str:
-    """How many sequences a server runs, and why not more; nothing before it has said so.
+    """How many sequences a server runs, and why not more; empty before its first figures.
 
     Example: `"running 384 of 448: the KV cache was full, 3 preemptions"`
     """
@@ -225,17 +218,14 @@ def fullness(state: State, name: str) -> str:
 
 
 def silent(state: State, config: Config) -> list[str]:
-    """Servers that have ended, or without a message for so long that their leases have ended."""
+    """Servers that have ended, or were silent until their leases ended."""
     limit_s = MISSED_HEARTBEATS * config.rollout.heartbeat_s
     servers = state.servers.items()
     return [name for name, server in servers if "gone_s" in server or float(server.get("silent_s", 0.0)) > limit_s]
 
 
 def absences(state: State, config: Config) -> dict[str, str]:
-    """The servers that cannot work now, and why, with those that a live launcher keeps and the buffer does not know.
-
-    Example: `{"rollout-0": "ended 3 s ago", "rollout-1": "is starting"}`
-    """
+    """Servers that cannot work now, and why, including those that a live launcher keeps and the buffer does not know."""
     kept = state.kept.servers if state.kept and state.launcher_gone_s is None else {}
     unheard = {name: life for name, life in kept.items() if name not in state.servers}
     found = {name: UNHEARD.get(life, life.replace("_", " ")) for name, life in unheard.items()}
@@ -251,10 +241,9 @@ def absences(state: State, config: Config) -> dict[str, str]:
 
 
 def servers_lines(state: State, config: Config) -> Iterator[str]:
-    """How many rollout servers are wanted, how many run, and what the others do; or that their launcher has ended;
-    nothing where there was none. A server runs once it has asked for work, not as soon as its keeper has started it.
+    """How many servers are wanted and run, and what the others do; or that their launcher has ended.
 
-    Example: `"servers: 4 wanted by hand, 2 run; placing: rollout-2, rollout-3"`
+    A server runs once it has asked for work, not as soon as its keeper has started it.
     """
     if state.launcher_gone_s is not None:
         yield f"servers: the launcher ended {state.launcher_gone_s:.0f} s ago: nobody starts, drains or restarts them"
@@ -275,10 +264,7 @@ def servers_lines(state: State, config: Config) -> Iterator[str]:
 
 
 def failures(state: State) -> str:
-    """Failed attempts and dropped items of the run in one line, nothing if there are none.
-
-    Example: `"reward failed 8 % of 500 attempts, most often KeyError: 'answer' (38); 30 of 460 groups retried"`
-    """
+    """Failed attempts and dropped items of the run in one line, or an empty one."""
     made = state.lengths.get("generated", [0])[0]
     attempts = made + sum(state.failed.values())
     by_kind: dict[str, dict[str, int]] = defaultdict(dict)
@@ -308,7 +294,7 @@ def _percent(share: float) -> str:
 
 
 def _stages(server: Mapping[str, Any]) -> str:
-    """` (scoring 12 for 8 s, generating 4)`: what the samples of a server wait for, the most frequent first."""
+    """` (scoring 12 for 8 s, generating 4)`: a server's samples by stage."""
     stats = server.get("stats", {})
     counts = {stage: stats[stage] for stage in ("generating", "scoring", "teacher", "task") if stats.get(stage)}
     lines = []
@@ -319,7 +305,6 @@ def _stages(server: Mapping[str, Any]) -> str:
 
 
 def _culprit(state: State) -> str:
-    """What fails, if more attempts have failed by it since the last batch was formed than groups are stored."""
     by_kind: Counter[str] = Counter()
     for failure, count in state.recent_failed.items():
         by_kind[failure.partition(":")[0]] += count

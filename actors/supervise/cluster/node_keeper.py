@@ -1,8 +1,4 @@
-"""The keeper of one process on a node of a cluster, as Ray runs it: prepares the node, then keeps the process.
-
-`ray_cluster.py` makes it a Ray actor and calls it through a `RemoteKeeper`. A node that does not fit ends the process
-before it starts, with a last event that names the machine.
-"""
+"""The keeper of one process on a cluster's node, as a Ray actor: prepares the node, then keeps the process."""
 
 import secrets
 from typing import NamedTuple
@@ -13,18 +9,18 @@ from actors.supervise.keeper import Keeper
 
 
 class Whereabouts(NamedTuple):
-    """Where a keeper is. `life` differs for each keeper that Ray makes, also of the same process."""
+    """`life` differs for each keeper that Ray makes."""
 
     life: str
     node: str
-    """Ray's id of the node."""
+    """Ray's id."""
     address: str
     shared: bool
-    """Whether the run's folder is the launcher's."""
+    """The run's folder is the launcher's."""
 
 
 class NodeKeeper:
-    """Keeps `process` on the node it is made on; without `delivery` as it is, on the launcher's machine."""
+    """Keeps `process` on this node. Without `delivery` it is the launcher's."""
 
     def __init__(self, process: Process, delivery: Delivery | None, node: str = "", address: str = "") -> None:
         node, address = (node, address) if node else here()
@@ -41,23 +37,20 @@ class NodeKeeper:
         self._place = Whereabouts(secrets.token_hex(8), node, address, shared)
 
     def place(self) -> Whereabouts:
-        """The place of this node."""
         return self._place
 
     def events(self, life: str, after: int, timeout_s: float) -> tuple[Whereabouts, list[Event]]:
-        """As `Keeper.events`, for who has seen those up to `after` of the keeper `life`: of another one, none."""
+        """`after` is a number of the keeper `life`: all events of another keeper are new."""
         after = after if life == self._place.life else 0
         if self._keeper is None:
             return self._place, [event for event in self._unfit if event.number > after]
         return self._place, self._keeper.events(after, timeout_s)
 
     def drain(self, timeout_s: float) -> None:
-        """As `Keeper.drain`."""
         if self._keeper is not None:
             self._keeper.drain(timeout_s)
 
     def kill(self) -> None:
-        """As `Keeper.kill`."""
         if self._keeper is not None:
             self._keeper.kill()
 

@@ -1,7 +1,4 @@
-"""The launcher's ends of actors on other nodes: calls that go on over a keeper that is lost with its node, or fail.
-
-Built by `ray_cluster.py`, called by the supervisor, the gang and `nodes.py`. A call waits for its actor.
-"""
+"""The launcher's ends of actors on other nodes: calls go on over a keeper that is lost with its node, or fail."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -16,32 +13,31 @@ from configs.entrypoint import DONE
 from configs.variables import open_private, private_folder
 
 EVENTS_S = 30.0
-"""A keeper without news answers a call for events after this long."""
+"""A call for events without news returns after this long."""
 STARTED_S = 20.0
-"""Time for a keeper to start, so that processes start in order; one that waits for a node must not hold up the rest."""
+"""For a keeper to start, so that processes start in order; one that waits for a node must not hold up the rest."""
 ANSWER_S = 40.0
-"""Time beyond its own limit that a keeper gets to answer that it has ended its process."""
+"""For a keeper's answer, beyond its own limit."""
 
 
 class RemoteKeeper:
-    """A `NodeKeeper` that is a Ray actor, made by `make`. Raises ray.exceptions.RayError when Ray itself is gone."""
+    """A `NodeKeeper` as a Ray actor. Raises RayError when Ray itself is gone."""
 
     def __init__(self, process: Process, make: Callable[[], Any], is_alive: Callable[[str], bool]) -> None:
         self.process, self._make, self._is_alive = process, make, is_alive
         self._actor = make()
         self._place: Whereabouts | None = None
-        self._seen = 0  # number of the last event of the keeper at `_place`
+        self._seen = 0  # last event of the keeper at `_place`
         self._moving = self._ended = False
         self._stopped = False
-        """For good: it moves to no other node."""
+        """It moves to no other node."""
 
     @property
     def nodes(self) -> list[str]:
-        """The id of its node; empty before it has one."""
         return [self._place.node] if self._place else []
 
     async def started(self) -> None:
-        """Wait until there is a keeper, STARTED_S at most. What hinders one is an event."""
+        """Wait for a keeper, STARTED_S at most. What hinders one is an event."""
         import ray
 
         with suppress(TimeoutError, ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
@@ -49,7 +45,6 @@ class RemoteKeeper:
                 self._place = await _answer(self._actor.place.remote())
 
     async def events(self, after: int) -> list[Event]:
-        """Events later than number `after`; none if there was none for `EVENTS_S`."""
         import ray
 
         life = self._place.life if self._place else ""
@@ -78,7 +73,7 @@ class RemoteKeeper:
         return events
 
     async def leave(self, node: str, within_s: float) -> None:
-        """Drain the process within `within_s`; `events` then has it started on another node."""
+        """`events` then starts the process on another node."""
         if not (self._ended or self._stopped):
             self._moving = True
             await self._end(within_s, self._actor.drain.options(max_task_retries=0), within_s)
@@ -90,17 +85,15 @@ class RemoteKeeper:
         self._actor, self._place, self._seen, self._moving = self._make(), None, 0, False
 
     async def drain(self, timeout_s: float) -> None:
-        """As `Keeper.drain`; a keeper that waits for a node is given up."""
+        """A keeper that waits for a node is given up."""
         self._stopped = True
         await self._end(timeout_s, self._actor.drain, timeout_s)
 
     async def kill(self) -> None:
-        """As `Keeper.kill`."""
         self._stopped = True
         await self._end(0.0, self._actor.kill)
 
     def release(self) -> None:
-        """End the keeper itself, wherever it is or waits to be: what Ray gave it is free."""
         import ray
 
         self._ended = self._stopped = True
@@ -119,14 +112,13 @@ class RemoteKeeper:
 
 
 class RemoteMember:
-    """A `GangMember` that is a Ray actor: see `gang.KeptNode`. `log` is its process's, on this machine."""
+    """A `GangMember` as a Ray actor: see `gang.KeptNode`."""
 
     def __init__(self, process: Process, actor: Any) -> None:
         self.process, self._actor = process, actor
         self._place: Whereabouts | None = None
 
     async def place(self) -> tuple[Whereabouts, str]:
-        """The place of the actor, and why it is unfit; waits until Ray has made it."""
         import ray
 
         try:
@@ -138,15 +130,12 @@ class RemoteMember:
         return self._place, unfit
 
     async def host(self) -> int:
-        """As `GangMember.host`."""
         return int(await self._call(self._actor.host))
 
     async def start(self, env: dict[str, str], flags: Sequence[str]) -> None:
-        """As `GangMember.start`."""
         await self._call(self._actor.start, env, flags)
 
     async def events(self, after: int) -> tuple[list[Event], list[str], bool]:
-        """As `GangMember.events`."""
         if (answer := await self._call(self._actor.events, after, EVENTS_S)) is None:
             raise LostMember("its keeper was killed")
         events: list[Event] = answer[0]
@@ -155,15 +144,12 @@ class RemoteMember:
         return events, answer[1], answer[2]
 
     async def drain(self, timeout_s: float) -> None:
-        """As `GangMember.drain`."""
         await self._call(self._actor.drain, timeout_s)
 
     async def kill(self) -> None:
-        """As `GangMember.kill`."""
         await self._call(self._actor.kill)
 
     def release(self) -> None:
-        """As `RemoteKeeper.release`."""
         import ray
 
         ray.kill(self._actor)
@@ -181,12 +167,12 @@ class RemoteMember:
 
 
 def _answer(reference: Any) -> Any:
-    """A future of a call's answer; to cancel it leaves the call alone."""
+    """Cancelling it leaves the call alone."""
     return asyncio.wrap_future(reference.future())
 
 
 def log_lines(process: Process, events: Sequence[Event]) -> None:
-    """Append what a process printed on a node without the run's folder to its log here."""
+    """Log here what a process printed on a node without the run's folder."""
     with suppress(OSError):  # what a full disk does not take is left out
         private_folder(process.log.parent)
         with open(process.log, "a", encoding="utf-8", opener=open_private) as file:

@@ -1,7 +1,4 @@
-"""A look at every node of a cluster before anything is placed: does it see the launcher's folder, has it the same code?
-
-Called by `ray_cluster.py` once it has connected. One task of Ray on each node, all at once; waits for them.
-"""
+"""A look at every node of a cluster before anything is placed: its folder and its code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,25 +11,25 @@ from configs.resume import fingerprint
 from configs.schema import Config
 
 SURVEY_S = 120.0
-"""Time for all nodes to answer: Ray starts a worker on each, and unpacks the working directory where it is shipped."""
+"""Ray starts a worker on each node, and unpacks a shipped working directory."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found, by address of the node."""
+    """What nodes lack, by address."""
 
     without_folder: tuple[str, ...] = ()
-    """Nodes that do not see the working directory and what is in it."""
+    """Nodes without the working directory or something in it."""
     faults: tuple[str, ...] = ()
-    """A line for each difference of a node from this one that makes it unfit."""
+    """Differences that make a node unfit."""
 
 
 def survey(nodes: Mapping[str, str], config: Config) -> Survey:
-    """Look at `nodes`, address by id. A node that does not answer has a fault."""
+    """Look at `nodes`, address by id. Silence is a fault."""
     import ray
 
     def look(cwd: str, names: set[str], wanted: dict[str, str], text: str, expected: str) -> tuple[bool, list[str]]:
-        """Runs on the node, to which it travels as a whole: Headrace may be missing there."""
+        """Travels to the node as a whole: Headrace may be missing there."""
         import os
 
         has_folder = os.path.isdir(cwd) and names <= set(os.listdir(cwd))
