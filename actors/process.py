@@ -10,7 +10,7 @@ from configs.plain_text import concealed
 Role = Literal["buffer", "learner", "rollout", "reward", "teacher"]
 EventKind = Literal["line", "started", "failed", "ended", "refused", "gave_up"]
 FINAL: tuple[EventKind, ...] = ("ended", "refused", "gave_up")
-"""After these the process is not started again."""
+"""No start follows these."""
 PROGRESS: dict[Role, str] = {
     "buffer": "stored a group",
     "learner": "trained a new version",
@@ -18,9 +18,9 @@ PROGRESS: dict[Role, str] = {
     "reward": "scored an answer",
     "teacher": "scored a group",
 }
-"""Progress, at which a process calls `configs.entrypoint.made_progress`."""
+"""What a process reports with `configs.entrypoint.made_progress`."""
 SERVERS: tuple[Role, ...] = ("rollout", "reward", "teacher")
-"""The run goes on as long as one process of such a role is kept."""
+"""The run needs one kept process of such a role."""
 JUDGES: tuple[Role, ...] = ("reward", "teacher")
 """vLLM's API servers, which `python -m rollout ROLE` runs."""
 
@@ -40,7 +40,7 @@ class Restarts:
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a run as a plain command."""
+    """A process as a plain command."""
 
     name: str
     role: Role
@@ -55,14 +55,14 @@ class Process:
     """From SIGTERM to SIGKILL."""
     restarts: Restarts = Restarts()
     concealed: Mapping[str, str] = field(default_factory=concealed, repr=False)
-    """Credentials, and what stands in their place in the log."""
+    """Credentials, and their place in the log."""
     pool: str = ""
-    """Only servers of one pool can replace each other: a teacher's, by the `data_source` of its rows."""
+    """Only servers of one pool, such as a teacher's, replace each other."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a process; `number` grows from event to event."""
+    """`number` grows from event to event."""
 
     number: int
     kind: EventKind

@@ -46,13 +46,13 @@ COMMANDS = {
 
 
 def main() -> NoReturn:
-    """Run this file in a Python that does not search the current folder."""
+    """Python must not search the current folder."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", str(ENTRY), *sys.argv[1:]])
 
 
 def module_of(argv: Sequence[str]) -> tuple[str, list[str]] | None:
-    """Module and arguments of a command line; None if there is no such command."""
+    """None if there is no such command."""
     name = argv[0]
     if name in COMMANDS:
         return COMMANDS[name][0], list(argv)

@@ -1,8 +1,8 @@
 """Writes a reward function of a notebook or a script into a file, which the reward workers import.
 
-The file holds the source of the function, and of the functions, classes, imports and plain values that it uses. What
-has no source is refused by name. The file's name holds a digest: another function is another value of
-`reward.function`, which a run that has begun refuses. Imports only the standard library.
+The file holds the source of the function and of all that it uses; what has no source is refused by name. The file's
+name holds a digest: another function is another value of `reward.function`, which a run that has begun refuses. Imports
+only the standard library.
 """
 
 import ast
@@ -22,7 +22,6 @@ from typing import Any
 
 LOADS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 OF_MODULE = ("__name__", "__doc__", "__package__", "__spec__", "__loader__", "__file__", "__builtins__")
-"""Each module has these."""
 REMEDY = "write the function into a file, and set reward.function: path/to/file.py:function"
 
 
@@ -31,9 +30,9 @@ class NoSource(ValueError):
 
 
 def reward_file(function: Callable[..., Any], folder: Path) -> str:
-    """Return `path/to/file.py:function`; writes the file to `folder` unless the function is in an imported module.
+    """Return `path/to/file.py:function`, a file in `folder` unless an imported module has the function.
 
-    Raises NoSource for a lambda, a closure, a method, or a function that uses an object without source.
+    Raises NoSource for a lambda, a closure, a method, or an object without source.
     """
     if not isinstance(function, FunctionType):
         given = "a method" if inspect.ismethod(function) else f"an object of {type(function).__name__}"
@@ -57,7 +56,7 @@ class Source:
     def __init__(self, function: FunctionType) -> None:
         self.function = function
         self._texts: dict[str, str] = {}
-        """By name: the text that binds it, in Python's order."""
+        """In Python's order."""
         self._began: set[str] = set()
 
     def text(self) -> str:
@@ -69,7 +68,7 @@ class Source:
         return "\n\n".join([*first, *self._texts.values()]) + "\n"
 
     def _define(self, name: str, value: Any, names: Mapping[str, Any]) -> None:
-        """Add the text that binds `name`, after the texts of what it uses."""
+        """Texts of what `name` uses come first."""
         if name in self._began:
             return
         self._began.add(name)
@@ -102,7 +101,7 @@ def _file_of(function: FunctionType) -> str | None:
 
 
 def _one_line(name: str, value: Any) -> str | None:
-    """None if the source is needed, or there is none."""
+    """None if its source is needed."""
     if isinstance(value, ModuleType):
         plain = value.__name__ == name
         return f"import {name}" if plain else f"import {value.__name__} as {name}"
@@ -162,7 +161,7 @@ def _source(value: Any) -> str:
 
 
 def _class_source(value: type) -> str:
-    """Find a class by one of its functions, because a notebook's module has no file. Raises OSError."""
+    """A notebook's module has no file, so a function locates the class. Raises OSError."""
     for function in vars(value).values():
         if not isinstance(code := getattr(function, "__code__", None), CodeType):
             continue

@@ -1,8 +1,7 @@
 """Runs in a script or a notebook: `launch` starts one, and `Run` reads it and waits for its end.
 
-This module imports no package of Headrace, because the program that uses it may have packages `configs` or `buffer` of
-its own. Everything runs in processes of the command `headrace`. A guard ends the launcher with all its processes when
-this program dies.
+The program may have packages `configs` or `buffer` of its own, so this module imports none of Headrace's and runs the
+command `headrace`. A guard ends the launcher with all its processes when this program dies.
 """
 
 import atexit
@@ -25,13 +24,11 @@ from headrace.function_source import reward_file
 ENTRY = Path(__file__).absolute().with_name("__main__.py")
 GUARD = ENTRY.parents[1] / "actors" / "supervise" / "guard.py"
 LINES = 1000
-"""Lines of the launcher that are kept."""
 SHOWN = 20
-"""Lines in the message of a failure."""
 DEAD = 1
-"""Exit code of `headrace status` where the buffer does not answer."""
+"""Exit code of `headrace status` without an answer."""
 ENDED_WELL = (0, 3, 128 + signal.SIGINT)
-"""Exit codes after the last version, the end of the data, and a stop."""
+"""At the last version, at the end of the data, after a stop."""
 Record = dict[str, Any]
 
 
@@ -50,8 +47,6 @@ def launch(
     `config` is a run file or a dict of its sections, `overrides` are further keys, `reward` replaces `reward.function`.
     Raises HeadraceError with every problem of the run file, and NoSource for a function that cannot be sent to the
     reward workers.
-
-    Example: `launch("run.yaml", {"run.name": "first", "batch.groups": 16}, reward=score)`
     """
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
         if isinstance(config, Mapping):
@@ -82,21 +77,21 @@ class Run:
         self.launcher: Launcher | None = None
 
     def metrics(self) -> list[Record]:
-        """A dict for each trained version, in order: `pandas.DataFrame(run.metrics())` is a table."""
+        """A dict for each trained version, in order."""
         other = {"kind", "eval/version"}  # looks at the servers, evaluations
         found = {record["version"]: record for record in self._records() if not other & record.keys()}
         return [found[version] for version in sorted(found)]
 
     def evaluations(self) -> list[Record]:
-        """A dict for each evaluation, by the version that was evaluated."""
+        """A dict for each evaluation, by version."""
         found = {record["eval/version"]: record for record in self._records() if "eval/version" in record}
         return [found[version] for version in sorted(found)]
 
     def samples(self, version: int | None = None) -> list[Record]:
-        """A dict for each sample that the buffer holds: `item`, `problem`, `answer`, `reward`, `batch`, `tokens`, ...
+        """A dict for each stored sample: `item`, `problem`, `answer`, `reward`, `batch`, `tokens`, ...
 
-        `version` selects the batch that was trained into `version + 1`. Batches older than the oldest checkpoint are
-        removed. Raises HeadraceError if nothing is there yet.
+        `version` selects the batch that made `version + 1`. Batches older than the oldest checkpoint are gone. Raises
+        HeadraceError if nothing is there yet.
         """
         import pyarrow.parquet  # slow
 
@@ -113,7 +108,7 @@ class Run:
 
     @property
     def output(self) -> list[str]:
-        """The last lines of the launcher; none if another program launched the run."""
+        """The last lines of the launcher."""
         return list(self.launcher.lines) if self.launcher else []
 
     def wait(self, timeout_s: float | None = None, show: bool = True) -> int:
@@ -148,7 +143,7 @@ class Run:
         return self.launcher
 
     def _records(self) -> Iterator[Record]:
-        """Skips a last line that the learner is still writing."""
+        """The learner may still write the last line."""
         file = self.path / "metrics.jsonl"
         for line in file.read_bytes().splitlines() if file.exists() else ():
             try:
@@ -165,7 +160,7 @@ class Run:
 
 
 class Launcher:
-    """The process `headrace launch`, and a thread that reads its output."""
+    """The process `headrace launch`, and a reader of its output."""
 
     def __init__(self, words: list[str], run: Path) -> None:
         self.lines = deque[str](maxlen=LINES)
@@ -182,7 +177,7 @@ class Launcher:
         atexit.register(self._stop_at_exit)
 
     def wait(self, timeout_s: float | None, show: Callable[[str], object]) -> int:
-        """The exit code, once all processes have ended; gives each line to `show` once. Raises TimeoutError."""
+        """Gives each line to `show` once. Raises TimeoutError."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -216,7 +211,7 @@ class Launcher:
         self.accepted.set()
 
     def _stop_at_exit(self) -> None:
-        """Stop the run, which the end of the program would kill."""
+        """The end of the program would kill the run."""
         print(f"headrace: stopping the run {self._name}, because the program that launched it ends; call run.wait() "
               "to let it reach its last version", file=sys.stderr, flush=True)  # fmt: skip
         self.guarded.signal(signal.SIGINT)
@@ -224,7 +219,7 @@ class Launcher:
 
 
 def command(*words: str, well: Sequence[int] = (0,)) -> str:
-    """The output of `headrace WORDS`. Raises HeadraceError with its errors unless the exit code is in `well`."""
+    """Raises HeadraceError unless the exit code is in `well`."""
     done = subprocess.run([sys.executable, "-P", str(ENTRY), *words], capture_output=True, text=True)
     if done.returncode and (done.returncode not in well or not done.stdout):
         raise HeadraceError((done.stderr or done.stdout).strip() or f"headrace {words[0]}: exit code {done.returncode}")
@@ -232,7 +227,6 @@ def command(*words: str, well: Sequence[int] = (0,)) -> str:
 
 
 def _guard() -> Any:
-    """Load `guard.py` without its package."""
     spec = importlib.util.spec_from_file_location("headrace.guard", GUARD)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -241,7 +235,6 @@ def _guard() -> Any:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """Changes when the file is replaced."""
     try:
         status = file.stat()
     except OSError:
@@ -250,7 +243,6 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that JSON lacks: a path, a set, a number of numpy."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "item"):

@@ -21,7 +21,6 @@ from configs.variables import unwritable
 
 PROG = "python -m actors certify"
 WIDE = 140
-"""Columns where the output is no terminal."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,6 @@
-"""Compares a real vLLM server on the CPU with the learner: policies are pushed to it, and loaded from disk.
+"""Compares a real vLLM server on the CPU with a learner's small copy of the model, pushed to it and loaded from disk.
 
-The learner's end is the real policy and weights wire with a small copy of the model. The server scores several random
-texts in one batch, which no model predicts well, so that softcaps and scales show. Takes about a minute.
+Random texts show softcaps and scales, because no model predicts them well. Takes about a minute.
 """
 
 import asyncio
@@ -39,7 +38,6 @@ from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineDead, EngineError
 
 LENGTHS = (5, 40, 17, 3, 29)
-"""Tokens of the texts."""
 VERSIONS = 3
 PUSH_S = 120.0
 OPTIONS = LearnerConfig(gather="pass", activation_checkpointing="none", head_chunk_tokens=64, compile=False)
@@ -51,7 +49,7 @@ SEEN = "a server of a model that sees needs its processor, which a small copy la
 
 
 def with_server(certificate: Certificate, model: ModelConfig) -> Certificate:
-    """Add the server's comparisons. Raises ConfigError for a model that no server can load."""
+    """Raises ConfigError for a model that no server can load."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     use_torch_alone()
@@ -96,7 +94,6 @@ def run_config(model: ModelConfig, folder: Path) -> Config:
 
 
 async def compare_server(config: Config, mesh: DeviceMesh) -> list[Check]:
-    """Push versions, load an export, and push the same weights once more."""
     draw, checks = np.random.default_rng(5), []
     texts = [draw.integers(2, VOCABULARY, length) for length in LENGTHS]
     policy = Policy(config.model, OPTIONS, mesh)
@@ -126,7 +123,7 @@ async def compare_server(config: Config, mesh: DeviceMesh) -> list[Check]:
 
 
 async def compare_texts(what: str, engine: Engine, policy: Policy, texts: Sequence[np.ndarray]) -> Check:
-    """Compare texts that the server scores at the same time with the learner's packed row."""
+    """The server scores all texts at the same time."""
     found = await asyncio.gather(*(engine.probe(text.tolist()) for text in texts))
     row = packed_row(texts)
     ours = policy.score(policy.place(row), 1.0)[row.scored]
@@ -138,7 +135,7 @@ async def compare_texts(what: str, engine: Engine, policy: Policy, texts: Sequen
 
 @asynccontextmanager
 async def pushing(config: Config, policy: Policy, engine: Engine) -> AsyncIterator[Any]:
-    """Yield a function that publishes a version and waits until the server has loaded it."""
+    """Yield a function that publishes a version and waits for the server."""
     keys, held = make_keys(config.run.path / "keys"), asyncio.Queue[Any]()
     options: dict[str, Any] = {"frozen": policy.frozen_names(), "keys": load_server_keys(keys, "learner")}
     # not drawn among rows of the first matrix, which may be a tower's

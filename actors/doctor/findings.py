@@ -35,7 +35,7 @@ PYTHONS = ((3, 11), (3, 13))
 WITH_TORCH = {("0.23", "0.26"): "2.11", ("0.27", "0.32"): "2.13", ("0.33", "0.33"): "2.14"}
 """By range of vLLM versions: the only torch with which vLLM's compiled kernels load."""
 TRIED = {"transformers": ("5.5.3", "5.20"), "ray": ("2.50", "2.61"), "pyzmq": ("26", "28")}
-"""Oldest version that works, and the first one that was not tried."""
+"""Oldest version that works, first one not tried."""
 REINSTALL = "rm -r .venv; make install"
 COMPANIONS = ("torchaudio", "torchcodec")
 PROG, RUN_FILE, ENVIRONMENT = "python -m actors doctor", "run file", "environment"
@@ -44,8 +44,6 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
-
     state: Literal["ok", "warn", "fail"]
     what: str
     says: str
@@ -80,7 +78,7 @@ def judge_with_price(config: Config, card: Card | None) -> Judgement:
 def doctor(
     config: Config | None, machine: Machine | None = None, judge: Callable[[Config], Judgement] = judge
 ) -> list[Finding]:
-    """Judge the installation and, if given, a run file. `machine`: facts to judge instead of this machine's."""
+    """`machine`: facts to judge instead of this machine's."""
     machine = machine or read_machine(config.run.path if config else Path())
     findings = [*_versions(machine), *_gpus(machine), *_room(config, machine), *_limits(machine)]
     findings += _environment(machine, config)

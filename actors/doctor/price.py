@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 PROG = "python -m actors.doctor.price"
 SETTINGS = ("compile", "activation_checkpointing", "gather", "head_chunk_tokens")
 MEASURED = ("H100", "H200")
-"""Cards with measurements."""
 PRICE, ESTIMATED, GIB = "log.price_per_gpu_hour", "estimated", 1 << 30
 
 
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def judge_price(config: Config, named: Card | None) -> Judgement:
-    """Price the run on the card `named`, or this machine's. Empty where the learner is to use the CPU."""
+    """Empty where the learner is to use the CPU."""
     judgement = Judgement()
     if config.learner.device == "cpu":
         return judgement

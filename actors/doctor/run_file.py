@@ -1,7 +1,6 @@
 """Judges a run file on this machine: by `configs.checks`, and by rules that need data, disk, sockets, vLLM or a trial.
 
-`launch` and `doctor` call it; `python -m configs` runs it as a process with the config on stdin, because `configs` may
-import no other package.
+`python -m configs` runs it as a process with the config on stdin, because `configs` may import no other package.
 """
 
 import os
@@ -49,16 +48,15 @@ LOOPBACK = {
     "reward.host": RewardConfig.model_fields["host"].default,
     "teacher.host": TeacherConfig().host,
 }
-"""A launch on a cluster replaces these defaults by this machine's address."""
+"""A launch on a cluster replaces these by this machine's address."""
 GPU_KEYS = "learner.ranks, rollout.servers, rollout.tensor_parallel, reward.servers or teacher.servers"
 ROWS = 1000
-"""Most rows of data.train that are made prompts."""
 IMAGE_BYTES = 32 * 2**20
-"""Most bytes of these rows' images, which are copied to each trial's process."""
+"""Images are copied to each trial's process."""
 
 
 def main() -> int:
-    """Judge the config on stdin: facts and warnings go to stdout, refusals to stderr."""
+    """Facts and warnings go to stdout, refusals to stderr."""
     variables.prepare()
     judgement = judge(parse(sys.stdin.buffer.read().decode()))
     for lines, stream in ((judgement.lines(), sys.stdout), (judgement.refused, sys.stderr)):
@@ -67,7 +65,7 @@ def main() -> int:
 
 
 def check_here(config: Config) -> Judgement:
-    """The judgement on a run that may start. Raises ConfigError with all that is wrong."""
+    """Judge a run that is to start. Raises ConfigError."""
     judgement = judge(config, live=False)  # the launcher has locked the run
     if judgement.refused:
         raise ConfigError(judgement.refused)
@@ -75,7 +73,7 @@ def check_here(config: Config) -> Judgement:
 
 
 def is_live(config: Config) -> bool:
-    """Whether another process runs the run, so that the buffer's port is its own."""
+    """Whether another process has the run, and so its port."""
     run, ledger = config.run.path, config.buffer.path
     return any(map(holder, (run / "launch.lock", *([lock_of(run / ledger)] if ledger else []))))
 
@@ -127,7 +125,6 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
 
 
 def _judge_data(config: Config, judgement: Judgement) -> tuple[Rows, list[str]]:
-    """Read all data of the run. Returns rows of `data.train` to try, and problems."""
     rows: Rows = []
     further: list[str] = []
     for key, source in config.data.sources().items():
@@ -151,7 +148,6 @@ def _judge_data(config: Config, judgement: Judgement) -> tuple[Rows, list[str]]:
 
 
 def plain_credentials(config: Config) -> Iterator[str]:
-    """A line for each credential in plain text."""
     for place, _ in credentials(config):
         problem = "the run file holds a credential, and so will the run's config.yaml"
         yield f"{'.'.join(map(str, place))}: {problem}; export it, and write ${{oc.env:NAME}} here"
@@ -181,7 +177,6 @@ def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:
 
 
 def shares(source: Source, weighted: Sequence[tuple[int, float]]) -> Iterator[str]:
-    """Explain weights, a line for each source."""
     rows, weights = sum(rows for rows, _ in weighted), sum(weight for _, weight in weighted)
     for part, (number, weight) in zip(parts_of(source) if weighted else (), weighted, strict=True):
         share = weight / weights
@@ -190,10 +185,7 @@ def shares(source: Source, weighted: Sequence[tuple[int, float]]) -> Iterator[st
 
 
 def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
-    """Refusals and warnings for loopback addresses on a cluster.
-
-    Servers are certain to be elsewhere only if this machine has too few GPUs; `launch` knows once it has connected.
-    """
+    """Refusals and warnings. Servers are certain to be elsewhere only if this machine has too few GPUs."""
     remedy = "name an address of this machine that the others reach"
     written = [line for key, line in unreachable(config).items() if hosts(config)[key] != LOOPBACK[key]]
     found = written if cluster else []
@@ -212,7 +204,6 @@ def hosts(config: Config) -> dict[str, str]:
 
 
 def unreachable(config: Config) -> dict[str, str]:
-    """By key: a line for each of `hosts` that only this machine reaches."""
     found = {key: (value, value if "://" in value else f"tcp://{value}:0") for key, value in hosts(config).items()}
     local = {key: value for key, (value, address) in found.items() if is_loopback(address)}
     return {key: f"{key}: {value} is reached from this machine only" for key, value in local.items()}
@@ -226,7 +217,7 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
 
 
 def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
-    """Parts that a trial must judge, without those that have a line in `refused`."""
+    """Without parts that have a line in `refused`."""
     keys = {
         "prompts": ("model.path", "data.chat_template", "data.format_prompt"),
         "reward": ("reward.function", "reward.kwargs", "reward.model"),
@@ -249,7 +240,6 @@ def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
 
 
 def disk_space(config: Config, free: int) -> Iterator[str]:
-    """Refuse a run whose checkpoints do not fit the disk, existing ones included."""
     folder = config.run.path / "checkpoints"
     have = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     needed = (disk_bytes(config) or 0) - have + SPARE_BYTES
@@ -260,10 +250,7 @@ def disk_space(config: Config, free: int) -> Iterator[str]:
 
 
 def gpus_needed(config: Config, available: int) -> dict[str, int]:
-    """GPUs that the run takes; if none are `available`, the device `auto` means CPU.
-
-    Example: `{"learner": 2, "servers": 4, "reward servers": 0, "teacher servers": 1}`
-    """
+    """If none are `available`, the device `auto` means CPU."""
     learner, rollout = config.learner, config.rollout
     needed = {"learner": learner.ranks, "servers": rollout.least_servers * rollout.tensor_parallel}
     needed["reward servers"] = config.reward.servers * config.reward.gpus
@@ -276,7 +263,7 @@ def gpus_needed(config: Config, available: int) -> dict[str, int]:
 
 
 def gpus_missing(config: Config, available: int, where: str) -> str | None:
-    """Refuse a run that takes more GPUs than `available`; `where` introduces that number, as in `Ray sees`."""
+    """`where` introduces `available`, as in `Ray sees`."""
     needed = gpus_needed(config, available)
     total = sum(needed.values())
     if total <= available:
@@ -286,7 +273,6 @@ def gpus_missing(config: Config, available: int, where: str) -> str | None:
 
 
 def misfits(config: Config, gpus: int) -> Iterator[str]:
-    """Reasons against a launch on this machine alone."""
     cluster = "name a Ray cluster in cluster.address or RAY_ADDRESS"
     if config.learner.nodes > 1:
         yield f"learner.nodes: {config.learner.nodes} take a machine each; {cluster}, or set learner.nodes 1"
@@ -295,10 +281,8 @@ def misfits(config: Config, gpus: int) -> Iterator[str]:
 
 
 def without_place(config: Config, nodes: Sequence[int]) -> str | None:
-    """Name what finds no place on nodes with so many GPUs, this machine first; None: all does.
-
-    A server's GPUs are on one node, and so are those of a node's learner ranks. Reward and teacher servers are here.
-    """
+    """A server's GPUs are on one node, and so are those of a node's learner ranks. Reward and teacher servers are on
+    the first node, this machine."""
     needed, free = gpus_needed(config, sum(nodes)), list(nodes)
     ranks, tensor_parallel = config.learner.nodes, config.rollout.tensor_parallel
     has = f"the nodes have {', '.join(map(str, nodes))} GPUs"

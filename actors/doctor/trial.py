@@ -1,7 +1,6 @@
 """Tries what only running it can judge: prompts, reward and task of a run, each in a process of its own.
 
-Users' code runs here: it may print, hang, end its process or start others, which end with it. `try_out` waits at most
-START_S plus the time limits below.
+Users' code runs here: it may print, hang, end its process or start others, which end with it.
 """
 
 import asyncio
@@ -38,18 +37,14 @@ if TYPE_CHECKING:
     from rollout.rewards.convention import Reward
 
 Rows = Sequence[tuple[int, dict[str, Any]]]
-"""Rows of data.train with their numbers; the first, the middle and the last one are in front."""
+"""Rows of data.train with their numbers."""
 IMPORT_S = 7.0
 TOKENIZER_S = 6.0
-"""Includes a download of the tokenizer."""
 TEACHER_S = 120.0
-"""Includes downloads of tokenizers."""
 ROWS_S = 3.0
-"""Rows beyond this time are not looked at."""
 START_S = 180.0
 """For a machine on which Python itself starts slowly."""
 END_S = 10.0
-"""After it a trial is killed with all that it started."""
 
 
 @dataclass
@@ -60,7 +55,6 @@ class Judgement:
     warnings: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
     rows: int | None = None
-    """Number of rows in data.train."""
 
     def add(self, other: "Judgement") -> None:
         self.refused += [line for line in other.refused if line not in self.refused]
@@ -72,8 +66,7 @@ class Judgement:
 
 
 def try_out(parts: Iterable[str], config: Config, rows: Rows, number: int | None = None) -> Judgement:
-    """Try `parts`, each in its own process, at the same time. `rows` are a sample of `number` rows. Raises TypeError
-    for rows that cannot be sent."""
+    """Try `parts` at the same time, each in its own process. Raises TypeError for rows that cannot be sent."""
     given = msgpack.packb({"config": dump(config), "rows": rows, "number": number})
     together = Judgement()
     with ExitStack() as running:
@@ -91,8 +84,7 @@ def import_s(config: Config) -> float:
 
 @contextmanager
 def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
-    """Start the process that tries `part`; yields a function that waits for its judgement. Nothing of the process is
-    left at the end."""
+    """Start the process that tries `part`; yields a function that waits for its judgement."""
     with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as folder:
         (Path(folder) / "given").write_bytes(given)
         line = command("actors.doctor.trial", part, folder)
@@ -123,13 +115,13 @@ def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
 
 
 class Trial:
-    """The process's side: findings so far, and time limits that hold whatever users' code does."""
+    """Findings of a trial's process, and time limits that hold whatever users' code does."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.found = folder, Judgement()
 
     def save(self, further: Sequence[str] = ()) -> None:
-        """Leave the judgement, with `further` warnings, in case the process ends unexpectedly."""
+        """Leave the judgement, in case the process ends unexpectedly."""
         draft = self.folder / "draft"
         found = Judgement(self.found.refused, [*self.found.warnings, *further], self.found.facts)
         draft.write_text(json.dumps(asdict(found)))
@@ -141,8 +133,6 @@ class Trial:
 
     @contextmanager
     def limit(self, seconds: float, lines: list[str], line: str) -> Iterator[None]:
-        """End the process if the body takes longer than `seconds`."""
-
         def give_up() -> None:
             lines.append(line)
             self.end()
@@ -157,7 +147,7 @@ class Trial:
 
     @contextmanager
     def importing(self, key: str, name: str, seconds: float) -> Iterator[None]:
-        """Import a user's file in the body; whatever it raises is reported and ends the process."""
+        """Whatever the import in the body raises is reported and ends the process."""
         file = name.rpartition(":")[0] or name
         late = f"{key}: the import of {file} has not ended after {seconds:g} s, it is not judged; workers wait longer"
         try:
@@ -196,7 +186,7 @@ def fork_guarded() -> None:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Try part `argv[0]` (`reward 1` is the second reward function) on the input in folder `argv[1]`."""
+    """`reward 1` is the second reward function."""
     (part, _, which), folder = argv[0].partition(" "), argv[1]
     given = msgpack.unpackb((Path(folder) / "given").read_bytes())
     trial = Trial(Path(folder))
@@ -210,7 +200,6 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
-    """Load the tokenizer, and make prompts of rows until ROWS_S are over."""
     if not config.model.trust_remote_code:
         sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and it is 5 s of imports
     import transformers
@@ -261,8 +250,7 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def judge_template(found: Judgement, config: Config, made: "Prompts", first: str) -> None:
-    """Warn of arguments that the chat template lacks, and of a tag that ends the `first` prompt, which rewards do not
-    see."""
+    """Warn of unknown template arguments, and of a tag that ends the `first` prompt, which rewards do not see."""
     for name in config.rollout.chat.template_kwargs:
         if made.plain or name not in made.template_text:
             found.warnings.append(f"rollout.chat.template_kwargs.{name}: the chat template has no such argument")
@@ -280,7 +268,6 @@ def judge_template(found: Judgement, config: Config, made: "Prompts", first: str
 
 
 def judge_parsers(found: Judgement, config: Config, made: "Prompts") -> None:
-    """Name what `rollout.chat` switches and chooses for this model."""
     from rollout.episodes.parser_choice import settled_chat
 
     given = config.rollout.chat
@@ -303,7 +290,6 @@ def judge_parsers(found: Judgement, config: Config, made: "Prompts") -> None:
 
 
 def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
-    """Have the learner compute a small copy of a model whose type the tests do not cover."""
     from buffer.data.images import read_model_file
 
     if is_proven(read_model_file(config.model.path, "config.json") or {}):
@@ -320,7 +306,6 @@ def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def algorithm(trial: Trial, config: Config, rows: Rows, _: int) -> None:
-    """Have the learner try the user's loss and advantage on a tiny batch."""
     from learner.algorithms.own_trial import check_alone, check_own  # imports torch
 
     chosen = config.algorithm
@@ -332,7 +317,6 @@ def algorithm(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def judge_failures(found: Judgement, config: Config, failed: dict[int, str], others: int) -> None:
-    """Warn of rows that make no prompt; refuse if no row makes one."""
     example = next(f"row {number}: {reason}" for number, reason in failed.items())
     if others:
         share = f"{len(failed):,} of {len(failed) + others:,} rows looked at make no prompt and are dropped"
@@ -345,7 +329,6 @@ def judge_failures(found: Judgement, config: Config, failed: dict[int, str], oth
 
 
 def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> None:
-    """Warn of prompts that are too long; refuse if all are."""
     limit, longest = config.data.max_prompt_tokens, max(lengths.values())
     long = sum(length > limit for length in lengths.values())
     key = f"data.max_prompt_tokens: {limit}"
@@ -361,7 +344,6 @@ def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> 
 
 
 def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
-    """Name the tokens that end an answer; a base model seldom ends by itself."""
     most = f"sampling.max_tokens {config.sampling.max_tokens}"
     sources = dict.fromkeys(made.stops, "sampling.stop") | made.end_sources
     names = made.tokenizer.convert_ids_to_tokens(list(sources))
@@ -376,7 +358,6 @@ def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
 
 
 def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
-    """Import the reward function, and call it with an empty answer to three rows."""
     from rollout.episodes.prompts import without_images
     from rollout.rewards import load_reward
 
@@ -391,7 +372,7 @@ def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
 
 
 def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Rows) -> Rows:
-    """Return the rows whose ground truth a built-in reward can use; refuse if there are none."""
+    """Rows whose ground truth a built-in reward can use."""
     from buffer.data.entry_maker import EntryError
     from rollout.errors import TruthError
     from rollout.rewards import REWARDS
@@ -425,7 +406,7 @@ def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Row
 
 
 def try_question(trial: Trial, function: "Reward", rows: Rows) -> bool:
-    """Whether some of `rows` make a question for a reward on a model's server. Asks nothing."""
+    """Whether some of `rows` make a question for a reward on a model's server; asks nothing."""
     from rollout.errors import RewardError
     from rollout.rewards.convention import Answer
     from rollout.rewards.models.http_model import HttpModel
@@ -448,7 +429,7 @@ def try_question(trial: Trial, function: "Reward", rows: Rows) -> bool:
 
 
 def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> None:
-    """Ask for the reward of empty answers to `rows`; nothing that happens here refuses the run."""
+    """Nothing that happens here refuses the run."""
     from rollout.rewards.convention import Answer
     from rollout.rewards.models.http_model import HttpModel
 
@@ -480,7 +461,7 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
 
 
 def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
-    """Import the task and look at its signature, because a call takes an engine; or load an environment."""
+    """A task is not called, because that takes an engine."""
     from rollout.rewards.convention import is_async
     from rollout.tasks import load_task
     from rollout.tasks.environment import start_host
@@ -500,7 +481,6 @@ def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def teacher(trial: Trial, config: Config, rows: Rows, number: int) -> None:
-    """Compare the teachers' vocabularies with the policy's, and count rows without a teacher. Asks no teacher."""
     from rollout.episodes.prompts import load_tokenizer
     from rollout.teachers.scoring import Teachers
     from rollout.teachers.vocabulary import other_vocabularies
@@ -537,7 +517,7 @@ PARTS: dict[str, tuple[str, Callable[[Trial, Config, Rows, int], None]]] = {
     "task": ("rollout.task", task),
     "teacher": ("teacher.model", teacher),
 }
-"""By part: the key that names it, and its trial."""
+"""By part: its key and its trial."""
 
 
 def one_line(error: BaseException) -> str:
@@ -553,7 +533,6 @@ def shortened(text: str) -> str:
 
 
 def both_ends(text: str) -> str:
-    """Shorten a prompt in the middle."""
     return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
 
 

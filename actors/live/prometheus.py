@@ -15,7 +15,6 @@ from configs.plain_text import visible
 
 MOST_LABEL = 300
 LABELLED = {"weights": "server", "server": "server", "eval": "set", "teacher": "data_source"}
-"""Keys `FIRST/NAME/FIGURE`, and the meaning of NAME."""
 
 
 class Figure(NamedTuple):

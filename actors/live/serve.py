@@ -36,11 +36,9 @@ REPLACED = b"event: replaced\ndata: {}\n\n"
 PROG = "python -m actors watch"
 PORT = 5680
 MOST_CONNECTIONS, MOST_BODY = 256, 1024
-"""Connections at a time, and bytes of a request's body."""
 CLOSE_S = 1.0
-"""For open streams at the end."""
 WRITE_S = 60.0
-"""For a browser to take an event; then it has to connect again."""
+"""Then the browser has to connect again."""
 FAR_BYTES = 16 << 20
 """A browser that has missed more records gets the page's data anew, which are bounded."""
 
@@ -74,7 +72,7 @@ async def until_stopped(work: Awaitable[None]) -> None:
 
 
 async def serve(watcher: Watcher, host: str, port: int) -> None:
-    """Serve until cancelled. Raises ConfigError."""
+    """Raises ConfigError."""
     runner = web.AppRunner(application(watcher, host), shutdown_timeout=CLOSE_S, **settings())
     await runner.setup()
     try:
@@ -90,7 +88,7 @@ async def serve(watcher: Watcher, host: str, port: int) -> None:
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> None:
-    """Raises ConfigError for an address that cannot be had."""
+    """Raises ConfigError."""
     if not host:
         raise ConfigError(["--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every machine that reaches it"])
     if not 0 <= port <= 65535:  # the system would take another one
@@ -156,8 +154,7 @@ class Pages:
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Send an event each second, with the records since the last one. Its id is the place in the file, from which a
-        browser that comes back goes on."""
+        """An event's id is the place in the file, from which a browser that comes back goes on."""
         after = request.headers.get("Last-Event-ID") or request.query.get("after", "")
         position, watcher = Position.parse(after), self.watcher
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})

@@ -26,19 +26,17 @@ from configs.schema import Config
 
 log = logging.getLogger(__name__)
 FILE_S = 10.0
-"""Between two looks at a silent buffer's file."""
+"""For the file of a silent buffer."""
 
 
 class Watcher:
-    """`overview` and `records` are of the last look; `news` is notified after each.
-
-    Each launch writes `config.yaml` anew: then it is read again, with `overrides`.
-    """
+    """`news` is notified after each look. Each launch writes `config.yaml` anew: then it is read again, with
+    `overrides`."""
 
     def __init__(self, config: Config, run: Path, overrides: Sequence[str] = ()) -> None:
         self.config, self.run, self._overrides = config, run, overrides
         self._launched = self._written()
-        """Unix time of the run's file; 0: there is none."""
+        """0: there is no file."""
         self.records = Records(run / "metrics.jsonl", bounded=True)
         self._poll = StatePoll(config, "watch")
         self.news = asyncio.Condition()
@@ -59,7 +57,6 @@ class Watcher:
         self.overview = self._look()
 
     async def follow(self) -> None:
-        """Look every second until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._ask())
             tasks.create_task(self._look_again())
@@ -73,7 +70,7 @@ class Watcher:
                 self.news.notify_all()
 
     async def _ask(self) -> None:
-        """Ask the buffer, once the run has keys."""
+        """Waits for the run's keys."""
         while True:
             try:
                 await self._poll.follow()
@@ -92,7 +89,7 @@ class Watcher:
             return 0.0
 
     def _read_config(self) -> None:
-        """Read a changed run file. The launch that wrote a broken one reports it."""
+        """The launch that wrote a broken run file reports it."""
         written = self._written()
         if written == self._launched:
             return

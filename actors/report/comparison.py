@@ -10,7 +10,6 @@ from buffer.store.sqlite import reading
 from configs.schema import Config
 
 SHOWN = 2
-"""Answers of each policy."""
 FIRST_BATCHES = """
 SELECT MIN(batch), MIN(batch) FILTER (WHERE bytes > 0), MAX(batch) FILTER (WHERE bytes > 0) FROM items WHERE batch >= 0
 """
@@ -18,8 +17,6 @@ SELECT MIN(batch), MIN(batch) FILTER (WHERE bytes > 0), MAX(batch) FILTER (WHERE
 
 @dataclass(frozen=True)
 class Comparison:
-    """Answers, and why nothing older is compared."""
-
     title: str = ""
     note: str = ""
     examples: dict[str, list[Example]] = field(default_factory=dict)

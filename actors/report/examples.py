@@ -40,8 +40,6 @@ WHERE idx < ? AND segment IS NOT NULL ORDER BY item, idx
 
 @dataclass(frozen=True)
 class Example:
-    """An answer to read."""
-
     prompt: str
     answer: str
     reward: float
@@ -64,7 +62,7 @@ class EvaluatedModel:
 
 
 def evaluated_models(path: Path) -> list[EvaluatedModel]:
-    """Models in the file's order (before, after); none without the file. Raises ConfigError."""
+    """In the file's order (before, after); none without the file. Raises ConfigError."""
     try:
         return [_model(entry) for entry in json.loads(path.read_text(encoding="utf-8"))["models"]]
     except FileNotFoundError:
@@ -86,7 +84,7 @@ def _model(entry: dict[str, Any]) -> EvaluatedModel:
 
 
 def stored_examples(file: Path, model: str) -> dict[str, list[Example]]:
-    """Answers of the first and of the last stored batch. `model` has the tokenizer."""
+    """First and last stored batch; `model` has the tokenizer."""
     found = {}
     with closing(reading(file)) as db:
         for title, order in (("before", "ASC"), ("after", "DESC")):
@@ -96,7 +94,7 @@ def stored_examples(file: Path, model: str) -> dict[str, list[Example]]:
 
 
 def stored_batches(file: Path) -> list[int]:
-    """Batches with stored samples; batch v made version v + 1."""
+    """Batch v made version v + 1."""
     with closing(reading(file)) as db:
         return [batch for (batch,) in db.execute(BATCHES)]
 
@@ -108,7 +106,7 @@ def batch_examples(file: Path, model: str, batch: int, groups: int, samples: int
 
 
 def evaluated_examples(file: Path) -> dict[str, list[Example]]:
-    """Answers by set, of the first evaluation and of the last one with samples."""
+    """First evaluation, and last one with samples."""
     found = {}
     with closing(reading(file)) as db:
         if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluations'").fetchone():
@@ -132,7 +130,7 @@ def _example(model: str, source: str, problem: str | None, data: bytes, reward: 
 
 
 def prompt_of(problem: dict[str, Any]) -> str:
-    """The text of a problem: TinyZero's last message, EasyR1's `problem`, or a plain prompt."""
+    """TinyZero's last message, EasyR1's `problem`, or a plain prompt."""
     prompt = problem.get("prompt", problem.get("problem", ""))
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         prompt = prompt[-1].get("content", "")

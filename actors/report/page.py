@@ -19,7 +19,6 @@ from configs.plain_text import all_visible, visible
 
 HERE = Path(__file__).parent
 MOST_SHOWN = 8000
-"""Most characters of a text."""
 POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; connect-src 'self'; img-src data:; "
     "style-src 'unsafe-inline'; script-src {scripts}"

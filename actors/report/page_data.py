@@ -29,9 +29,8 @@ from configs.schema import Config
 DIGITS = 6
 """Significant digits."""
 FROZEN_BATCHES = 16
-"""Batches whose answers a report has."""
 GROUPS, SAMPLES = 3, 4
-"""Groups of a batch on the live page, and answers of each."""
+"""On the live page."""
 FROZEN_GROUPS, FROZEN_SAMPLES = 2, 2
 MOST_LOOKS = 1500
 """Evenly spread, if there are more."""
@@ -39,7 +38,7 @@ MOST_CHARS = 4000
 
 
 def page_data(config: Config, run: Path, records: Records, overview: Overview, live: bool) -> dict[str, Any]:
-    """The data that the page begins with. Raises ConfigError for a broken `evaluation.json`."""
+    """Raises ConfigError for a broken `evaluation.json`."""
     ordered = spread(records.ordered(), MOST_VERSIONS)
     keys = sorted({key for record in ordered for key in record} - {"version"})
     looks = thinned([look for _, look in sorted(records.servers.items())])
@@ -73,8 +72,7 @@ def certificate_data(file: Path) -> dict[str, Any]:
 
 
 def answers(config: Config, run: Path, frozen: bool) -> dict[str, Any]:
-    """Answers to read: `batches` that have some, `samples` of them (a live page asks for its own), of evaluations, and
-    of two policies. `trouble`: the buffer's file cannot be read."""
+    """Answers to read, from batches, evaluations and two policies. A live page asks for its own `samples`."""
     file = run / (config.buffer.path or "")
     models = evaluated_models(run / "evaluation.json")
     found: dict[str, Any] = {"batches": [], "samples": {}, "evaluated": {}, "trouble": "", "models": rows_of(models)}
@@ -149,7 +147,7 @@ def rows_of(models: Iterable[EvaluatedModel]) -> list[list[str]]:
 
 
 def spread(values: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` of `values`, evenly spread, with the first and the last."""
+    """Evenly spread, with the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
@@ -160,21 +158,20 @@ def thinned(looks: Sequence[Record]) -> list[Record]:
 
 
 def figure_of(record: Record, key: str) -> object:
-    """A figure for the page: short, except a time."""
+    """Short, except a time."""
     value = record.get(key)
     whole = key == "time" and isinstance(value, int | float) and math.isfinite(value)
     return value if whole else short(value)
 
 
 def short(value: object) -> object:
-    """Round to DIGITS; None where it is no finite number."""
+    """None where it is no finite number."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     return value if isinstance(value, int | str) else None
 
 
 def folded(text: str) -> str:
-    """Leave out the middle of a long text."""
     if len(text) <= MOST_CHARS:
         return text
     return f"{text[: MOST_CHARS // 2]}\n[... {len(text) - MOST_CHARS:,} characters ...]\n{text[-MOST_CHARS // 2 :]}"

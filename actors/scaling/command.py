@@ -22,7 +22,6 @@ from configs.schema import Config, ServerRange
 
 PROG = "python -m actors scale"
 ANSWER_S, POLL_S, LAUNCHER_POLLS = 5.0, 0.5, 10
-"""Longest wait for the buffer's answer; polls for the launcher's first message."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,7 +86,6 @@ async def launchers_word(connection: Connection) -> Kept | None:
 
 
 def prospect(config: Config, kept: Kept, servers: int | None) -> list[str]:
-    """Say what will happen."""
     own = config.rollout.servers
     if servers is None and isinstance(own, ServerRange):
         rule = f"the rule decides from here, between {own.min} and {own.max} (rollout.servers)"
@@ -135,7 +133,7 @@ async def arrival(config: Config, connection: Connection, servers: int, broken: 
 
 
 def lives(state: State, config: Config) -> dict[str, str]:
-    """Lives of the kept servers, `generates` for those that work."""
+    """A server that works `generates`."""
     found = dict[str, str](state.kept.servers if state.kept else {})
     present = state.servers.keys() - absences(state, config).keys()
     for name, life in found.items():

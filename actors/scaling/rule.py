@@ -23,8 +23,6 @@ SPARE_UP, SPARE_DOWN = 1.05, 1.15
 
 @dataclass(frozen=True)
 class Look:
-    """The run at one moment."""
-
     at: float
     """Monotonic seconds."""
     version: int
@@ -46,8 +44,6 @@ class Wish:
 
 @dataclass(frozen=True)
 class Window:
-    """The time between two looks."""
-
     seconds: float
     versions: int
     waits: float
@@ -63,7 +59,7 @@ class Window:
 
 
 class Rule:
-    """Judges a run of `least` to `most` servers that trains groups up to `staleness` versions old."""
+    """For `least` to `most` servers, and groups up to `staleness` versions old."""
 
     def __init__(self, least: int, most: int, staleness: int) -> None:
         self.least, self.most, self.staleness = least, most, staleness
@@ -76,13 +72,12 @@ class Rule:
         self._ups = self._downs = self._both = 0
 
     def changing(self, at: float) -> None:
-        """Servers are being started or drained."""
         self._looks.clear()
         self._ups = self._downs = self._both = 0
         self._settles_until = at + self._settle_s
 
     def look(self, look: Look, servers: int, free: int) -> Wish | None:
-        """The present wish, if any: `servers` work, and there is room for `free` more."""
+        """The present wish: `servers` work, and there is room for `free` more."""
         if look.at < self._settles_until:
             return None
         if (window := self._seen(look)) is None:
@@ -103,7 +98,7 @@ class Rule:
         return Wish(to, str(window))
 
     def _seen(self, look: Look) -> Window | None:
-        """The window that `look` ends, if any. Each look counts until the next one."""
+        """Each look counts until the next one."""
         if self._looks and look.version < self._looks[0].version:  # the learner went back
             self._looks.clear()
         if not self._looks:

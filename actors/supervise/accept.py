@@ -18,11 +18,11 @@ from configs.load import ConfigError
 from configs.schema import Config, ServerRange
 
 SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-"""Names in `config.json`; a checkpoint fits only a model with the same values."""
+"""A checkpoint fits only a model with the same values."""
 
 
 class Source(NamedTuple):
-    """A checkpoint of another run, from which a new run begins."""
+    """A checkpoint from which a new run begins."""
 
     checkpoint: Path
     version: int
@@ -32,7 +32,7 @@ class Source(NamedTuple):
 
 
 def hold(config: Config) -> int | None:
-    """Lock the run's folder, if there is one, until this process ends. Raises ConfigError if the run is in use."""
+    """Lock the run's folder until this process ends. Raises ConfigError if it is in use."""
     run, held = config.run.path, None
     if not run.is_dir():
         return None
@@ -52,10 +52,7 @@ def hold(config: Config) -> int | None:
 
 
 def judge(config: Config, loss_accepted: bool = False) -> tuple[list[str], str | None]:
-    """News since the last launch, and why a finished run has nothing to do. `loss_accepted`: losses are news.
-
-    Raises ConfigError or StoreError if the run may not go on with this run file.
-    """
+    """News since the last launch, and why a finished run has nothing to do. Raises ConfigError or StoreError."""
     lost = losses(config)
     if lost and not loss_accepted:
         raise ConfigError(lost)
@@ -75,9 +72,9 @@ def judge(config: Config, loss_accepted: bool = False) -> tuple[list[str], str |
 
 
 def servers(config: Config) -> tuple[int, int]:
-    """Rollout servers to start with, and the number wanted unless a person says otherwise.
+    """Servers to start with, and wanted unless a person says otherwise.
 
-    The last wanted number holds, unless the run file has changed its number since.
+    The last number holds, unless the run file has changed its own since.
     """
     known, wanted = past(config), config.rollout.servers
     least, changed = config.rollout.least_servers, {change.key for change in resume.changes(known.settings, config)}
@@ -102,8 +99,7 @@ def _finished(config: Config, known: Past, version: int) -> str | None:
 
 
 def source(config: Config, words: str) -> Source:
-    """The checkpoint that `RUN` or `RUN@vN` names. Raises ConfigError if there is none, or the new run cannot begin
-    from it."""
+    """The checkpoint of `RUN` or `RUN@vN`. Raises ConfigError if the new run cannot begin from it."""
     name, at, number = words.rpartition("@v")
     if not at or not number.isdigit():
         name, number = words, ""
@@ -144,7 +140,6 @@ def _shapes(model: str) -> dict[str, int]:
 
 
 def copy(source: Source, run: Path) -> None:
-    """Make `source` the only checkpoint of the new run."""
     final = folder_of(run / "checkpoints", source.version)
     partial = final.with_suffix(".tmp")
     shutil.rmtree(partial, ignore_errors=True)

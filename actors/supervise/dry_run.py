@@ -22,7 +22,6 @@ from configs.plain_text import print_visible
 from configs.schema import Config, EvalSet, MixedSource
 
 ROWS = 8
-"""Problems to answer."""
 SET = "dry_run"
 SHOWN_CHARS = 2000
 

@@ -27,8 +27,8 @@ MOST_SERVERS = 4096
 
 
 class Fleet:
-    """`server` makes a process by its number; `room` says how many more fit, None: any number. `wanted` is the number
-    of the run file or its rule."""
+    """`server` makes a process by number; `room` says how many more fit, None: any. `wanted` is the run file's or the
+    rule's number."""
 
     def __init__(
         self,
@@ -41,7 +41,6 @@ class Fleet:
     ) -> None:
         self.config, self._supervisor, self._server, self._ask_room, self._say = config, supervisor, server, room, say
         self.room: int | None = 0
-        """The last answer of `room`."""
         servers = config.rollout.servers
         self.wanted = sum(process.role == "rollout" for process in supervisor.processes)
         self._own = wanted
@@ -50,11 +49,10 @@ class Fleet:
         if isinstance(servers, ServerRange):
             self._rule = Rule(servers.min, servers.max, config.batch.max_staleness)
         self._numbers = count(self.wanted)
-        """A name is never used twice in a launch."""
+        """No name is used twice in a launch."""
         self._drains: set[asyncio.Task[None]] = set()
 
     async def follow(self, poll: StatePoll) -> None:
-        """Do what is wanted with each answer of the buffer, until cancelled."""
         ask_room, patience, wish = partial(asyncio.to_thread, self._ask_room), Patience(self._say), None
         while True:
             state, connection = await poll.answer()
@@ -68,10 +66,7 @@ class Fleet:
                     wish = None
 
     def adapt(self, state: State, now: float) -> Wish | None:
-        """Begin what the buffer asks for; returns a new wish of the rule.
-
-        Before the first servers are placed, room is theirs.
-        """
+        """Returns a new wish of the rule. Before the first servers are placed, room is theirs."""
         if self._supervisor.ending or not self._supervisor.placed.is_set():
             return None
         held = state.wanted_servers if state.wanted_by_person else None
@@ -143,12 +138,11 @@ class Fleet:
         return sorted((name for name in lives if lives[name] != "draining"), key=lambda name: lives[name] in FINAL)
 
     def _free(self) -> int | None:
-        """Room beyond the servers that are being placed; None: any number."""
+        """Room beyond servers being placed; None: any number."""
         placing = sum(life == "placing" for life in self._supervisor.servers().values())
         return None if self.room is None else max(0, self.room - placing)
 
     def _bounds(self) -> tuple[int, int, str]:
-        """Fewest and most servers, and why not more."""
         servers, port = self.config.rollout.servers, self.config.rollout.chat.port
         least, most, bound = 1, MOST_SERVERS, "more are a slip of the keyboard"
         if isinstance(servers, ServerRange):

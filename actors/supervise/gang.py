@@ -16,22 +16,22 @@ from actors.supervise.keeper import Ends
 from configs.entrypoint import DONE, ENDINGS, unless
 
 TOGETHER_S = 120.0
-"""For the other nodes to end once the learner is done on one."""
+"""For other nodes, once the learner is done on one."""
 LEAVE_MARGIN_S = 3.0
-"""Part of a notice for calls between nodes."""
+"""For calls between nodes."""
 LOST = 137
-"""Exit code of a member that is lost with its node."""
+"""A member is lost with its node."""
 
 
 class LostMember(Exception):
-    """A member or its node is gone; Ray makes another one where there is room."""
+    """Ray makes another member where there is room."""
 
 
 class KeptNode(Protocol):
     """A `GangMember` on its node. All but `place` raise LostMember."""
 
     async def place(self) -> tuple[Whereabouts, str]:
-        """As `GangMember.place`; waits for a node."""
+        """Waits for a node."""
         ...
 
     async def host(self) -> int: ...
@@ -48,23 +48,17 @@ class KeptNode(Protocol):
 
 
 class GenerationEnd(NamedTuple):
-    """How a member's process ended."""
-
     code: int
     why: str
     """Empty unless a node is lost."""
     lines: Sequence[str] = ()
     progressed: bool = False
     where: str = ""
-    """Its node, if there are several."""
 
 
 class Gang:
-    """Keeps `process` on its members' nodes until a final event, a drain or a kill.
-
-    `gone(node, limit_s)` waits until a leaving node has left. `flags(address)` are further flags, by the first node's
-    address. Needs a running event loop.
-    """
+    """Keeps `process` on its members' nodes. `gone(node, limit_s)` waits until a leaving node has left;
+    `flags(address)` are further flags, by the first node's address. Needs a running event loop."""
 
     def __init__(
         self,
@@ -75,13 +69,13 @@ class Gang:
     ) -> None:
         self.process, self._members, self._gone, self._flags = process, members, gone, flags
         self.places: list[Whereabouts] = []
-        """Last known places of the members."""
+        """The last known ones."""
         self._events: list[Event] = []
         self._number = 0  # of the last event
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
         self._leaving: dict[str, float] = {}
-        """Nodes that leave, and when each is gone."""
+        """When leaving nodes are gone."""
         self._limit_s = 0.0
         self._ends = Ends(process)
         self._keeping = asyncio.create_task(self._keep())
@@ -92,7 +86,7 @@ class Gang:
         return [place.node for place in self.places]
 
     async def events(self, after: int) -> list[Event]:
-        """Events later than number `after`; waits for one. Raises what failed in the gang itself."""
+        """Raises what failed in the gang itself."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._number > after or self._keeping.done())
             if self._keeping.done():
@@ -119,7 +113,7 @@ class Gang:
         await asyncio.wait({self._keeping})
 
     async def leave(self, node: str, within_s: float) -> None:
-        """Give up `node`, which is gone in `within_s`: drain this generation, begin the next one when it has left."""
+        """Drain this generation; begin the next one when `node` has left."""
         now = time.monotonic()
         self._leaving[node] = now + within_s
         self._limit_s = max(0.0, min(self._leaving.values()) - now - LEAVE_MARGIN_S)
@@ -160,7 +154,7 @@ class Gang:
         return found
 
     async def _generation(self) -> GenerationEnd:
-        """Run one generation on all nodes; how the first process ended."""
+        """How the first process ended."""
         followers: list[asyncio.Task[GenerationEnd]] = []
         try:
             await self._start()
@@ -193,7 +187,7 @@ class Gang:
             await self._each(lambda member: member.drain(self._limit_s))
 
     async def _follow(self, number: int) -> GenerationEnd:
-        """Report what a node's process prints until it ends; raises nothing."""
+        """Report until the process ends; raises nothing."""
         after, place = 0, self.places[number]
         where = f"node {number} ({place.address})"
         while True:
@@ -210,7 +204,7 @@ class Gang:
                 await self._report(event.kind, event.text if plain else f"{where}: {event.text}")
 
     async def _move(self, why: str) -> None:
-        """Wait until every leaving node has left, also one that gets notice meanwhile."""
+        """Wait for every leaving node, also one that gets notice meanwhile."""
         await self._report("failed", f"{why}; it begins again once that node has left")
         while self._leaving and not self._stopping.is_set():
             node, until = next(iter(self._leaving.items()))
@@ -218,7 +212,7 @@ class Gang:
             del self._leaving[node]
 
     async def _each(self, call: Callable[[KeptNode], Awaitable[None]]) -> None:
-        """Call all members at once; a lost one has nothing left to end."""
+        """A lost member has nothing left to end."""
         found = await asyncio.gather(*map(call, self._members), return_exceptions=True)
         for error in found:
             if isinstance(error, BaseException) and not isinstance(error, LostMember):

@@ -1,13 +1,12 @@
 """A guard: runs one command and makes sure that nothing the command started outlives it or the guard's owner.
 
-The owner makes a `Guarded`, which runs this file by path, isolated (`python -I`), so this file imports only the
-standard library, psutil and two small modules of `configs`. Over a socket that keeps messages apart the owner sends the
-command line as a JSON list, then numbers of signals. The guard answers `{"pid": N}` and, when nothing is left,
-`{"code": N}`.
+The owner's `Guarded` runs this file by path, isolated (`python -I`), so it imports only the standard library, psutil
+and two small modules of `configs`. A socket that keeps messages apart carries the command line as a JSON list, then
+numbers of signals; and back `{"pid": N}` and, when nothing is left, `{"code": N}`.
 
-The end of the owner's messages means kill, so a command ends even with an owner that got SIGKILL. The guard is the
-subreaper of the command's descendants, so it also finds those that left its session, as torch elastic's ranks do. If
-the guard is killed, the kernel sends the command SIGKILL.
+The end of the owner's messages means kill, so no command outlives an owner that got SIGKILL. The guard is the subreaper
+of the command's descendants, so it also finds those that left its session, as torch elastic's ranks do. If the guard is
+killed, the kernel kills the command.
 """
 
 import contextlib
@@ -29,21 +28,21 @@ if __name__ == "__main__":  # isolated Python does not search this folder
     sys.path.insert(0, os.fspath(Path(__file__).parents[2]))
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""A scheduler or a terminal may send them to all processes of a run. A guard leaves them to its owner."""
+"""Sent to all processes of a run; a guard leaves them to its owner."""
 GRACE_S = 2.0
-"""For descendants to end by themselves after the command."""
+"""For descendants, after the command's end."""
 STUCK_S = 30.0
-"""A descendant that exists so long after SIGKILL is stuck in a driver, and is left."""
+"""A descendant that outlives SIGKILL so long is stuck in a driver."""
 TRACKER = "multiprocessing.resource_tracker"
-"""Python's process that unlinks shared memory of dead processes; it ends by itself after the others."""
+"""Unlinks the shared memory of dead processes, then ends by itself."""
 MESSAGE_BYTES = 1 << 18
 """More than the kernel takes for one message, 208 KiB."""
 LOST = 137
-"""Exit code of a command whose guard was killed."""
+"""The guard was killed."""
 
 
 class Guarded:
-    """The owner's end of a command under guard. `options` are those of Popen. Raises OSError if no process can start."""
+    """The owner's end. Raises OSError if no process can start."""
 
     def __init__(self, name: str, argv: Sequence[str], **options: Any) -> None:
         self._socket, guards_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -60,22 +59,21 @@ class Guarded:
         """None if the command could not be started."""
 
     def signal(self, number: int) -> None:
-        """Send a signal to the command itself, not to its children."""
+        """Send a signal to the command alone."""
         send(self._socket, int(number))
 
     def kill(self) -> None:
-        """Kill the command and all its descendants."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def wait(self) -> int:
-        """The exit code (128 + N for signal N), once the command and all its descendants are gone."""
+        """The exit code, 128 + N for signal N, once nothing is left."""
         with self._socket:
             return int(receive(self._socket, {}).get("code", LOST))
 
 
 class Guard:
-    """The guard's end of the socket, and the command."""
+    """The guard's end."""
 
     def __init__(self, owner: socket.socket) -> None:
         self.owner = owner
@@ -102,7 +100,7 @@ class Guard:
         send(self.owner, {"code": LOST if self.code is None else self.code})
 
     def start(self, argv: list[str]) -> None:
-        # here, because `headrace` loads this file for `Guarded` alone, beside a user's own package `configs`
+        # here: `headrace` loads this file for `Guarded` alone, beside a user's package `configs`
         from configs.parent_death import adopt_orphans, end_with_parent
 
         guard = os.getpid()
@@ -127,7 +125,7 @@ class Guard:
         self.reap()
 
     def obey(self) -> None:
-        """Act on a message: the number of a signal, or nothing from an owner that kills or is dead."""
+        """Nothing comes from an owner that kills or is dead."""
         number = receive(self.owner, None)
         if number is None:
             self.killed = True
@@ -136,7 +134,7 @@ class Guard:
                 os.kill(self.command.pid, number)
 
     def reap(self) -> None:
-        """Collect exit codes of ended children, adopted ones included."""
+        """Collect exit codes, adopted children's too."""
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if self.command is not None and found[0] == self.command.pid:
@@ -144,7 +142,6 @@ class Guard:
                     self.code = self.command.returncode = code if code >= 0 else 128 - code
 
     def end_descendants(self) -> None:
-        """Send SIGTERM, after GRACE_S SIGKILL; give up after STUCK_S."""
         start = time.monotonic()
         send_to_descendants(signal.SIGTERM if not self.killed else signal.SIGKILL, spare=TRACKER)
         while descendants() and not self.killed and (left_s := start + GRACE_S - time.monotonic()) > 0:
@@ -157,13 +154,12 @@ class Guard:
 
 
 def send(end: socket.socket, message: object) -> None:
-    """Send one JSON value; the other end may be dead."""
+    """The other end may be dead."""
     with contextlib.suppress(OSError):
         end.sendall(json.dumps(message).encode())
 
 
 def receive(end: socket.socket, at_end: Any) -> Any:
-    """The next JSON value, or `at_end` when the other end is closed or dead."""
     with contextlib.suppress(OSError):
         if message := end.recv(MESSAGE_BYTES):
             return json.loads(message)
@@ -180,7 +176,6 @@ def descendants() -> list[psutil.Process]:
 
 
 def send_to_descendants(number: int, spare: str) -> None:
-    """Send a signal to all descendants without `spare` in their command line."""
     for process in descendants():
         with contextlib.suppress(psutil.Error):
             if not spare or spare not in " ".join(process.cmdline()):
@@ -188,7 +183,7 @@ def send_to_descendants(number: int, spare: str) -> None:
 
 
 def main() -> None:
-    """Fork, so that the guard is no child of its owner (Ray kills the children of a dying actor), then guard."""
+    """Ray kills the children of a dying actor, so the guard must not be a child of its owner."""
     if os.fork():
         os._exit(0)
     os.setsid()

@@ -1,7 +1,6 @@
 """A keeper: runs one process of a run, logs its output, restarts it when it fails, drains it on request.
 
-On one machine it is in the launcher's process, on a cluster in a Ray actor on the node of its process. One thread waits
-for the process and starts it again, another one reads its output.
+One thread waits for the process and starts it again, another one reads its output.
 """
 
 import os
@@ -24,19 +23,18 @@ from configs.plain_text import colourless, conceal, visible
 from configs.variables import for_children, open_private, private_folder
 
 COUNTER_BITS, INCARNATION_BITS = 40, 80
-"""An event's number is its keeper's random incarnation and a counter. No clock: one may be set back."""
+"""An event's number is a random incarnation and a counter, because a clock may be set back."""
 LINE_BYTES = 1 << 16
-"""A longer line is split."""
 LOG_BYTES, LOG_FILES = 64 << 20, 3
-"""A log of this size becomes `NAME.log.1`, and so on; so many files are kept."""
+"""`NAME.log` of this size becomes `NAME.log.1`, and so on."""
 SHOWN_LINES, SHOWN_EVERY_S, SHOWN_CHARACTERS = 300, 30.0, 2000
-"""Lines, and characters of each, that are reported in so many seconds. The log has all of them."""
+"""Reported in so many seconds; the log has all lines."""
 SET_BY_RAY = {"OMP_NUM_THREADS", "PYTHONBREAKPOINT"}
-"""Ray changes these in its workers; a process gets them from the launcher only."""
+"""Ray changes these in its workers."""
 
 
 class Keeper:
-    """Keeps one process from construction until a final event, a drain or a kill."""
+    """Keeps one process until a final event, a drain or a kill."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -56,16 +54,14 @@ class Keeper:
         self._thread.start()
 
     def events(self, after: int, timeout_s: float) -> list[Event]:
-        """Events later than number `after`; waits up to `timeout_s` for one."""
         with self._changed:
-            if after >> COUNTER_BITS != self._incarnation:  # the number is of a keeper that this one replaces
+            if after >> COUNTER_BITS != self._incarnation:  # another keeper's number
                 after = 0
             self._changed.wait_for(lambda: bool(self._events) and self._events[-1].number > after, timeout_s)
             return [event for event in self._events if event.number > after]
 
     def drain(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL to what is left after `timeout_s`, which the process may read
-        (`entrypoint.notice_s`)."""
+        """The process may read the timeout (`entrypoint.notice_s`)."""
         with self._changed:
             if not self._ending.is_set():  # a second SIGTERM would force the process
                 with suppress(OSError):
@@ -85,7 +81,7 @@ class Keeper:
                 stop(self._guarded)
 
     def last(self) -> tuple[list[str], bool]:
-        """The last lines of the process, and whether it made progress since its last start."""
+        """The last lines, and whether there was progress."""
         return list(self._last_lines), self._progress.exists()
 
     def _keep(self) -> None:
@@ -109,7 +105,7 @@ class Keeper:
         self._last_lines.clear()
         try:
             guarded, reader = self._start()
-        except (OSError, RuntimeError) as error:  # no files, processes or threads left, which may pass
+        except (OSError, RuntimeError) as error:  # no files, processes or threads left
             text = f"cannot start {sys.executable}: {error}"
             self._write_log(f"{text}\n".encode())
             self._last_lines.append(text)
@@ -126,7 +122,7 @@ class Keeper:
             reader.join(5.0)  # for the last lines: all writers are gone
 
     def _start(self) -> tuple[Guarded | None, threading.Thread]:
-        """The process, None if it is not wanted any more, and its reader."""
+        """No process if it is not wanted any more."""
         source, sink = os.pipe()
         with os.fdopen(sink, "wb"):
             output = os.fdopen(source, "rb")
@@ -174,11 +170,8 @@ class Keeper:
             self._changed.notify_all()
 
     def _write_log(self, data: bytes) -> None:
-        """Append to the log, and begin a new one at LOG_BYTES.
-
-        A write to a full disk fails silently, because the process must not block on it. Each write opens the file,
-        because somebody may move or truncate it.
-        """
+        """A write to a full disk fails silently, because the process must not block on it. Each write opens the file,
+        because somebody may move or truncate it."""
         log = self.process.log
         with self._writing, suppress(OSError):
             with open(log, "ab", buffering=0, opener=open_private) as file:
@@ -192,13 +185,13 @@ class Keeper:
 
 
 class Ends:
-    """Judges ends of a process that nobody asked for, one after another."""
+    """Judges ends that nobody asked for."""
 
     def __init__(self, process: Process) -> None:
         self.process, self.failures, self.worked = process, 0, False
 
     def judge(self, code: int, lived_s: float, lines: Sequence[str], progressed: bool) -> tuple[EventKind, str, float]:
-        """Kind and text of the event, and the seconds until the next start."""
+        """Kind and text of the event, and seconds until the next start."""
         role, restarts = self.process.role, self.process.restarts
         if role == "learner" and code in ENDINGS.values() and code != DONE:  # it says why the run ended
             return "ended", "\n".join(last_words(lines)), 0.0
@@ -217,16 +210,14 @@ class Ends:
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:
-    """The last lines, from the last one on that names the process's command."""
+    """From the last line on that names the command."""
     starts = [at for at, line in enumerate(lines) if line.startswith(("python -m ", "headrace "))]
     return list(lines)[starts[-1] :] if starts else list(lines)
 
 
 def environment(process: Process) -> dict[str, str]:
-    """The launcher's environment, plus the accelerators that Ray assigned or `process.env` names.
-
-    Variables that give this node a place in another job, or name the launcher's parent, are removed.
-    """
+    """The launcher's environment and `process.env`, without variables that give this node a place in another job or
+    name the launcher's parent."""
     left_out = SET_BY_RAY | {PARENT}
     cleaned = for_children(os.environ)
     ours = {key: value for key, value in cleaned.items() if not key.startswith("RAY_") and key not in left_out}

@@ -1,8 +1,7 @@
 """`python -m actors launch RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: a whole run, from check to report.
 
 Checks everything first and explains the run; nothing is written before the run is accepted. Then it places a keeper for
-each process and waits for their events. The run ends when the learner does. `actors/__main__.py` starts it under a
-guard, so that nothing outlives it.
+each process and waits for their events. The run ends when the learner does.
 
 `--fork-from RUN[@vN]` begins a new run from a checkpoint of another one. `--accept-loss` goes on with a run that has
 lost commits of its ledger. `--dry-run`: see `dry_run.py`.
@@ -50,7 +49,6 @@ FLAGS_SHOWN = "[--dry-run] [--fork-from RUN[@vN]] [--accept-loss] [--no-report]"
 REPORT_S = 10.0
 """For a server to give back unfinished work and end, after `rollout.drain_s`."""
 ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""A keeper sets these for its process."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -108,7 +106,7 @@ def dry(config: Config) -> int:
 
 
 def prepare(config: Config, source: accept.Source | None = None, loss_accepted: bool = False) -> Path:
-    """Make the keys, the first checkpoint and the config file, which is returned."""
+    """Returns the config file that every process reads."""
     if loss_accepted:
         accept_loss(config)
     require_keys(make_keys(config.run.path / "keys"))
@@ -120,7 +118,7 @@ def prepare(config: Config, source: accept.Source | None = None, loss_accepted: 
 
 
 def processes(config: Config, servers: int | None = None) -> list[Process]:
-    """`servers` None: the fewest that the run may have."""
+    """`servers` None: the fewest."""
     learner, reward, on_cpu = config.learner, config.reward, config.rollout.device == "cpu"
     gpus = 0 if learner.device == "cpu" else learner.ranks
     return [
@@ -166,10 +164,8 @@ def keep(
     server: Callable[[int], Process] | None = None,
     servers: int = 1,
 ) -> int:
-    """Call `prepare` once there is room for the run, and keep `processes` until it ends; the exit code.
-
-    `server` makes further rollout servers by number; without it their number stays.
-    """
+    """Keep `processes` until the run ends; the exit code. `prepare` is called once there is room; `server` makes
+    further servers by number."""
     try:
         with display.shown(), placement(display.config) as machines:
 
@@ -193,7 +189,7 @@ def keep(
 
 @contextmanager
 def placement(config: Config) -> Iterator[Placement]:
-    """Raises ConfigError if there is no room for the run."""
+    """Raises ConfigError without room for the run."""
     if cluster_of(config) or starts_ray(config):
         with ray_cluster(config) as cluster:
             yield cluster

@@ -17,13 +17,13 @@ T = TypeVar("T")
 LOOK_EVERY_S = 1.0
 PATIENCE_S = 60.0
 REMIND_S = 60.0
-"""Until the next reminder that something waits for a node; doubles each time."""
+"""Doubles with each reminder."""
 STARTS_S = 10.0
 """A keeper that takes longer to start waits for a node."""
 NOTICE_S = 30.0
-"""Assumed notice where Ray knows no deadline."""
+"""Where Ray knows no deadline."""
 CALL_S = 2.0
-"""Part of a notice for the calls that pass it on."""
+"""For calls that pass a notice on."""
 
 
 class ClusterNode(NamedTuple):
@@ -38,8 +38,6 @@ class ClusterNode(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeNews:
-    """What became of a node."""
-
     kind: Literal["lost", "joined", "leaving"]
     node: str
     address: str
@@ -48,7 +46,7 @@ class NodeNews:
 
 
 class OnNodes(Placed, Protocol):
-    """A keeper of a process on a node, or a gang."""
+    """A keeper, or a gang, on nodes."""
 
     process: Process
 
@@ -63,7 +61,7 @@ class OnNodes(Placed, Protocol):
 
 
 def news(before: Mapping[str, ClusterNode], after: Mapping[str, ClusterNode], now: float) -> Iterator[NodeNews]:
-    """Changes between two looks; `now` in Unix time."""
+    """`now` in Unix time."""
     for node, is_ in after.items():
         was = before.get(node)
         if is_.alive and (was is None or not was.alive):
@@ -77,14 +75,13 @@ def news(before: Mapping[str, ClusterNode], after: Mapping[str, ClusterNode], no
 
 
 class Patience:
-    """Asks Ray again and again; while Ray fails, PATIENCE_S at most, the last answer holds."""
+    """While Ray fails, PATIENCE_S at most, its last answer holds."""
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
         self._say, self._now = say, now
         self._failing_since: float | None = None
 
     async def ask(self, question: Callable[[], Awaitable[T]], last: T) -> T:
-        """Raises what `question` raises once it has failed for PATIENCE_S."""
         try:
             answer = await question()
         except Exception as error:  # Ray has no class for what passes
@@ -131,7 +128,7 @@ class NodeWatch:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def gone(self, node: str, limit_s: float) -> None:
-        """Wait until `node` is gone. One that is there NOTICE_S after `limit_s` was a false alarm."""
+        """A node that is there NOTICE_S after `limit_s` was a false alarm."""
         try:
             async with asyncio.timeout(max(0.0, limit_s) + NOTICE_S), self._changed:
                 await self._changed.wait_for(lambda: not self._is_alive(node))
@@ -175,7 +172,7 @@ class NodeWatch:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The error's kind and last line; before that Ray has the stack of the other machine."""
+    """Before the last line Ray has the stack of the other machine."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no words'])[-1].strip()}"
 
 

@@ -1,7 +1,6 @@
-"""One machine, without Ray: keepers in the launcher's own process, and whole GPUs for processes that take some.
+"""One machine, without Ray: keepers in the launcher's own process, and whole GPUs.
 
-A keeper has threads only, so it cannot die alone; when the launcher dies, guards end its processes. A process waits
-only for GPUs that another one still has.
+A keeper has only threads, so it cannot die alone; when the launcher dies, guards end its processes.
 """
 
 import asyncio
@@ -21,15 +20,14 @@ from configs.schema import Config
 
 T = TypeVar("T")
 EVENTS_S = 30.0
-"""A call for events without news returns after this long."""
 CALLS = 4
-"""Blocking calls of a keeper at a time: one for events, two drains, one kill."""
+"""One for events, two drains, one kill."""
 OPEN_FILES = 65536
-"""Soft limit for the launcher and its processes, where the hard limit allows it."""
+"""Soft limit, where the hard limit allows it."""
 
 
 class GpuPool:
-    """GPUs that no process has. One event loop uses it; any thread may read `free`."""
+    """Free GPUs. One event loop uses it; any thread may read `free`."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._order = {name: number for number, name in enumerate(names)}
@@ -40,12 +38,12 @@ class GpuPool:
         return len(self._free)
 
     def ask(self, keeper: "PlainKeeper") -> None:
-        """Have `keeper` begin with the GPUs of its process, once they are free."""
+        """`keeper` begins once enough GPUs are free."""
         self._waiting.append(keeper)
         self._hand_out()
 
     def withdraw(self, keeper: "PlainKeeper") -> bool:
-        """Whether `keeper` was waiting; it waits no more."""
+        """Whether `keeper` was waiting."""
         was_waiting = keeper in self._waiting
         if was_waiting:
             self._waiting.remove(keeper)
@@ -65,16 +63,16 @@ class GpuPool:
 
 
 class PlainKeeper:
-    """Keeps `process` in the launcher's process, once `pool` has its GPUs. Needs a running event loop."""
+    """Keeps `process`, once `pool` has GPUs for it. Needs a running event loop."""
 
     def __init__(self, process: Process, pool: GpuPool) -> None:
         self.process, self._pool, self._gpus = process, pool, list[str]()
         self.keeper: Keeper | None = None
         """None while it waits for GPUs."""
         self._begun = asyncio.Event()
-        """Set once it does not wait for GPUs, whether it got them or not."""
+        """It waits for GPUs no more, with or without them."""
         self._last = Event(0, "ended", "it was waiting for GPUs", DONE)
-        """The only event of a process that never starts."""
+        """For a process that never starts."""
         self._said_what_for = self._released = False
         self._calls = ThreadPoolExecutor(CALLS, f"calls-{process.name}")
         pool.ask(self)
@@ -105,7 +103,7 @@ class PlainKeeper:
             await self._call(self.keeper.drain, timeout_s)
 
     async def kill(self) -> None:
-        """Does nothing once released, because the process is gone."""
+        """The process of a released keeper is gone."""
         if not self._released and not self._withdrawn() and self.keeper is not None:
             await self._call(self.keeper.kill)
 
@@ -122,12 +120,12 @@ class PlainKeeper:
         return was_waiting
 
     async def _call(self, call: Callable[..., T], *arguments: float) -> T:
-        """Run `call` in a thread of this keeper: a drain takes minutes, and no keeper may wait for another one's."""
+        """A drain takes minutes, and no keeper may wait for another one's."""
         return await asyncio.get_running_loop().run_in_executor(self._calls, call, *arguments)
 
 
 class OneMachine:
-    """This machine's GPUs by name, and a run's keepers on it."""
+    """This machine's GPUs, and a run's keepers on them."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
         self.gpus = [len(gpus)]
@@ -135,7 +133,7 @@ class OneMachine:
 
     @classmethod
     def take(cls, config: Config) -> "OneMachine":
-        """Take this machine for a run. Raises ConfigError with all that keeps the run from it."""
+        """Raises ConfigError with all that keeps the run from this machine."""
         names = gpu_names()
         if found := list(misfits(config, len(names))):
             raise ConfigError(found)
@@ -156,7 +154,7 @@ class OneMachine:
 
 
 def raise_open_files() -> None:
-    """Let this process and its children have OPEN_FILES open files, as far as the system allows it."""
+    """Raise the limit for this process and its children."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if 0 <= soft < most:

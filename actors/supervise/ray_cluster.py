@@ -41,7 +41,7 @@ from configs.variables import RAY_BYTES, socket_folder
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's minimum is 75 MiB; keepers send only text."""
 NEEDED_LAST = ("raylet", "gcs_server")
-"""Ray's other processes need these while they end."""
+"""Ray's other processes need these to end."""
 LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
@@ -50,13 +50,13 @@ LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on loopback only
 }
 CPU_SHARE = 0.01
-"""Share of a CPU for a process without GPUs, so that Ray counts and spreads it."""
+"""So that Ray counts and spreads processes without GPUs."""
 CONNECT_S = 10.0
 CONNECTED: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
 
 
 class Cluster:
-    """The Ray that this process is connected to, and a run's keepers on it."""
+    """A run's keepers on the connected Ray."""
 
     def __init__(self, config: Config, named: str) -> None:
         import ray
@@ -67,18 +67,17 @@ class Cluster:
         self.known = _look()
         self.shipped = False
         self.delivery: Delivery | None = None
-        """Goes along with each process; None on a Ray of this machine."""
+        """None on a Ray of this machine."""
         self._keepers: WeakSet[RemoteKeeper | Gang] = WeakSet()  # Ray ends an actor that nobody holds
         self._watch: NodeWatch | None = None
 
     @property
     def gpus(self) -> list[int]:
-        """GPUs of each node that stays, this machine first."""
         nodes = [node for id, node in self.known.items() if id != self.home and node.alive and node.leaves_at is None]
         return [self.known[self.home].gpus, *(node.gpus for node in nodes)]
 
     def check(self) -> None:
-        """Raise ConfigError with all that keeps the run from this cluster."""
+        """Raises ConfigError."""
         remedy = f"lower {GPU_KEYS}, or set their device to cpu"
         found = []
         ray = f"Ray ({named_by(self.config)}: {self.named})" if self.named else "Ray"
@@ -95,7 +94,7 @@ class Cluster:
             raise ConfigError(found)
 
     def _survey(self) -> list[str]:
-        """Find unfit nodes. Has Ray ship the working directory if they lack it."""
+        """Has Ray ship the working directory if nodes lack it."""
         nodes = {id: node.address for id, node in self.known.items() if node.alive and id != self.home}
         ship = self.config.cluster.ship
         if ship != "always":
@@ -115,11 +114,8 @@ class Cluster:
         await self._watch.watch()
 
     async def place(self, process: Process) -> "RemoteKeeper | Gang":
-        """A keeper of `process`, on a node with its GPUs.
-
-        Buffer, reward and teacher servers listen on addresses of this machine, so they stay on it, and so does the
-        learner unless it needs several nodes or more GPUs.
-        """
+        """Buffer, reward and teacher servers listen on addresses of this machine, so they stay here; so does the
+        learner unless it needs several nodes or more GPUs."""
         elsewhere = process.gpus > self.gpus[0]
         if process.role == "learner" and (process.nodes > 1 or elsewhere):
             self._keepers.add(gang := await self._gang(process))
@@ -150,8 +146,7 @@ class Cluster:
         return ray.remote(NodeKeeper).options(**options).remote(process, self.delivery and self.delivery.to(process))
 
     async def _gang(self, process: Process) -> Gang:
-        """The learner's members, one on each node. Waits up to STARTED_S until Ray has reserved the nodes, so that no
-        server takes them first."""
+        """Waits up to STARTED_S until Ray has reserved the nodes, so that no server takes them first."""
         import ray
 
         share = process.gpus // process.nodes
@@ -210,7 +205,7 @@ def _look() -> Mapping[str, ClusterNode]:
 
 
 def connect(config: Config, named: str, ship: bool = False) -> None:
-    """Connect to the cluster `named`. Raises ConfigError if it does not answer or the folder cannot be shipped."""
+    """Raises ConfigError if Ray does not answer or the folder cannot be shipped."""
     import ray
 
     options = dict(CONNECTED)
@@ -230,10 +225,10 @@ def connect(config: Config, named: str, ship: bool = False) -> None:
 
 
 def start(folder: str) -> None:
-    """Start Ray here, with its sockets in `folder`. Raises ConfigError if Ray does not start within its own 30 s.
+    """Start Ray here. Raises ConfigError if it does not start within its own 30 s.
 
-    Ray and the keepers inherit a mask that blocks SIGTERM, so a SIGTERM to all processes of a job ends only the
-    launcher, which drains the run and stops Ray.
+    Ray and keepers inherit a mask that blocks SIGTERM: a SIGTERM to all processes of a job ends only the launcher,
+    which drains the run.
     """
     import ray
 
@@ -249,8 +244,7 @@ def start(folder: str) -> None:
 
 
 def stop() -> None:
-    """Stop the Ray that `start` started. Ray would wait a second for each process that blocks SIGTERM, so these are
-    killed."""
+    """Ray would wait a second for each process that blocks SIGTERM, so these are killed."""
     import ray
 
     for process in psutil.Process().children():
@@ -262,7 +256,7 @@ def stop() -> None:
 
 @contextmanager
 def ray_cluster(config: Config) -> Iterator[Cluster]:
-    """Connect to the named Ray cluster, or start Ray here. Raises ConfigError if the run cannot be placed on it."""
+    """Connect to the named Ray, or start one. Raises ConfigError."""
     named = cluster_of(config)
     with ExitStack() as stack:
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # `nodes.py` reports lost nodes

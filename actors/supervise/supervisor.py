@@ -19,25 +19,24 @@ from buffer.wire.protocol import ServerLife
 from configs.entrypoint import BAD_INPUT, DATA_ENDED, DONE, FAILED, GIVEN_UP, StopSignals
 
 FAILED_DRAIN_S = 30.0
-"""Limit of each drain of a failed run, whose checkpoint may never come."""
+"""A failed run's checkpoint may never come."""
 LAST_EVENTS_S = 5.0
-"""For the last events of ended processes."""
 LOST_S = 15.0
-"""A keeper that is silent for so long after a drain is lost with its machine."""
+"""A keeper silent for so long after a drain is lost with its machine."""
 DRAIN_ORDER = ("learner", *SERVERS, "buffer")
 """The learner's last version may still need servers and buffer."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The launcher's exit code, and why the run ends."""
+    """How the run ends."""
 
     code: int
     why: str
     last: str = ""
     """Said once everything has ended."""
     healthy: bool = False
-    """The run failed, but its processes have their whole time to end."""
+    """The processes have their whole time to end."""
 
 
 class Supervisor:
@@ -59,18 +58,16 @@ class Supervisor:
         self._drains: dict[str, asyncio.Task[None]] = {}
         """Drains of servers, finished ones included."""
         self._ended: set[str] = set()
-        """Processes that will not be started again."""
         self._news: asyncio.Queue[tuple[Process, Event] | int | BaseException] = asyncio.Queue()
         """Final events, numbers of signals, errors of tasks."""
         self.placed = asyncio.Event()
-        """Set once the first processes are placed, or will not be."""
+        """The first processes are placed, or will not be."""
         self.left: list[str] = []
-        """Servers that were drained and are gone."""
+        """Drained servers that are gone."""
         self.ending = False
-        """Nothing is added any more."""
 
     async def run(self) -> int:
-        """Place, watch, judge, drain; returns the exit code. No process is left then."""
+        """Returns the exit code; no process is left then."""
         with StopSignals(drain=self._news.put_nowait, force=self._news.put_nowait):
             placing = asyncio.create_task(self._place_first(tuple(self.processes)))  # servers may be added meanwhile
             placing.add_done_callback(self.notice_failure)
@@ -89,11 +86,10 @@ class Supervisor:
         return verdict.code
 
     def servers(self) -> dict[str, ServerLife]:
-        """Rollout servers, the oldest first, without those that have left."""
+        """The oldest first, without those that have left."""
         return dict(self._lives)
 
     def add(self, process: Process) -> None:
-        """Keep one more rollout server, unless the run ends."""
         if not self.ending:
             self.processes.append(process)
             self._added.add(process.name)
@@ -101,8 +97,7 @@ class Supervisor:
             self._watch(process, self._place_and_follow(process))
 
     async def drain_server(self, name: str, within_s: float) -> None:
-        """Drain a rollout server for good; returns once it or its machine is gone. A second call waits for the first
-        drain."""
+        """Returns once the server or its machine is gone. A second call waits for the first drain."""
         if name in self._lives and name not in self._drains:
             self._lives[name] = "draining"
             self._drains[name] = asyncio.create_task(self._leave(name, within_s))
@@ -111,7 +106,6 @@ class Supervisor:
             await asyncio.shield(self._drains[name])
 
     def notice_failure(self, task: asyncio.Task[None]) -> None:
-        """Fail the run if a task of the launcher failed."""
         if not task.cancelled() and (error := task.exception()):
             self._news.put_nowait(error)
 

@@ -1,7 +1,6 @@
 """One recommendation about a run in words, and alerts with remedies. Pure.
 
-The recommendation is the first rule that applies. Rules on what makes a run pointless come before rules on what makes
-it slow.
+The recommendation is the first rule that applies. Rules on a pointless run come before rules on a slow one.
 """
 
 import math
@@ -21,27 +20,24 @@ from configs.schema import Config
 
 WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 FEW_VERSIONS = 5
-"""With fewer versions nothing is said about learning or waiting."""
+"""With fewer nothing is said about learning or waiting."""
 WAITS, CLOSED, IDLE = 0.15, 0.05, 0.30
-"""Shares: of the learner's waiting that matters; of parked places below which servers are scarce; of parked places
-above which there are too many."""
+"""Shares: waiting that matters; parked places of scarce servers; parked places of too many servers."""
 SPARE = 1.15
-"""Servers to keep, as a multiple of those with work."""
+"""Servers to keep per server with work."""
 FEW_FAIL, MOST_FAIL = 0.05, 0.5
-"""Shares of failed attempts: above the first there is an alert, above the second the advice is only about that."""
+"""Shares of failed attempts: for an alert, and for no other advice."""
 TRACEBACKS = "logs/rollout-*.log have the first traceback of each kind"
 SKIPPED = "gradient/skipped"
-"""An alert on it means that something is broken."""
+"""This alert means that something is broken."""
 MOST_FLAT = 0.8
-"""Above this share of filtered groups the advice is only about that."""
+"""Share of filtered groups, for no other advice."""
 STALLED = 10.0
-"""Times the usual length of a version after which a run counts as stalled; at least STALLED_S."""
+"""Times the usual length of a version, at least STALLED_S."""
 STALLED_S = 120.0
 
 
 class Alert(NamedTuple):
-    """Something that is wrong, with its remedy."""
-
     level: str
     """`bad`: something is broken; `warn`: something could be better."""
     text: str
@@ -49,39 +45,33 @@ class Alert(NamedTuple):
 
 @dataclass(frozen=True)
 class Situation:
-    """Inputs of the recommendation, over the last versions; None where unknown."""
+    """Inputs of the recommendation; None where unknown."""
 
     versions: int
-    """Versions with records."""
     waits: float = 0.0
-    """Share of time in which the learner waited."""
+    """Share of the learner's time."""
     checkpoints: float = 0.0
-    """Share of time."""
     parked: float | None = None
     """Share of slots without work because admission is closed."""
     servers: int = 1
     """Servers whose heartbeats arrive."""
     wanted: int | None = None
-    """Servers that the run asks for."""
     none_solved: float = 0.0
     all_solved: float = 0.0
-    """Shares of groups with no and with only right samples; 0 where a teacher teaches these too."""
+    """Shares of groups; 0 where a teacher teaches these too."""
     gradient: float | None = None
-    """Largest norm of the last versions."""
+    """Largest recent norm."""
     gain: float | None = None
-    """Rise of the reward over as many versions before."""
+    """Rise of the reward."""
     flat: float = 0.0
-    """Share of groups since the last batch left out for lack of variance; 0 until they would fill a batch."""
+    """Share of groups without variance since the last batch; 0 until they would fill a batch."""
     failed: float = 0.0
-    """Share of attempts."""
     why_failed: str = ""
     waiting: str = ""
-    """The longest wait."""
     max_staleness: int = 1
 
 
 def situation(config: Config, records: Records, state: State | None, waiting: str = "") -> Situation:
-    """Read the situation off records and State."""
     recent = figures.recent(records)
 
     def mean(key: str) -> float | None:
@@ -189,11 +179,7 @@ def _fine(now: Situation) -> str:
 def find_alerts(
     config: Config, records: Records, state: State | None, since_s: float | None, live: bool
 ) -> list[Alert]:
-    """Alerts with remedies, the worst first.
-
-    `since_s`: seconds without a new version, except between launches. `live`: the run goes on, so silence and stalls
-    mean something.
-    """
+    """`since_s`: seconds without a new version, except between launches. `live`: silence and stalls mean something."""
     found = list[Alert]()
     if live and state is not None:
         found += [_silence(config, name, state.servers[name]) for name in silent(state, config)]
@@ -212,7 +198,7 @@ def find_alerts(
         what = "1 group is" if number == 1 else f"{number} groups are"
         remedy = "`python -m buffer quarantine RUN` says why"
         found.append(Alert("bad", f"{what} in quarantine, because the learner cannot train on them: {remedy}"))
-    if state is not None and FEW_FAIL < _failed_share(state) <= MOST_FAIL:  # above that, the recommendation is about it
+    if state is not None and FEW_FAIL < _failed_share(state) <= MOST_FAIL:  # above it, the recommendation says so
         found.append(Alert("bad", f"{failures(state)}: {TRACEBACKS}"))
     ordered = records.ordered()
     if ordered:

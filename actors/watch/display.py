@@ -1,4 +1,4 @@
-"""The terminal of a launched run: one line per version, or a panel at the bottom. Starts and stops nothing."""
+"""The terminal of a launched run: one line per version, or a panel at the bottom."""
 
 import asyncio
 import contextlib
@@ -36,11 +36,11 @@ class Display:
         self.config = config
         self.console = console or Console(file=output(reported=False), highlight=False, soft_wrap=True)
         self.records = Records(config.run.path / "metrics.jsonl", looks=False, bounded=True)
-        """Records of an earlier start are not shown as news."""
+        """Earlier records are not news."""
         self.processes: dict[str, str] = {}
-        """Last event of each process, except lines."""
+        """Last event, except lines."""
         self.state: State | None = None
-        """None if the buffer is silent."""
+        """None: the buffer is silent."""
         self._settled: set[str] = set()
         """Processes that have seen a version since their start."""
         self._reported_failures = 0
@@ -51,7 +51,6 @@ class Display:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator["Display"]:
-        """Keep the panel at the bottom of the terminal."""
         with self._live or contextlib.nullcontext():
             yield self
 
@@ -76,7 +75,7 @@ class Display:
             self.console.print(text)
 
     def _is_routine(self, name: str, line: str) -> bool:
-        """Whether the log file is enough for this line. Once versions come, they show that the run is well."""
+        """Once versions come, they show that the run is well."""
         return bool(VLLM_ROUTINE.match(line) or (name in self._settled and OUR_ROUTINE.match(line)))
 
     async def watch(self, poll: StatePoll) -> None:
@@ -86,7 +85,7 @@ class Display:
             await asyncio.sleep(1.0)
 
     def refresh(self) -> None:
-        """Show new records, and failures when their number has doubled."""
+        """Failures are shown when their number has doubled."""
         fresh = self.records.read()
         if fresh:
             self._settled.update(self.processes)
@@ -125,8 +124,7 @@ class Display:
         return [(name, value) for name, value in wanted if value and "?" not in value]
 
     def servers(self) -> str:
-        """Servers that are alive, of those wanted, and their sequences. While the buffer is silent, a running process
-        is alive."""
+        """While the buffer is silent, a running process counts as alive."""
         running = ""
         if self.state is not None:
             heard = self.heard()
@@ -143,7 +141,7 @@ class Display:
         return f"{alive}/{wanted} alive{f', {len(draining)} draining' * bool(draining)}{running}"
 
     def heard(self) -> list[str]:
-        """Servers whose messages reach the buffer; figures of others are out of date."""
+        """Figures of other servers are out of date."""
         gone = silent(self.state, self.config) if self.state else []
         return [name for name in (self.state.servers if self.state else ()) if name not in gone]
 
@@ -171,7 +169,6 @@ class Display:
 
 
 def number(record: Record, key: str, form: str) -> str:
-    """`?` where the record has none."""
     value = record.get(key)
     return figure(value, form) if isinstance(value, int | float) else "?"
 

@@ -10,25 +10,24 @@ from typing import Any
 from actors.watch.metrics_log import FULL_LOOKS, Looks, Record, Records
 
 BEGINNING_S = 5.0
-"""If so much more time is between two versions than the later one took, the learner began in between."""
+"""After so much more time than a version took, the learner began in between."""
 LAST = FULL_LOOKS
-"""Versions, and looks at the servers, that count as recent."""
+"""Recent versions, and looks."""
 OUTAGE = 10.0
-"""Times the usual length of a version, from which on it is left out of means."""
+"""Times the usual length from which on a version counts as an outage."""
 MISSED_LOOKS = 4
-"""A live learner does not miss so many looks in a row."""
+"""A live learner does not miss so many in a row."""
 PHASES = ("wait", "train", "publish", "checkpoint")
-"""Phases of the learner's loop; the rest of a version's time is `rest`."""
+"""The rest of a version's time is `rest`."""
 
 WITHOUT_EFFECT = {
     "gradient/skipped": "were skipped, because the gradient was not finite",
     "gradient/zero": "had a gradient of zero",
 }
-"""By metric: why a step changed nothing."""
 
 
 def recent(records: Records, number: int = LAST) -> list[Record]:
-    """Records of the last versions, without those whose time includes a start or an outage, if there are others."""
+    """The last versions, without those whose time includes a start or an outage, if there are others."""
     ordered = records.ordered()
     steady = [now for before, now in pairwise(ordered) if not began_between(before, now)][-number:]
     times = [float(one["time/version_s"]) for one in steady if "time/version_s" in one]
@@ -45,7 +44,7 @@ def began_between(before: Record, now: Record) -> bool:
 
 
 def in_launches(records: Records, key: str) -> list[float | None]:
-    """Values of `key` by version; None where one is missing, and before each start of the learner."""
+    """None where a version has no value, and before each start of the learner."""
     ordered, found = records.ordered(), list[float | None]()
     for before, now in zip([None, *ordered], ordered, strict=False):
         found += [None] if before is not None and began_between(before, now) else []
@@ -55,13 +54,12 @@ def in_launches(records: Records, key: str) -> list[float | None]:
 
 
 def pace_s(records: Records) -> float | None:
-    """Mean seconds of a recent version."""
     values = [float(one["time/version_s"]) for one in recent(records) if "time/version_s" in one]
     return fmean(values) if values else None
 
 
 def phase_shares(versions: Sequence[Record]) -> dict[str, float]:
-    """Share of time in each of PHASES and in `rest`; empty without times."""
+    """Shares of time of PHASES and `rest`."""
     total_s = sum(float(record.get("time/version_s", 0.0)) for record in versions)
     if total_s <= 0:
         return {}
@@ -70,10 +68,7 @@ def phase_shares(versions: Sequence[Record]) -> dict[str, float]:
 
 
 def place_shares(looks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean use of a server's places over `looks`, each the figures of one heartbeat.
-
-    `free`: no work was admitted. Example: `{"generating": 0.8, "free": 0.2}`
-    """
+    """Mean use of a server's places. `free`: no work was admitted. Example: `{"generating": 0.8, "free": 0.2}`"""
     sums: dict[str, float] = {}
     places = 0.0
     for stats in looks:
@@ -91,7 +86,7 @@ def place_shares(looks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def parked_share(looks: Iterable[Mapping[str, Any]]) -> float | None:
-    """Share of the servers' slots without work because admission is closed; None if no server counts them."""
+    """Share of slots without work because admission is closed."""
     slots = parked = 0.0
     for stats in looks:
         if "slots" in stats:
@@ -103,7 +98,7 @@ def parked_share(looks: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def without_effect(records: Records) -> list[str]:
-    """Describe the steps that changed nothing, one line for each cause."""
+    """Steps that changed nothing, a line for each cause."""
     lines, ordered = [], records.ordered()
     for key, what in WITHOUT_EFFECT.items():
         versions = [int(one["version"]) for one in ordered if one.get(key)]
@@ -116,7 +111,7 @@ def without_effect(records: Records) -> list[str]:
 
 
 def in_row(records: Records, key: str) -> int:
-    """Count the last consecutive versions whose `key` is not 0."""
+    """The last consecutive versions with `key`."""
     return sum(1 for _ in takewhile(lambda one: bool(one.get(key)), reversed(records.ordered())))
 
 
@@ -128,14 +123,13 @@ def rewards(records: Records, number: int = LAST) -> tuple[float | None, float |
 
 
 def tokens_per_s(versions: Sequence[Record]) -> float | None:
-    """Trained tokens per second of all time."""
     timed = [one for one in versions if "tokens" in one and one.get("time/version_s")]
     seconds = sum(one["time/version_s"] for one in timed)
     return sum(one["tokens"] for one in timed) / seconds if seconds else None
 
 
 def seconds_since(records: Records, now: float) -> float | None:
-    """Seconds since the last version. Records of an earlier release have no time."""
+    """Records of an earlier release have no time."""
     if not records.by_version:
         return None
     written = records.by_version[max(records.by_version)].get("time")
@@ -143,10 +137,9 @@ def seconds_since(records: Records, now: float) -> float | None:
 
 
 def seconds_stalled(records: Records, now: float, launched: float, every_s: float) -> float | None:
-    """Seconds without a new version: since the last one, or since the learner was started again.
+    """Seconds since the last version, or since the learner was started again.
 
-    `launched` is the Unix time of the last launch. The learner looks at the servers each `every_s` from its start on,
-    so a longer pause means a new start.
+    The learner looks at the servers each `every_s` from its start on, so a longer pause means a new start.
     """
     since_s = seconds_since(records, now)
     if since_s is None:
@@ -157,24 +150,22 @@ def seconds_stalled(records: Records, now: float, launched: float, every_s: floa
 
 
 def seconds_left(records: Records, versions: int) -> float | None:
-    """Seconds to the last version at the recent pace."""
     each_s = pace_s(records)
     return None if each_s is None else each_s * max(0, versions - max(records.by_version))
 
 
 def time_left(records: Records, versions: int) -> str:
-    """`seconds_left` as `h:mm:ss`, or nothing."""
+    """As `h:mm:ss`."""
     seconds = seconds_left(records, versions)
     return "" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 def gpu_hours(looks: Looks) -> float | None:
-    """None without GPUs."""
     return looks.gpu_s / 3600 if any(look.get("gpus") for look in looks.values()) else None
 
 
 def stats_of(look: Record) -> dict[str, dict[str, float]]:
-    """Figures by server in one look. Example: `{"rollout-0": {"running": 12.0, "places": 64.0}}`."""
+    """Example: `{"rollout-0": {"running": 12.0, "places": 64.0}}`"""
     found: dict[str, dict[str, float]] = {}
     for key, value in look.items():
         first, server, figure = [*key.split("/", 2), "", ""][:3]

@@ -17,23 +17,20 @@ from configs.plain_text import figure
 
 Record = dict[str, Any]
 EVALUATED = "eval/version"
-"""Key of the evaluated version."""
 FULL_LOOKS, MOST_LOOKS = 20, 3000
-"""So many last looks are kept whole, and so many altogether, evenly spread."""
+"""Last looks kept whole; looks altogether, evenly spread."""
 OWN_FIGURES = ("tokens_per_s", "running", "waiting", "kv_usage")
-"""Figures of servers in short looks."""
 MOST_SERVERS = 12
-"""Most servers in short looks."""
 LONGEST_GAP_S = 600.0
-"""After a longer gap between two looks the run was not alive meanwhile."""
+"""A longer gap between looks means that the run was not alive."""
 
 
 MOST_VERSIONS = 4000
-"""Most versions that a bounded reader keeps, or a page draws: the last half whole, older ones thinned."""
+"""Kept by a bounded reader, or drawn: the last half whole, older ones thinned."""
 
 
 class Position(NamedTuple):
-    """A place in the file with this inode, in bytes. As text: `1234-5678`."""
+    """Bytes into the file with this inode. As text: `1234-5678`."""
 
     inode: int = 0
     offset: int = 0
@@ -43,20 +40,18 @@ class Position(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Position":
-        """Undo `str`; the beginning for any other text."""
+        """The beginning for any other text."""
         inode, _, offset = text.partition("-")
         return cls(int(inode), int(offset)) if inode.isdigit() and offset.isdigit() else cls()
 
 
 def read_after(path: Path, position: Position) -> tuple[list[Record], Position, bool]:
-    """Whole lines after `position`, the place behind them, and whether the file was replaced, so that all of it was
-    read."""
+    """Whole lines after `position`, the next position, and whether the file was replaced and read from its start."""
     lines, position, replaced = _lines_after(path, position)
     return [record for line in lines if (record := _record(line)) is not None], position, replaced
 
 
 def bytes_after(path: Path, position: Position) -> int:
-    """Bytes that `read_after` would read."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -79,17 +74,15 @@ def _lines_after(path: Path, position: Position) -> tuple[list[bytes], Position,
 
 
 class Looks(dict[float, Record]):
-    """Looks at servers and buffer by time: the last FULL_LOOKS whole, older ones short and thinned."""
+    """Looks by time: the last FULL_LOOKS whole, older ones short and thinned."""
 
     def __init__(self) -> None:
         self.gpu_s = 0.0
-        """GPU seconds of the run, by all looks."""
         self._last: Record = {}
         self._full: deque[float] = deque()
         self._shortened, self._each = 0, 1
 
     def take_up(self, look: Record) -> None:
-        """Add the next look; an older one is shortened or left out."""
         time, seconds = look["time"], look["time"] - self._last.get("time", look["time"])
         if 0 < seconds <= LONGEST_GAP_S:
             self.gpu_s += seconds * self._last.get("gpus", 0)
@@ -110,23 +103,20 @@ class Looks(dict[float, Record]):
 
 
 class Records:
-    """Records by version. Example: `{3: {"version": 3, "reward/mean": 0.4}}`.
-
-    `looks` False: without looks at servers. `bounded`: at most MOST_VERSIONS, for a reader that watches for days.
-    """
+    """Records by version. `looks` False: without looks at servers. `bounded`: at most MOST_VERSIONS."""
 
     def __init__(self, path: Path, looks: bool = True, bounded: bool = False) -> None:
         self.path, self.looks, self.bounded = path, looks, bounded
         self.by_version: dict[int, Record] = {}
         self.evaluations: dict[int, Record] = {}
-        """By evaluated version; keys as in `eval/aime/pass@8`."""
+        """By evaluated version."""
         self.servers = Looks()
         self.position = Position()
-        """The file is read up to here."""
+        """Read up to here."""
         self.read()
 
     def read(self) -> list[Record]:
-        """Records of versions and evaluations written since the last call."""
+        """Newly written records of versions and evaluations."""
         lines, self.position, replaced = _lines_after(self.path, self.position)
         known = self.by_version, self.evaluations
         if replaced:  # versions that it lacks are trained again
@@ -134,7 +124,7 @@ class Records:
         return [record for line in lines if (record := _record(line)) and self._take_up(record, *known)]
 
     def _take_up(self, record: Record, versions: Mapping[int, Record], evaluations: Mapping[int, Record]) -> bool:
-        """Whether the record is of a version or an evaluation, and new."""
+        """Whether the record is new, and no look."""
         if is_of_servers(record):
             if self.looks:
                 self.servers.take_up(record)
@@ -157,7 +147,6 @@ class Records:
         return [self.by_version[version] for version in sorted(self.by_version)]
 
     def column(self, key: str) -> tuple[list[int], list[float]]:
-        """Versions that have `key`, and its values."""
         rows = [(record["version"], float(record[key])) for record in self.ordered() if _is_number(record.get(key))]
         return [version for version, _ in rows], [value for _, value in rows]
 
@@ -167,12 +156,12 @@ class Records:
 
 
 def thinned(versions: Sequence[int]) -> Sequence[int]:
-    """The part of `versions` to leave out."""
+    """The part to leave out."""
     return versions[FULL_LOOKS : -MOST_VERSIONS // 2 : 2]
 
 
 def sets_of(record: Record) -> dict[str, dict[str, float]]:
-    """Figures by set of an evaluation. Example: `{"aime": {"mean@8": 0.4, "pass@8": 0.7, "version": 10}}`"""
+    """Example: `{"aime": {"mean@8": 0.4, "pass@8": 0.7, "version": 10}}`"""
     found: dict[str, dict[str, float]] = {}
     for key, value in record.items():
         first, name, figure = [*key.split("/", 2), "", ""][:3]
@@ -182,12 +171,11 @@ def sets_of(record: Record) -> dict[str, dict[str, float]]:
 
 
 def shares(figures: Mapping[str, float]) -> list[str]:
-    """Names of the figures that say how much is solved, and of the loss of demonstrations."""
+    """Figures that say how much is solved, and the loss of demonstrations."""
     return [key for key in figures if key == "loss" or key.startswith(("mean@", "pass@", "pass^"))]
 
 
 def evaluation_lines(record: Record) -> list[str]:
-    """An evaluation in words, a line for each set."""
     lines = []
     for name, figures in sets_of(record).items():
         words = [f"{key} {figure(figures[key], '.3f')}" for key in shares(figures)]
@@ -200,7 +188,6 @@ def evaluation_lines(record: Record) -> list[str]:
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and up to `window` - 1 before it."""
     return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 

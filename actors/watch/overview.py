@@ -38,7 +38,7 @@ class Overview:
     servers: list[tuple[str, ...]] = field(default_factory=list)
     """Rows of SERVER_COLUMNS."""
     processes: list[tuple[str, dict[str, float]]] = field(default_factory=list)
-    """Shares of the learner's phases and of each server's places."""
+    """Shares of phases and places."""
     failures: list[tuple[str, int]] = field(default_factory=list)
     """By reason, the most frequent first."""
 

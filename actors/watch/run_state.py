@@ -33,7 +33,6 @@ CULPRITS = {
     "prompt": "prompts that can be used (data.train)",
     "engine": "vLLM, which fails",
 }
-"""By kind of failure: what a batch waits for."""
 LIMITS = {
     "limit_sequences": "rollout.sequences",
     "limit_learner": "it takes more once the learner waits",
@@ -41,18 +40,15 @@ LIMITS = {
     "limit_kv": "the KV cache holds no more of this mean length",
     "limit_preempted": "the KV cache was full, {preempted:.0f} preemptions",
 }
-"""By figure of a heartbeat: what bounds a server's places. The smallest figure does."""
+"""The smallest of these figures bounds a server's places."""
 UNHEARD = {"placing": "is being placed", "started": "has not said Hello yet", "draining": "is being drained"}
-"""By a kept server's life, before its first message to the buffer. The other lives are words themselves."""
+"""States before a server's first message; the other lives are words themselves."""
 MISSED_HEARTBEATS = 5
 """The buffer then ends a server's leases."""
 
 
 def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
-    """Config and folder of a run that is named by its folder or by its config.
-
-    Ends the process as `configs.load.read` does.
-    """
+    """Ends the process as `configs.load.read` does."""
     if "-h" in argv or "--help" in argv:
         print_visible(f"usage: {prog} RUN [--section.key=value ...]\n\nRUN is a run's folder, or its config files.")
         print_visible("`python -m configs --keys` lists every key of the run file, docs/operations.md every command.")
@@ -76,7 +72,7 @@ def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
 
 
 async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
-    """The buffer's State; None if it does not answer in time, refuses an observer, or needs keys that are not here."""
+    """None if the buffer does not answer in time, refuses an observer, or needs keys that are not here."""
     address = config.buffer.address
     try:
         keys = load_client_keys(config.run.path / "keys", "observer")
@@ -87,8 +83,7 @@ async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
 
 
 def stored(file: Path) -> State:
-    """The State in a buffer's SQLite file: its servers are those with leases, and nobody waits. Raises StoreError for
-    another file."""
+    """The State in a buffer's file: servers are those with leases, nobody waits. Raises StoreError."""
     with closing(reading(file)) as db:
         trained, formed = db.execute(VERSIONS).fetchone()
         counts = dict(db.execute("SELECT state, COUNT(*) FROM items GROUP BY state"))
@@ -130,7 +125,7 @@ def stored(file: Path) -> State:
 
 
 def ending(config: Config, run: Path, held: State | None, say_ago: bool = True, records: Records | None = None) -> str:
-    """How and when a run without a buffer has ended by itself; empty for one that was interrupted or has died."""
+    """How a run without a buffer has ended by itself; empty for an interrupted or dead one."""
     records = records or Records(run / "metrics.jsonl", looks=False)
     if records.by_version and max(records.by_version) >= config.run.versions:
         return f"finished at {when(records.path.stat().st_mtime, say_ago)}"
@@ -140,7 +135,7 @@ def ending(config: Config, run: Path, held: State | None, say_ago: bool = True, 
 
 
 def last_life(config: Config, run: Path) -> float:
-    """Unix time at which a process of the run last wrote a log, a record or the ledger; 0: never."""
+    """Unix time at which the run last wrote something; 0: never."""
     files = [run / "metrics.jsonl", *(run / "logs").glob("*.log")]
     if config.buffer.path:
         ledger = run / config.buffer.path
@@ -166,10 +161,9 @@ class Wait(NamedTuple):
 def waiting_rows(state: State, config: Config) -> list[Wait]:
     """Who waits for whom, the longest wait first.
 
-    A learner that asks for a batch waits for servers with leases, or for what fails, if more attempts have failed since
-    the last batch than groups are stored. A missing server is blamed only where none is there. Other requests wait for
-    the learner, whose next batch reopens admission and frees bytes. A server that has ended waits for nobody, though
-    the buffer still has its requests.
+    A learner waits for servers with leases, or for what fails, if more attempts have failed since the last batch than
+    groups are stored; for a missing server only where none is there. Others wait for the learner, whose next batch
+    reopens admission and frees bytes. An ended server waits for nobody, though the buffer still has its requests.
     """
     absent = absences(state, config)
     present = {name: server for name, server in state.servers.items() if name not in absent}
@@ -188,15 +182,11 @@ def waiting_rows(state: State, config: Config) -> list[Wait]:
 
 
 def waits(state: State, config: Config) -> list[str]:
-    """`waiting_rows` as lines."""
     return [f"{who} for {whom}, {seconds:.1f} s: {why}" for who, whom, seconds, why in waiting_rows(state, config)]
 
 
 def fullness(state: State, name: str) -> str:
-    """How many sequences a server runs, and why not more; empty before its first figures.
-
-    Example: `"running 384 of 448: the KV cache was full, 3 preemptions"`
-    """
+    """Example: `"running 384 of 448: the KV cache was full, 3 preemptions"`"""
     stats = state.servers[name].get("stats", {})
     limits = {limit: stats[limit] for limit in LIMITS if limit in stats}
     if not limits or "running" not in stats:
@@ -218,14 +208,14 @@ def fullness(state: State, name: str) -> str:
 
 
 def silent(state: State, config: Config) -> list[str]:
-    """Servers that have ended, or were silent until their leases ended."""
+    """Servers that have ended, or whose leases have."""
     limit_s = MISSED_HEARTBEATS * config.rollout.heartbeat_s
     servers = state.servers.items()
     return [name for name, server in servers if "gone_s" in server or float(server.get("silent_s", 0.0)) > limit_s]
 
 
 def absences(state: State, config: Config) -> dict[str, str]:
-    """Servers that cannot work now, and why, including those that a live launcher keeps and the buffer does not know."""
+    """Includes servers that a live launcher keeps and the buffer does not know."""
     kept = state.kept.servers if state.kept and state.launcher_gone_s is None else {}
     unheard = {name: life for name, life in kept.items() if name not in state.servers}
     found = {name: UNHEARD.get(life, life.replace("_", " ")) for name, life in unheard.items()}
@@ -241,10 +231,7 @@ def absences(state: State, config: Config) -> dict[str, str]:
 
 
 def servers_lines(state: State, config: Config) -> Iterator[str]:
-    """How many servers are wanted and run, and what the others do; or that their launcher has ended.
-
-    A server runs once it has asked for work, not as soon as its keeper has started it.
-    """
+    """A server runs once it has asked for work, not as soon as its keeper has started it."""
     if state.launcher_gone_s is not None:
         yield f"servers: the launcher ended {state.launcher_gone_s:.0f} s ago: nobody starts, drains or restarts them"
         return
@@ -264,7 +251,6 @@ def servers_lines(state: State, config: Config) -> Iterator[str]:
 
 
 def failures(state: State) -> str:
-    """Failed attempts and dropped items of the run in one line, or an empty one."""
     made = state.lengths.get("generated", [0])[0]
     attempts = made + sum(state.failed.values())
     by_kind: dict[str, dict[str, int]] = defaultdict(dict)
@@ -294,7 +280,7 @@ def _percent(share: float) -> str:
 
 
 def _stages(server: Mapping[str, Any]) -> str:
-    """` (scoring 12 for 8 s, generating 4)`: a server's samples by stage."""
+    """` (scoring 12 for 8 s, generating 4)`"""
     stats = server.get("stats", {})
     counts = {stage: stats[stage] for stage in ("generating", "scoring", "teacher", "task") if stats.get(stage)}
     lines = []
@@ -318,7 +304,6 @@ def _most_frequent(counts: dict[str, int]) -> str:
 
 
 def ledger_lines(state: State) -> Iterator[str]:
-    """What became of the run's problems so far: failures, batches, items, ages, lengths."""
     if line := failures(state):
         yield line
     yield (

@@ -20,9 +20,8 @@ class StatePoll:
         self.state: State | None = None
         """None: the buffer is silent."""
         self.news = asyncio.Condition()
-        """Notified after each answer, and each silence."""
         self.connection: Connection | None = None
-        """For further requests, after the first answer."""
+        """After the first answer."""
 
     async def follow(self) -> None:
         """Ask until cancelled, or until `config` names another address. Raises KeysError, RefusedError."""
@@ -41,7 +40,6 @@ class StatePoll:
                 await asyncio.sleep(EVERY_S)
 
     async def answer(self) -> tuple[State, Connection]:
-        """The next answer, and its connection."""
         async with self.news:
             await self.news.wait()
             await self.news.wait_for(lambda: self.state)

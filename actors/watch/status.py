@@ -53,7 +53,6 @@ SHOWN = (
     "time/wait_s",
     "time/version_s",
 )
-"""Metrics of the last record."""
 IN_WORDS = {*LIMITS, "running", "places", "places_taken"}
 """`fullness` puts these into words."""
 

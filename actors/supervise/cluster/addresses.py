@@ -17,7 +17,6 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def address_towards(cluster: str) -> str:
-    """This machine's address as other nodes of `cluster` reach it."""
     host = split(cluster)[0] if ":" in cluster else ""
     for target in (host, FAR):
         try:
@@ -38,16 +37,14 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 
 def interface_hints(address: str, interface: str | None) -> dict[str, str]:
-    """Variables that name gloo's and NCCL's interface; none on loopback."""
+    """Empty on loopback."""
     name = interface or next((name for name, found in _addresses() if found == address), None)
     return dict.fromkeys(INTERFACES, name) if name else {}
 
 
 def on_cluster(config: Config, cluster: str) -> Config:
-    """`config` with an absolute run folder, and this machine's address in place of default hosts.
-
-    What a person wrote stays: `doctor.run_file.unreachable` names it.
-    """
+    """Puts this machine's addresses in place of defaults. What a person wrote stays: `doctor.run_file.unreachable`
+    names it."""
     host = address_towards(cluster)
     changed: dict[str, dict[str, Any]] = {"run": {"folder": config.run.folder.absolute()}}
     if not is_loopback(f"tcp://{host}:0"):  # else the cluster is on this machine alone

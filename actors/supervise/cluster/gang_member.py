@@ -37,7 +37,7 @@ class GangMember:
         return Whereabouts("", self._node, self._address, self._shared), self._unfit
 
     def host(self) -> int:
-        """Open a store for the next generation; its port."""
+        """Returns the store's port."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # slow, and needed on one node
 
         timeout = timedelta(seconds=60)

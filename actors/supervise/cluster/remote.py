@@ -1,4 +1,4 @@
-"""The launcher's ends of actors on other nodes: calls go on over a keeper that is lost with its node, or fail."""
+"""The launcher's ends of actors on other nodes, which may be lost."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,15 +13,14 @@ from configs.entrypoint import DONE
 from configs.variables import open_private, private_folder
 
 EVENTS_S = 30.0
-"""A call for events without news returns after this long."""
 STARTED_S = 20.0
-"""For a keeper to start, so that processes start in order; one that waits for a node must not hold up the rest."""
+"""Keeps the order of processes; one that waits for a node must not hold up the rest."""
 ANSWER_S = 40.0
-"""For a keeper's answer, beyond its own limit."""
+"""Beyond a keeper's own limit."""
 
 
 class RemoteKeeper:
-    """A `NodeKeeper` as a Ray actor. Raises RayError when Ray itself is gone."""
+    """A `NodeKeeper` as a Ray actor. Raises RayError when Ray is gone."""
 
     def __init__(self, process: Process, make: Callable[[], Any], is_alive: Callable[[str], bool]) -> None:
         self.process, self._make, self._is_alive = process, make, is_alive
@@ -37,7 +36,7 @@ class RemoteKeeper:
         return [self._place.node] if self._place else []
 
     async def started(self) -> None:
-        """Wait for a keeper, STARTED_S at most. What hinders one is an event."""
+        """What hinders a keeper is an event."""
         import ray
 
         with suppress(TimeoutError, ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
@@ -172,7 +171,7 @@ def _answer(reference: Any) -> Any:
 
 
 def log_lines(process: Process, events: Sequence[Event]) -> None:
-    """Log here what a process printed on a node without the run's folder."""
+    """The node lacks the run's folder."""
     with suppress(OSError):  # what a full disk does not take is left out
         private_folder(process.log.parent)
         with open(process.log, "a", encoding="utf-8", opener=open_private) as file:

@@ -16,7 +16,7 @@ SURVEY_S = 120.0
 
 @dataclass(frozen=True)
 class Survey:
-    """What nodes lack, by address."""
+    """By address."""
 
     without_folder: tuple[str, ...] = ()
     """Nodes without the working directory or something in it."""
@@ -25,7 +25,7 @@ class Survey:
 
 
 def survey(nodes: Mapping[str, str], config: Config) -> Survey:
-    """Look at `nodes`, address by id. Silence is a fault."""
+    """A silent node has a fault."""
     import ray
 
     def look(cwd: str, names: set[str], wanted: dict[str, str], text: str, expected: str) -> tuple[bool, list[str]]:
