@@ -10,7 +10,7 @@ from configs.plain_text import concealed
 Role = Literal["buffer", "learner", "rollout", "reward", "teacher"]
 EventKind = Literal["line", "started", "failed", "ended", "refused", "gave_up"]
 FINAL: tuple[EventKind, ...] = ("ended", "refused", "gave_up")
-"""No start follows these."""
+"""A process is not started again after these."""
 PROGRESS: dict[Role, str] = {
     "buffer": "stored a group",
     "learner": "trained a new version",
@@ -55,14 +55,14 @@ class Process:
     """From SIGTERM to SIGKILL."""
     restarts: Restarts = Restarts()
     concealed: Mapping[str, str] = field(default_factory=concealed, repr=False)
-    """Credentials, and their place in the log."""
+    """Credentials, and what the log has in their place."""
     pool: str = ""
     """Only servers of one pool, such as a teacher's, replace each other."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """`number` grows from event to event."""
+    """What happened to a process; `number` grows."""
 
     number: int
     kind: EventKind

@@ -56,7 +56,7 @@ class Source:
     def __init__(self, function: FunctionType) -> None:
         self.function = function
         self._texts: dict[str, str] = {}
-        """In Python's order."""
+        """In the order that Python needs."""
         self._began: set[str] = set()
 
     def text(self) -> str:

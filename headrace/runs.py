@@ -28,7 +28,7 @@ SHOWN = 20
 DEAD = 1
 """Exit code of `headrace status` without an answer."""
 ENDED_WELL = (0, 3, 128 + signal.SIGINT)
-"""At the last version, at the end of the data, after a stop."""
+"""A run reached its last version or the end of its data, or was stopped."""
 Record = dict[str, Any]
 
 
@@ -211,7 +211,7 @@ class Launcher:
         self.accepted.set()
 
     def _stop_at_exit(self) -> None:
-        """The end of the program would kill the run."""
+        """Otherwise the end of the program would kill the run."""
         print(f"headrace: stopping the run {self._name}, because the program that launched it ends; call run.wait() "
               "to let it reach its last version", file=sys.stderr, flush=True)  # fmt: skip
         self.guarded.signal(signal.SIGINT)

@@ -1,8 +1,8 @@
 """`python -m actors certify MODEL [--server] [--no-shared-prompts] [--trust-remote-code] [--out FILE]`
 
 Compares a small copy of a model, with random weights, in every way that a run trains and pushes it, with `--server`
-also with a real vLLM server on the CPU. Takes seconds, with a server about a minute. Exit code: 0 if everything holds,
-2 if a comparison fails or the model is refused, 1 if the certificate could not be made.
+also with a real vLLM server on the CPU. Exit code: 0 if everything holds, 2 if a comparison fails or the model is
+refused, 1 if the certificate could not be made.
 """
 
 import sys

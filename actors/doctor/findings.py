@@ -1,7 +1,7 @@
 """`python -m actors doctor [RUN.yaml ... --gpu NAME --section.key=value ...]`: will a run work on this machine?
 
-Prints a line per finding, `ok`, `warn` or `FAIL`, with a remedy for each trouble; exit code 1 if any failed, 2 for a
-run file that `launch` refuses. A run file is priced too, on the card `--gpu` or this machine's. Changes nothing.
+Prints one line per finding, with a remedy for each trouble; exit code 1 if a check failed, 2 for a run file that
+`launch` refuses. Changes nothing.
 """
 
 import os

@@ -36,7 +36,7 @@ ADAPTER_SPEED = 0.67
 SQUARES = 1.5
 """Mean square of lengths, as a multiple of the squared mean: geometric, cut at four times the mean."""
 START_S = 100
-"""To the first version: 80 to 122 were measured with 1.5B."""
+"""Until the first version: 80 to 122 were measured with 1.5B."""
 FREED = ("tokens_per_microbatch", "activation_checkpointing", "gather", "head_chunk_tokens")
 """Set to `auto` first where a run does not fit."""
 LARGER = ("A100-80G", "H100", "H200", "B200")
@@ -53,7 +53,6 @@ class Speed:
     version_s: float
     """Both together, as simulated."""
     sampled: float
-    """Tokens per version."""
     running: float
     """Sequences of all servers."""
 
@@ -95,7 +94,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
     "learner.cpu_offload: true": {"learner": {"cpu_offload": True}},
     "an adapter, model.lora: {rank: 32}": {"model": {"lora": {"rank": 32}}},
 }
-"""Keep less learner state on a GPU."""
+"""Keys that keep less learner state on a GPU."""
 
 
 def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
@@ -116,7 +115,7 @@ def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
 
 
 def patches_of(config: Config) -> int:
-    """Most of one sample. Raises ConfigError if model.path cannot be read."""
+    """Most patches of one sample. Raises ConfigError if model.path cannot be read."""
     read_config(config.model)
     form = ImageFormat.of_run(config)
     return max_sample_patches(config, form) if form else 0
@@ -195,7 +194,6 @@ def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Spee
 
 
 def mean_answer(config: Config) -> float:
-    """As `configs/flow/sequences.py` assumes."""
     return MEAN_SHARE * (max_sample_tokens(config) - config.data.max_prompt_tokens)
 
 

@@ -44,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """GPUs that torch can use, or the error's last line."""
+    """The GPUs that torch can use, or the last line of the import's error."""
 
     gpus: int = 0
     error: str = ""
@@ -66,7 +66,7 @@ class Machine:
     """RAY_ADDRESS."""
     torchvision: Torch = Torch()
     may_open: int = -1
-    """Hard limit; negative: none."""
+    """Hard limit of open files; negative: none."""
     moved: list[tuple[str, str]] = field(default_factory=list)
     """Libraries, each with something that it lacks."""
     clock_behind_s: float = 0.0

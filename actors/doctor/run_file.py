@@ -130,7 +130,7 @@ def _judge_data(config: Config, judgement: Judgement) -> tuple[Rows, list[str]]:
     for key, source in config.data.sources().items():
         if list(problems_with(source)):  # `check` says so
             continue
-        from buffer.problems import load_problems  # imports pyarrow, which is slow
+        from buffer.problems import load_problems  # imports pyarrow
 
         try:
             room = existing(config.run.path)
@@ -185,7 +185,8 @@ def shares(source: Source, weighted: Sequence[tuple[int, float]]) -> Iterator[st
 
 
 def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
-    """Refusals and warnings. Servers are certain to be elsewhere only if this machine has too few GPUs."""
+    """Refusals and warnings on loopback addresses. Servers are certain to be elsewhere only if this machine has too few
+    GPUs."""
     remedy = "name an address of this machine that the others reach"
     written = [line for key, line in unreachable(config).items() if hosts(config)[key] != LOOPBACK[key]]
     found = written if cluster else []
@@ -217,7 +218,7 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
 
 
 def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
-    """Without parts that have a line in `refused`."""
+    """Parts to try, without those that have a line in `refused`."""
     keys = {
         "prompts": ("model.path", "data.chat_template", "data.format_prompt"),
         "reward": ("reward.function", "reward.kwargs", "reward.model"),

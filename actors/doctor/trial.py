@@ -49,7 +49,7 @@ END_S = 10.0
 
 @dataclass
 class Judgement:
-    """Findings about a run file before anything starts, one line each."""
+    """Findings about a run file, one line each."""
 
     refused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -186,7 +186,7 @@ def fork_guarded() -> None:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """`reward 1` is the second reward function."""
+    """Try one part, such as `reward 1`, the second reward function."""
     (part, _, which), folder = argv[0].partition(" "), argv[1]
     given = msgpack.unpackb((Path(folder) / "given").read_bytes())
     trial = Trial(Path(folder))
@@ -232,7 +232,7 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
         except PromptError as error:
             failed[number] = one_line(error)
         else:
-            if bool(pictures) not in shown:  # the first with images, and the first without
+            if bool(pictures) not in shown:
                 shown.add(bool(pictures))
                 text = made.shown(tokens)
                 first = first or text
@@ -429,7 +429,7 @@ def try_question(trial: Trial, function: "Reward", rows: Rows) -> bool:
 
 
 def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> None:
-    """Nothing that happens here refuses the run."""
+    """Ask for rewards of empty answers; nothing that happens here refuses the run."""
     from rollout.rewards.convention import Answer
     from rollout.rewards.models.http_model import HttpModel
 
@@ -461,7 +461,7 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
 
 
 def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
-    """A task is not called, because that takes an engine."""
+    """Import the task and look at its signature; a call would take an engine."""
     from rollout.rewards.convention import is_async
     from rollout.tasks import load_task
     from rollout.tasks.environment import start_host
@@ -517,7 +517,6 @@ PARTS: dict[str, tuple[str, Callable[[Trial, Config, Rows, int], None]]] = {
     "task": ("rollout.task", task),
     "teacher": ("teacher.model", teacher),
 }
-"""By part: its key and its trial."""
 
 
 def one_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ LABELLED = {"weights": "server", "server": "server", "eval": "set", "teacher": "
 
 
 class Figure(NamedTuple):
-    """One line."""
+    """One line of the answer."""
 
     name: str
     labels: dict[str, str]

@@ -1,8 +1,7 @@
 """`python -m actors watch RUN|CONFIG.yaml [--port 5680] [--host 127.0.0.1] [--terminal]`: a run as it goes on.
 
-Serves the run's page (`/`), its news as server-sent events (`/events`), answers (`/samples`), and figures for
-Prometheus (`/metrics`); `--terminal` draws on the terminal instead. Changes and keeps nothing: any number may watch a
-run, alive or dead. Beyond loopback anybody who reaches the port may read.
+Changes and keeps nothing: any number may watch a run, alive or dead. Beyond loopback anybody who reaches the port may
+read.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ PORT = 5680
 MOST_CONNECTIONS, MOST_BODY = 256, 1024
 CLOSE_S = 1.0
 WRITE_S = 60.0
-"""Then the browser has to connect again."""
+"""For a browser to take an event; then it has to connect again."""
 FAR_BYTES = 16 << 20
 """A browser that has missed more records gets the page's data anew, which are bounded."""
 

@@ -26,7 +26,7 @@ from configs.schema import Config
 
 log = logging.getLogger(__name__)
 FILE_S = 10.0
-"""For the file of a silent buffer."""
+"""Between two looks at a silent buffer's file."""
 
 
 class Watcher:
@@ -36,7 +36,6 @@ class Watcher:
     def __init__(self, config: Config, run: Path, overrides: Sequence[str] = ()) -> None:
         self.config, self.run, self._overrides = config, run, overrides
         self._launched = self._written()
-        """0: there is no file."""
         self.records = Records(run / "metrics.jsonl", bounded=True)
         self._poll = StatePoll(config, "watch")
         self.news = asyncio.Condition()
@@ -70,7 +69,6 @@ class Watcher:
                 self.news.notify_all()
 
     async def _ask(self) -> None:
-        """Waits for the run's keys."""
         while True:
             try:
                 await self._poll.follow()

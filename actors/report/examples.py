@@ -84,7 +84,7 @@ def _model(entry: dict[str, Any]) -> EvaluatedModel:
 
 
 def stored_examples(file: Path, model: str) -> dict[str, list[Example]]:
-    """First and last stored batch; `model` has the tokenizer."""
+    """Answers of the first and the last stored batch; `model` has the tokenizer."""
     found = {}
     with closing(reading(file)) as db:
         for title, order in (("before", "ASC"), ("after", "DESC")):

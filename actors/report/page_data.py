@@ -30,10 +30,9 @@ DIGITS = 6
 """Significant digits."""
 FROZEN_BATCHES = 16
 GROUPS, SAMPLES = 3, 4
-"""On the live page."""
 FROZEN_GROUPS, FROZEN_SAMPLES = 2, 2
 MOST_LOOKS = 1500
-"""Evenly spread, if there are more."""
+"""A longer run shows evenly spread ones."""
 MOST_CHARS = 4000
 
 
@@ -142,7 +141,6 @@ def version_row(record: Record) -> Record:
 
 
 def rows_of(models: Iterable[EvaluatedModel]) -> list[list[str]]:
-    """Rows: name, reward, share solved."""
     return [[f"{model.name} {model.set}".strip(), model.reward, model.solved] for model in models]
 
 

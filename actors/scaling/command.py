@@ -1,7 +1,7 @@
 """`python -m actors scale RUN --servers N|auto [--no-wait]`: more or fewer rollout servers while a run goes on.
 
-Sends the number to the buffer and, but for `--no-wait`, waits until the launcher has done it. The number holds until
-the next `scale`, over restarts too; `auto` goes back to the run file. Ctrl-C ends the waiting only.
+Waits until the launcher has done it, but for `--no-wait`. The number holds until the next `scale`, over restarts too;
+`auto` goes back to the run file.
 """
 
 import asyncio

@@ -33,7 +33,6 @@ class Look:
     leased: int
     """Groups being made."""
     made: int
-    """Groups so far."""
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,9 @@ def judge(config: Config, loss_accepted: bool = False) -> tuple[list[str], str |
 
 
 def servers(config: Config) -> tuple[int, int]:
-    """Servers to start with, and wanted unless a person says otherwise.
+    """Servers to start with, and servers wanted unless a person says otherwise.
 
-    The last number holds, unless the run file has changed its own since.
+    The number wanted last holds, unless the run file has changed its own since.
     """
     known, wanted = past(config), config.rollout.servers
     least, changed = config.rollout.least_servers, {change.key for change in resume.changes(known.settings, config)}
@@ -130,7 +130,6 @@ def source(config: Config, words: str) -> Source:
 
 
 def _shapes(model: str) -> dict[str, int]:
-    """Nothing for a hub name."""
     try:
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

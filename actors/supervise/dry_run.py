@@ -1,7 +1,6 @@
 """`python -m actors launch RUN.yaml --dry-run`: the model answers a few training problems, and the reward scores them.
 
-Evaluates the first rows of data.train with the run's own settings. Starts neither buffer nor learner, and leaves the
-run's folder alone.
+Starts neither buffer nor learner, and leaves the run's folder alone.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 A member on each node runs `python -m learner` for its share of the ranks. The first that ends, or is lost with its
 node, ends the generation, because a rank that started again alone would meet nobody. The next one starts once every
-member answers again, after the pauses and with the give-up rule of a keeper. Nothing here knows of Ray.
+member answers again, after the pauses and with the give-up rule of a keeper.
 """
 
 import asyncio
@@ -16,22 +16,22 @@ from actors.supervise.keeper import Ends
 from configs.entrypoint import DONE, ENDINGS, unless
 
 TOGETHER_S = 120.0
-"""For other nodes, once the learner is done on one."""
+"""Other nodes get this time to end once the learner is done on one."""
 LEAVE_MARGIN_S = 3.0
-"""For calls between nodes."""
+"""Part of a notice for calls between nodes."""
 LOST = 137
-"""A member is lost with its node."""
+"""Exit code of a member that is lost with its node."""
 
 
 class LostMember(Exception):
-    """Ray makes another member where there is room."""
+    """A member or its node is gone; Ray makes another where there is room."""
 
 
 class KeptNode(Protocol):
     """A `GangMember` on its node. All but `place` raise LostMember."""
 
     async def place(self) -> tuple[Whereabouts, str]:
-        """Waits for a node."""
+        """As `GangMember.place`, once there is a node."""
         ...
 
     async def host(self) -> int: ...
@@ -69,13 +69,12 @@ class Gang:
     ) -> None:
         self.process, self._members, self._gone, self._flags = process, members, gone, flags
         self.places: list[Whereabouts] = []
-        """The last known ones."""
         self._events: list[Event] = []
         self._number = 0  # of the last event
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
         self._leaving: dict[str, float] = {}
-        """When leaving nodes are gone."""
+        """Nodes that leave, and when each is gone."""
         self._limit_s = 0.0
         self._ends = Ends(process)
         self._keeping = asyncio.create_task(self._keep())
@@ -154,7 +153,6 @@ class Gang:
         return found
 
     async def _generation(self) -> GenerationEnd:
-        """How the first process ended."""
         followers: list[asyncio.Task[GenerationEnd]] = []
         try:
             await self._start()
@@ -187,7 +185,6 @@ class Gang:
             await self._each(lambda member: member.drain(self._limit_s))
 
     async def _follow(self, number: int) -> GenerationEnd:
-        """Report until the process ends; raises nothing."""
         after, place = 0, self.places[number]
         where = f"node {number} ({place.address})"
         while True:

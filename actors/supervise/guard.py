@@ -28,9 +28,9 @@ if __name__ == "__main__":  # isolated Python does not search this folder
     sys.path.insert(0, os.fspath(Path(__file__).parents[2]))
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Sent to all processes of a run; a guard leaves them to its owner."""
+"""A scheduler may send these to all processes of a run; a guard leaves them to its owner."""
 GRACE_S = 2.0
-"""For descendants, after the command's end."""
+"""Descendants get this time to end after the command."""
 STUCK_S = 30.0
 """A descendant that outlives SIGKILL so long is stuck in a driver."""
 TRACKER = "multiprocessing.resource_tracker"
@@ -38,7 +38,7 @@ TRACKER = "multiprocessing.resource_tracker"
 MESSAGE_BYTES = 1 << 18
 """More than the kernel takes for one message, 208 KiB."""
 LOST = 137
-"""The guard was killed."""
+"""Exit code of a command whose guard was killed."""
 
 
 class Guarded:

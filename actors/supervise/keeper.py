@@ -28,9 +28,9 @@ LINE_BYTES = 1 << 16
 LOG_BYTES, LOG_FILES = 64 << 20, 3
 """`NAME.log` of this size becomes `NAME.log.1`, and so on."""
 SHOWN_LINES, SHOWN_EVERY_S, SHOWN_CHARACTERS = 300, 30.0, 2000
-"""Reported in so many seconds; the log has all lines."""
+"""Lines and characters that are reported in so many seconds; the log has all."""
 SET_BY_RAY = {"OMP_NUM_THREADS", "PYTHONBREAKPOINT"}
-"""Ray changes these in its workers."""
+"""Ray changes these in its workers; a process gets the launcher's."""
 
 
 class Keeper:
@@ -55,7 +55,7 @@ class Keeper:
 
     def events(self, after: int, timeout_s: float) -> list[Event]:
         with self._changed:
-            if after >> COUNTER_BITS != self._incarnation:  # another keeper's number
+            if after >> COUNTER_BITS != self._incarnation:  # a number of another keeper
                 after = 0
             self._changed.wait_for(lambda: bool(self._events) and self._events[-1].number > after, timeout_s)
             return [event for event in self._events if event.number > after]
@@ -122,7 +122,7 @@ class Keeper:
             reader.join(5.0)  # for the last lines: all writers are gone
 
     def _start(self) -> tuple[Guarded | None, threading.Thread]:
-        """No process if it is not wanted any more."""
+        """None: the process is not wanted any more."""
         source, sink = os.pipe()
         with os.fdopen(sink, "wb"):
             output = os.fdopen(source, "rb")
@@ -185,7 +185,7 @@ class Keeper:
 
 
 class Ends:
-    """Judges ends that nobody asked for."""
+    """Judges the unexpected ends of a process."""
 
     def __init__(self, process: Process) -> None:
         self.process, self.failures, self.worked = process, 0, False
@@ -210,7 +210,7 @@ class Ends:
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:
-    """From the last line on that names the command."""
+    """The last lines, beginning with the last one that names the command."""
     starts = [at for at, line in enumerate(lines) if line.startswith(("python -m ", "headrace "))]
     return list(lines)[starts[-1] :] if starts else list(lines)
 

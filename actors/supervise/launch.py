@@ -2,9 +2,6 @@
 
 Checks everything first and explains the run; nothing is written before the run is accepted. Then it places a keeper for
 each process and waits for their events. The run ends when the learner does.
-
-`--fork-from RUN[@vN]` begins a new run from a checkpoint of another one. `--accept-loss` goes on with a run that has
-lost commits of its ledger. `--dry-run`: see `dry_run.py`.
 """
 
 import asyncio
@@ -118,7 +115,6 @@ def prepare(config: Config, source: accept.Source | None = None, loss_accepted: 
 
 
 def processes(config: Config, servers: int | None = None) -> list[Process]:
-    """`servers` None: the fewest."""
     learner, reward, on_cpu = config.learner, config.reward, config.rollout.device == "cpu"
     gpus = 0 if learner.device == "cpu" else learner.ranks
     return [
@@ -189,7 +185,7 @@ def keep(
 
 @contextmanager
 def placement(config: Config) -> Iterator[Placement]:
-    """Raises ConfigError without room for the run."""
+    """Raises ConfigError."""
     if cluster_of(config) or starts_ray(config):
         with ray_cluster(config) as cluster:
             yield cluster

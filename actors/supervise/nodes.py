@@ -17,11 +17,11 @@ T = TypeVar("T")
 LOOK_EVERY_S = 1.0
 PATIENCE_S = 60.0
 REMIND_S = 60.0
-"""Doubles with each reminder."""
+"""Until the first reminder; doubles with each."""
 STARTS_S = 10.0
 """A keeper that takes longer to start waits for a node."""
 NOTICE_S = 30.0
-"""Where Ray knows no deadline."""
+"""Assumed notice where Ray knows no deadline."""
 CALL_S = 2.0
 """For calls that pass a notice on."""
 

@@ -21,7 +21,7 @@ from configs.schema import Config
 T = TypeVar("T")
 EVENTS_S = 30.0
 CALLS = 4
-"""One for events, two drains, one kill."""
+"""Blocking calls at a time: one for events, two drains, one kill."""
 OPEN_FILES = 65536
 """Soft limit, where the hard limit allows it."""
 
@@ -43,7 +43,6 @@ class GpuPool:
         self._hand_out()
 
     def withdraw(self, keeper: "PlainKeeper") -> bool:
-        """Whether `keeper` was waiting."""
         was_waiting = keeper in self._waiting
         if was_waiting:
             self._waiting.remove(keeper)
@@ -70,9 +69,8 @@ class PlainKeeper:
         self.keeper: Keeper | None = None
         """None while it waits for GPUs."""
         self._begun = asyncio.Event()
-        """It waits for GPUs no more, with or without them."""
+        """Set once it waits no more, with or without GPUs."""
         self._last = Event(0, "ended", "it was waiting for GPUs", DONE)
-        """For a process that never starts."""
         self._said_what_for = self._released = False
         self._calls = ThreadPoolExecutor(CALLS, f"calls-{process.name}")
         pool.ask(self)
@@ -98,12 +96,11 @@ class PlainKeeper:
         return await self._call(self.keeper.events, after, EVENTS_S)
 
     async def drain(self, timeout_s: float) -> None:
-        """A process that waits for GPUs never starts."""
         if not self._withdrawn() and self.keeper is not None:
             await self._call(self.keeper.drain, timeout_s)
 
     async def kill(self) -> None:
-        """The process of a released keeper is gone."""
+        """Does nothing once released, because the process is gone."""
         if not self._released and not self._withdrawn() and self.keeper is not None:
             await self._call(self.keeper.kill)
 
@@ -133,7 +130,7 @@ class OneMachine:
 
     @classmethod
     def take(cls, config: Config) -> "OneMachine":
-        """Raises ConfigError with all that keeps the run from this machine."""
+        """Raises ConfigError."""
         names = gpu_names()
         if found := list(misfits(config, len(names))):
             raise ConfigError(found)
@@ -154,7 +151,6 @@ class OneMachine:
 
 
 def raise_open_files() -> None:
-    """Raise the limit for this process and its children."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if 0 <= soft < most:

@@ -1,8 +1,7 @@
 """Ray places one keeper per process, as an actor on a node with the GPUs of the process.
 
 `cluster.address` or RAY_ADDRESS names the cluster; with `local` a small Ray is started here and stopped again. A keeper
-that dies takes its process along. Ray then makes a new keeper, on another node if its own is lost. Besides this file
-only `cluster/` imports ray.
+that dies takes its process along. Ray then makes a new keeper, on another node if its own is lost.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on loopback only
 }
 CPU_SHARE = 0.01
-"""So that Ray counts and spreads processes without GPUs."""
+"""Lets Ray count and spread processes without GPUs."""
 CONNECT_S = 10.0
 CONNECTED: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
 

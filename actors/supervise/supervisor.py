@@ -1,8 +1,7 @@
 """The supervisor of a run: decides what an event of a process means for the run.
 
-It waits for one queue of events and signals. The first event that ends the run (the learner is done, a process refuses
-its input or cannot be kept, a signal) gives the verdict. Then learner, servers and buffer are drained in this order. A
-signal during the drain kills them.
+It waits for one queue of events and signals. The first that ends the run gives the verdict; then learner, servers and
+buffer are drained in this order. A signal during the drain kills them.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from buffer.wire.protocol import ServerLife
 from configs.entrypoint import BAD_INPUT, DATA_ENDED, DONE, FAILED, GIVEN_UP, StopSignals
 
 FAILED_DRAIN_S = 30.0
-"""A failed run's checkpoint may never come."""
+"""Limit of a drain: a failed run's checkpoint may never come."""
 LAST_EVENTS_S = 5.0
 LOST_S = 15.0
 """A keeper silent for so long after a drain is lost with its machine."""
@@ -34,9 +33,8 @@ class Verdict:
     code: int
     why: str
     last: str = ""
-    """Said once everything has ended."""
     healthy: bool = False
-    """The processes have their whole time to end."""
+    """The processes get their whole time to end."""
 
 
 class Supervisor:
@@ -56,14 +54,12 @@ class Supervisor:
         self._lives: dict[str, ServerLife] = {p.name: "placing" for p in processes if p.role == "rollout"}
         self._added: set[str] = set()
         self._drains: dict[str, asyncio.Task[None]] = {}
-        """Drains of servers, finished ones included."""
         self._ended: set[str] = set()
         self._news: asyncio.Queue[tuple[Process, Event] | int | BaseException] = asyncio.Queue()
         """Final events, numbers of signals, errors of tasks."""
         self.placed = asyncio.Event()
         """The first processes are placed, or will not be."""
         self.left: list[str] = []
-        """Drained servers that are gone."""
         self.ending = False
 
     async def run(self) -> int:

@@ -22,18 +22,19 @@ WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "
 FEW_VERSIONS = 5
 """With fewer nothing is said about learning or waiting."""
 WAITS, CLOSED, IDLE = 0.15, 0.05, 0.30
-"""Shares: waiting that matters; parked places of scarce servers; parked places of too many servers."""
+"""Shares: of waiting that matters; of parked places below which servers are scarce, and above which there are too many.
+"""
 SPARE = 1.15
-"""Servers to keep per server with work."""
+"""Servers to keep, as a multiple of those with work."""
 FEW_FAIL, MOST_FAIL = 0.05, 0.5
-"""Shares of failed attempts: for an alert, and for no other advice."""
+"""Shares of failed attempts: above the first there is an alert, above the second no other advice."""
 TRACEBACKS = "logs/rollout-*.log have the first traceback of each kind"
 SKIPPED = "gradient/skipped"
 """This alert means that something is broken."""
 MOST_FLAT = 0.8
-"""Share of filtered groups, for no other advice."""
+"""Share of filtered groups above which there is no other advice."""
 STALLED = 10.0
-"""Times the usual length of a version, at least STALLED_S."""
+"""A run stalls after so many times the usual length of a version, at least STALLED_S."""
 STALLED_S = 120.0
 
 
@@ -49,12 +50,11 @@ class Situation:
 
     versions: int
     waits: float = 0.0
-    """Share of the learner's time."""
+    """Share of time in which the learner waited."""
     checkpoints: float = 0.0
     parked: float | None = None
     """Share of slots without work because admission is closed."""
     servers: int = 1
-    """Servers whose heartbeats arrive."""
     wanted: int | None = None
     none_solved: float = 0.0
     all_solved: float = 0.0

@@ -36,9 +36,8 @@ class Display:
         self.config = config
         self.console = console or Console(file=output(reported=False), highlight=False, soft_wrap=True)
         self.records = Records(config.run.path / "metrics.jsonl", looks=False, bounded=True)
-        """Earlier records are not news."""
+        """Records of an earlier start are not news."""
         self.processes: dict[str, str] = {}
-        """Last event, except lines."""
         self.state: State | None = None
         """None: the buffer is silent."""
         self._settled: set[str] = set()

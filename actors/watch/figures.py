@@ -12,7 +12,6 @@ from actors.watch.metrics_log import FULL_LOOKS, Looks, Record, Records
 BEGINNING_S = 5.0
 """After so much more time than a version took, the learner began in between."""
 LAST = FULL_LOOKS
-"""Recent versions, and looks."""
 OUTAGE = 10.0
 """Times the usual length from which on a version counts as an outage."""
 MISSED_LOOKS = 4
@@ -98,7 +97,6 @@ def parked_share(looks: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def without_effect(records: Records) -> list[str]:
-    """Steps that changed nothing, a line for each cause."""
     lines, ordered = [], records.ordered()
     for key, what in WITHOUT_EFFECT.items():
         versions = [int(one["version"]) for one in ordered if one.get(key)]
@@ -111,7 +109,7 @@ def without_effect(records: Records) -> list[str]:
 
 
 def in_row(records: Records, key: str) -> int:
-    """The last consecutive versions with `key`."""
+    """Number of the last consecutive versions with `key`."""
     return sum(1 for _ in takewhile(lambda one: bool(one.get(key)), reversed(records.ordered())))
 
 
@@ -155,7 +153,6 @@ def seconds_left(records: Records, versions: int) -> float | None:
 
 
 def time_left(records: Records, versions: int) -> str:
-    """As `h:mm:ss`."""
     seconds = seconds_left(records, versions)
     return "" if seconds is None else str(timedelta(seconds=round(seconds)))
 

@@ -112,7 +112,7 @@ class Records:
         """By evaluated version."""
         self.servers = Looks()
         self.position = Position()
-        """Read up to here."""
+        """The file is read up to here."""
         self.read()
 
     def read(self) -> list[Record]:
@@ -124,7 +124,6 @@ class Records:
         return [record for line in lines if (record := _record(line)) and self._take_up(record, *known)]
 
     def _take_up(self, record: Record, versions: Mapping[int, Record], evaluations: Mapping[int, Record]) -> bool:
-        """Whether the record is new, and no look."""
         if is_of_servers(record):
             if self.looks:
                 self.servers.take_up(record)
@@ -156,7 +155,7 @@ class Records:
 
 
 def thinned(versions: Sequence[int]) -> Sequence[int]:
-    """The part to leave out."""
+    """The versions to leave out."""
     return versions[FULL_LOOKS : -MOST_VERSIONS // 2 : 2]
 
 

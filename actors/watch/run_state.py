@@ -48,7 +48,7 @@ MISSED_HEARTBEATS = 5
 
 
 def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
-    """Ends the process as `configs.load.read` does."""
+    """Read the run that `argv` names; ends the process as `configs.load.read` does."""
     if "-h" in argv or "--help" in argv:
         print_visible(f"usage: {prog} RUN [--section.key=value ...]\n\nRUN is a run's folder, or its config files.")
         print_visible("`python -m configs --keys` lists every key of the run file, docs/operations.md every command.")
@@ -215,7 +215,7 @@ def silent(state: State, config: Config) -> list[str]:
 
 
 def absences(state: State, config: Config) -> dict[str, str]:
-    """Includes servers that a live launcher keeps and the buffer does not know."""
+    """Servers that cannot work now, and why, also those of a live launcher that the buffer does not know."""
     kept = state.kept.servers if state.kept and state.launcher_gone_s is None else {}
     unheard = {name: life for name, life in kept.items() if name not in state.servers}
     found = {name: UNHEARD.get(life, life.replace("_", " ")) for name, life in unheard.items()}
@@ -280,7 +280,6 @@ def _percent(share: float) -> str:
 
 
 def _stages(server: Mapping[str, Any]) -> str:
-    """` (scoring 12 for 8 s, generating 4)`"""
     stats = server.get("stats", {})
     counts = {stage: stats[stage] for stage in ("generating", "scoring", "teacher", "task") if stats.get(stage)}
     lines = []

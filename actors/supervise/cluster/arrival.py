@@ -1,7 +1,7 @@
 """Prepares a node for a process: the same Headrace, torch and vLLM, the run's folder, its keys.
 
 Ray carries the launcher's `Delivery` to each keeper, which unpacks it here. On a shared folder everything is there
-already. Nothing here knows of Ray.
+already.
 """
 
 import hashlib

@@ -16,7 +16,7 @@ EVENTS_S = 30.0
 STARTED_S = 20.0
 """Keeps the order of processes; one that waits for a node must not hold up the rest."""
 ANSWER_S = 40.0
-"""Beyond a keeper's own limit."""
+"""For a keeper's answer, beyond its own limit."""
 
 
 class RemoteKeeper:
@@ -36,7 +36,7 @@ class RemoteKeeper:
         return [self._place.node] if self._place else []
 
     async def started(self) -> None:
-        """What hinders a keeper is an event."""
+        """Wait for a keeper; what hinders one is an event."""
         import ray
 
         with suppress(TimeoutError, ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
@@ -166,12 +166,12 @@ class RemoteMember:
 
 
 def _answer(reference: Any) -> Any:
-    """Cancelling it leaves the call alone."""
+    """Cancelling the future leaves the call alone."""
     return asyncio.wrap_future(reference.future())
 
 
 def log_lines(process: Process, events: Sequence[Event]) -> None:
-    """The node lacks the run's folder."""
+    """For a node without the run's folder."""
     with suppress(OSError):  # what a full disk does not take is left out
         private_folder(process.log.parent)
         with open(process.log, "a", encoding="utf-8", opener=open_private) as file:

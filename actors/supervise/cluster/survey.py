@@ -16,7 +16,7 @@ SURVEY_S = 120.0
 
 @dataclass(frozen=True)
 class Survey:
-    """By address."""
+    """Findings by address of a node."""
 
     without_folder: tuple[str, ...] = ()
     """Nodes without the working directory or something in it."""
