@@ -67,9 +67,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def guarded(argv: Sequence[str]) -> int:
-    """Run `argv` under a guard; the exit code. Forwards the first SIGINT or SIGTERM, and FORCING for each later one.
+    """Run `argv` under a guard; the exit code.
 
-    SIGHUP, for a lost terminal, is one SIGTERM, however often it comes.
+    Forwards the first SIGINT or SIGTERM, and FORCING for each later one. SIGHUP is one SIGTERM, however often it comes.
     """
     launcher = Guarded("launcher", argv, env=os.environ | {ABOVE: str(os.getpid())})
     hung_up = threading.Event()

@@ -27,11 +27,8 @@ JUDGES: tuple[Role, ...] = ("reward", "teacher")
 
 @dataclass(frozen=True)
 class Restarts:
-    """When to start a failed process again: at once after progress, else after `first_s`, doubled each time up to
-    `most_s`.
-
-    The keeper gives up after `failures` in a row without progress.
-    """
+    """Starts a failed process again at once after progress, else after `first_s`, doubled each time up to `most_s`;
+    gives up after `failures` in a row without progress."""
 
     first_s: float = 1.0
     most_s: float = 60.0

@@ -1,8 +1,7 @@
 """`headrace COMMAND ...`: every command of Headrace, from any folder.
 
-Also from one with a package `configs`, `actors` or `buffer` of its own: the installed script starts this file again
-with `python -P`, which runs the command's module as `python -m` does. Runs by path, so it imports only the standard
-library.
+Also from one with packages `configs`, `actors` or `buffer` of its own: the installed script starts this file again with
+`python -P`. Runs by path, so it imports only the standard library.
 """
 
 import difflib

@@ -1,8 +1,7 @@
 """Writes a reward function of a notebook or a script into a file, which the reward workers import.
 
-The file holds the source of the function and of all that it uses; what has no source is refused by name. The file's
-name holds a digest: another function is another value of `reward.function`, which a run that has begun refuses. Imports
-only the standard library.
+The file holds the source of the function and of all that it uses. Its name holds a digest: another function is another
+value of `reward.function`, which a run that has begun refuses. Imports only the standard library.
 """
 
 import ast
@@ -118,7 +117,6 @@ def _one_line(name: str, value: Any) -> str | None:
 
 
 def _literal(value: Any) -> str | None:
-    """Text of a plain value, the same in each process."""
     if value is None or type(value) in (bool, int, str, bytes):
         return repr(value)
     if type(value) is float:

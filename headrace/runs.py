@@ -1,7 +1,7 @@
 """Runs in a script or a notebook: `launch` starts one, and `Run` reads it and waits for its end.
 
-The program may have packages `configs` or `buffer` of its own, so this module imports none of Headrace's and runs the
-command `headrace`. A guard ends the launcher with all its processes when this program dies.
+The program may have packages `configs` or `buffer` of its own, so this module imports none and runs the command
+`headrace`. A guard ends the launcher with all its processes when this program dies.
 """
 
 import atexit
@@ -33,7 +33,7 @@ Record = dict[str, Any]
 
 
 class HeadraceError(RuntimeError):
-    """A command of Headrace refused its input or failed; the text is what it printed."""
+    """A command of Headrace refused or failed; the text is its output."""
 
 
 def launch(
@@ -219,7 +219,6 @@ class Launcher:
 
 
 def command(*words: str, well: Sequence[int] = (0,)) -> str:
-    """Raises HeadraceError unless the exit code is in `well`."""
     done = subprocess.run([sys.executable, "-P", str(ENTRY), *words], capture_output=True, text=True)
     if done.returncode and (done.returncode not in well or not done.stdout):
         raise HeadraceError((done.stderr or done.stdout).strip() or f"headrace {words[0]}: exit code {done.returncode}")

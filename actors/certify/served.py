@@ -123,7 +123,6 @@ async def compare_server(config: Config, mesh: DeviceMesh) -> list[Check]:
 
 
 async def compare_texts(what: str, engine: Engine, policy: Policy, texts: Sequence[np.ndarray]) -> Check:
-    """The server scores all texts at the same time."""
     found = await asyncio.gather(*(engine.probe(text.tolist()) for text in texts))
     row = packed_row(texts)
     ours = policy.score(policy.place(row), 1.0)[row.scored]

@@ -1,8 +1,7 @@
 """Forecasts a run on a card before anything starts.
 
-Memory is the learner's own estimate (`learner/model/memory.py`), with `auto` decided as at its start. Speeds are
-estimates: the learner's by FLOPs and MFU, a server's by `configs/flow/decoding.py`, both together by the simulation
-that `python -m configs` shows, with its lengths.
+Memory is the learner's own estimate, with `auto` decided as at its start. Speeds are estimates: the learner's by FLOPs
+and MFU, a server's by `configs/flow/decoding.py`, both together by the simulation that `python -m configs` shows.
 """
 
 from collections.abc import Iterator
@@ -181,7 +180,6 @@ def server_misfit(config: Config, card: Card, weights: int, room: KvRoom) -> Ite
 
 
 def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Speed | None:
-    """None where facts are missing."""
     facts = facts_of(config.model)
     if not (card.peak and card.bandwidth and facts.kv_numbers) or settled.learner.cpu_offload:
         return None

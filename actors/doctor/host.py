@@ -74,7 +74,6 @@ class Machine:
 
 
 def read_machine(folder: Path) -> Machine:
-    """`folder` is where the run will write."""
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     shm = Path("/dev/shm")
     installed = dict(_installed())
@@ -178,7 +177,7 @@ def judge_visible_gpus(
 
 
 def parse_gpus(listing: str) -> list[Gpu]:
-    """Parse lines `uuid, name, total, used`; an unknown figure is 0."""
+    """An unknown figure is 0."""
     rows = [line.rsplit(",", 2) for line in listing.splitlines() if line.count(",") >= 3]
     found = []
     for both, *rest in rows:

@@ -50,7 +50,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def judge_price(config: Config, named: Card | None) -> Judgement:
-    """Empty where the learner is to use the CPU."""
     judgement = Judgement()
     if config.learner.device == "cpu":
         return judgement

@@ -115,7 +115,7 @@ def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
 
 
 class Trial:
-    """Findings of a trial's process, and time limits that hold whatever users' code does."""
+    """Findings so far, and time limits that hold whatever users' code does."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.found = folder, Judgement()
@@ -194,7 +194,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     key, attempt = PARTS[part]
     try:
         attempt(trial, parse(given["config"]), given["rows"], int(which or 0))
-    except Exception as error:  # the outermost boundary
+    except Exception as error:
         trial.found.warnings.append(f"{key}: not judged: {named(error)}")
     trial.end()
 
@@ -372,7 +372,6 @@ def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
 
 
 def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Rows) -> Rows:
-    """Rows whose ground truth a built-in reward can use."""
     from buffer.data.entry_maker import EntryError
     from rollout.errors import TruthError
     from rollout.rewards import REWARDS

@@ -43,7 +43,6 @@ FAR_BYTES = 16 << 20
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 when stopped, 2 for bad input."""
     flags, rest = split_flags(
         argv,
         PROG,
@@ -116,8 +115,6 @@ def application(watcher: Watcher, host: str) -> web.Application:
 
 
 class Pages:
-    """Answers requests about `watcher`'s run."""
-
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
 

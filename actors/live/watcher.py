@@ -1,6 +1,6 @@
 """A run as it goes on: its records, the buffer's State, the overview, every second.
 
-It waits for the clock, because nothing reports that a file grows. A run whose buffer is silent is shown from its files.
+It waits for the clock, because nothing reports that a file grows.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Answers of a run to read: of any batch, of evaluations, of `evaluation.json`. The run may be live."""
+"""Answers of a run to read: of any batch, of evaluations, of `evaluation.json`."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The data of a run's page, as one JSON object: columns by version, looks at the servers, the overview, answers."""
+"""The data of a run's page, as one JSON object."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,5 @@
-"""`python -m actors report RUN|CONFIG.yaml`: what a run did, on the terminal and as `report.html`.
-
-Reads only the run's folder. The file is the page of `python -m actors watch`, frozen.
+"""`python -m actors report RUN|CONFIG.yaml`: what a run did, on the terminal and as `report.html`. Reads only the run's
+folder.
 """
 
 import sys
@@ -42,7 +41,6 @@ class Report:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 1: no records, 2: bad input."""
     config, run = find_run(argv, "python -m actors report")
     records = Records(run / "metrics.jsonl")
     try:

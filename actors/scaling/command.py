@@ -25,8 +25,7 @@ ANSWER_S, POLL_S, LAUNCHER_POLLS = 5.0, 0.5, 10
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0: done (`--no-wait`: accepted), 1: buffer or launcher do not answer, or a new server could not be
-    kept, 2: no such run, or an impossible number."""
+    """Exit code: 0: done, 1: no answer, or a new server could not be kept, 2: no such run, or an impossible number."""
     flags, rest = split_flags(argv, PROG, servers={"metavar": "N|auto"}, no_wait={"action": "store_true"})
     if flags.servers is None and rest[1:] and (rest[-1] == "auto" or rest[-1].isdigit()):
         print_visible(f"{rest[-1]}: the number of servers has a flag; write --servers={rest[-1]}", sys.stderr)
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def scale(config: Config, servers: int | None, waits: bool) -> int:
-    """Ask for so many servers, None: as the run file says. Raises RefusedError, TimeoutError, KeysError."""
+    """`servers` None: as the run file says. Raises RefusedError, TimeoutError, KeysError."""
     keys = load_client_keys(config.run.path / "keys", "launcher")
     async with AsyncExitStack() as stack:
         async with asyncio.timeout(ANSWER_S):

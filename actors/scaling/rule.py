@@ -1,13 +1,8 @@
-"""How many rollout servers a run should have: the rule of `rollout.servers: {min, max}`. No clock, no sockets.
+"""How many rollout servers a run should have, by who waits for whom: the rule of `rollout.servers: {min, max}`. No
+clock, no sockets.
 
-With w, the share of time that the learner waits for a batch, and p, the share of places parked because admission is
-closed:
-
-    up    w > 0.15 and p < 0.05, twice in a row (once if w > 0.5):  n = min(ceil(1.05 n (1 - p) / (1 - w)), 2 n)
-    down  p > 0.30 and w <= 0.15, three times in a row:             n = max(ceil(1.15 n (1 - p)), n - ceil(n / 4))
-
-Where both are large, the bound on age or stragglers hold both, and no number of servers helps: that is said instead. A
-window begins when the last change has taken effect, so the rule does not answer to its own changes.
+docs/scaling.md has the rule. A window begins when the last change has taken effect, so the rule does not answer to its
+own changes.
 """
 
 from dataclasses import dataclass

@@ -26,8 +26,7 @@ SHOWN_CHARS = 2000
 
 
 def main(config: Config, evaluate: Sequence[str] = ()) -> int:
-    """Exit code: 0 if an answer got a reward, 1 if none did, else that of `evaluate`. Raises ConfigError for a missing
-    model."""
+    """Exit code: 0 if an answer got a reward, 1 if none did, else that of `evaluate`. Raises ConfigError."""
     model = model_folder(config.model.path)
     with tempfile.TemporaryDirectory(prefix="headrace-dry-run-") as folder:
         file, out = Path(folder) / "config.yaml", Path(folder) / "answers.json"

@@ -1,7 +1,7 @@
 """Adds and drains rollout servers of a live run, as a person or the rule wants it.
 
 `python -m actors scale` sets the number wanted in the buffer. With `rollout.servers: {min, max}` and no number of a
-person, `actors/scaling/rule.py` decides, and the buffer keeps its number too.
+person, `actors/scaling/rule.py` decides.
 """
 
 import asyncio
@@ -132,8 +132,7 @@ class Fleet:
         return wish
 
     def _staying(self) -> list[str]:
-        """Servers that are not drained, the oldest first. A server that gave up is last and keeps its place: others
-        would give up too."""
+        """Servers that are not drained. A server that gave up is last and keeps its place: others would give up too."""
         lives = self._supervisor.servers()
         return sorted((name for name in lives if lives[name] != "draining"), key=lambda name: lives[name] in FINAL)
 

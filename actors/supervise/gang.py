@@ -201,7 +201,6 @@ class Gang:
                 await self._report(event.kind, event.text if plain else f"{where}: {event.text}")
 
     async def _move(self, why: str) -> None:
-        """Wait for every leaving node, also one that gets notice meanwhile."""
         await self._report("failed", f"{why}; it begins again once that node has left")
         while self._leaving and not self._stopping.is_set():
             node, until = next(iter(self._leaving.items()))

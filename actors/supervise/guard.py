@@ -1,12 +1,12 @@
 """A guard: runs one command and makes sure that nothing the command started outlives it or the guard's owner.
 
 The owner's `Guarded` runs this file by path, isolated (`python -I`), so it imports only the standard library, psutil
-and two small modules of `configs`. A socket that keeps messages apart carries the command line as a JSON list, then
-numbers of signals; and back `{"pid": N}` and, when nothing is left, `{"code": N}`.
+and two small modules of `configs`. The socket carries the command line as a JSON list, then numbers of signals; and
+back `{"pid": N}` and, when nothing is left, `{"code": N}`. The end of the owner's messages means kill, so no command
+outlives an owner that got SIGKILL.
 
-The end of the owner's messages means kill, so no command outlives an owner that got SIGKILL. The guard is the subreaper
-of the command's descendants, so it also finds those that left its session, as torch elastic's ranks do. If the guard is
-killed, the kernel kills the command.
+The guard is the subreaper of descendants, so it also finds those that left the session, as torch elastic's ranks do. If
+the guard is killed, the kernel kills the command.
 """
 
 import contextlib
@@ -134,7 +134,6 @@ class Guard:
                 os.kill(self.command.pid, number)
 
     def reap(self) -> None:
-        """Collect exit codes, adopted children's too."""
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if self.command is not None and found[0] == self.command.pid:

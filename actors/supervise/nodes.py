@@ -96,8 +96,6 @@ class Patience:
 
 
 class NodeWatch:
-    """Watches the nodes of a run's keepers."""
-
     def __init__(
         self,
         look: Callable[[], Awaitable[Mapping[str, ClusterNode]]],

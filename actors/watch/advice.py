@@ -64,7 +64,7 @@ class Situation:
     gain: float | None = None
     """Rise of the reward."""
     flat: float = 0.0
-    """Share of groups without variance since the last batch; 0 until they would fill a batch."""
+    """Share of groups without variance since the last batch."""
     failed: float = 0.0
     why_failed: str = ""
     waiting: str = ""

@@ -1,8 +1,8 @@
 """The records of a run, `metrics.jsonl`, read as they grow.
 
-Each line is a JSON object with flat keys: a version, an evaluation (`eval/...`), or a look at servers and buffer
-(`kind`, `time`, no version). A learner that restored an earlier version replaces the file and writes versions again:
-the later record counts. A line that a crash cut off is left out.
+A line is a version, an evaluation (`eval/...`), or a look at servers and buffer (`kind`, `time`, no version). A learner
+that restored an earlier version replaces the file and writes versions again: the later record counts. A line that a
+crash cut off is left out.
 """
 
 import json
@@ -40,7 +40,6 @@ class Position(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Position":
-        """The beginning for any other text."""
         inode, _, offset = text.partition("-")
         return cls(int(inode), int(offset)) if inode.isdigit() and offset.isdigit() else cls()
 

@@ -1,6 +1,6 @@
-"""The state of a run for status, display and page: from its buffer if that answers, else from the buffer's file.
+"""The state of a run: from its buffer if that answers, else from the buffer's file.
 
-Reading the SQLite file does not disturb a live buffer.
+Reading the file does not disturb a live buffer.
 """
 
 import asyncio
@@ -42,7 +42,6 @@ LIMITS = {
 }
 """The smallest of these figures bounds a server's places."""
 UNHEARD = {"placing": "is being placed", "started": "has not said Hello yet", "draining": "is being drained"}
-"""States before a server's first message; the other lives are words themselves."""
 MISSED_HEARTBEATS = 5
 """The buffer then ends a server's leases."""
 
@@ -72,7 +71,7 @@ def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
 
 
 async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
-    """None if the buffer does not answer in time, refuses an observer, or needs keys that are not here."""
+    """None if the buffer does not answer in time, refuses, or needs keys that are not here."""
     address = config.buffer.address
     try:
         keys = load_client_keys(config.run.path / "keys", "observer")
@@ -150,8 +149,6 @@ def when(seconds: float, say_ago: bool = True) -> str:
 
 
 class Wait(NamedTuple):
-    """Example: `Wait("learner", "rollout-0 (generating 12)", 3.2, "batch 7 has 20 of 32 groups")`"""
-
     who: str
     whom: str
     seconds: float

@@ -58,7 +58,7 @@ IN_WORDS = {*LIMITS, "running", "places", "places_taken"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0: the buffer answers or the run has ended by itself, 1: neither, 2: bad input."""
+    """Exit code 1 if the buffer does not answer and the run has not ended."""
     config, run = find_run(argv, "python -m actors status")
     console = Console(file=output(), highlight=False, markup=False, soft_wrap=True)
 
@@ -177,7 +177,7 @@ def _servers_table(state: State, config: Config) -> Table:
     gone = silent(state, config)
     for name, server in state.servers.items():
         shown = {key: value for key, value in server.get("stats", {}).items() if key not in IN_WORDS}
-        if name in gone:  # out of date
+        if name in gone:
             shown = {}
         stats = "  ".join(f"{key} {value:.4g}" for key, value in shown.items())
         silent_s = server.get("silent_s")

@@ -18,8 +18,6 @@ ONCE = Restarts(failures=1)
 
 
 class GangMember:
-    """Keeps one node's learner process through each generation."""
-
     def __init__(self, process: Process, delivery: Delivery | None, node: str = "", address: str = "") -> None:
         self._node, self._address = (node, address) if node else here()
         self._keeper: Keeper | None = None

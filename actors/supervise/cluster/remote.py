@@ -66,7 +66,7 @@ class RemoteKeeper:
             if event.kind == "started" and self._place is not None and self._place.node:
                 event = replace(event, text=f"{event.text} on {place.address}")
             self._ended |= event.kind in FINAL
-            events.append(replace(event, number=after + 1 + len(events)))  # machines number by clocks of their own
+            events.append(replace(event, number=after + 1 + len(events)))  # each keeper numbers for itself
         if not place.shared:
             log_lines(self.process, events)
         return events
