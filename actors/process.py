@@ -37,8 +37,6 @@ class Restarts:
 
 @dataclass(frozen=True)
 class Process:
-    """A process as a plain command."""
-
     name: str
     role: Role
     argv: tuple[str, ...]

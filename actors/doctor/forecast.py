@@ -50,7 +50,6 @@ class Speed:
     batch_s: float
     """One full server makes a batch."""
     version_s: float
-    """Both together, as simulated."""
     sampled: float
     running: float
     """Sequences of all servers."""
@@ -114,7 +113,7 @@ def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
 
 
 def patches_of(config: Config) -> int:
-    """Most patches of one sample. Raises ConfigError if model.path cannot be read."""
+    """Most patches of one sample. Raises ConfigError."""
     read_config(config.model)
     form = ImageFormat.of_run(config)
     return max_sample_patches(config, form) if form else 0

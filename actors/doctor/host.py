@@ -44,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """The GPUs that torch can use, or the last line of the import's error."""
+    """Result of an import."""
 
     gpus: int = 0
     error: str = ""
@@ -66,11 +66,11 @@ class Machine:
     """RAY_ADDRESS."""
     torchvision: Torch = Torch()
     may_open: int = -1
-    """Hard limit of open files; negative: none."""
+    """Hard limit of open files; negative: any number."""
     moved: list[tuple[str, str]] = field(default_factory=list)
     """Libraries, each with something that it lacks."""
     clock_behind_s: float = 0.0
-    """Behind the newest file of this installation."""
+    """Compared with the newest file of this installation."""
 
 
 def read_machine(folder: Path) -> Machine:

@@ -250,7 +250,7 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def judge_template(found: Judgement, config: Config, made: "Prompts", first: str) -> None:
-    """Warn of unknown template arguments, and of a tag that ends the `first` prompt, which rewards do not see."""
+    """Warn of unknown template arguments, and of a tag that ends prompts, which rewards do not see."""
     for name in config.rollout.chat.template_kwargs:
         if made.plain or name not in made.template_text:
             found.warnings.append(f"rollout.chat.template_kwargs.{name}: the chat template has no such argument")
@@ -460,7 +460,6 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
 
 
 def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
-    """Import the task and look at its signature; a call would take an engine."""
     from rollout.rewards.convention import is_async
     from rollout.tasks import load_task
     from rollout.tasks.environment import start_host

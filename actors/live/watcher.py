@@ -51,7 +51,7 @@ class Watcher:
         return self._poll.state
 
     def look(self) -> None:
-        """Needs `steady`."""
+        """The caller holds `steady`."""
         self.records.read()
         self.overview = self._look()
 

@@ -15,7 +15,6 @@ from configs.load import ConfigError
 from configs.plain_text import figure
 
 EXAMPLES = 2
-"""Answers of each policy."""
 EVALUATED = """
 SELECT version, samples FROM evaluations WHERE state = 'done' AND samples <> ''
     AND due IN ((SELECT MIN(due) FROM evaluations), (SELECT MAX(due) FROM evaluations WHERE state = 'done'))
@@ -55,10 +54,8 @@ class EvaluatedModel:
     name: str
     reward: str
     solved: str
-    """Share of problems."""
     examples: list[Example]
     set: str = ""
-    """Empty if there is one set."""
 
 
 def evaluated_models(path: Path) -> list[EvaluatedModel]:
@@ -84,7 +81,6 @@ def _model(entry: dict[str, Any]) -> EvaluatedModel:
 
 
 def stored_examples(file: Path, model: str) -> dict[str, list[Example]]:
-    """Answers of the first and the last stored batch; `model` has the tokenizer."""
     found = {}
     with closing(reading(file)) as db:
         for title, order in (("before", "ASC"), ("after", "DESC")):

@@ -32,7 +32,6 @@ FROZEN_BATCHES = 16
 GROUPS, SAMPLES = 3, 4
 FROZEN_GROUPS, FROZEN_SAMPLES = 2, 2
 MOST_LOOKS = 1500
-"""A longer run shows evenly spread ones."""
 MOST_CHARS = 4000
 
 
@@ -71,7 +70,7 @@ def certificate_data(file: Path) -> dict[str, Any]:
 
 
 def answers(config: Config, run: Path, frozen: bool) -> dict[str, Any]:
-    """Answers to read, from batches, evaluations and two policies. A live page asks for its own `samples`."""
+    """A live page asks for its own `samples`."""
     file = run / (config.buffer.path or "")
     models = evaluated_models(run / "evaluation.json")
     found: dict[str, Any] = {"batches": [], "samples": {}, "evaluated": {}, "trouble": "", "models": rows_of(models)}

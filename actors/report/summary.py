@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_report(config: Config, run: Path, records: Records) -> Report:
-    """Raises ConfigError for a broken `evaluation.json`; a broken buffer file is a line on stderr."""
+    """Raises ConfigError for a broken `evaluation.json`."""
     models = evaluated_models(run / "evaluation.json")
     file, held, comparison = run / (config.buffer.path or ""), None, Comparison()
     try:

@@ -25,7 +25,6 @@ ANSWER_S, POLL_S, LAUNCHER_POLLS = 5.0, 0.5, 10
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0: done, 1: no answer, or a new server could not be kept, 2: no such run, or an impossible number."""
     flags, rest = split_flags(argv, PROG, servers={"metavar": "N|auto"}, no_wait={"action": "store_true"})
     if flags.servers is None and rest[1:] and (rest[-1] == "auto" or rest[-1].isdigit()):
         print_visible(f"{rest[-1]}: the number of servers has a flag; write --servers={rest[-1]}", sys.stderr)

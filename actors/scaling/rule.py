@@ -53,7 +53,7 @@ class Window:
 
 
 class Rule:
-    """For `least` to `most` servers, and groups up to `staleness` versions old."""
+    """For `least` to `most` servers and groups up to `staleness` versions old."""
 
     def __init__(self, least: int, most: int, staleness: int) -> None:
         self.least, self.most, self.staleness = least, most, staleness

@@ -27,8 +27,8 @@ MOST_SERVERS = 4096
 
 
 class Fleet:
-    """`server` makes a process by number; `room` says how many more fit, None: any. `wanted` is the run file's or the
-    rule's number."""
+    """Adds and drains servers. `server` makes a process by number; `room` says how many more fit, None: any. `wanted`
+    is the run file's or the rule's number."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Fleet:
                     wish = None
 
     def adapt(self, state: State, now: float) -> Wish | None:
-        """Returns a new wish of the rule. Before the first servers are placed, room is theirs."""
+        """Returns a new wish of the rule. Room is for the first servers until they are placed."""
         if self._supervisor.ending or not self._supervisor.placed.is_set():
             return None
         held = state.wanted_servers if state.wanted_by_person else None

@@ -34,7 +34,7 @@ GRACE_S = 2.0
 STUCK_S = 30.0
 """A descendant that outlives SIGKILL so long is stuck in a driver."""
 TRACKER = "multiprocessing.resource_tracker"
-"""Unlinks the shared memory of dead processes, then ends by itself."""
+"""Unlinks shared memory of dead processes, then ends by itself."""
 MESSAGE_BYTES = 1 << 18
 """More than the kernel takes for one message, 208 KiB."""
 LOST = 137

@@ -191,7 +191,6 @@ class Ends:
         self.process, self.failures, self.worked = process, 0, False
 
     def judge(self, code: int, lived_s: float, lines: Sequence[str], progressed: bool) -> tuple[EventKind, str, float]:
-        """Kind and text of the event, and seconds until the next start."""
         role, restarts = self.process.role, self.process.restarts
         if role == "learner" and code in ENDINGS.values() and code != DONE:  # it says why the run ended
             return "ended", "\n".join(last_words(lines)), 0.0
@@ -210,7 +209,6 @@ class Ends:
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:
-    """The last lines, beginning with the last one that names the command."""
     starts = [at for at, line in enumerate(lines) if line.startswith(("python -m ", "headrace "))]
     return list(lines)[starts[-1] :] if starts else list(lines)
 

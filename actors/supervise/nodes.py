@@ -17,13 +17,13 @@ T = TypeVar("T")
 LOOK_EVERY_S = 1.0
 PATIENCE_S = 60.0
 REMIND_S = 60.0
-"""Until the first reminder; doubles with each."""
+"""Until the first reminder; doubles each time."""
 STARTS_S = 10.0
 """A keeper that takes longer to start waits for a node."""
 NOTICE_S = 30.0
 """Assumed notice where Ray knows no deadline."""
 CALL_S = 2.0
-"""For calls that pass a notice on."""
+"""Part of a notice for calls that pass it on."""
 
 
 class ClusterNode(NamedTuple):
@@ -170,7 +170,7 @@ class NodeWatch:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Before the last line Ray has the stack of the other machine."""
+    """Before its last line, an error of Ray has the stack of the other machine."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no words'])[-1].strip()}"
 
 

@@ -38,7 +38,6 @@ class GpuPool:
         return len(self._free)
 
     def ask(self, keeper: "PlainKeeper") -> None:
-        """`keeper` begins once enough GPUs are free."""
         self._waiting.append(keeper)
         self._hand_out()
 

@@ -204,7 +204,7 @@ def _look() -> Mapping[str, ClusterNode]:
 
 
 def connect(config: Config, named: str, ship: bool = False) -> None:
-    """Raises ConfigError if Ray does not answer or the folder cannot be shipped."""
+    """Raises ConfigError."""
     import ray
 
     options = dict(CONNECTED)

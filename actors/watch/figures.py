@@ -114,7 +114,6 @@ def in_row(records: Records, key: str) -> int:
 
 
 def rewards(records: Records, number: int = LAST) -> tuple[float | None, float | None]:
-    """Mean reward of the last versions, and of as many before them."""
     values = records.column("reward/mean")[1]
     now, before = values[-number:], values[-2 * number : -number]
     return (fmean(now) if now else None), (fmean(before) if before else None)

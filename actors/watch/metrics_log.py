@@ -169,7 +169,6 @@ def sets_of(record: Record) -> dict[str, dict[str, float]]:
 
 
 def shares(figures: Mapping[str, float]) -> list[str]:
-    """Figures that say how much is solved, and the loss of demonstrations."""
     return [key for key in figures if key == "loss" or key.startswith(("mean@", "pass@", "pass^"))]
 
 

@@ -82,7 +82,7 @@ async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
 
 
 def stored(file: Path) -> State:
-    """The State in a buffer's file: servers are those with leases, nobody waits. Raises StoreError."""
+    """The State in a buffer's file: its servers are those with leases, and nobody waits. Raises StoreError."""
     with closing(reading(file)) as db:
         trained, formed = db.execute(VERSIONS).fetchone()
         counts = dict(db.execute("SELECT state, COUNT(*) FROM items GROUP BY state"))

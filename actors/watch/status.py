@@ -58,7 +58,6 @@ IN_WORDS = {*LIMITS, "running", "places", "places_taken"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 1 if the buffer does not answer and the run has not ended."""
     config, run = find_run(argv, "python -m actors status")
     console = Console(file=output(), highlight=False, markup=False, soft_wrap=True)
 

@@ -18,7 +18,7 @@ def is_tuned(config: Config) -> bool:
 
 
 def tuner(config: Config, run: Path) -> str:
-    """Id of the process of this machine that trains the run; else empty."""
+    """Id of the local process that trains the run; else empty."""
     return holder(run / LOCK) if is_tuned(config) else ""
 
 

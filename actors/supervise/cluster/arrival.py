@@ -34,7 +34,7 @@ HANDED_OVER = (
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("all_proxy", "ALL_PROXY", "PYTHONUTF8", RUN_UMASK),
 )
-"""Other variables are those of the node."""
+"""Other variables are their node's."""
 
 
 class UnfitNode(ValueError):

@@ -14,7 +14,7 @@ from configs.variables import open_private, private_folder
 
 EVENTS_S = 30.0
 STARTED_S = 20.0
-"""Keeps the order of processes; one that waits for a node must not hold up the rest."""
+"""Processes start in order, but one that waits for a node must not hold up the rest."""
 ANSWER_S = 40.0
 """For a keeper's answer, beyond its own limit."""
 

@@ -21,7 +21,6 @@ class Survey:
     without_folder: tuple[str, ...] = ()
     """Nodes without the working directory or something in it."""
     faults: tuple[str, ...] = ()
-    """Differences that make a node unfit."""
 
 
 def survey(nodes: Mapping[str, str], config: Config) -> Survey:
