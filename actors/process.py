@@ -45,7 +45,7 @@ class Process:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     gpus: int = 0
     nodes: int = 1
-    """Each runs the learner's command and has `gpus / nodes` GPUs."""
+    """Each node runs the learner's command and has `gpus / nodes` GPUs."""
     drain_s: float = 30.0
     """From SIGTERM to SIGKILL."""
     restarts: Restarts = Restarts()

@@ -155,7 +155,7 @@ def thinned(looks: Sequence[Record]) -> list[Record]:
 
 
 def figure_of(record: Record, key: str) -> object:
-    """Short, except a time."""
+    """A time keeps all its digits."""
     value = record.get(key)
     whole = key == "time" and isinstance(value, int | float) and math.isfinite(value)
     return value if whole else short(value)

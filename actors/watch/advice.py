@@ -20,7 +20,7 @@ from configs.schema import Config
 
 WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 FEW_VERSIONS = 5
-"""With fewer nothing is said about learning or waiting."""
+"""With fewer versions nothing is said about learning or waiting."""
 WAITS, CLOSED, IDLE = 0.15, 0.05, 0.30
 """Shares: of waiting that matters; of parked places below which servers are scarce, and above which there are too many.
 """

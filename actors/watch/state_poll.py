@@ -21,7 +21,7 @@ class StatePoll:
         """None: the buffer is silent."""
         self.news = asyncio.Condition()
         self.connection: Connection | None = None
-        """After the first answer."""
+        """For requests after the first answer."""
 
     async def follow(self) -> None:
         """Ask until cancelled, or until `config` names another address. Raises KeysError, RefusedError."""

@@ -73,7 +73,7 @@ class Delivery:
 
 @cache
 def versions() -> dict[str, str]:
-    """Headrace counts by the text of its files."""
+    """Headrace's version is a digest of its files."""
     root, digest = Path(__file__).parents[3], hashlib.sha256()
     for file in sorted(file for package in CORE for file in (root / package).rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
