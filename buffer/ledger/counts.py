@@ -1,12 +1,7 @@
 """What the ledger counts: over the whole run, lately, and by row of the data set.
 
-`Totals` says how many groups, and how much text, were generated, trained, failed, dropped and why. Lengths are counted
-with everything, so that a loss of long answers shows: compare the means of generated, trained and dropped samples
-(`State.lengths`). `Trend` says how attempts and groups went lately, and whether the run was given up for it: a run in
-which nothing succeeds must end, and say why; but a failure now and then, or a hundred fast ones beside slow groups,
-must end no run. `view.py` compares its counts with the bounds. `Rows` knows how often each row was drawn, its solved
-share, and whether it only fails; `difficulty.py` draws by it. Part of the ledger (`state.py` notes what happens);
-stored in the tables `totals` and `rows`.
+Stored in the tables `totals` and `rows`. Lengths are counted with everything, so that a loss of long answers shows in
+the mean lengths of generated, trained and dropped samples.
 """
 
 from collections import Counter, defaultdict
@@ -27,9 +22,9 @@ REMEMBERED = 1024
 """Request and lease numbers kept of each server, so that repeated messages are recognised."""
 T = TypeVar("T")
 BANDS = ("unseen", "unsolved", "between", "solved")
-"""No group yet; none of its samples solved; some; all."""
+"""The bands of rows: no group yet; no sample solved; some; all."""
 OWN_FAILURES = ("reward", "task", "prompt")
-"""Kinds of failures that may come from the row. Failures of vLLM and of the infrastructure may not."""
+"""Kinds of failures that may come from the row."""
 
 
 class Totals:
@@ -37,21 +32,20 @@ class Totals:
 
     - `generated`: accepted groups, whatever became of them;  `trained`: groups of trained batches;
     - `retried`: accepted groups that were not made at the first attempt;
-    - `dropped`, by reason;  `discarded`, by reason: groups generated, then thrown away, whose problem is tried again;
-    - `quarantined`: groups generated and kept, that are never trained;
-    - `failed`, by `KIND: REASON`: attempts;  `age`, by age: groups of formed batches, trained or about to be.
+    - `dropped`, by reason;  `discarded`, by reason: groups that were thrown away, and whose problem is tried again;
+    - `quarantined`: groups that are kept and never trained;
+    - `failed`, by `KIND: REASON`: attempts;  `age`, by age: groups of formed batches.
     """
 
     def __init__(self) -> None:
         self.known: dict[str, dict[str, Lengths]] = defaultdict(dict)
-        """By `what`, then by `which`."""
         self.changed: set[tuple[str, str]] = set()
-        """(what, which) of the totals that are not written down yet."""
+        """Totals that are not written down yet."""
 
     def add(self, what: str, lengths: Lengths, which: str = "", times: int = 1) -> str:
         """Count one group more, or with `times=-1` one less; returns the `which` it was counted under.
 
-        Reasons come from users' reward functions: they are cut to one line each, and to a bounded number of them.
+        Reasons come from users' functions: each is cut to one line, and their number is bounded.
         """
         known = self.known[what]
         if what in ("dropped", "discarded", "failed"):
@@ -62,21 +56,18 @@ class Totals:
         return which
 
     def by(self, what: str) -> dict[str, Lengths]:
-        """The totals of `what`. Example: `by("dropped")` -> `{"zero variance": Lengths(groups=3, ...)}`."""
+        """The totals of `what`, without those of zero groups."""
         return {which: lengths for which, lengths in self.known[what].items() if lengths.groups}
 
     def groups(self, what: str) -> int:
-        """The number of groups, or of failed attempts, over all of `what`."""
         return sum(lengths.groups for lengths in self.known[what].values())
 
     def lengths(self) -> dict[str, Lengths]:
-        """What became of the samples: by `generated`, `trained`, `quarantined`, `dropped: REASON`,
-        `discarded: REASON`."""
+        """What became of the samples, by `generated`, `dropped: REASON` and so on."""
         kinds = ("generated", "trained", "dropped", "discarded", "quarantined")
         return {f"{kind}: {which}" if which else kind: n for kind in kinds for which, n in self.by(kind).items()}
 
     def restore(self, totals: Mapping[tuple[str, str], Lengths]) -> None:
-        """Continue from what the store kept."""
         for (what, which), lengths in totals.items():
             self.known[what][which] = lengths
 
@@ -86,32 +77,28 @@ class Trend:
 
     def __init__(self) -> None:
         self.failures_in_row = 0
-        """Attempts that failed since a group was made or the learner was started; failures of the infrastructure do not
-        count."""
+        """Attempts that failed since a group was made or the learner was started, without failures of the
+        infrastructure."""
         self.flat_in_row = 0
-        """Groups without variance in a row, since a group had variance or the learner was started."""
+        """Groups without variance since a group had variance or the learner was started."""
         self.quarantined_in_row = 0
         """Groups put into quarantine since a batch was trained or the learner was started."""
         self.given_up = 0
-        """0, or why the run was given up: GIVEN_UP_FAILED for `failures_in_row`, GIVEN_UP_FLAT for `flat_in_row`,
-        GIVEN_UP_QUARANTINED for `quarantined_in_row`, GIVEN_UP_ROWS."""
+        """0, or why the run was given up: one of GIVEN_UP_*."""
         self.is_announced = False
-        """Whether the learner has been answered that the run was given up."""
         self.last_quarantined = ""
         """Why the last group was put into quarantine; not written down."""
         self.examples: dict[int, str] = {}
-        """By row of the data set: `KIND: REASON` of the rows that failed last."""
+        """`KIND: REASON` by row that failed lately."""
         self.recent_failures: Counter[str] = Counter()
-        """Attempts that failed since the last batch was formed, by `KIND: REASON`."""
+        """Failed attempts by `KIND: REASON`, since the last batch was formed."""
         self.recent_groups = Counter[str]()
-        """Groups made since the last batch was formed: `varied`, and groups that were left out, by the reason."""
+        """Groups made since the last batch was formed: `varied`, or why they were left out."""
         self.flat_groups = self.new_groups = 0
-        """Groups made between the last two batches that were formed, and how many had equal rewards; not written
-        down."""
+        """Groups with equal rewards, and all groups, made between the last two batches; not written down."""
         self._flat = self._made = 0
 
     def note_failure(self, row: int, kind: FailureKind, failure: str, counted_as: str) -> None:
-        """An attempt at this row failed; `counted_as` in the totals."""
         self.recent_failures[counted_as] += 1
         if kind != "infrastructure":
             self.failures_in_row += 1
@@ -119,31 +106,29 @@ class Trend:
             remember(self.examples, row, failure, EXAMPLES)
 
     def note_group(self, unwanted: str | None, is_flat: bool) -> None:
-        """A group was made; `unwanted`: why it is left out, `is_flat`: its rewards are equal."""
+        """A group was made; `unwanted` says why it is left out, `is_flat` that its rewards are equal."""
         self.failures_in_row = 0
         self.flat_in_row = 0 if unwanted is None else self.flat_in_row + 1
         self.recent_groups["varied" if unwanted is None else unwanted] += 1
         self._made, self._flat = self._made + 1, self._flat + is_flat
 
     def note_quarantine(self, reason: str) -> None:
-        """A group was put into quarantine."""
         self.quarantined_in_row += 1
         self.last_quarantined = reason
 
     def note_batch(self) -> None:
-        """A batch was formed."""
         self.recent_failures.clear()
         self.recent_groups.clear()
         self.flat_groups, self.new_groups, self._flat, self._made = self._flat, self._made, 0, 0
 
     def begin_anew(self) -> None:
-        """The learner was started: whoever did so has mended what failed."""
+        """The learner was started: whoever started it has mended what failed."""
         self.failures_in_row = self.flat_in_row = self.quarantined_in_row = self.given_up = 0
         self.is_announced = False
 
 
 def remember(memory: dict[int, T], number: int, what: T, most: int = REMEMBERED) -> None:
-    """Note `what` under its number; the oldest makes room."""
+    """Note `what` under its number; the oldest entry makes room."""
     memory[number] = what
     if len(memory) > most:
         del memory[next(iter(memory))]
@@ -155,16 +140,16 @@ class Marks(NamedTuple):
     solved_at: float = 1.0
     """Reward from which on a sample is solved."""
     streak: int = 2
-    """Groups in a row after which older ones count no longer."""
+    """After so many equal groups in a row, older groups do not count."""
 
 
 @dataclass(slots=True)
 class RowRecord:
-    """One row of the data set, and a row of the store's table `rows`."""
+    """One row of the data set, as the table `rows` has it."""
 
     row: int
     drawn: int = 0
-    """Items that were made of it."""
+    """Items made of it."""
     groups: int = 0
     samples: int = 0
     solved: int = 0
@@ -172,21 +157,19 @@ class RowRecord:
     """Groups in a row with all samples solved; negative: with none solved; 0: the last group had both."""
     last_item: int = -1
     last_version: int = 0
-    """The next batch to be formed when `last_item` was drawn."""
+    """The next batch when `last_item` was drawn."""
     failed: int = 0
-    """Attempts that failed by a kind of OWN_FAILURES."""
+    """Failed attempts of a kind in OWN_FAILURES."""
     hopeless: int = 0
     """1: such a failure was permanent."""
     reason: str = ""
-    """`KIND: REASON` of the last one."""
+    """`KIND: REASON` of the last failure."""
 
     def row_values(self) -> RowValues:
-        """What the store writes, in the order of the fields."""
         counts = (self.row, self.drawn, self.groups, self.samples, self.solved, self.streak)
         return (*counts, self.last_item, self.last_version, self.failed, self.hopeless, self.reason)
 
     def band(self, streak: int) -> str:
-        """Return the band (BANDS). After `streak` equal groups in a row, earlier groups count no longer."""
         if not self.groups:
             return "unseen"
         if self.solved == self.samples or self.streak >= streak:
@@ -194,44 +177,42 @@ class RowRecord:
         return "unsolved" if self.solved == 0 or self.streak <= -streak else "between"
 
     def is_left_out(self, attempts: int) -> bool:
-        """Whether it failed all its attempts, at least `attempts` of them, and never made a group."""
+        """Whether all its attempts failed, at least `attempts` of them or one for good."""
         return not self.groups and bool(self.hopeless or self.failed >= attempts)
 
 
 class Rows:
-    """The records of all rows that were drawn. `attempts`: as many failures leave a row out."""
+    """The records of all rows that were drawn. `attempts` failures leave a row out."""
 
     def __init__(self, problems: int = 0, marks: Marks | None = None, attempts: int = 3) -> None:
         self.problems, self.marks, self.attempts = problems, marks or Marks(), attempts
         self.records: dict[int, RowRecord] = {}
         self.left_out: dict[int, str] = {}
-        """`KIND: REASON` by row that is not drawn any more."""
+        """`KIND: REASON` by row."""
         self.news: list[int] = []
-        """Rows that were left out since the list was last cleared; not written down."""
+        """Rows left out since the list was last cleared; not written down."""
         self.moved: set[int] = set()
-        """Rows of items that have changed since whoever draws has last looked; not written down."""
+        """Rows of items that changed since the order last looked; not written down."""
         self._bands: Counter[str] = Counter()
         self.changed: set[int] = set()
         """Rows whose records are not written down yet."""
 
     @property
     def all_left_out(self) -> bool:
-        """Whether no row is left to draw."""
         return 0 < self.problems <= len(self.left_out)
 
     def bands(self) -> dict[str, int]:
-        """How many rows are in each of BANDS. Rows that are left out are in none."""
+        """How many rows are in each band. Rows that are left out are in none."""
         known = {band: self._bands[band] for band in BANDS}
         return known | {"unseen": self.problems - len(self.records) + self._bands["unseen"]}
 
     def note_drawn(self, row: int, item: int, version: int) -> None:
-        """An item was made of the row."""
         record = self._edited(row)
         record.drawn, record.last_item, record.last_version = record.drawn + 1, item, version
         self._count(record, 1)
 
     def note_group(self, row: int, rewards: Sequence[float]) -> None:
-        """A group was made of the row: if it was left out, it is drawn again."""
+        """Count a group of the row. A row that was left out is drawn again."""
         if self.left_out.pop(row, None) is not None:
             self._count(self.records[row], 1)
         solved = sum(reward >= self.marks.solved_at for reward in rewards)
@@ -243,7 +224,7 @@ class Rows:
         self._count(record, 1)
 
     def note_failure(self, row: int, kind: FailureKind, failure: str, permanent: bool) -> bool:
-        """An attempt at the row failed. Returns whether the row is left out from now on."""
+        """Count a failed attempt; returns whether the row is left out from now on."""
         if kind not in OWN_FAILURES:
             return False
         record = self._edited(row)
@@ -259,7 +240,7 @@ class Rows:
         return row in self.left_out
 
     def draw_again(self) -> None:
-        """Rows that are left out are drawn again: their failures count no longer."""
+        """Draw the rows that are left out again: their failures do not count any more."""
         back, self.left_out = list(self.left_out), {}
         for row in back:
             record = self.records[row]
@@ -269,8 +250,7 @@ class Rows:
         self.moved.update(back)
 
     def restore(self, saved: Iterable[RowValues]) -> None:
-        """Continue with what the store kept; this must be new. A row whose failures are fewer than `attempts` now is
-        drawn again."""
+        """Continue from the store; rows with fewer failures than `attempts` now has are drawn again."""
         for values in saved:
             record = RowRecord(*values)  # type: ignore[arg-type]
             self.records[record.row] = record

@@ -1,9 +1,8 @@
 """The ledger: which problem is dispatched, stored, batched, trained or dropped, and what may happen next.
 
-Pure Python: no sockets, no threads, no clock (callers pass `now` in seconds). It knows items by number and never sees
-tokens: payloads live in the store. `buffer/wire/handlers.py` drives it and commits what each call changed (`drain`)
-before it answers. Here are the requests of rollout servers, in `training.py` those of the learner, in `view.py` what
-changes nothing. The state that all of them change is in `state.py`.
+Pure Python: no sockets, no threads, no clock (callers pass `now` in seconds), no tokens. `buffer/wire/handlers.py`
+drives it and commits what each call changed (`drain`) before it answers. Here are the requests of rollout servers, in
+`training.py` those of the learner.
 """
 
 import math
@@ -46,19 +45,18 @@ COUNTERS: Mapping[str, str] = {
     **{f"suspicion_{one.name}": f"batches.suspicion.{one.name}" for one in fields(Suspicion)},
     **{one.name: f"wanted.{one.name}" for one in fields(WantedServers)},
 }
-"""The counters that the store keeps, by name, and where the ledger has them; the order of rows has further ones."""
+"""Where the ledger has each counter that the store keeps; the order of rows has further ones."""
 counters_of = attrgetter(*COUNTERS.values())
 
 
 class Attempts:
-    """How an attempt at an item begins and ends: which item is next, who tries it again, and when the run is given up.
-    `order` draws the rows of new items."""
+    """How an attempt at an item begins and ends, and when the run is given up."""
 
     def __init__(self, terms: Terms, state: LedgerState, order: Order, view: LedgerView) -> None:
         self._terms, self._state, self._order, self._view = terms, state, order, view
 
     def next_item(self, server: str) -> ItemState | None:
-        """The item to dispatch next to `server`: a waiting one, else a new one, else None."""
+        """The next item for `server`: a waiting one, else a new one, else None."""
         waiting = self._state.pool.next_waiting(server)
         if waiting is not None:
             return self._state.items[waiting]
@@ -70,16 +68,15 @@ class Attempts:
         return item
 
     def is_alive(self, server: ServerRecord, now: float) -> bool:
-        """Whether the server has sent something within `lease_s`."""
         return now < server.heard + self._terms.lease_s
 
     def store(self, item: ItemState, samples: Sequence[SampleStats], now: float) -> bool:
-        """The leased item has a group. False: it cannot be trained, and the attempt has failed."""
+        """Store the group of a leased item. False: it cannot be trained, and the attempt has failed."""
         state, d = self._state, item.version
         newest = max([sample.newest for sample in samples if sample.newest is not None], default=0)
         oldest = min([sample.oldest for sample in samples if sample.oldest is not None], default=d)
         least, most = state.undone.least(d), max(state.ceiling, state.undone.reached)
-        if newest > most or oldest < least:  # no server can have had these policies: only a rewind leads back
+        if newest > most or oldest < least:  # only a rewind leads back
             above = f"sampled under version {newest}, and no policy above version {most} exists"
             below = f"sampled under version {oldest}, and its server had version {least} or a later one"
             self.end(item, above if newest > most else below, now, "engine")
@@ -97,8 +94,8 @@ class Attempts:
     def end(
         self, item: ItemState, reason: str, now: float, kind: FailureKind = "infrastructure", permanent: bool = False
     ) -> None:
-        """An attempt failed. The next one is made by another server if there is one that lives; but if that does not
-        ask within `lease_s`, by any."""
+        """End a failed attempt. If another server lives, only another one may try the item within `lease_s`; then any
+        may."""
         state = self._state
         is_left_out = state.count_failure(item.row, kind, reason, permanent)
         if is_left_out:
@@ -115,13 +112,11 @@ class Attempts:
             state.give_up_run(GIVEN_UP_ROWS)
 
     def end_all(self, server: ServerRecord, reason: str, now: float) -> None:
-        """All attempts of this server failed."""
         for number in list(server.leases.values()):
             self.end(self._state.items[number], reason, now)
 
     def take_back_too_old(self, but: int = -1) -> None:
-        """Take back the open items that cannot be trained within the bound, `but` one: v' or the bound was set from
-        outside."""
+        """Take back the open items, except `but`, that can no longer be trained within the bound."""
         state, most = self._state, self._terms.max_staleness
         opened = (item for item in state.items.values() if item.state in OPEN and item.number != but)
         items = sorted(opened, key=lambda item: (item.version, item.number))
@@ -132,7 +127,7 @@ class Attempts:
             state.take_back(void, f"could not be trained within {most} versions of {state.version}")
 
     def _redate(self, item: ItemState, version: int) -> bool:
-        """Have the open item count as dispatched under the older `version`, if all stay within the bound."""
+        """Date the open item to the older `version`, if all items stay within the bound."""
         counts = dict(self._state.pool.open)
         counts[item.version] -= 1
         counts[version] = counts.get(version, 0) + 1
@@ -143,12 +138,10 @@ class Attempts:
 
 
 class Ledger:
-    """The rules are in docs/design/ledger.md, their properties in tests/buffer/ledger/.
+    """The ledger of a run. Its rules are in docs/design/ledger.md, their properties in tests/buffer/ledger/.
 
-    Item s belongs to epoch `s // problems`, and keeps its number for life. Its row is chosen by `order.py`, or, with
-    `difficulty`, by `difficulty.py`; `shares` are the rows and the weight of each source. `place` names a row of the
-    data set for people. `recall` reads an item that was dropped or put into quarantine back from where `drain` was
-    written: the ledger itself forgets it. Further keywords are those of `Terms`.
+    Item s belongs to epoch `s // problems`. `shares` are the rows and the weight of each source. `place` names a row
+    for people. `recall` reads a dropped or quarantined item back from the store. Further keywords are those of `Terms`.
     """
 
     def __init__(
@@ -186,13 +179,11 @@ class Ledger:
     # requests of rollout servers
 
     def ask(self, server: str, version: int, room: int, now: float, request: int = 0) -> list[Lease]:
-        """Dispatch up to `room` items; empty: nothing may be dispatched yet (park it, and call again with the same
-        arguments when `revision` has moved). A repeated `request` of the same server gets what it still holds of the
-        leases it got before, never more; request 0 is not numbered and always new. Raises nothing; `view.finished()`
-        is true once nobody needs to ask any more.
+        """Dispatch up to `room` items. If nothing is returned, park the Ask, and call again when `revision` has moved.
 
-        The dispatch version d is what the server last sent, in a new Ask or a heartbeat, but no more than the learner
-        can have reached since it last restored. A parked Ask of a server that fell silent gets nothing.
+        A repeated `request` gets the leases that the server still holds of it, never more; request 0 is always new. The
+        dispatch version is what the server last sent, but no more than the learner can have reached. A server that fell
+        silent gets nothing.
         """
         record = self.state.servers.setdefault(server, ServerRecord(heard=now))
         if request in record.answered:
@@ -214,14 +205,14 @@ class Ledger:
         return work
 
     def upcoming(self, number: int) -> Sequence[int]:
-        """Rows of the next `number` items that will be new, or of those left in the epoch."""
+        """Rows of the next new items, at most `number` of them."""
         return self.order.upcoming(self.state, number)
 
     def put(self, server: str, number: int, lease: int, samples: Sequence[SampleStats], now: float) -> str | None:
-        """Store a finished group; None: accepted (also when repeated), else why not (its lease is over).
+        """Store a finished group. Returns None if it is accepted, also when repeated; else why its lease is over.
 
-        A server may have gone back to an older policy with the learner, after the dispatch. The group then counts as
-        dispatched under the version of its oldest token; one too old for that is dispatched again.
+        A server may have gone back to an older policy after the dispatch. Then the group is dated by its oldest token,
+        or dispatched again if it is too old for that.
         """
         if not samples:
             raise LedgerError(f"item {number}: a group without samples; report what went wrong with Fail instead")
@@ -246,11 +237,10 @@ class Ledger:
         kind: FailureKind = "infrastructure",
         hold_s: float = 0.0,
     ) -> None:
-        """End the lease; the item waits to be dispatched again, before new ones, or is dropped after `attempts`. For up
-        to `lease_s` it goes to another server only, if there is one.
+        """End the lease: the item is dispatched again, before new ones, or dropped after `attempts`.
 
-        `returned`: its server gives it back without having failed at it, and the attempt does not count. No server
-        gets it again within `hold_s`.
+        `returned`: the server did not fail at it. The attempt does not count, and no server gets the item within
+        `hold_s`.
         """
         item = self.state.items.get(number)
         if item is None or item.state != "leased" or (item.server, item.lease) != (server, lease):
@@ -262,9 +252,9 @@ class Ledger:
             self._attempts.end(item, reason, now, kind, permanent)
 
     def heartbeat(self, server: str, version: int, holding: Sequence[int], now: float) -> list[int]:
-        """The server is alive and runs `version`; its leases go on. Returns those of `holding` that are over.
+        """Note that the server lives and runs `version`; returns those of `holding` that are over.
 
-        A lease older than `lease_s` that it does not hold never reached it, or was forgotten: it ends.
+        A lease older than `lease_s` that the server does not hold never reached it, or was forgotten: it ends.
         """
         record = self.state.servers.setdefault(server, ServerRecord(heard=now))
         self.state.revision += version != record.version or not self._attempts.is_alive(record, now)
@@ -276,8 +266,7 @@ class Ledger:
         return [lease for lease in holding if lease not in record.leases and lease not in record.done]
 
     def leave(self, server: str, reason: str, now: float, returned: bool = False) -> None:
-        """The server is gone (its successor said Hello): end its leases. `returned`: it was drained, and its attempts
-        do not count."""
+        """End the leases of a server that is gone. `returned`: it was drained, and its attempts do not count."""
         self.evaluations.leave(server)
         if server not in self.state.servers:
             return
@@ -288,15 +277,14 @@ class Ledger:
         del self.state.servers[server]
 
     def lose(self, server: str, reason: str, now: float) -> None:
-        """The server broke off and did not come back in time: end its leases. It may still deliver and ask again."""
+        """End the leases of a server that broke off. It may still deliver and ask again."""
         self.evaluations.leave(server)
         if server in self.state.servers:
             self.state.servers[server].heard = -math.inf
             self._attempts.end_all(self.state.servers[server], reason, now)
 
     def expire(self, now: float) -> float | None:
-        """End the leases of servers that were silent for `lease_s`, and the waits of failed items for another server.
-        Returns when to call again; None: nothing ends by the clock."""
+        """End the leases of silent servers, and the waits of failed items. Returns when to call again; None: never."""
         pool, lease_s = self.state.pool, self.terms.lease_s
         if pool.next_wait_end is not None and now >= pool.next_wait_end:
             pool.end_waits(now)
@@ -310,7 +298,7 @@ class Ledger:
         return min([*ends, *([] if wait_end is None else [wait_end])], default=None)
 
     def find(self, number: int) -> ItemState | None:
-        """An item in memory or, if it is closed, what is written down of it."""
+        """An item, also one that has left memory."""
         return self.state.items.get(number) or self.state.journal.closed(number) or self._recall(number)
 
     # to the store and back
@@ -330,9 +318,9 @@ class Ledger:
         return changes
 
     def restore(self, saved: Saved, now: float) -> None:
-        """Continue from what the store read back; this ledger must be new. Leases go on, renewed to now + `lease_s`.
+        """Continue from the store, in a new ledger. Leases are renewed to now + `lease_s`.
 
-        Raises LedgerError if the problems are others. If the bound is smaller now, what breaks it is dispatched again.
+        Raises LedgerError if the problems are others. Items that break a smaller bound are dispatched again.
         """
         if not saved.scalars:
             return

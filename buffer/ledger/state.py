@@ -1,7 +1,6 @@
 """The ledger's state: every item, lease, batch and server, and the elementary steps between the states of an item.
 
-Each step keeps the counts right and notes what it changed, until `Ledger.drain` hands that to the store. No decision
-is made here: `rules.py` owns the state, knows the rules and chooses the next step.
+Each step keeps the counts right and notes what it changed, for `Ledger.drain`. It decides nothing: `rules.py` does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,22 +13,21 @@ from buffer.ledger.types import CLOSED, Changes, FailureKind, FormedBatch, ItemS
 
 @dataclass
 class ServerRecord:
-    """One start of a rollout server. Its leases go on while it sends something."""
+    """One start of a rollout server."""
 
     heard: float
-    """When it last sent something."""
     version: int = 0
     leases: dict[int, int] = field(default_factory=dict)
     """Item by lease."""
     asked: dict[int, int] = field(default_factory=dict)
-    """By request number not yet answered: the version its Ask gave."""
+    """By request number not yet answered: the version of its Ask."""
     answered: dict[int, None] = field(default_factory=dict)
     """Request numbers that got work, latest last."""
     done: dict[int, None] = field(default_factory=dict)
     """Leases that ended with an accepted group, latest last."""
 
     def record_ask(self, request: int, version: int, now: float) -> None:
-        """Note an Ask. One seen before (parked, or repeated) is no news: heartbeats since then know better."""
+        """Note an Ask. A parked or repeated one is no news: later heartbeats know better."""
         if request and self.asked.get(request) == version:
             return
         if request:
@@ -37,31 +35,27 @@ class ServerRecord:
         self.version, self.heard = version, now
 
     def record_answer(self, request: int) -> None:
-        """The Ask of this number got work."""
         if request:
             self.asked.pop(request, None)
             remember(self.answered, request, None)
 
 
 class Journal:
-    """What changed since `Ledger.drain` was called last. `changes` are filled in by whoever makes them; items are noted
-    by number, and read when they are drained."""
+    """What changed since the last `Ledger.drain`. Items are noted by number, and read when they are drained."""
 
     def __init__(self) -> None:
         self.changes = Changes()
         self.touched = set[int]()
-        """Items that changed."""
         self.counters: Mapping[str, int] = {}
         """As they were written last."""
 
     def close(self, item: ItemState) -> None:
-        """The item leaves memory: its last change is kept."""
         if item.number in self.touched:
             self.touched.remove(item.number)
             self.changes.items[item.number] = item.row_values()
 
     def closed(self, number: int) -> ItemState | None:
-        """An item that was dropped or put into quarantine and is not in the store yet."""
+        """A dropped or quarantined item that is not in the store yet."""
         row = self.changes.items.get(number)
         item = ItemState(*row) if row else None  # type: ignore[arg-type]
         return item if item and item.state in CLOSED else None
@@ -82,31 +76,30 @@ class UndonePolicies:
             self.reached = max(self.reached, ceiling)
 
     def least(self, version: int) -> int:
-        """The oldest policy that a server can have had since it ran `version`: only a rewind leads back."""
+        """The oldest policy that a server can have had since it ran `version`."""
         return self.restored if self.restored < version <= self.reached else version
 
 
 class LedgerState:
-    """The state of a run; everything in it but servers and recent failures comes back with `restore`."""
+    """The state of a run; all but servers and recent failures comes back with `restore`."""
 
     def __init__(self, rows: Rows | None = None) -> None:
         self.rows = rows or Rows()
         self.version = 0
         """Next batch to be formed, v'."""
         self.last_trained = -1
-        """Last batch reported trained; -1 before the first."""
         self.oldest = 0
         """Oldest batch not pruned."""
         self.ceiling = 0
-        """No policy above this version can exist: since it restored, the learner got no batches for a later one."""
+        """No policy above this version can exist: since it restored, the learner got no batch for a later one."""
         self.undone = UndonePolicies()
         self.next_item, self.next_lease = 0, 1
         self.revision = 0
         """Counts the changes that a parked request may wait for."""
         self.items: dict[int, ItemState] = {}
-        """Items by number: all but those not yet dispatched, those dropped and those pruned."""
+        """By number, without those dropped, quarantined and pruned."""
         self.servers: dict[str, ServerRecord] = {}
-        """Rollout servers by name and token."""
+        """By name and token."""
         self.batches: dict[int, FormedBatch] = {}
         self.pool, self.totals, self.trend, self.journal = Pool(), Totals(), Trend(), Journal()
 
@@ -118,7 +111,6 @@ class LedgerState:
     # new, waiting and leased items
 
     def create(self, row: int, epoch: int) -> ItemState:
-        """The next item."""
         item = self.items[self.next_item] = ItemState(self.next_item, row, epoch)
         self.rows.note_drawn(row, item.number, self.version)
         self.next_item += 1
@@ -134,32 +126,30 @@ class LedgerState:
         self._touch(item)
 
     def _touch(self, item: ItemState) -> None:
-        """The item changed: it is written down, and whoever draws looks at its row again."""
         self.journal.touched.add(item.number)
         self.rows.moved.add(item.row)
 
     def redate(self, item: ItemState, version: int) -> None:
-        """The leased item counts as dispatched under another version."""
+        """Date the leased item to another version."""
         self.pool.remove_open(item.version)
         self.pool.open[version] += 1
         item.version = version
         self._touch(item)
 
     def count_failure(self, row: int, kind: FailureKind, reason: str, permanent: bool = False) -> bool:
-        """An attempt at this row failed. Returns whether the row is left out from now on."""
+        """Count a failed attempt; returns whether the row is left out from now on."""
         failure = f"{kind}: {reason.strip()}"
         self.trend.note_failure(row, kind, failure, self.totals.add("failed", Lengths(groups=1), failure))
         return self.rows.note_failure(row, kind, failure.splitlines()[0][:LONG_REASON], permanent)
 
     def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0, held_back: bool = False) -> None:
-        """Leased -> waiting, until `elsewhere_until` for other servers or, `held_back`, for none: the attempt failed,
-        or it was returned."""
+        """Leased -> waiting: until `elsewhere_until` for other servers or, `held_back`, for none."""
         self._unlease(item, reason)
         item.elsewhere_until, item.held_back = elsewhere_until, held_back
         self.pool.wait(item)
 
     def give_up(self, item: ItemState, reason: str) -> None:
-        """Leased -> dropped: the last attempt failed."""
+        """Leased -> dropped."""
         self._unlease(item, reason)
         self._drop(item, reason)
 
@@ -171,7 +161,7 @@ class LedgerState:
         self.revision += 1
 
     def take_back(self, items: Sequence[ItemState], reason: str) -> None:
-        """Leased or stored -> waiting, through no fault of the dispatch: it does not count as an attempt."""
+        """Leased or stored -> waiting; it does not count as an attempt."""
         for item in items:
             if item.state == "leased":
                 del self.servers[item.server].leases[item.lease]
@@ -211,7 +201,6 @@ class LedgerState:
             self._drop(item, unwanted)
 
     def _drop(self, item: ItemState, reason: str) -> None:
-        """The item leaves memory; its row in the store stays as the record."""
         item.state, item.reason, item.batch = "dropped", reason, self.version
         self.totals.add("dropped", item.lengths if item.samples else Lengths(groups=1), reason)
         self._forget(item)
@@ -222,7 +211,7 @@ class LedgerState:
         self.journal.close(item)
 
     def quarantine(self, item: ItemState, reason: str) -> None:
-        """Stored -> quarantined. The item leaves memory; its row and its samples in the store stay."""
+        """Stored -> quarantined. The item leaves memory; the store keeps it and its samples."""
         item.state, item.reason = "quarantined", reason
         item.batch = self.version if item.batch < 0 else item.batch
         self.totals.add("quarantined", item.lengths)
@@ -236,7 +225,7 @@ class LedgerState:
     # batches
 
     def form(self, groups: int) -> None:
-        """Stored -> batched: batch v' takes up to `groups` groups, and v' is the next one."""
+        """Stored -> batched: batch v' takes up to `groups` groups."""
         taken = self.pool.take(min(groups, self.pool.num_stored))
         for version, number in taken:
             item = self.items[number]
@@ -250,7 +239,7 @@ class LedgerState:
         self.revision += 1
 
     def take_out(self, item: ItemState) -> None:
-        """Batched -> stored: the group leaves its batch. The batch keeps its other groups."""
+        """Batched -> stored: the group leaves its batch."""
         left = [(other.version, other.number) for other in self._members(item.batch) if other is not item]
         self.batches[item.batch] = _batch(item.batch, left)
         self._unbatch(item)
@@ -282,7 +271,7 @@ class LedgerState:
             self.revision += 1
 
     def mark(self, last: int) -> None:
-        """Batches up to `last` count as trained, and none after it."""
+        """Count batches up to `last` as trained, and none after it."""
         first, end = sorted((self.last_trained + 1, last + 1))
         for version in range(first, end):
             for number in self.batches[version].items:
@@ -294,7 +283,7 @@ class LedgerState:
         self.revision += 1
 
     def rewind(self, version: int) -> None:
-        """The learner is at `version` again: mark later batches as untrained and undo what followed from them."""
+        """Undo the training of batch `version` and of later ones."""
         self.undone.note(version, self.ceiling)
         self.mark(version - 1)
         self.ceiling = version
@@ -314,19 +303,17 @@ class LedgerState:
     # the end of a run
 
     def give_up_run(self, why: int) -> None:
-        """Nothing is dispatched and no batch is formed any more, until the learner is started again."""
+        """End the run until the learner is started again."""
         self.trend.given_up = why
         self.revision += 1
 
     def announce(self) -> None:
-        """The learner is answered that the run was given up."""
         if not self.trend.is_announced:
             self.trend.is_announced = True
             self.revision += 1
 
     def begin_anew(self) -> None:
-        """The learner was started: earlier failures do not count any more. If the run was given up because of failures,
-        what failed was mended, and rows that are left out are drawn again."""
+        """The learner was started: earlier failures do not count, and rows that failures left out are drawn again."""
         if self.trend.given_up in (GIVEN_UP_FAILED, GIVEN_UP_ROWS):
             self.rows.draw_again()
         self.trend.begin_anew()

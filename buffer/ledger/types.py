@@ -1,7 +1,4 @@
-"""The nouns of the ledger: samples' figures, leases, batches, items, and what the store writes down and reads back.
-
-Plain data, passed between `rules.py`, `buffer/store/sqlite.py` and `buffer/wire/handlers.py`.
-"""
+"""The nouns of the ledger, as plain data: samples' figures, leases, batches, items, and what the store keeps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,13 +6,13 @@ from typing import Literal, NamedTuple
 
 OPEN = ("leased", "stored")
 CLOSED = ("dropped", "quarantined")
-"""States of items that have left memory; their rows in the store stay."""
+"""States of items that have left memory; the store keeps them."""
 FailureKind = Literal["reward", "task", "prompt", "engine", "infrastructure"]
 """Whose fault a failed attempt is: the reward function's, the task's, the row's, vLLM's, or anything else's."""
 RowValues = tuple[int | str, ...]
-"""The fields of a `RowRecord` (`counts.py`), as the store has them."""
+"""The fields of a `RowRecord` (`counts.py`)."""
 Outcome = Literal["versions", "data", "failed"]
-"""How a run ends: with version `run.versions`, with the data before that, or given up because attempts only fail."""
+"""How a run ends: with version `run.versions`, with the data before that, or given up."""
 
 
 class LedgerError(ValueError):
@@ -29,7 +26,6 @@ class Terms:
     problems: int
     """Rows of the data set."""
     groups: int
-    """Groups of a batch."""
     max_staleness: int
     target_staleness: int
     versions: int | None = None
@@ -49,23 +45,20 @@ class Terms:
 
 @dataclass(slots=True)
 class SampleStats:
-    """What the ledger knows of a sample: numbers of its tokens, its reward, whether it was truncated.
-
-    Nobody changes one after it was made. Python takes four times as long to make a frozen one.
-    """
+    """What the ledger knows of a sample. Not frozen, because a frozen one takes four times as long to make."""
 
     tokens: int
     sampled: int
     reward: float
     truncated: bool = False
     oldest: int | None = field(default=None, compare=False)
-    """Policy version of its oldest sampled token; not written down, the item's dispatch version accounts for it."""
+    """Policy version of its oldest sampled token; not written down."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the reward function or task; written down in the sample only."""
+    """Further numbers of the reward function or task; not written down here."""
     prompt: int = field(default=0, compare=False)
-    """Tokens before the first sampled one; written down in the sample only."""
+    """Tokens before the first sampled one; not written down here."""
     row_images: int = field(default=0, compare=False)
-    """Images of its row that it shows; written down in the sample only."""
+    """Images of its row that it shows; not written down here."""
     newest: int | None = field(default=None, compare=False)
     """Policy version of its newest sampled token; not written down."""
 
@@ -83,7 +76,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class FormedBatch:
-    """Batch `version`: its items in order (d, item), and in `dispatched` the version d of each."""
+    """Batch `version`: its items in order (d, item), and d of each in `dispatched`."""
 
     version: int
     items: tuple[int, ...]
@@ -91,7 +84,7 @@ class FormedBatch:
 
 
 class Lengths(NamedTuple):
-    """How much text: of a group, or summed over groups. Example: `Lengths(1, 8, 9000, 8000, 1)`."""
+    """How much text, of a group or summed over groups."""
 
     groups: int = 0
     samples: int = 0
@@ -101,12 +94,11 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[SampleStats]) -> "Lengths":
-        """The lengths of one group."""
         tokens, sampled = sum([s.tokens for s in samples]), sum([s.sampled for s in samples])
         return cls(1, len(samples), tokens, sampled, sum([s.truncated for s in samples]))
 
     def plus(self, other: "Lengths", times: int = 1) -> "Lengths":
-        """The sum, field by field; `times=-1` takes `other` away."""
+        """The sum; `times=-1` takes `other` away."""
         groups, samples, tokens, sampled, truncated = other
         return Lengths(
             self.groups + times * groups,
@@ -119,53 +111,49 @@ class Lengths(NamedTuple):
 
 @dataclass(slots=True)
 class ItemState:
-    """One item of the ledger, and a row of the store's table `items` (without the last three fields)."""
+    """One item, as the table `items` has it (without the last three fields)."""
 
     number: int
     row: int
     epoch: int
     state: Literal["waiting", "leased", "stored", "batched", "dropped", "quarantined"] = "waiting"
     reason: str = ""
-    """The reason of a drop or quarantine, or of the last failed attempt."""
+    """Why it was dropped or quarantined, or why the last attempt failed."""
     version: int = -1
     """Dispatch version d; -1 before the first dispatch."""
     server: str = ""
     lease: int = 0
-    """Number of the last dispatch; it stays when the lease has ended."""
+    """Number of the last dispatch, also when that has ended."""
     request: int = 0
-    """Number of the Ask that was answered with it."""
+    """Number of the Ask that got it."""
     attempts: int = 0
     batch: int = -1
-    """Batch it went into; for an item that was dropped, or put into quarantine before it was in a batch, the batch that
-    was being collected then; -1 while neither."""
+    """Its batch; if it was dropped, or quarantined before it had one, the next batch at that time; else -1."""
     samples: int = 0
     tokens: int = 0
     sampled: int = 0
     truncated: int = 0
     since: float = 0.0
-    """When the lease began, in the caller's clock; not written down."""
+    """When the lease began, in the caller's clock."""
     elsewhere_until: float = 0.0
-    """While it waits: until then it goes to another server than `server`, which failed at it; not written down."""
+    """Until then a waiting item does not go to `server`, which failed at it."""
     held_back: bool = False
-    """If true, a waiting item goes to no server until `elsewhere_until`; not stored."""
+    """Until `elsewhere_until` a waiting item goes to no server."""
 
     def row_values(self) -> tuple[int | str, ...]:
-        """What the store writes, in the order of the fields."""
         now = (self.number, self.row, self.epoch, self.state, self.reason, self.version, self.server, self.lease)
         return (*now, self.request, self.attempts, self.batch, self.samples, self.tokens, self.sampled, self.truncated)
 
     def as_lease(self) -> Lease:
-        """The current lease, as its server gets it."""
         return Lease(self.number, self.lease, self.row, self.epoch, self.version)
 
     @property
     def lengths(self) -> Lengths:
-        """The lengths of its group; no samples while it has none."""
         return Lengths(1, self.samples, self.tokens, self.sampled, self.truncated)
 
     @property
     def accepted(self) -> bool:
-        """Its last lease ended with an accepted group."""
+        """Whether its last lease ended with an accepted group."""
         return self.state in ("stored", "batched") or (self.state in CLOSED and self.samples > 0)
 
     def lease_over(self, lease: int) -> str:
@@ -183,46 +171,43 @@ class ItemState:
 
 
 class EvaluationRow(NamedTuple):
-    """An evaluation as the store has it. Example: `EvaluationRow(10, "done", 10, "rollout-0#3f", 1, "", '{"eval":
-    {"mean@1": 0.5}}', "[]")`"""
+    """An evaluation as the store has it.
+
+    Example: `EvaluationRow(10, "done", 10, "rollout-0#3f", 1, "", '{"eval": {"mean@1": 0.5}}', "[]")`
+    """
 
     due: int
     state: str
-    """running, lost, done, failed"""
+    """running, lost, done or failed"""
     version: int
     server: str
     attempts: int
     reason: str
     results: str
     samples: str
-    """JSON: by set, the answers that are kept for reading; written with the results only."""
+    """JSON: the answers of each set that are kept for reading; written with the results only."""
 
 
 @dataclass
 class Changes:
-    """What has changed since the last `drain`: the store writes all of it in one transaction.
-
-    Rows hold the latest state only, so the changes of many calls fit into one. False when nothing changed.
-    """
+    """What has changed since the last `drain`. The store writes all of it in one transaction."""
 
     items: dict[int, tuple[int | str, ...]] = field(default_factory=dict)
-    """`ItemState.row_values()` by item."""
     sample_stats: dict[int, tuple[SampleStats, ...]] = field(default_factory=dict)
     """Samples of newly accepted groups, by item."""
     discarded: set[int] = field(default_factory=set)
     """Items whose stored samples are void."""
     quarantined: set[int] = field(default_factory=set)
-    """Items whose samples are kept and never trained."""
     batches: dict[int, bool] = field(default_factory=dict)
-    """By batch: has it been trained?"""
+    """Whether each batch has been trained."""
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
-    """Running totals by (what, which), see `counts.py`."""
+    """By (what, which), see `counts.py`."""
     rows: Mapping[int, RowValues] = field(default_factory=dict)
-    """`RowRecord.row_values()` by row of the data set."""
+    """By row of the data set."""
     evaluations: Mapping[int, EvaluationRow] = field(default_factory=dict)
     """By the version at which they were due."""
     scalars: dict[str, int | str] = field(default_factory=dict)
-    """The ledger's counters by name; `ended` is the text of `reasons.ended`."""
+    """The ledger's counters; `ended` is the text of `reasons.ended`."""
 
     def __bool__(self) -> bool:
         changed = self.items, self.sample_stats, self.discarded, self.batches, self.totals, self.scalars
@@ -244,7 +229,7 @@ class Transaction:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the store read back for `Ledger.restore`; empty for a new file."""
+    """What the store read back; empty for a new file."""
 
     items: tuple[ItemState, ...] = ()
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
@@ -256,5 +241,5 @@ class Saved:
 
 
 def server_name(server: str) -> str:
-    """`NAME#TOKEN` -> `NAME`: the ledger knows each start of a server by its token, people know the name."""
+    """`NAME#TOKEN` -> `NAME`: each start of a server has a token of its own."""
     return server.partition("#")[0]
