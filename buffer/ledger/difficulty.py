@@ -1,16 +1,12 @@
 """Draws problems by how hard they are: each band of solved share gets its share of the draws (`data.difficulty`).
 
-A row of the data set is in a band (`counts.py`). Source and band of a draw take turns by weight, so that in any stretch
-each has its share within a draw or two, as long as it has rows; the turns of a band without rows go to the others. A
-band gives the row that was drawn longest ago; rows that were never drawn come in the order of the first epoch.
+Source and band of a draw take turns by weight; the turns of a band without rows go to the others. A band gives the row
+that was drawn longest ago; new rows come in the order of the first epoch. A row is not drawn while its last item is
+waiting, leased or stored, nor while it rests: for `rest` versions after each draw, for `return_after` more once it is
+retired. If all rows rest or are busy, the one whose rest ends first comes, then the one that was drawn longest ago.
 
-A row may be drawn unless its last item is still waiting, leased or stored, or it rests: for `rest` versions after each
-draw, for `return_after` more once it is retired, which is when it was solved by all samples of `streak` groups in a
-row. If no row may be drawn, the one whose rest ends first comes, and after these the one that was drawn longest ago.
-
-All of this is a function of the rows' records, of the items in memory, of the next batch's version and of the turns:
-the first three are the ledger's state, the turns are among its counters. So a buffer that is killed draws the same rows
-when it is started again. What is held here besides is an index of that, made anew at a start.
+All of this follows from the ledger's state and the counters of the turns, so a buffer that is started again draws the
+same rows. The rest held here is an index, made anew at a start.
 """
 
 import heapq
@@ -40,20 +36,17 @@ class Shares(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """Where a row stands.
-
-    Example: `RowPlace("between", 17)`, drawn before all rows of its band with a later last item.
-    """
+    """Where a row stands, such as `RowPlace("between", 17)`."""
 
     kind: str
-    """A band (BANDS): the row may be drawn. Or `busy`, `resting`, `retired`."""
+    """A band, if the row may be drawn; or `busy`, `resting`, `retired`."""
     last_item: int
     due: int = 0
-    """Version of the next batch from which on it may be drawn."""
+    """The next batch from which on it may be drawn."""
 
 
 class Turns:
-    """Smooth weighted round robin: among names that are ready, each comes as often as its weight says.
+    """Smooth weighted round robin among the names that are ready.
 
     Each turn adds its weight to every name that is ready; the largest sum comes, and pays the weights of all of them.
     """
@@ -64,7 +57,6 @@ class Turns:
         self.sums = dict.fromkeys(weights, 0)
 
     def next(self, ready: Sequence[str]) -> str:
-        """Whose turn it is; `ready` has at least one name."""
         for name in ready:
             self.sums[name] += self._weights[name]
         chosen = max(ready, key=lambda name: self.sums[name])
@@ -74,8 +66,6 @@ class Turns:
 
 @dataclass
 class SourceRows:
-    """The rows of one source that may be drawn."""
-
     fresh: Sequence[int]
     """All its rows, in the order in which they are drawn first."""
     turns: Turns
@@ -86,7 +76,7 @@ class SourceRows:
 
 
 class DifficultyOrder:
-    """`shares`: rows and weight of each source, in order; empty for one source."""
+    """An `Order` by difficulty; `shares` has rows and weight of each source, or is empty for one source."""
 
     def __init__(
         self,
@@ -113,12 +103,9 @@ class DifficultyOrder:
         self._busy: set[int] = set()
         self._retired = 0
         self._version = -1
-        """The next batch when the index was last brought up to date; -1: it has to be made."""
-
-    # what the ledger calls
+        """The next batch when the index was last brought up to date; -1: the index has to be made."""
 
     def draw(self, state: LedgerState) -> int | None:
-        """The row whose turn it is."""
         if self._is_over(state):
             return None
         self._update(state)
@@ -154,14 +141,12 @@ class DifficultyOrder:
         """Does nothing: a draw looks at few rows."""
 
     def counters(self) -> dict[str, int]:
-        """The sums of all turns."""
         found = {f"turns/{name}": number for name, number in self._turns.sums.items()}
         for part, source in enumerate(self._sources):
             found |= {f"turns/{part}/{band}": number for band, number in source.turns.sums.items()}
         return found
 
     def restore(self, scalars: Mapping[str, int]) -> None:
-        """Continue with the turns of `counters`."""
         for name in self._turns.sums:
             self._turns.sums[name] = scalars.get(f"turns/{name}", 0)
         for part, source in enumerate(self._sources):
@@ -169,7 +154,6 @@ class DifficultyOrder:
         self._version = -1
 
     def counts(self, state: LedgerState) -> dict[str, int]:
-        """How many rows are retired."""
         self._update(state)
         return {"retired": self._retired}
 
@@ -180,7 +164,6 @@ class DifficultyOrder:
         return past or state.rows.all_left_out
 
     def _drawn(self, state: LedgerState) -> int | None:
-        """Take the next row out of the index."""
         parts = [part for part, source in enumerate(self._sources) if self._ready_bands(state, source)]
         if parts:
             source = self._sources[int(self._turns.next([str(part) for part in parts]))]
@@ -197,7 +180,6 @@ class DifficultyOrder:
         return row
 
     def _ready_bands(self, state: LedgerState, source: SourceRows) -> list[str]:
-        """The bands with a row that may be drawn."""
         for band, heap in source.ready.items():
             while heap and self._places.get(heap[0][1]) != RowPlace(band, heap[0][0]):
                 heapq.heappop(heap)
@@ -205,7 +187,6 @@ class DifficultyOrder:
         return [band for band in BANDS if source.ready[band] or (band == "unseen" and fresh)]
 
     def _first_fresh(self, state: LedgerState, source: SourceRows) -> int | None:
-        """The next row of the source that was never drawn."""
         rows = state.rows
         while source.begun < len(source.fresh):
             row = source.fresh[source.begun]
@@ -215,7 +196,7 @@ class DifficultyOrder:
         return None
 
     def _first_resting(self) -> tuple[int, int, int] | None:
-        """The entry of the row whose rest ends first; entries of rows that have moved are dropped."""
+        """The entry of the row whose rest ends first; drops entries of rows that have moved."""
         while self._resting:
             due, last_item, row = self._resting[0]
             place = self._places.get(row)
@@ -248,7 +229,7 @@ class DifficultyOrder:
             source.begun, source.ready = 0, {band: [] for band in BANDS}
 
     def _place_of(self, state: LedgerState, row: int) -> RowPlace | None:
-        """Where the row stands by the state; None: it was never drawn, or is left out."""
+        """Where the row stands; None: it was never drawn, or is left out."""
         record = state.rows.records.get(row)
         if record is None or row in state.rows.left_out:
             return None
@@ -263,7 +244,6 @@ class DifficultyOrder:
         return RowPlace(record.band(marks.streak), record.last_item)
 
     def _put(self, row: int, place: RowPlace | None) -> None:
-        """The row stands there from now on."""
         before = self._places.pop(row, None)
         if before is not None:
             self._busy.discard(row)

@@ -1,7 +1,6 @@
-"""The row of each new item: every epoch is a shuffled pass over all rows, or over several sources by weight.
+"""Chooses the row of each new item: every epoch is a shuffled pass over all rows, or over several sources by weight.
 
-`Order` has two implementations: `EpochOrder` here, and `DifficultyOrder` in `difficulty.py`. Both are functions of what
-is committed, so that a restart draws the same rows.
+`DifficultyOrder` is the other `Order`. Both are functions of what is committed, so a restart draws the same rows.
 """
 
 import math
@@ -17,7 +16,7 @@ class Order(Protocol):
     """Draws rows for new items; `state.next_item` is the number of the next one."""
 
     def draw(self, state: LedgerState) -> int | None:
-        """The row of item `state.next_item`, which the caller makes now; None: no row may be drawn any more."""
+        """The row of the item that the caller makes now; None: no row may be drawn any more."""
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
         """Rows of the next `number` new items, as far as they are known. Changes nothing."""
@@ -29,19 +28,18 @@ class Order(Protocol):
         """Do a little of the work of later draws."""
 
     def counters(self) -> dict[str, int]:
-        """What has to be written down, beside the state and its rows, to go on with the same draws."""
+        """What must be written down, besides state and rows, to go on with the same draws."""
 
     def restore(self, scalars: Mapping[str, int]) -> None:
-        """Continue with the `counters` that were written down."""
+        """Continue with saved `counters`."""
 
     def counts(self, state: LedgerState) -> dict[str, int]:
         """Numbers of rows for people."""
 
 
 class EpochOrder:
-    """Item s is problem `order(seed, epoch)[s % problems]` of epoch `s // problems`; with `shares`, the rows and the
-    weight of each source, `mixed(shares, seed, epoch)[s % problems]`. The places of rows that are left out are skipped:
-    their numbers are given to no item."""
+    """Item s is problem `s % problems` of `order(seed, epoch)` in epoch `s // problems`, or of `mixed` with `shares`,
+    the rows and weight of each source. Places of rows that are left out are skipped: no item gets their numbers."""
 
     def __init__(
         self, problems: int, seed: int, shuffle: bool, epochs: int | None, shares: Sequence[tuple[int, float]]
@@ -49,19 +47,16 @@ class EpochOrder:
         self._problems, self._seed, self._shuffle, self._shares = problems, seed, shuffle, shares
         self._epochs = math.inf if epochs is None else epochs
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
-        """The epoch last drawn from, and its rows."""
         self._following: tuple[int, schedule.Drawing] | None = None
-        """The next epoch, which is being drawn."""
 
     def draw(self, state: LedgerState) -> int | None:
-        """The next row that is not left out."""
         self.skip(state)
         state.rows.moved.clear()
         epoch, place = divmod(state.next_item, self._problems)
         return None if epoch >= self._epochs or state.rows.all_left_out else self.rows(epoch)[place]
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
-        """Up to the end of the epoch."""
+        """Rows up to the end of the epoch."""
         epoch, place = divmod(state.next_item, self._problems)
         if epoch >= self._epochs:
             return ()
@@ -71,7 +66,6 @@ class EpochOrder:
         return list(islice((rows[at] for at in range(place, self._problems) if rows[at] not in out), number))
 
     def skip(self, state: LedgerState) -> None:
-        """To the next row that is not left out, or to the end of the epochs."""
         if state.rows.all_left_out:
             return
         while state.rows.left_out:
@@ -81,19 +75,16 @@ class EpochOrder:
             state.next_item += 1
 
     def draw_ahead(self) -> None:
-        """Draw a few more rows of the next epoch."""
         if self._following and self._following[1].drawn is None:
             self._following[1].step()
 
     def counters(self) -> dict[str, int]:
-        """Nothing: the number of the next item says it all."""
         return {}
 
     def restore(self, scalars: Mapping[str, int]) -> None:
         """Does nothing: the order follows from the seed and the number of the next item."""
 
     def counts(self, state: LedgerState) -> dict[str, int]:
-        """Nothing: rows of an epoch differ in nothing."""
         return {}
 
     def rows(self, epoch: int) -> Sequence[int]:

@@ -1,14 +1,10 @@
-"""The open items as sets: which wait to be dispatched, which are stored, how many are open under each dispatch version;
-and whether they can be trained within the bound.
+"""The open items as sets, and the arithmetic of the bound on their age.
 
-Part of the ledger (`state.py` moves the items); here they are counted and kept in order. Every operation costs the
-logarithm of the number of items, or the number of distinct dispatch versions or of servers.
+Every operation costs the logarithm of the number of items, or the number of distinct dispatch versions or of servers.
 
-The functions below `Pool` are the arithmetic of the bound. Open items are given as counts by dispatch version,
-`{d: number}`: sorted by d, the item at index i goes into batch `version + i // groups` at the latest, where `version`
-is the next batch to be formed. The set is *feasible* when every item meets `d + staleness >= version + i // groups`.
-Only the last item of each d can break that, so the cost of each function is the number of distinct d, at most
-`staleness + 1`, however many items are open.
+The functions below `Pool` take open items as counts by dispatch version, `{d: number}`. Sorted by d, the item at index
+i goes into batch `version + i // groups` at the latest, where `version` is the next batch to be formed. The set is
+*feasible* when every item meets `d + staleness >= version + i // groups`. Only the last item of each d can break that.
 """
 
 import heapq
@@ -21,17 +17,17 @@ NOBODY = ""
 
 
 class Pool:
-    """Open items are leased or stored; waiting ones were open and failed, or were taken back."""
+    """Open items, leased or stored, and waiting ones, which failed or were taken back."""
 
     def __init__(self, items: Iterable[ItemState] = ()) -> None:
         items = list(items)
         self.open = Counter(item.version for item in items if item.state in OPEN)
-        """Open items by dispatch version."""
+        """By dispatch version."""
         self._stored = [(item.version, item.number) for item in items if item.state == "stored"]
         heapq.heapify(self._stored)
         self._stored_by = Counter(version for version, _ in self._stored)
         self._anywhere: list[int] = []
-        """Items that wait for any server, as a heap."""
+        """A heap of items that wait for any server."""
         self._elsewhere: dict[str, deque[tuple[float, int]]] = {}
         """By the name of the server that failed at them: (until when they go elsewhere, item), in order of time. Items
         under NOBODY go to no server until then."""
@@ -40,17 +36,14 @@ class Pool:
 
     @property
     def num_open(self) -> int:
-        """Items leased or stored."""
         return self.open.total()
 
     @property
     def num_stored(self) -> int:
-        """Items stored."""
         return len(self._stored)
 
     @property
     def num_waiting(self) -> int:
-        """Items to be dispatched again."""
         return len(self._anywhere) + sum(map(len, self._elsewhere.values()))
 
     def num_elsewhere(self, server: str) -> int:
@@ -59,12 +52,10 @@ class Pool:
 
     @property
     def num_held(self) -> int:
-        """Items that wait for their time, and go to no server before."""
+        """Items that go to no server before their time."""
         return len(self._elsewhere.get(NOBODY, ()))
 
     def wait(self, item: ItemState) -> None:
-        """Queue the item for dispatch. Until `elsewhere_until` it does not go to its last server, or, if `held_back`,
-        to any server."""
         if item.elsewhere_until:
             held = self._elsewhere.setdefault(NOBODY if item.held_back else server_name(item.server), deque())
             held.append((item.elsewhere_until, item.number))
@@ -73,11 +64,10 @@ class Pool:
 
     @property
     def next_wait_end(self) -> float | None:
-        """When the first item that waits for another server may go to any; None: no item does."""
+        """When the first item that waits may go to any server; None: no item waits for that."""
         return min((held[0][0] for held in self._elsewhere.values()), default=None)
 
     def end_waits(self, now: float) -> None:
-        """Let the items whose time is up go to any server."""
         for name, held in list(self._elsewhere.items()):
             while held and now >= held[0][0]:
                 heapq.heappush(self._anywhere, held.popleft()[1])
@@ -85,7 +75,7 @@ class Pool:
                 del self._elsewhere[name]
 
     def next_waiting(self, server: str) -> int | None:
-        """Take out the waiting item that comes first of those that may go to `server`."""
+        """Take out the first waiting item that may go to `server`."""
         closed = (NOBODY, server_name(server))
         fronts = {held[0][1]: name for name, held in self._elsewhere.items() if name not in closed}
         first = min([*fronts, *self._anywhere[:1]], default=None)
@@ -98,11 +88,9 @@ class Pool:
         return first
 
     def remove_open(self, version: int) -> None:
-        """A leased item of `version` is no longer open."""
         self.open -= Counter((version,))
 
     def store(self, version: int, item: int) -> None:
-        """A leased item is stored."""
         heapq.heappush(self._stored, (version, item))
         self._stored_by[version] += 1
 
@@ -135,8 +123,8 @@ def feasible(counts: Mapping[int, int], version: int, groups: int, staleness: in
 def room(counts: Mapping[int, int], version: int, groups: int, staleness: int, dispatched: int) -> int:
     """How many more items of `dispatched` may be opened.
 
-    Items that sort before the new ones keep their places and are not checked: the bound holds for them already, and a
-    straggler that missed a tighter target must not close admission for all.
+    Items that sort before the new ones are not checked: they keep the bound already, and a straggler that missed a
+    tighter target must not close admission for all.
     """
     end = sum(number for d, number in counts.items() if d <= dispatched)
     free = (dispatched + staleness - version + 1) * groups - end

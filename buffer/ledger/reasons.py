@@ -1,7 +1,4 @@
-"""Why the ledger waits, in one line for people: for a batch, for work, or not at all any more.
-
-Read-only views of the ledger; shown by `python -m actors status`, the launcher's display and timeouts of the learner.
-"""
+"""Why the ledger waits, in one line for people: for a batch, for work, or not at all any more."""
 
 import heapq
 from collections import Counter
@@ -20,9 +17,7 @@ QUARANTINE_REMEDY = (
     "start the run again"
 )
 MOST_LEFT_OUT = 50
-"""Rows that are left out and named."""
 MOST_COUNTS = 5
-"""Reasons of failed attempts that the end of a run is explained with."""
 
 
 def for_batch(ledger: Ledger) -> str:
@@ -43,7 +38,7 @@ def for_work(ledger: Ledger, server: str) -> str:
 
 
 def evaluation(ledger: Ledger) -> str:
-    """Who evaluates what, nothing while nobody does."""
+    """Who evaluates what; "" while nobody does."""
     running = ledger.evaluations.running()
     if running is None:
         return ""
@@ -60,8 +55,7 @@ def for_results(ledger: Ledger) -> str:
 
 
 def ended(ledger: Ledger) -> str:
-    """Why no further batch will be formed, nothing while one may be. After the first line of a run that was given up:
-    how many attempts of the run failed by kind and reason, example rows, and what to do."""
+    """Why no further batch will be formed; "" while one may be. A run that was given up has further lines of causes."""
     outcome = ledger.view.outcome()
     if outcome is None:
         return ""
@@ -101,16 +95,13 @@ def ended(ledger: Ledger) -> str:
 
 
 def left_out(ledger: Ledger) -> list[str]:
-    """Rows that are not drawn any more, and why; of many the first.
-
-    Example: `["data/train.jsonl line 14: reward: score.py:score raised KeyError: 'unit'"]`
-    """
+    """Rows that are not drawn any more, and why; of many the first."""
     rows = sorted(ledger.view.left_out().items())
     return [f"{ledger.place(row)}: {reason}" for row, reason in rows[:MOST_LEFT_OUT]]
 
 
 def newly_left_out(ledger: Ledger) -> str:
-    """One line about the rows that were left out since the last call; "" if there are none."""
+    """One line about the rows that were left out since the last call, or ""."""
     news = ledger.state.rows.news
     if not news:
         return ""
@@ -150,7 +141,6 @@ def _missing(ledger: Ledger) -> str:
 
 
 def _closed(ledger: Ledger, version: int, server: str = "") -> str:
-    """Why a server at `version` gets no work."""
     terms, state, pool = ledger.terms, ledger.state, ledger.state.pool
     if pool.num_held:
         some = "1 item waits because its" if pool.num_held == 1 else f"{pool.num_held} items wait because their"
@@ -174,7 +164,6 @@ def _closed(ledger: Ledger, version: int, server: str = "") -> str:
 
 
 def _failures(ledger: Ledger) -> str:
-    """The living problem: what failed lately, not in the whole run."""
     recent = ledger.state.trend.recent_failures
     if not recent:
         return ""
@@ -184,7 +173,6 @@ def _failures(ledger: Ledger) -> str:
 
 
 def _flat(ledger: Ledger) -> str:
-    """Describe the groups without variance since the last batch if they are the majority; else return ""."""
     recent = ledger.state.trend.recent_groups
     flat, made = recent[ZERO_VARIANCE], recent.total()
     if 2 * flat <= made:

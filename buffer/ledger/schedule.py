@@ -1,4 +1,4 @@
-"""The order of the problems of an epoch, of one source or of several by weight. Pure functions, used by `order.py`."""
+"""The order of the problems of an epoch, of one source or of several by weight, as pure functions."""
 
 import heapq
 import random
@@ -8,12 +8,12 @@ from itertools import accumulate
 from math import floor
 
 STEP = 4096
-"""Rows that are drawn at a time, in about a millisecond."""
+"""Rows drawn at a time, in about a millisecond."""
 Steps = Generator[None, None, "array[int]"]
 
 
 class Drawing:
-    """The order of an epoch in the making: a million rows take 0.3 s, in which nothing else would be answered."""
+    """An epoch's order, drawn in steps: a million rows take 0.3 s, in which nothing else would be answered."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -21,7 +21,6 @@ class Drawing:
         """All rows, once they are drawn."""
 
     def step(self) -> None:
-        """Draw some more rows, if any are left to draw."""
         if self.drawn is None:
             try:
                 next(self._steps)
@@ -29,7 +28,6 @@ class Drawing:
                 self.drawn = end.value
 
     def rows(self) -> "array[int]":
-        """All of them; what is not drawn yet is drawn now."""
         while self.drawn is None:
             self.step()
         return self.drawn
@@ -41,10 +39,7 @@ def order(problems: int, seed: int | str, epoch: int, shuffle: bool) -> "array[i
 
 
 def ordering(problems: int, seed: int | str, epoch: int, shuffle: bool) -> Steps:
-    """`order` in steps.
-
-    Only `Random.random()` is used, the one method whose sequence Python promises to keep for a seed.
-    """
+    """`order` in steps. Only `Random.random()` keeps its sequence for a seed in all versions of Python."""
     rows = array("q", range(problems))
     if shuffle:
         draw = random.Random(f"{seed}/{epoch}").random
@@ -62,12 +57,11 @@ def mixed(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bo
 
 
 def mixing(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool) -> Steps:
-    """`mixed` in steps; the sources are `(rows, weight)`. The rows of a source follow those of the source before it:
-    `order` is the case of one source.
+    """`mixed` in steps; `parts` has (rows, weight) of each source, whose rows follow each other.
 
-    An epoch is as many problems as there are rows. Problem j of source i, counted from 0 over all epochs, comes at time
-    (j + 1/2) / weight (Webster's method): in any stretch each source has its share of the weights, within a problem or
-    two. A source goes through all its rows, in an order of its own for each pass, and then begins the next pass.
+    An epoch is as many problems as there are rows. Problem j of a source, counted over all epochs, comes at time (j +
+    1/2) / weight (Webster's method): in any stretch each source has its share, within a problem or two. Each pass of a
+    source through its rows has an order of its own.
     """
     weights = [weight for _, weight in parts]
     starts = list(accumulate((rows for rows, _ in parts), initial=0))
@@ -90,7 +84,7 @@ def mixing(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: b
 
 
 def drawn_before(problems: int, weights: Sequence[float]) -> list[int]:
-    """How many of the first `problems` problems are of each source, by the times of `mixed`."""
+    """How many of the first `problems` problems are of each source."""
     sure = max(0.0, problems - len(weights) / 2 - 1) / sum(weights)  # at this time no more than `problems` have come
     drawn = [max(0, floor(weight * sure - 0.5)) for weight in weights]
     heap = [((number + 0.5) / weight, part) for part, (number, weight) in enumerate(zip(drawn, weights, strict=True))]

@@ -1,14 +1,9 @@
-"""The learner's requests: batches that are taken, trained, undone by a rewind, forgotten, and groups that are never
-trained.
+"""The learner's requests: batches that are taken, trained, undone by a rewind, forgotten, and groups in quarantine.
 
-Part of the ledger, as `Ledger.batches`. A batch once formed never changes, but that it loses a group that cannot be
-trained.
-
-`Suspicion` finds out which batch ends the learner, and which of its groups. A process that is killed, by the system for
-its memory or by a fault of its GPU, names no cause. So the ledger counts the starts that took a batch and never trained
-it: a batch with which MOST_ENDS starts ended is *suspect*, and the learner tries each of its groups by itself before it
-trains the batch (`learner/sound.py`). A group during whose trial MOST_ENDS starts ended is the culprit. Starts are
-counted at their successor's Rewind.
+A batch once formed changes only when it loses a group that cannot be trained. A learner that is killed names no cause.
+So the ledger counts, at each Rewind, the starts that took a batch and never trained it. A batch with which MOST_ENDS
+starts ended is *suspect*: the next learner tries each of its groups alone first (`learner/sound.py`). A group during
+whose trial MOST_ENDS starts ended is the culprit.
 """
 
 from collections.abc import Callable
@@ -20,35 +15,33 @@ from buffer.ledger.types import FormedBatch, ItemState, LedgerError, Terms
 from buffer.ledger.view import LedgerView
 
 MOST_ENDS = 2
-"""Ends of the learner from which on a batch is suspect, and a group that was tried by itself is the culprit."""
 
 
 @dataclass
 class Suspicion:
-    """Counts of the starts of the learner that ended; -1 stands for no batch or item. The store keeps each field."""
+    """Counts the starts of the learner that ended; -1 stands for no batch or item. The store keeps each field."""
 
     taken: int = -1
     """Batch that the learner took and has not trained."""
     suspect: int = -1
     """Batch with which the learner ended last."""
     suspect_ends: int = 0
-    """How many starts ended with it, one after another."""
+    """Starts in a row that ended with it."""
     tried: int = -1
-    """Item that the learner tries by itself."""
+    """Item that the learner tries alone."""
     alone: int = -1
     """Item during whose trial the learner ended last."""
     alone_ends: int = 0
 
     def is_suspect(self, version: int) -> bool:
-        """Whether MOST_ENDS starts of the learner ended with this batch."""
         return version == self.suspect and self.suspect_ends >= MOST_ENDS
 
     def try_alone(self, item: int | None) -> None:
-        """The learner tries this item by itself from now on; None: it has tried all of the batch."""
+        """The learner tries this item alone from now on; None: it has tried all."""
         self.tried = -1 if item is None else item
 
     def begin(self) -> int | None:
-        """A learner has started: count the end of the one before it. Returns the item that is the culprit.
+        """Count the end of the learner before this one; returns the culprit.
 
         Every rank says that it has started; only the first one counts.
         """
@@ -62,7 +55,7 @@ class Suspicion:
         return self.alone if self.alone_ends >= MOST_ENDS else None
 
     def clear(self, version: int) -> None:
-        """Batch `version` was trained, or is another one now: nothing is held against it or its groups."""
+        """Batch `version` was trained, or is another one now: forget what was held against it."""
         if version >= self.taken:
             self.taken = self.tried = -1
         if version >= self.suspect:
@@ -71,7 +64,7 @@ class Suspicion:
 
 
 class Batches:
-    """`find` returns an item, also one that has left memory; `take_back_too_old` is that of `Attempts`."""
+    """The batches of a run; `find` also returns items that have left memory."""
 
     def __init__(
         self,
@@ -86,10 +79,11 @@ class Batches:
         self.suspicion = Suspicion()
 
     def take(self, version: int) -> FormedBatch | None:
-        """Batch `version`: as it was, if formed before; formed now, if it is the next one and ready; None: not ready
-        yet (park it) or, with `view.finished()`, never. Raises LedgerError for a version beyond the next, or pruned.
+        """Batch `version`, formed now if it is the next one and ready. None: not ready yet, or never
+        (`view.finished()`).
 
-        At the end of the problems a last, smaller batch is formed of what is left.
+        Raises LedgerError for a version beyond the next, or pruned. At the end of the problems a last, smaller batch is
+        formed.
         """
         state = self._state
         if version < state.oldest:
@@ -111,10 +105,10 @@ class Batches:
         return state.batches[version]
 
     def trained(self, version: int) -> list[int]:
-        """Mark batch `version` as trained; returns the items that count as trained from now on.
+        """Mark batches up to `version` as trained; returns the items that count as trained from now on.
 
-        Every rank calls this; only the first call has an effect. A call of a replaced learner has no effect: after a
-        rewind a batch must be taken again before it can be trained again.
+        Only the first rank's call has an effect, and none by a replaced learner: after a rewind a batch must be taken
+        again before it can be trained again.
         """
         state = self._state
         if version >= state.version:
@@ -129,12 +123,10 @@ class Batches:
         return [item for batch in newly for item in state.batches[batch].items]
 
     def rewind(self, version: int) -> int:
-        """The learner restored `version`: batches from there on count as untrained; returns how many will be served
-        again. Raises LedgerError if the ledger does not reach that version or has pruned it.
+        """Count batches from `version` on as untrained; returns how many will be served again.
 
-        A run that was given up goes on: whoever started the learner again has mended what failed, or it ends once more.
-
-        A ledger that never formed a batch goes to any version; what it opened too early for that is dispatched again.
+        Raises LedgerError if the ledger does not reach that version or has pruned it. A run that was given up goes on.
+        A ledger that never formed a batch goes to any version.
         """
         state = self._state
         if version != state.version and not state.num_formed:
@@ -156,26 +148,22 @@ class Batches:
         return state.version - version
 
     def prune(self, oldest_kept: int) -> int:
-        """Forget batches before `oldest_kept`, trained ones only; returns the oldest batch that is left.
-
-        The samples of batches before that, and of items that were dropped before it, may go.
-        """
+        """Forget trained batches before `oldest_kept`; returns the oldest batch that is left."""
         state = self._state
         state.prune(max(state.oldest, min(oldest_kept, state.last_trained + 1)))
         return state.oldest
 
     def try_alone(self, version: int, number: int | None) -> None:
-        """The learner, which has batch `version`, tries the group of this item by itself; None: it has tried all."""
+        """Note that the learner tries this group of batch `version` alone; None: it has tried all."""
         batch = self._state.batches.get(version)
         if number is not None and (batch is None or number not in batch.items):
             raise LedgerError(f"item {number} is not in batch {version}: take the batch again")
         self.suspicion.try_alone(number)
 
     def quarantine(self, number: int, reason: str) -> bool:
-        """Put the group of this item into quarantine: it is kept and never trained. Returns whether that is news.
+        """Keep the group of this item and never train it; returns whether that is news.
 
-        Its batch is trained without it; no other batch changes. A batch that loses its last group is formed anew, and
-        those after it too. Raises LedgerError for an item that has no group, or whose batch was trained.
+        Raises LedgerError for an item that has no group, or whose batch was trained.
         """
         item = self._find(number)
         if item is not None and item.state == "quarantined":
@@ -194,8 +182,8 @@ class Batches:
         return True
 
     def _take_out(self, item: ItemState) -> None:
-        """Take the item out of its batch. If it was the last group, the batch and all later ones are formed anew,
-        because batches are consecutive; groups that are too new for their batch are dispatched again."""
+        """Take the item out of its batch. If none is left, that batch and all later ones are formed anew, because
+        batches are consecutive; groups too new for their batch are dispatched again."""
         batch = item.batch
         self._state.take_out(item)
         self.suspicion.clear(batch)
