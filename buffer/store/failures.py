@@ -1,7 +1,4 @@
-"""Failures of a commit that end by themselves or once somebody makes room, each with its cause and remedy in words.
-
-Pure functions of the error, for `buffer/wire/server.py`, which tries such a commit again.
-"""
+"""Failures of a commit that end by themselves or once somebody makes room, each with cause and remedy in words."""
 
 import errno
 import sqlite3
@@ -18,7 +15,7 @@ SYSTEM_FILES = "this machine has no open file left (fs.file-max): end what holds
 
 
 def remedy(error: sqlite3.Error | OSError) -> str:
-    """Return what ends a transient failure, in words; "" for a failure that is not transient."""
+    """What ends a transient failure; "" for a failure that is not transient."""
     if isinstance(error, OSError):
         if error.errno in DISK_FULL:
             return MAKE_ROOM

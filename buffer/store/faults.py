@@ -1,4 +1,4 @@
-"""What can be wrong with a run's ledger and samples on disk, as errors in words. Raised by the store, caught above."""
+"""Errors of a run's ledger and samples on disk, in words."""
 
 import errno
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from buffer.ledger.types import LedgerError
 
 ACCEPT = "--accept-loss"
-"""The flag of `python -m buffer` and `launch` by which a person says that a loss is meant."""
+"""The flag by which a person says that a loss is meant."""
 
 
 class StoreError(LedgerError):
@@ -14,7 +14,7 @@ class StoreError(LedgerError):
 
 
 class LostCommits(StoreError):
-    """The ledger lacks commits that were made, or is another one, or is gone. A person may accept that."""
+    """The ledger lacks commits, or is another one, or is gone. A person may accept that."""
 
 
 class StoreGone(OSError):

@@ -1,4 +1,4 @@
-"""A lock on a file, held by one process until it ends, however it ends: for the ledger's file and a run's folder."""
+"""A lock on a file, which one process holds until it ends, however it ends."""
 
 import fcntl
 import os
@@ -10,12 +10,11 @@ class InUse(OSError):
 
 
 def lock_of(path: Path) -> Path:
-    """The file that is locked for the ledger's file `path`."""
     return path.with_name(path.name + ".lock")
 
 
 def holder(file: Path) -> str:
-    """Id of the process of this machine that holds the lock of `file`; empty if none does. Makes no file."""
+    """Id of the local process that holds the lock of `file`, or "". Makes no file."""
     try:
         lock = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -30,7 +29,7 @@ def holder(file: Path) -> str:
 
 
 def locked(file: Path) -> int:
-    """Lock `file`, made if need be, and write this process's id into it; returns the descriptor that holds the lock.
+    """Lock `file`, made if need be; returns the descriptor that holds the lock.
 
     Raises InUse if another process holds it, OSError if the file cannot be made.
     """

@@ -1,7 +1,7 @@
 """Opens the ledger's SQLite file: makes it, brings an older one to this schema, and refuses what is not sound.
 
-Used by `sqlite.py`. `PRAGMA quick_check` reads every page once; RULES compare what SQLite itself does not compare. Both
-look at structure: whether the samples' bytes are right is checked when they are read, and by `python -m buffer scrub`.
+`PRAGMA quick_check` reads every page once; RULES compare what SQLite does not. The samples' bytes are checked when they
+are read, and by `python -m buffer scrub`.
 """
 
 import os
@@ -14,9 +14,9 @@ from buffer.store import sql
 from buffer.store.faults import StoreError
 
 LOG_PAGES = 4096
-"""The write-ahead log is copied into the file when it has so many pages, and then written anew from its start."""
+"""Pages of the write-ahead log after which it is copied into the file and begun anew."""
 LOADED = "(batch = -1 OR batch >= COALESCE((SELECT value FROM meta WHERE name = 'oldest'), 0))"
-"""Which items a start reads; a run has millions of others, of batches that no restart will serve again."""
+"""The items that a start reads; millions of others are of batches that nobody will ask for again."""
 RULES = {
     "an item has an unknown state": f"""
         SELECT 'item ' || item FROM items WHERE {LOADED} AND
@@ -38,7 +38,7 @@ RULES = {
 
 
 def opened(path: Path | None, fsync: bool) -> sqlite3.Connection:
-    """A connection that writes the ledger `path`; None: one in memory. Raises StoreError or sqlite3.Error."""
+    """A connection that writes the ledger `path`, or one in memory. Raises StoreError or sqlite3.Error."""
     db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
     try:
         (schema,) = db.execute("PRAGMA user_version").fetchone()
@@ -65,7 +65,7 @@ def _configure(db: sqlite3.Connection, fsync: bool) -> None:
 
 
 def _make(db: sqlite3.Connection, statements: str) -> None:
-    """Run `statements`, which bring the file to this schema, all or none."""
+    """Run all `statements`, or none."""
     db.execute("BEGIN IMMEDIATE")
     for statement in statements.split(";"):
         db.execute(statement)
@@ -99,7 +99,7 @@ def require_sound(db: sqlite3.Connection, path: Path | None) -> None:
 
 
 def unsound(db: sqlite3.Connection, most: int = 1) -> Iterator[str]:
-    """Up to `most` lines of what is wrong with the pages, and with each rule; none for a sound file."""
+    """Up to `most` lines of what is wrong with the pages, and with each rule."""
     pages = [str(line).strip() for (line,) in db.execute(f"PRAGMA quick_check({most})")]
     yield from (" ".join(line.split()) for line in pages if line != "ok")
     for rule, query in RULES.items():
@@ -130,18 +130,16 @@ def is_damage(error: BaseException) -> bool:
 
 
 def _code(error: BaseException) -> int:
-    """SQLite's primary error code; 0 for another error."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def damaged(path: Path | None, problem: str) -> StoreError:
-    """The error for a file with damaged bytes."""
     remedy = "bring back a copy of it, or begin anew with another run.name"
     return StoreError(f"buffer.path {path}: the file is damaged: {problem}; {remedy}")
 
 
 def read_only(path: Path) -> sqlite3.Connection:
-    """A connection that only reads the file of a live or a dead buffer. Raises StoreError if there is none."""
+    """A connection that only reads, also beside a live buffer. Raises StoreError if there is no file."""
     if not path.is_file():
         raise StoreError(f"{path}: no such file; a buffer writes it from its start on, unless buffer.path is null")
     with explained(path):

@@ -1,7 +1,6 @@
-"""Reads the state of a run before it is started again: from its ledger's file, its checkpoints and its `config.yaml`.
+"""Reads the state of a run before it is started again, from its ledger, its checkpoints and its `config.yaml`.
 
-Used by the launcher and by the buffer before they write anything, and by `python -m actors status`. Only `accept_loss`
-and `begin_with` write: what a person has accepted, and with which checkpoint a run without a ledger begins.
+Only `accept_loss` and `begin_with` write.
 """
 
 import json
@@ -21,7 +20,7 @@ from configs.resume import Change, Settings, written
 from configs.schema import Config
 
 BEGINS = "begins.json"
-"""File of a run's folder: the version of the checkpoint with which its ledger begins."""
+"""File of a run's folder: the checkpoint's version with which its ledger begins."""
 OPEN = "SELECT COUNT(*) FROM items WHERE batch = -1 AND state IN ('waiting', 'leased', 'stored')"
 """By the index of `batch`: a run may have millions of items."""
 
@@ -35,11 +34,11 @@ class Past(NamedTuple):
     trained: int = 0
     """Versions trained."""
     used_up: bool = False
-    """Every problem of every epoch that `data.epochs` asks for was trained or dropped."""
+    """Whether the data are used up (`data.epochs`)."""
     servers: int = 0
     """Rollout servers that were wanted last; 0: as the run file has it."""
     by_person: bool = False
-    """A person said so."""
+    """Whether a person wanted so many."""
 
 
 def store_path(config: Config) -> Path | None:
@@ -48,7 +47,7 @@ def store_path(config: Config) -> Path | None:
 
 
 def past(config: Config) -> Past:
-    """What the store knows of the run of `config`. Raises ConfigError or StoreError for a file that cannot be read."""
+    """What the store knows of the run of `config`. Raises ConfigError or StoreError for an unreadable file."""
     file = store_path(config)
     if file is None or not file.exists():
         return Past(written(config.run.path))
@@ -64,8 +63,8 @@ def past(config: Config) -> Past:
 
 
 def losses(config: Config) -> list[str]:
-    """What a start would lose for ever, a line each, and none for a run that is whole or new: commits that the ledger
-    lacks, or the whole ledger of a run that has checkpoints. Raises StoreError for a file that cannot be read."""
+    """What a start would lose for ever, a line each: commits that the ledger lacks, or the whole ledger of a run that
+    has checkpoints. Raises StoreError for an unreadable file."""
     file = store_path(config)
     if file is None:
         return []
@@ -85,7 +84,7 @@ def losses(config: Config) -> list[str]:
 
 
 def accept_loss(config: Config) -> None:
-    """Have `losses` find nothing: the ledger is right as it is, and a new one begins with the newest checkpoint."""
+    """Accept the `losses`: the ledger is right as it is, and a new one begins with the newest checkpoint."""
     file = store_path(config)
     if file is None:
         return
@@ -98,12 +97,12 @@ def accept_loss(config: Config) -> None:
 
 
 def begin_with(run: Path, version: int) -> None:
-    """The ledger of `run`, which has none, begins with the checkpoint of this version: a fork's, or after a loss."""
+    """Have the missing ledger of `run` begin with this checkpoint."""
     (run / BEGINS).write_text(json.dumps({"version": version}), encoding="utf-8")
 
 
 def begins_with(run: Path) -> int:
-    """The version of the checkpoint with which the ledger of `run` may begin; 0: with the initial model."""
+    """The checkpoint's version with which the ledger of `run` may begin; 0: the initial model."""
     try:
         return int(json.loads((run / BEGINS).read_text(encoding="utf-8"))["version"])
     except FileNotFoundError:

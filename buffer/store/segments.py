@@ -1,15 +1,11 @@
-"""Segments: the files that hold the samples' bytes, beside the SQLite file that says where. Used by `sqlite.py`.
+"""Segments: the files that hold the samples' bytes, beside the SQLite file that says where.
 
 Samples are appended and synced before the transaction that names them is committed; bytes that no committed row names
-do not count and are overwritten. So each byte is written once, where SQLite would write it to its log, again into its
-file, and again when a page next to it moves. Space is allocated ahead, because a file that grows with each write is
-synced at a fifth of the speed. A segment of which nothing is named any more is deleted, or reused as a later segment:
-in a thread, because the file system takes 50 ms for it, during which everybody would wait.
+are overwritten. So each byte is written once; SQLite would write it up to three times. The samples of a group are
+contiguous, without separators. Calls block for the disk.
 
-Plain files: the samples of a group are contiguous, without separators. Calls block for the disk. They are opened though
-connections have used up the open files that the process allows itself: `buffer/resources.py` keeps the soft limit below
-what the system lets the process have, and the rest is for the store. `GroupCache` keeps the latest groups in memory:
-most are batched before they would have to be read back.
+Space is allocated ahead, because a file that grows with each write is synced at a fifth of the speed. A thread deletes
+or reuses segments of which nothing is named any more, because that takes the file system 50 ms.
 """
 
 import errno
@@ -30,8 +26,7 @@ from configs.variables import private_folder
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
 """Size at which the next segment is begun, and the space allocated at a time."""
 SPARES = 8
-"""Empty segments kept to be reused, those of a batch of half a gigabyte: their blocks are allocated, and mostly in the
-page cache."""
+"""Empty segments kept to be reused: their blocks are allocated, and mostly in the page cache."""
 BLOCK_BYTES = 4096
 """A commit begins at a multiple of this, so that no write touches a block with committed bytes."""
 BUFFERS = 512
@@ -42,14 +37,12 @@ Groups = Mapping[int, Sequence[bytes]]
 
 
 class Place(NamedTuple):
-    """Where a group begins."""
-
     segment: int
     position: int
 
 
 class Segments:
-    """Segments in `folder`; continues at byte `end` of segment `number`. With `fsync` appended bytes are on disk."""
+    """The segments in `folder`, from byte `end` of segment `number` on."""
 
     def __init__(self, folder: Path, number: int, end: int, fsync: bool = True) -> None:
         self.folder, self.number, self.end, self._fsync = folder, number, end, fsync
@@ -60,9 +53,9 @@ class Segments:
         self._open: tuple[int, int] | None = None
         """Number and descriptor of the segment written last."""
         self._identity: tuple[int, int] | None = None
-        """Which file that is."""
+        """Device and inode of that file."""
         self._allocated = 0
-        """Up to where its space is allocated."""
+        """The end of its allocated space."""
         self._spare: list[Path] = []
         self._remover = ThreadPoolExecutor(1, "segments")
 
@@ -95,11 +88,10 @@ class Segments:
         return [data[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
     def path_of(self, number: int) -> Path:
-        """The file of a segment."""
         return path_of(self.folder, number)
 
     def missing(self, ends: Mapping[int, int]) -> Path | None:
-        """The first file of `ends`, by number, that does not exist or is shorter than its end; None: all are sound."""
+        """The first file of `ends`, by number, that does not exist or is shorter than its end."""
         for number, end in ends.items():
             path = path_of(self.folder, number)
             if not path.is_file() or path.stat().st_size < end:
@@ -114,10 +106,9 @@ class Segments:
                 path.unlink()
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Segments of which nothing is named any more: some are kept to be reused, the others deleted, a little later.
+        """Reuse or delete segments of which nothing is named any more, a little later.
 
-        A file that cannot be deleted, or is not yet when the process is killed, is deleted at the next start: the
-        transaction is committed and must not fail.
+        It must not fail, because the transaction is committed. What is not deleted now is deleted at the next start.
         """
         for number in numbers:
             self._remover.submit(self._remove, path_of(self.folder, number))
@@ -137,7 +128,6 @@ class Segments:
             self._spare.pop().unlink(missing_ok=True)
 
     def _close_file(self) -> None:
-        """Close the file written last."""
         if self._open:
             number, descriptor = self._open
             with suppress(OSError):  # its disk may be gone; the bytes it cuts off were never written
@@ -147,7 +137,6 @@ class Segments:
             self._open = None
 
     def _write(self, position: int, samples: Sequence[bytes]) -> None:
-        """The bytes are on disk when it returns."""
         if not samples:
             return
         descriptor = self._descriptor()
@@ -167,7 +156,6 @@ class Segments:
             os.fdatasync(descriptor)
 
     def _descriptor(self) -> int:
-        """File descriptor of the segment being written, which is created if it does not exist."""
         path = path_of(self.folder, self.number)
         if self._open and self._open[0] == self.number:
             if identity(path) != self._identity:
@@ -185,7 +173,7 @@ class Segments:
 
 
 class InMemory:
-    """The same interface for a ledger without a file."""
+    """The interface of `Segments` for a ledger without a file; each group is a segment of its own."""
 
     number, end = 1, 0
 
@@ -194,19 +182,16 @@ class InMemory:
 
     @contextmanager
     def appended(self, groups: Groups) -> Iterator[dict[int, Place]]:
-        """As `Segments.appended`. Each group is a segment of its own."""
         places = {item: Place(number, 0) for number, item in enumerate(groups, self.number + 1)}
         yield places
         self._groups |= {place.segment: b"".join(groups[item]) for item, place in places.items()}
         self.number += len(groups)
 
     def read(self, place: Place, sizes: Sequence[int]) -> list[bytes]:
-        """As `Segments.read`."""
         ends = list(accumulate(sizes, initial=place.position))
         return [self._groups[place.segment][begin:end] for begin, end in pairwise(ends)]
 
     def path_of(self, number: int) -> Path:
-        """As `Segments.path_of`; there is no such file."""
         return Path("memory")
 
     def missing(self, ends: Mapping[int, int]) -> None:
@@ -216,21 +201,18 @@ class InMemory:
         """Does nothing: all are kept in memory."""
 
     def remove(self, numbers: Collection[int]) -> None:
-        """As `Segments.remove`."""
         for number in numbers:
             self._groups.pop(number, None)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Does nothing."""
 
 
 def folder_of(file: Path) -> Path:
-    """The folder of the segments that belong to an SQLite file."""
     return file.with_name(f"{file.name}-samples")
 
 
 def path_of(folder: Path, number: int) -> Path:
-    """The file of a segment."""
     return folder / f"{number:06}.samples"
 
 
@@ -250,7 +232,7 @@ def read(folder: Path, place: Place, size: int) -> bytes:
 
 
 def open_file(path: Path, flags: int, mode: int = 0o777) -> int:
-    """As `os.open`, with the reserve where no file is left."""
+    """As `os.open`, but uses the reserve when connections have used up all open files of the process."""
     try:
         return os.open(path, flags, mode)
     except OSError as error:
@@ -262,7 +244,7 @@ def open_file(path: Path, flags: int, mode: int = 0o777) -> int:
 
 @contextmanager
 def reserve() -> Iterator[None]:
-    """Let the process open as many files as the system allows."""
+    """Let the process open as many files as the system allows (`buffer/resources.py`)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -272,7 +254,7 @@ def reserve() -> Iterator[None]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new file survives a power cut only once its folder is synced."""
+    """Make a new file survive a power cut."""
     descriptor = open_file(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -283,20 +265,18 @@ def _sync_folder(folder: Path) -> None:
 Group = Sequence[bytes]
 """The packed samples of a group, in order."""
 FREE_AT_ONCE = 8
-"""Groups whose memory is freed in a turn of the event loop: megabytes each, of a batch of hundreds."""
+"""Groups whose memory is freed in a turn of the event loop: each has megabytes."""
 
 
 class GroupCache:
-    """The latest groups: at most `max_bytes` of samples; the oldest groups make room."""
+    """The latest groups, up to `max_bytes` of samples: most are batched before they would be read back."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes = max_bytes, 0
         self._groups: dict[int, Group] = {}
         self._forgotten: list[Group] = []
-        """Groups that are to be freed."""
 
     def add(self, item: int, group: Group) -> None:
-        """In place of an earlier group of the item."""
         self.forget(item)
         self._groups[item] = group
         self.bytes += sum(map(len, group))
@@ -304,7 +284,6 @@ class GroupCache:
             self.forget(next(iter(self._groups)))
 
     def get(self, item: int) -> Group | None:
-        """None if it is not cached."""
         return self._groups.get(item)
 
     def release(self, items: Iterable[int]) -> None:
@@ -315,9 +294,7 @@ class GroupCache:
                 self.forget(item)
 
     def free(self, most: int = FREE_AT_ONCE) -> None:
-        """Free the memory of this many released groups."""
         del self._forgotten[-most:]
 
     def forget(self, item: int) -> None:
-        """An item that is not cached changes nothing."""
         self.bytes -= sum(map(len, self._groups.pop(item, ())))

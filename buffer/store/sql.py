@@ -78,19 +78,18 @@ MIGRATIONS = {
     5: "",
     6: "",
 }
-"""By schema: what brings a file to the next one. Samples of schema 6 may have a teacher, those of 7 its most probable
-tokens: the tables are those of 5, and an older release, which could not read such samples, refuses the file."""
+"""By schema: what brings a file to the next one. Schemas 6 and 7 have the tables of 5; their samples are new, so an
+older release refuses the file."""
 NO_PLACES = "CREATE TEMP VIEW problems AS SELECT *, NULL AS place FROM main.problems"
 NO_ROWS = ROWS.replace("CREATE TABLE", "CREATE TEMP TABLE")
 AS_NOW = {
     3: ("CREATE TEMP VIEW samples AS SELECT *, NULL AS crc32c FROM main.samples", NO_PLACES, NO_ROWS),
     4: (NO_PLACES, NO_ROWS),
 }
-"""By schema, for readers of an earlier file: hides a table behind one with the column that it lacks, and adds an empty
-one for a table that it lacks."""
+"""By schema, for readers of an earlier file: adds the column or empty table that it lacks."""
 FIRST_COMMIT = "INSERT OR IGNORE INTO meta VALUES ('ledger', ?), ('commits', 0)"
 NEXT_COMMIT = "UPDATE meta SET value = value + 1 WHERE name = 'commits'"
-"""In a table that nearly every transaction writes to anyway: a table of its own would be one more page to write."""
+"""In a table that nearly every transaction writes to anyway: a further table would be one more page to write."""
 COMMITS = "SELECT (SELECT value FROM meta WHERE name = 'ledger'), value FROM meta WHERE name = 'commits'"
 SCALARS = "SELECT name, value FROM meta WHERE typeof(value) = 'integer' AND name <> 'commits'"
 ITEM = """
@@ -103,8 +102,8 @@ ON CONFLICT (item) DO UPDATE SET
     stored_at = CASE WHEN excluded.samples THEN COALESCE(stored_at, excluded.stored_at) END,
     changed_at = excluded.changed_at
 """
-"""Values: the fields of `ItemState`, then leased_at, stored_at, changed_at. Numbered parameters (?1) would warn from
-Python 3.12 on and raise in 3.14."""
+"""Values: the fields of `ItemState`, then leased_at, stored_at, changed_at. Numbered parameters (?1) would raise in
+Python 3.14."""
 ITEM_STATE = """
 SELECT item, row, epoch, CASE state WHEN 'trained' THEN 'batched' ELSE state END, reason, version, server, lease,
     request, attempts, batch, samples, tokens, sampled, truncated FROM items

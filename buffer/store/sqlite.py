@@ -1,9 +1,8 @@
 """The store: the ledger in one SQLite file, a transaction for each commit, the samples beside it in segments.
 
-Used by `buffer/wire/handlers.py`; the tables are in `sql.py`, the samples' files in `segments.py`. Only one process may
-write: it holds a lock on FILE.lock until it ends, however it ends. No byte is believed unchecked: a sample has its
-CRC32C in its row, the number of commits is compared with the witness's (`witness.py`), pages and rows with each other
-(`opening.py`), and a file that was deleted or replaced while it was open ends the process (`witness.py`).
+Only one process may write: it holds a lock until it ends, however it ends. No byte is believed unchecked: a sample has
+its CRC32C in its row, pages and rows are compared with each other (`opening.py`), the number of commits and the files
+themselves with the witness (`witness.py`).
 """
 
 import errno
@@ -38,11 +37,11 @@ UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
 
 
 class Store:
-    """`path` None keeps everything in memory. With `fsync` a commit waits for the disk. Context manager.
+    """The ledger on disk, or in memory without `path`. With `fsync` a commit waits for the disk.
 
-    `problems` are the rows of the data set, written down as they are dispatched, `digest` is of their file, `place`
-    says where in it a row is. Raises StoreError for a file that is no Headrace buffer, is damaged, is of a run with
-    another `digest` (if given) or is in use by another process.
+    `problems` are the rows of the data set, `digest` is of their file, `place` says where in it a row is. Raises
+    StoreError for a file that is no buffer's, is damaged, is of a run with another `digest` or is in use by another
+    process.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Store:
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
             self._known_rows: set[int] = set()
-            """Rows that are known to be written down: those looked up, or written, since the start."""
+            """Rows known to be written down."""
             ends.callback(self._shorten_log)
             self._ends = ends.pop_all()
 
@@ -80,7 +79,7 @@ class Store:
             self._witness.close()
 
     def _open_witness(self, path: Path, known: witness.Commits | None) -> None:
-        """Raises LostCommits if the witness has `known` of more commits than the file has."""
+        """Raises LostCommits if the witness knows of more commits than the file has."""
         found = witness.counted(self._db)
         assert found, "every ledger of this schema counts its commits"
         witness.require_all(path, known, found)
@@ -124,8 +123,8 @@ class Store:
         return found
 
     def load(self) -> Saved:
-        """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged. After this, a commit raises
-        at once where another program has locked the file."""
+        """What `Ledger.restore` needs. Raises StoreError if the file is damaged. Later commits never wait for SQLite's
+        lock."""
         with explained(self.path):
             scalars = dict(self._db.execute(sql.SCALARS))
             items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
@@ -137,13 +136,12 @@ class Store:
         return Saved(items, totals, scalars, failed[::-1], evaluations, rows)
 
     def closed(self, item: int) -> ItemState | None:
-        """An item that was dropped or put into quarantine, which the ledger does not keep in memory."""
+        """An item that was dropped or put into quarantine."""
         row = self._db.execute(sql.CLOSED, [item]).fetchone()
         return ItemState(*row) if row else None
 
     def commit(self, transaction: Transaction) -> None:
-        """Write the changes, name the samples of the groups accepted in them, and no longer those that are void: all of
-        it or, with sqlite3.Error or OSError raised, nothing."""
+        """Write all of the transaction or, with sqlite3.Error or OSError raised, nothing."""
         self.files.require()
         changes, payloads = transaction.changes, transaction.payloads
         groups = {item: payloads[item] for item in changes.sample_stats if item in payloads}
@@ -199,7 +197,6 @@ class Store:
         db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", changes.scalars.items())
 
     def _remove(self, items: Iterable[int]) -> None:
-        """Name their samples no longer."""
         rows = [(item,) for item in items]
         self._db.executemany(sql.FREE, [2 * row for row in rows])
         for statement in ("DELETE FROM samples WHERE item = ?", "UPDATE items SET bytes = 0 WHERE item = ?"):
@@ -211,7 +208,7 @@ class Store:
         return self._read(item, 0, rows) if rows else []
 
     def samples(self, item: int, indexes: Sequence[int]) -> list[bytes]:
-        """Some packed samples of a group that is stored, by their places in it. Raises DamagedSample."""
+        """Some packed samples of a stored group, by their places in it. Raises DamagedSample."""
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
         if len(indexes) == len(rows):
             return self._read(item, 0, rows)
@@ -236,7 +233,7 @@ class Store:
         return dict(self._db.execute(sql.UNTRAINED))
 
     def bytes_batched_since(self, version: int) -> dict[int, int]:
-        """Bytes of samples by item, for batch `version` and all later batches, trained or not."""
+        """Bytes of samples by item, for batch `version` and all later batches."""
         return dict(self._db.execute(sql.BATCHED_SINCE, [version]))
 
     def close(self) -> None:
@@ -278,10 +275,10 @@ class Store:
 
 
 def reading(path: Path) -> sqlite3.Connection:
-    """A connection that only reads the file of a live or a dead buffer. Raises StoreError if there is none.
+    """A connection that only reads, also beside a live buffer. Raises StoreError if there is no file.
 
-    Its SQL knows `data_of(segment, position, bytes, crc32c)`: a packed sample, NULL once it was removed, and an empty
-    one where its bytes are damaged. Without `crc32c` the bytes are not checked.
+    Its SQL knows `data_of(segment, position, bytes, crc32c)`: a packed sample, NULL once it was removed, empty where
+    its bytes are damaged. Without `crc32c` the bytes are not checked.
     """
     db, folder = read_only(path), segments.folder_of(path)
     db.create_function("data_of", -1, lambda segment, *at: segment and _data(folder, segment, *at))
@@ -289,7 +286,6 @@ def reading(path: Path) -> sqlite3.Connection:
 
 
 def _data(folder: Path, segment: int, position: int, size: int, crc: int | None = None) -> bytes | None:
-    """None if it was removed since the query began, empty if it is damaged."""
     try:
         data = segments.read(folder, Place(segment, position), size)
     except FileNotFoundError:
@@ -315,7 +311,7 @@ def _witnessed(path: Path) -> witness.Commits | None:
 
 
 def _locked(path: Path) -> int:
-    """Lock out other buffers until this process ends, in a file beside it: closing this one ends SQLite's own locks."""
+    """Lock out other buffers by a file beside it: closing the file itself would end SQLite's own locks."""
     try:
         run_folder(path.parent)
         return locked(lock_of(path))

@@ -1,23 +1,19 @@
-"""Whether the ledger is what it was: how often it was committed, and whether its open files are still at their paths.
-Used by `sqlite.py` and `segments.py`.
+"""Notices whether the ledger lacks commits, has other bytes, or was deleted or replaced while it is open.
 
-The witness is a small file beside the ledger that knows how often the ledger was committed.
+The witness is a small file beside the ledger that knows how often the ledger was committed. SQLite silently drops what
+it cannot read of its log, and an older copy of the file is a sound database too. So each transaction counts itself in
+the ledger, and the number is written here after the commit and before anything is acknowledged. The witness is not
+synced, which would take as long as the commit: after a power cut it may be older than the ledger, never newer, unless
+the disk broke its promise or `buffer.fsync` is false.
 
-SQLite silently drops what it cannot read of its log: a log that was cut off, or an older copy of the file that
-somebody put back, is a sound database that lacks the last commits. So each transaction counts itself in the ledger,
-and the number is written here after the commit and before anything is acknowledged. The file is not synced,
-which would take as long as the commit: after a power cut it may be older than the ledger, never newer, unless the
-disk lost what it had promised to keep, or `buffer.fsync` is false.
+SQLite has no checksums of its pages. So a clean end leaves the CRC32C of the ledger's file here. A killed buffer leaves
+none: then only the log has checksums.
 
-SQLite has no checksums of its pages. So a buffer that ends cleanly leaves the CRC32C of the ledger's whole file here,
-and the next one compares it. One that was killed leaves none: then the log has checksums, and the pages only their
-structure.
+The witness has one line: name of the ledger, number of commits, CRC32C of the file or dashes, and CRC32C of these
+three, as in `3f0c9a52b7e1d684 000000004711 -------- 9c3e01f2`.
 
-Its one line: name of the ledger, number of commits, CRC32C of the file or dashes, and CRC32C of these three, as in
-`3f0c9a52b7e1d684 000000004711 -------- 9c3e01f2`.
-
-Linux lets a file be deleted, moved or replaced while it is written. Bytes written from then on are lost with the
-process, so they must not be acknowledged: `SameFiles` looks before each commit.
+Linux lets a file be deleted or replaced while it is written. Bytes written from then on are lost with the process, so
+`SameFiles` looks before each commit.
 """
 
 import os
@@ -39,8 +35,6 @@ NONE = "-" * 8
 
 
 class Commits(NamedTuple):
-    """The name of a ledger, and how often it was committed."""
-
     ledger: str
     number: int
     file: str = NONE
@@ -48,7 +42,7 @@ class Commits(NamedTuple):
 
 
 class Witness:
-    """The file of the ledger `path`, open for writing. It says `commits` from now on.
+    """The witness of the ledger `path`, open for writing.
 
     It is written through memory: a system call would change the time of the file, which waits for the disk's journal.
     """
@@ -72,13 +66,12 @@ class Witness:
         self._memory[:] = _line(Commits(self.ledger, self.number, file))
 
     def note(self) -> None:
-        """A transaction was committed."""
         self.number += 1
         with suppress(OSError):  # the commit is done and must not be repeated; the next one writes its number
             self._write()
 
     def close(self) -> None:
-        """The ledger was closed: what is noted of it is on disk when this returns."""
+        """Close the witness, on disk, after the ledger was closed."""
         with suppress(OSError):  # the ledger is complete without it
             self._write(NONE if _has_log(self._path) else f"{crc32c_of(self._path):08x}")
             self._memory.flush()
@@ -87,7 +80,7 @@ class Witness:
 
 
 class SameFiles:
-    """`paths`, all of which exist, each with the file that is there now."""
+    """The files that are at `paths` now."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._known = {str(path): identity(path) for path in paths}
@@ -109,12 +102,11 @@ def identity(file: Path | str | int) -> tuple[int, int] | None:
 
 
 def file_of(path: Path) -> Path:
-    """The witness of the ledger's file `path`."""
     return path.with_name(f"{path.name}-commits")
 
 
 def noted(path: Path) -> Commits | None:
-    """What the witness of the ledger `path` says; None if there is no witness. Raises ValueError if it is damaged."""
+    """What the witness of the ledger `path` says, if there is one. Raises ValueError if it is damaged."""
     try:
         text = file_of(path).read_bytes()
     except FileNotFoundError:
@@ -130,14 +122,16 @@ def noted(path: Path) -> Commits | None:
 
 
 def counted(db: sqlite3.Connection) -> Commits | None:
-    """How often the ledger that `db` reads was committed; None for the file of an earlier release."""
+    """How often the ledger was committed; None for the file of an earlier release."""
     row = db.execute(sql.COMMITS).fetchone()
     return Commits(*row) if row else None
 
 
 def require_all(path: Path, known: Commits | None, found: Commits | None) -> None:
-    """Raise LostCommits unless the ledger `path`, committed `found` times, has all commits that its witness has `known`
-    of. `found` None: the file is gone, or is of an earlier release. Read the witness before the ledger."""
+    """Raise LostCommits unless the ledger, committed `found` times, has all commits `known` to its witness.
+
+    `found` None: the file is gone, or is of an earlier release. Read the witness before the ledger.
+    """
     if known is None or (found and found.ledger == known.ledger and found.number >= known.number):
         return
     if found and found.ledger == known.ledger:
@@ -152,7 +146,7 @@ def require_all(path: Path, known: Commits | None, found: Commits | None) -> Non
 
 
 def require_same_bytes(path: Path, known: Commits | None) -> None:
-    """Raise StoreError if the ledger `path` was closed cleanly, and has other bytes now. Reads all of it."""
+    """Raise StoreError if the ledger was closed cleanly, and has other bytes now. Reads all of it."""
     if known is None or known.file == NONE or not path.exists() or _has_log(path):
         return
     if (found := f"{crc32c_of(path):08x}") != known.file:
