@@ -1,6 +1,6 @@
 """What a rollout server hands to vLLM: the run file's keys, our defaults, and `rollout.engine` as it is.
 
-Imports neither vLLM nor torch, so that `problems` costs milliseconds wherever a run file is checked.
+Imports neither vLLM nor torch, so that `problems` costs milliseconds.
 """
 
 import difflib
@@ -21,26 +21,22 @@ from rollout.engine.door.installed import cpu_head_sizes, registered, vllm_field
 from rollout.templates.parsers import AUTO
 
 CPU_STEP_TOKENS = 2048
-"""Tokens of a step of vLLM's servers on a CPU. vLLM refuses more sequences than that, so a step grows with them."""
+"""Tokens of a step on a CPU. vLLM refuses more sequences than that, so a step grows with them."""
 HEAD = {"head_dtype": "float32"}
-"""vLLM would round logits to model.dtype. The learner does not, and its ratios would see that noise at every token."""
+"""vLLM would round logits to model.dtype, and the learner's ratios would see that noise at every token."""
 MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
 """On a GPU a step may have twice as many tokens as sequences: all that generate, and as many tokens of prompts. Steps
-of that size run as CUDA graphs. vLLM's own 128 sequences and 2,048 tokens left more than half of an H200 idle:
-15,000 tokens/s of a 1.5B model, against 22,900 with 512 sequences and 26,800 with these arguments (benchmarks/LOG.md,
-measured before `plain_steps.py`).
-And vLLM has room for a whole group when one place is free: else its samples would wait inside, and each sequence that
-ends would let a prompt into a step of its own, which runs in pieces and not as one CUDA graph.
-Scheduling is asynchronous by vLLM's own default, which adapts to the device; its block of 16 tokens wastes half a
-block a sequence, and a larger one would share fewer prompts.
-"""
+of that size run as CUDA graphs. vLLM's own 128 sequences and 2,048 tokens gave 15,000 tokens/s of a 1.5B model on an
+H200, 512 sequences 22,900, and these arguments 26,800 (benchmarks/LOG.md, measured before `plain_steps.py`). vLLM also
+has room for a whole group when one place is free: else each sequence that ends would let one prompt into a step of its
+own, which is no CUDA graph."""
 GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
-"""They say which CUDA graphs are captured, and vLLM takes one word on that only."""
+"""They say which CUDA graphs are captured; vLLM takes one of them only."""
 LINEAR_LAYERS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 )
-"""Layers of attention and MLP that vLLM adapts, where a model has them, for `model.lora.targets: all`."""
+"""Layers of attention and MLP that vLLM adapts, for `model.lora.targets: all`."""
 PARTS = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
 """A part of each layer that vLLM joins."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -48,15 +44,15 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 USUAL_PROMPT = 128
 """Tokens of the prompts with which the price of graphs without room for them was measured."""
 UNEQUAL_ON_CPU = ("lfm2", "lfm2_moe")
-"""Types of models of which vLLM 0.32 was seen to compute other log-probabilities on a CPU, from a folder too: small
-copies of LFM2 in float32 are 0.01 nat off. The reason is unknown."""
+"""Types of models whose log-probabilities vLLM 0.32 computes otherwise on a CPU: small copies of LFM2 in float32 are
+0.01 nat off. The reason is unknown."""
 IMAGES_PER_STEP = 4
 """Images of the largest size whose tokens a step of a GPU holds: vLLM encodes and keeps as many at a time."""
 PARSERS = {
     "tool_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
     "reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
 }
-"""Keys of `rollout.chat`, with the package of vLLM and the table in it that names what they may be."""
+"""Keys of `rollout.chat`, with the package of vLLM and the table in it that has their values."""
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: half the memory
@@ -67,8 +63,7 @@ CPU_ENVIRONMENT = {
 
 
 def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
-    """A line for each key of `engine` (`rollout.engine`) that the installed vLLM has no field for; none without vLLM.
-    And one if a step may have fewer tokens than sequences, with which vLLM would not start.
+    """A line for each key of `rollout.engine` that the installed vLLM has no field for, and for steps too small for it.
 
     `configs.checks` judges the keys that Headrace sets or that have a key of their own in the run file.
     """
@@ -83,7 +78,7 @@ def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
-    """A line for each key of `engine`, of `section` of the run file, that the installed vLLM has no field for."""
+    """A line for each key of this section that the installed vLLM has no field for."""
     fields = set(vllm_fields()) if engine else set()
     known = {field: f"{section}.engine.{field}" for field in fields}
     ours: Any = Config.model_fields[section].annotation
@@ -98,14 +93,13 @@ def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
 
 
 def unknown_parsers(config: Config) -> Iterator[str]:
-    """A line for each parser of `rollout.chat` that the installed vLLM does not have; none without vLLM."""
+    """A line for each parser of `rollout.chat` that the installed vLLM does not have."""
     for key in PARSERS:
         if (name := getattr(config.rollout.chat, key)) not in (None, AUTO):
             yield from unknown_parser(key, name)
 
 
 def unknown_parser(key: str, name: str) -> Iterator[str]:
-    """A line if the installed vLLM has no parser of this name for `rollout.chat.KEY`."""
     parsers = sorted(registered(*PARSERS[key]))
     if parsers and name not in parsers:
         close = difflib.get_close_matches(name, parsers, 1)
@@ -114,9 +108,11 @@ def unknown_parser(key: str, name: str) -> Iterator[str]:
 
 
 def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
-    """Yield a line for each thing that vLLM's kernels for a CPU lack of the model. With heads of another size no server
-    could start; with delta rules in float32 it would die at its first step; attention to later tokens of an image would
-    be left out silently; types of UNEQUAL_ON_CPU are computed otherwise. `cpu`: servers run on a CPU."""
+    """A line for each thing of the model that vLLM's kernels for a CPU lack.
+
+    Without this check, heads of another size would fail at the start and delta rules in float32 at the first step;
+    attention to later tokens of an image would be left out silently.
+    """
     facts = facts_of(config.model)
     if cpu and facts.mutual:
         problem = "vLLM on a CPU has no token of an image see those after it, as this model does"
@@ -135,10 +131,9 @@ def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
 
 
 def cliffs(config: Config) -> Iterator[str]:
-    """A line for each setting of the run file that makes a GPU several times slower, with its price and the remedy.
+    """A line for each setting that makes a GPU several times slower, with its price and the remedy.
 
-    The prices are those of a 1.5B model on an H200, measured before `plain_steps.py`; servers
-    are faster since.
+    The prices are those of a 1.5B model on an H200, measured before `plain_steps.py`.
     """
     given = config.rollout.engine
     if config.rollout.device == "cpu" or not all(isinstance(given.get(key, 1), int) for key in SIZES):
@@ -206,10 +201,7 @@ def can_fp8() -> bool:
 
 
 def environment(cpu: bool) -> dict[str, str]:
-    """Environment variables for vLLM. Variables that are set already keep their value.
-
-    vLLM's sockets go to a short folder if the path of the temporary folder is too long.
-    """
+    """Environment variables for vLLM; those that are set already keep their value."""
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
     if folder := socket_folder(VLLM_BYTES):
         common[RPC_PATH] = folder
@@ -220,7 +212,7 @@ def environment(cpu: bool) -> dict[str, str]:
 def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | None = None) -> dict[str, Any]:
     """Arguments for AsyncEngineArgs: our defaults, then `rollout.engine`, then what Headrace depends on.
 
-    `form`: how the model sees images, None for a text model.
+    `form` is how the model sees images, None for a text model.
     """
     given = config.rollout.engine
     defaults: dict[str, Any] = {
@@ -257,8 +249,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
 
 
 def text_arguments() -> dict[str, Any]:
-    """For a model that is trained on text alone: vLLM builds no tower of a multimodal one, and ignores this of others.
-    It needs a tokenizer then as little as for a text model."""
+    """For a model trained on text alone: vLLM builds no tower of a multimodal one, and ignores this for others."""
     return {"language_model_only": True} if "language_model_only" in vllm_fields() else {}
 
 
@@ -269,8 +260,8 @@ def longest_sample(config: Config) -> int:
 
 
 def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """For an adapter beside the base. Every request names it, so CUDA graphs without one would never run: vLLM's first
-    model runner captures none then. Its second one captures them if asked to (0.26 to 0.32), for time and memory."""
+    """For an adapter beside the base. Every request names it, so CUDA graphs without an adapter would never run. vLLM's
+    first model runner captures none then; its second one would if asked (0.26 to 0.32)."""
     lora, known = model.lora, model_facts(model.path).linear
     assert lora is not None
     layers = list(lora.targets)

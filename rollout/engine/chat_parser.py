@@ -1,7 +1,4 @@
-"""Tool calls and reasoning in what was sampled, found by vLLM's own parsers. Used by `rollout/chat/session.py`.
-
-The names of the parsers are those of `vllm serve --tool-call-parser` and `--reasoning-parser`.
-"""
+"""Finds tool calls and reasoning in what was sampled, by the parsers of `vllm serve`."""
 
 import json
 import secrets
@@ -18,8 +15,8 @@ ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class VllmParser:
-    """Reads answers with the parsers that `rollout.chat` names. Raises ValueError, in one line, for parsers that
-    cannot be used with the tokenizer."""
+    """Reads answers with the parsers that `rollout.chat` names. Raises ValueError if the tokenizer does not suit
+    them."""
 
     def __init__(self, tokenizer: Any, chat: ChatConfig, model: str) -> None:
         self._tokenizer, self._kwargs = tokenizer, chat.template_kwargs
@@ -39,7 +36,7 @@ class VllmParser:
             raise ValueError(f"rollout.chat: {names} cannot be used with the tokenizer of {model}: {reason}") from error
 
     def check(self, tools: list[dict[str, Any]] | None) -> None:
-        """See AnswerParser. Raises ChatRefused for tools that are not as OpenAI's API has them."""
+        """Raises ChatRefused for tools that are not as OpenAI's API has them."""
         self._request(tools)
 
     def _request(self, tools: list[dict[str, Any]] | None) -> ChatCompletionRequest:
@@ -55,7 +52,6 @@ class VllmParser:
             raise ChatRefused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
     def message(self, tokens: list[int], tools: list[dict[str, Any]] | None) -> tuple[dict[str, Any], int]:
-        """See AnswerParser."""
         request = self._request(tools)
         text = self._tokenizer.decode(tokens, skip_special_tokens=False)
         parser = self._made(request.tools)
@@ -76,7 +72,7 @@ class VllmParser:
         return self._parser(self._tokenizer, tools, chat_template_kwargs=self._kwargs)
 
     def _bad_calls(self, message: dict[str, Any], tools: list[dict[str, Any]] | None, parser: Any) -> int:
-        """Calls of unknown tools or without a JSON object as arguments, and one that began and stayed text."""
+        """Count calls of unknown tools or without a JSON object as arguments, and one that began and stayed text."""
         known = {tool["function"]["name"] for tool in tools or ()}
         functions = [call["function"] for call in message.get("tool_calls", ())]
         bad = sum(each["name"] not in known or not is_object(each["arguments"]) for each in functions)
@@ -85,13 +81,12 @@ class VllmParser:
 
 
 def tool_call(call: Any) -> dict[str, Any]:
-    """A call as OpenAI's API has it. Ids are of nine characters, the only ones that Mistral's templates take."""
+    """A call as OpenAI's API has it. Ids have nine characters, because Mistral's templates take no others."""
     name = call.id or "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
     return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def is_object(text: str) -> bool:
-    """Whether this is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except ValueError:

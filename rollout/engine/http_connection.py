@@ -1,7 +1,6 @@
 """Limits of a reward server's connections: how many there are, and how long one may take to send a request's head.
 
-uvicorn, on which vLLM's server runs, limits neither. `limit_connections` has it use a protocol of this module where it
-would choose one itself; `reward_server.py` calls it before vLLM starts. Bodies and requests: `reward_limits.py`.
+uvicorn, on which vLLM's server runs, limits neither. `reward_limits.py` limits requests and bodies.
 """
 
 import asyncio
@@ -13,17 +12,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from configs.http_limits import most_connections
 
 HEAD_S = 10.0
-"""Time in which a connection has to send the head of a request, from its start or from the head's first byte on. The
-callers are reward workers, which send a head at once."""
+"""Seconds for the head of a request, from the connection's start or the head's first byte on."""
 MOST_CONNECTIONS = 4096
 """Connections at a time, fewer where the process may have few files open; a further one is closed at once."""
 
 
 class LimitedConnection(H11Protocol):
-    """A connection of uvicorn with these limits.
-
-    uvicorn itself closes a connection that waits for its next request, and h11 bounds the bytes and fields of a head.
-    """
+    """A connection of uvicorn with these limits; h11 bounds the bytes and fields of a head."""
 
     _late: asyncio.TimerHandle | None = None
     """Closes the connection, unless the head of a request is there before."""
@@ -37,7 +32,6 @@ class LimitedConnection(H11Protocol):
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take in bytes of a request."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
@@ -45,7 +39,6 @@ class LimitedConnection(H11Protocol):
             self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
         self._stop_waiting()
         super().connection_lost(exc)
 

@@ -1,7 +1,7 @@
-"""Images as vLLM's engine takes them: beside tokens that are as long as they will be. Alone uses its multimodal types.
+"""Images as vLLM's engine takes them, beside tokens that are already as long as they will be.
 
-vLLM's own processor is not asked. It would expand placeholders anew, those that the policy sampled too, and would see
-other pixels than the learner does.
+vLLM's own processor would expand placeholders anew, also those that the policy sampled, and would see other pixels than
+the learner does.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from rollout.tasks.trajectory import PlacedImage
 
 
 def image_input(tokens: list[int], images: Sequence[PlacedImage], salt: str, names_salt: str, dtype: Any) -> Any:
-    """The request's input. `salt` is the prefix cache's. The names under which vLLM keeps what its tower made of an
-    image are salted too, since other weights see it otherwise. `dtype`: torch's, of the model."""
+    """The request's input. `salt` is the prefix cache's. The names of images are salted too, because other weights see
+    an image otherwise."""
     items = MultiModalKwargsItems({"image": [item(image.picture, dtype) for image in images]})
     names = {"image": [f"{image.picture.digest}-{names_salt}" for image in images]}
     ranges = {"image": [PlaceholderRange(offset=each.start, length=each.picture.num_tokens) for each in images]}
@@ -33,9 +33,9 @@ def image_input(tokens: list[int], images: Sequence[PlacedImage], salt: str, nam
 
 @lru_cache(maxsize=16)
 def item(picture: Picture, dtype: Any) -> MultiModalKwargsItem:
-    """The picture as the tower takes it, in its dtype. Kept for a while: a sample of several turns shows it again.
+    """The picture as the tower takes it. It is kept for a while: a sample of several turns shows it again.
 
-    NumPy knows no bfloat16 and takes its bits. To cast by torch takes twice the processor time, on all cores.
+    NumPy knows no bfloat16 and takes its bits. A cast by torch takes twice the processor time, on all cores.
     """
     square = picture.format.side is not None
     name, given = ("num_patches", [1]) if square else ("image_grid_thw", [picture.grid])

@@ -1,9 +1,9 @@
-"""Requests for samples, beside vLLM's own client: equal ones go in one message, and an end comes back as vLLM sent it.
+"""Sends requests for samples past vLLM's own client: equal ones go in one message, and ends come back as vLLM sent
+them.
 
-vLLM's client (`AsyncLLM`) keeps a record of each request, for texts and tokens that come one by one, and sends each in
-a message of its own, with all its images. The samples of a group begin at the same moment with the same prompt: they
-are joined to one request, of which our scheduler makes so many (`scheduling/scheduler.py`). `JoinedRequests.end` waits
-for the end of one of them, whose output has the whole sequence and only needs to find its caller.
+vLLM's client (`AsyncLLM`) keeps a record of each request and sends each in a message of its own, with all its images.
+The samples of a group begin at the same moment with the same prompt: they are joined to one request, which our
+scheduler multiplies (`scheduling/scheduler.py`).
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class JoinedRequests:
     """The samples under way in an engine."""
 
     def __init__(self, llm: AsyncLLM, adapter: LoRARequest | None) -> None:
-        """`adapter`: what all requests name. Nothing here holds `llm` itself, whose process ends with it."""
+        """`adapter` is what all requests name. Nothing here holds `llm` itself, whose process ends with it."""
         llm._run_output_handler()
         assert llm.output_handler is not None
         self.adapter, self._handler, self._numbers = adapter, llm.output_handler, itertools.count()
@@ -54,10 +54,11 @@ class JoinedRequests:
         self._handler.add_done_callback(lambda _: self._fail([*self._waiting], EngineDeadError()))
 
     async def end(self, key: object, make: Make) -> EngineCoreOutput:
-        """The last output of a request, with all that was sampled (`Record.finish`). `key`: equal for equal requests.
+        """The last output of a request, with all that was sampled (`Record.finish`). Equal requests have an equal
+        `key`.
 
-        Cancelled, it aborts the request. Raises what vLLM raises for the request, EngineError for one that vLLM ended
-        by itself, EngineDeadError.
+        Cancelled, it aborts the request. Raises what vLLM raises for the request, EngineError if vLLM ended it,
+        EngineDeadError.
         """
         if self._handler.done():  # nobody takes outputs any more
             raise EngineDeadError
@@ -76,7 +77,7 @@ class JoinedRequests:
             raise
 
     async def _send(self) -> None:
-        """Send what was asked for in this turn of the event loop, and is wanted still."""
+        """Send what was asked for in this turn of the event loop and is still wanted."""
         coming, self._coming = self._coming, []
         for bundle in coming:
             names = [name for name in bundle.names if name in self._waiting and not self._waiting[name][0].done()]
@@ -92,11 +93,10 @@ class JoinedRequests:
         return self._inputs.process_inputs(first, given, parameters, ("generate",), lora_request=self.adapter)
 
     def _take(self, outputs: Sequence[EngineCoreOutput], *more: Any, **named: Any) -> Any:
-        """What vLLM calls with the outputs that its process sent; those of other requests are its own business."""
+        """vLLM calls this with the outputs that its process sent."""
         return self._vllm_takes([output for output in outputs if not self._ended(output)], *more, **named)
 
     def _ended(self, output: EngineCoreOutput) -> bool:
-        """Whether `output` is the end of a sample that somebody waits for."""
         name = output.request_id
         if name not in self._waiting:
             return False
@@ -118,6 +118,5 @@ class JoinedRequests:
                 end.set_exception(error)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do it beside what is under way."""
         self._tasks.add(task := asyncio.create_task(work))
         task.add_done_callback(self._tasks.discard)

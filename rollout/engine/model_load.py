@@ -1,10 +1,10 @@
 """How a policy's weights get into vLLM's model: from the staging copy, bucket by bucket, or from files.
 
-Held by each worker (`worker.py`), which calls it between two engine steps; `stream` runs in the staging's thread while
-the engine is paused. Nothing waits for the GPU: loads are queued on the current stream, which is that of the steps.
+The worker calls this between two engine steps; `stream` runs in the staging's thread while the engine is paused.
+Nothing waits for the GPU: loads are queued on the stream of the steps.
 
-Weights that are never trained come with the first policy only, before the others. A later load leaves the layers that
-they made as they are, which vLLM's reload does for whole layers: a layer of which only a part comes becomes garbage.
+Weights that are never trained come with the first policy only, before the others. vLLM's reload leaves whole layers as
+they are; a layer of which only a part comes becomes garbage.
 """
 
 import logging
@@ -38,8 +38,7 @@ RELOADING.setLevel(logging.ERROR)  # it warns of layers without weights at each 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """Layers whose weights a GPU keeps as they are in the file: loading over them is enough."""
 PLAIN_TOWERS = ("qwen2_5_vl",)
-"""Models that see, by `model_type`, which a GPU was seen to keep as they are in the file
-(`benchmarks/vision/loading.py`)."""
+"""Models that see, by `model_type`, which a GPU was seen to keep so (`benchmarks/vision/loading.py`)."""
 ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
@@ -50,7 +49,7 @@ class ModelLoad:
         self.model: Any = model
         self.vllm_config, self.device = vllm_config, device
         self.plainly = loads_plainly(model, vllm_config, device)
-        """Policies are loaded in place, not by vLLM's layerwise reload."""
+        """Whether policies are loaded in place, not by vLLM's layerwise reload."""
         self.frozen: Collection[str] = ()
         """Names, as they are sent, of the weights that come with the first policy only."""
         self._held = set[str]()
@@ -58,7 +57,7 @@ class ModelLoad:
         self._copies, self._regions = RecordedCopies(model), RegionCopies(model)
 
     def regions(self, specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
-        """What this worker loads of the weights of `specs`, those named `frozen` first. Changes no weight."""
+        """What this worker loads of the weights of `specs`, those named `frozen` first."""
         if not self.plainly:
             return Regions(problem="vLLM rebuilds this model's layers from whole tensors")
         return self._regions.find(specs, lambda weights: self._load(iter(weights), frozen))
@@ -68,12 +67,10 @@ class ModelLoad:
         self._regions.load(staged)
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load all `weights`, views of the staging copy. Raises ValueError if some of the model's are not among
-        them, nor held."""
+        """Load views of the staging copy. Raises ValueError if some of the model's weights are missing."""
         self._load(weights, self.frozen, recorded=self.plainly)
 
     def forget_staged(self) -> None:
-        """Let go of the staging copy, which is about to be allocated anew."""
         self._copies.forget()
         self._regions.forget_staged()
 
@@ -82,10 +79,8 @@ class ModelLoad:
         self._load(tensors_in(files_in(folder)), ())
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load `weights` as they arrive in buckets that later ones overwrite. The engine is paused.
-
-        Runs in the staging's thread. Raises ChannelError if they end early and another round can repair that.
-        """
+        """Load `weights` as they arrive in buckets that later ones overwrite. Raises ChannelError if they end early and
+        another round can repair that."""
         if self.plainly:
             self._load(weights, self.frozen)
             return
@@ -99,7 +94,7 @@ class ModelLoad:
     def _load(
         self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool = False
     ) -> None:
-        """Load `weights` in place or by vLLM's reload. `recorded`: by the copies that were recorded."""
+        """Load in place or by vLLM's reload. `recorded`: by the copies that were recorded."""
         model, model_config, partial = self.model, self.vllm_config.model_config, set[str]()
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self.vllm_config))
@@ -118,8 +113,8 @@ class ModelLoad:
     def _load_kinds(
         self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool
     ) -> tuple[object, set[str]]:
-        """Load those named `frozen`, if they come, and then the others. Returns what the load of these returned, and
-        the parameters that hold what is frozen. Raises ValueError where one layer of vLLM's model is made of both."""
+        """Load frozen weights, if they come, and then the others; returns the result of these, and the parameters that
+        hold what is frozen. Raises ValueError where one layer of vLLM's model is made of both."""
         loaded, held = None, self._held if frozen else set[str]()
         for is_frozen, kind in groupby(weights, lambda weight: weight[0] in frozen):
             if is_frozen:
@@ -140,13 +135,10 @@ class ModelLoad:
 
 
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
-    """Whether `load_weights` may overwrite the weights in place. Otherwise vLLM's layerwise reload is needed.
+    """Whether `load_weights` may overwrite the weights in place, which takes a fifth of the reload's time.
 
-    Plain loading takes a fifth of the time, and is correct only where vLLM keeps every weight as it is in the file: on
-    a GPU, unquantised, linear and embedding layers only. Experts are rearranged for their kernels and would be
-    corrupted silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers; with
-    towers that are not among PLAIN_TOWERS it was never tried. The rule looks at the loaded model's own layers, and
-    every update is verified by checksums before and by the probe after.
+    That is correct only where vLLM keeps every weight as it is in the file (docs/design/engine.md). The rule looks at
+    the loaded model's own layers; checksums and the probe verify every update.
     """
     model_config = vllm_config.model_config
     untried = model_config.is_multimodal_model and model_config.hf_config.model_type not in PLAIN_TOWERS
@@ -158,7 +150,7 @@ def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device
 
 
 def repack_head(model: torch.nn.Module) -> None:
-    """Pack a tied head on a CPU anew: it holds a packed copy of the embedding that vLLM's reload does not update."""
+    """Pack a tied head on a CPU anew: vLLM's reload does not update its packed copy of the embedding."""
     layer: Any
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and type(layer).__name__ == "ParallelLMHead":
@@ -172,7 +164,7 @@ def names(model: torch.nn.Module) -> set[str]:
 
 def partly_loaded(model: torch.nn.Module) -> set[str]:
     """Linear layers and experts of which an unfinished layerwise reload lacks a part, such as one of query, key and
-    value, or an expert."""
+    value."""
     kinds = LinearBase | RoutedExperts
     layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))
     return {name for name, layer in layers if get_layerwise_info(layer).load_numel > 0}
@@ -199,7 +191,6 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of `files` by name."""
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict

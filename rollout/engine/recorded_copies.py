@@ -1,8 +1,7 @@
-"""Loads policies from a staging copy by the copies that vLLM's first load of the model made, without vLLM's loaders.
+"""Loads policies from a staging copy by the copies that vLLM's first load made, without vLLM's loaders.
 
-The first load runs `model.load_weights` and records every copy from the staging copy to a parameter as a pair of views.
-Where these copies are the whole load, each later policy is loaded by repeating them, a few fused calls in all. Held by
-`ModelLoad`. Nothing waits: the copies are queued on the current stream.
+The first load runs `model.load_weights` and records every copy to a parameter as a pair of views. Where these copies
+are the whole load, each later policy is loaded by repeating them on the current stream (docs/design/engine.md).
 """
 
 import logging
@@ -32,12 +31,12 @@ class Recording:
     addresses: list[int]
     groups: list[Pairs]
     problem: str
-    """Why the copies are not the whole load; empty if they are."""
+    """Why the copies are not the whole load; "" if they are."""
 
 
 class RecordedCopies:
     """Loads policies into `model`, whose weights must be loadable in place (`loads_plainly`). `padded`: they are zeroed
-    and then filled in part, as an adapter's slot, which may have a higher rank."""
+    and then filled in part, as an adapter's slot."""
 
     def __init__(self, model: Any, padded: bool = False) -> None:
         self._model, self._padded = model, padded
@@ -49,10 +48,10 @@ class RecordedCopies:
 
     @torch.no_grad()
     def load(self, weights: Iterator[tuple[str, torch.Tensor]], held: Collection[str] = ()) -> object:
-        """Load `weights`, views of one staging copy, which fill all parameters but those named `held`. Returns what
-        `load_weights` returned, None if it was not needed.
+        """Load views of one staging copy, which fill all parameters but those named `held`.
 
-        The load is recorded again where the staging copy or a parameter has moved.
+        Returns what `load_weights` returned, None if it was not needed. The load is recorded again where the staging
+        copy or a parameter has moved.
         """
         first = next(weights)
         weights = chain([first], weights)
@@ -76,8 +75,7 @@ class RecordedCopies:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what operations do with the storages of `staged`, views of the staging copy, and of `parameters`. `dry`:
-    nothing is written to the parameters."""
+    """Notes what operations do with the storages of `staged` and `parameters`. `dry`: nothing is written."""
 
     def __init__(self, staged: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor], dry: bool = False) -> None:
         super().__init__()
@@ -106,8 +104,8 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def problem(self, parameters: Iterable[torch.Tensor], padded: bool = False) -> str:
-        """Why the copies are not the whole load: an operation of another kind, such as one that derives something from
-        a parameter, or, unless `padded`, a byte of a parameter that is not written exactly once. Empty if they are."""
+        """Why the copies are not the whole load: another operation, or, unless `padded`, a byte of a parameter that is
+        not written exactly once. "" if they are."""
         if self._odd:
             return f"load_weights also runs {self._odd[0]}"
         if padded:
@@ -125,7 +123,7 @@ class Recorder(TorchDispatchMode):
 
 def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:
     """The copies as arguments of `_foreach_copy_`, which fuses a list on a GPU only if all of it has one pair of dtypes
-    and equal, dense strides: so the slices of row-parallel layers, which are strided, have lists of their own."""
+    and equal, dense strides: so strided slices of row-parallel layers have lists of their own."""
     groups: dict[tuple[Any, ...], Pairs] = {}
     for target, source in copies:
         dense = target.is_contiguous() and source.is_contiguous()
@@ -138,17 +136,15 @@ def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Address of the memory that `tensor` is a view of."""
     return tensor.untyped_storage().data_ptr()
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of its first byte and of the one behind its last."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`spans` in order, without empty ones, neighbours made one; those that overlap stay: `(2, 4), (0, 2) -> (0, 4)`"""
+    """`spans` in order, without empty ones, neighbours made one; overlapping ones stay: `(2, 4), (0, 2) -> (0, 4)`"""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if found and start == found[-1][1]:

@@ -1,9 +1,8 @@
 """Loads policies from a copy of those parts of the weights that vLLM's loaders take for one worker.
 
-`find` runs `model.load_weights` on tensors that only look like the weights: every copy into a parameter is noted and
-not made, so the model stays as it is. What the copies read are the regions that the worker stages
-(`learner/weights/slices.py`); `load` copies them to where the loaders would have copied them. Held by `ModelLoad`.
-Nothing waits: the copies are queued on the current stream.
+`find` runs `model.load_weights` on tensors that only look like the weights: copies into parameters are noted and not
+made. What they read are the regions that the worker stages (`learner/weights/slices.py`); `load` makes the copies, on
+the current stream.
 """
 
 import logging
@@ -34,13 +33,12 @@ class Loading:
 
 
 class RegionCopies:
-    """Loads regions into `model`, whose weights must be loadable in place (`model_load.loads_plainly`)."""
+    """Loads regions into `model`, whose weights must be loadable in place (`loads_plainly`)."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._loading: Loading | None = None
         self._again: Callable[[], Regions] = Regions
-        """Finds the regions once more."""
 
     def find(self, specs: Sequence[Spec], load: LoadWeights) -> Regions:
         """The regions of the weights of `specs` that `load` copies into the model. Changes no parameter."""
@@ -68,14 +66,13 @@ class RegionCopies:
         return Regions(tuple(targets))
 
     def forget_staged(self) -> None:
-        """Let go of the staged regions, which are about to be allocated anew."""
         if self._loading:
             self._loading.groups.clear()
 
     @torch.no_grad()
     def load(self, staged: Sequence[tuple[Region, torch.Tensor]]) -> None:
-        """Load what is staged: all regions, or those of the trained weights. Raises ValueError where the model's
-        loaders take other regions by now."""
+        """Load all regions, or those of the trained weights. Raises ValueError where the loaders take other regions by
+        now."""
         loading = self._current({region for region, _ in staged})
         key = storage(staged[0][1]), len(staged)
         if key not in loading.groups:

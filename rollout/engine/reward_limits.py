@@ -1,7 +1,6 @@
 """Limits of a reward server, around vLLM's API server: requests at a time, size and time of a body, names and pages.
 
-ASGI middleware; `reward_server.py` puts it in front. h11 bounds the head of a request (`HEAD_LIMITS`), and
-`http_connection.py` the connections and the time of a head.
+h11 bounds the head of a request (`HEAD_LIMITS`), `http_connection.py` the connections and the time of a head.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ from configs.http_limits import BODY_S, HEADERS, POLICY, is_loopback_host, name_
 MOST_REQUESTS, MOST_BODY = 4096, 64 * 2**20
 """Requests that are served at a time, and bytes of a body."""
 HEAD_LIMITS = {"h11_max_incomplete_event_size": 2**16, "h11_max_header_count": 64}
-"""Options of vLLM's server: bytes and fields of a request's head."""
+"""Bytes and fields of a request's head, as options of vLLM's server."""
 ADDED = [
     (name.lower().encode(), value.encode()) for name, value in (HEADERS | {"Content-Security-Policy": POLICY}).items()
 ]
@@ -24,14 +23,13 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 
 class RequestLimits:
-    """Wraps `app`. On a loopback `host` requests must name this machine."""
+    """ASGI middleware around `app`. On a loopback `host` requests must name this machine."""
 
     def __init__(self, app: App, host: str) -> None:
         self.app, self.host = app, host
         self.running = 0
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Serve a request, or refuse it."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         reason = self._refusal(scope)
@@ -63,7 +61,7 @@ class RequestLimits:
 
 
 class BodyRefused(Exception):
-    """A body is too long, or takes too long. `status`: of the answer."""
+    """A body is too long, or takes too long."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -94,13 +92,12 @@ class LimitedBody:
 
 
 class MarkedResponse:
-    """A response as it is sent, with headers for browsers. `begun`: its status has been sent."""
+    """A response as it is sent, with headers for browsers."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.begun = send, False
 
     async def send(self, message: Message) -> None:
-        """Pass a message on."""
         if message["type"] == "http.response.start":
             self.begun = True
             message = {**message, "headers": [*message.get("headers", []), *ADDED]}
@@ -108,7 +105,6 @@ class MarkedResponse:
 
 
 async def refuse(send: Send, status: int, reason: str) -> None:
-    """Answer with an error, in words."""
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), *ADDED]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": reason.encode()})

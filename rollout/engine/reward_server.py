@@ -1,9 +1,8 @@
 """`python -m rollout reward RUN.yaml [--name reward-0]`: a reward server, vLLM's own API server over `reward.model`.
 
-Started by the launcher (`reward.servers`) or by hand; `--name` ends in the number that its port follows from. Rollout
-servers ask it over HTTP (`rollout/rewards/models/`), with the token of the run (`keys/reward.token`). Runs until a
-signal; exit codes: 0 ended by a signal, 1 failed, 2 refused. vLLM's processes die with it, as `tie_children` has them
-do.
+`--name` ends in the number that its port follows from. Rollout servers ask it over HTTP (`rollout/rewards/models/`),
+with the token of the run (`keys/reward.token`). Runs until a signal; exit codes: 0 ended by a signal, 1 failed, 2
+refused. vLLM's processes die with it (`tie_children`).
 """
 
 import json
@@ -31,10 +30,10 @@ from rollout.engine.vllm_variables import unreadable_variables
 
 PROG = "python -m rollout reward"
 KEYS_VARIABLE = "HEADRACE_REWARD_KEYS"
-"""Environment variable that names the folder of the run's keys to the process that serves."""
+"""The variable that names the folder of the run's keys to the process that serves."""
 REFUSAL = b'{"error": {"message": "this server asks for the token of its run: <run>/keys/reward.token"}}'
 LEVEL = "warning"
-"""The level of uvicorn's log, which would have a line for each request."""
+"""uvicorn's level, which would have a line for each request."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,8 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
-    """Run vLLM's API server in this process, with these arguments, until a signal comes. `keys`: folder of the run's
-    keys, for TokenGate."""
+    """Run vLLM's API server in this process until a signal comes. `keys`: folder of the run's keys."""
     os.environ[KEYS_VARIABLE] = str(keys.absolute())
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
@@ -66,7 +64,7 @@ def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
 
 
 def check_reward_server(config: Config) -> None:
-    """Check the run file for a reward server. Raises ConfigError with every contradiction."""
+    """Raise ConfigError with every contradiction of the run file for a reward server."""
     further = [*unknown_fields(config.reward.engine, "reward"), *unreadable_variables(), *moved()]
     if config.reward.model is None:
         further = [*further, "reward.model: missing; name the folder of a sequence classification model"]
@@ -91,8 +89,7 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments of vLLM's server as words. Example: `{"port": 5700, "enforce_eager": True}` becomes `--port=5700
-    --enforce-eager`."""
+    """Arguments of vLLM's server as words, such as `--port=5700 --enforce-eager`."""
     found = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -106,11 +103,10 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 class TokenGate:
-    """ASGI middleware around vLLM's server: limits requests, refuses those without the token, `GET /health` apart,
-    and notes for the keeper that this server has scored answers."""
+    """ASGI middleware around vLLM's server: limits requests, refuses those without the token, `GET /health` apart, and
+    notes for the keeper that this server has scored answers."""
 
     host: ClassVar[str] = ""
-    """That the server listens on."""
     scores: ClassVar[str] = "/classify"
     """The path of requests that score."""
 
@@ -119,7 +115,6 @@ class TokenGate:
         self._expected = f"Bearer {load_token(Path(os.environ[KEYS_VARIABLE]))}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        """Refuse a request, or pass it on and look at the status of its response."""
         if not self._may_pass(scope):
             await refuse(scope, send)
             return

@@ -1,9 +1,8 @@
 """Finds out why vLLM's engine process did not start, so that the server is not restarted if that cannot help.
 
-The engine process logs the exception and ends; the front process learns only that it ended. A handler of vLLM's logger
-writes the exception to a file. A forked process inherits the handler; a spawned one, as vLLM 0.32 starts on a CPU too,
-adds it when it imports the worker's extension, and finds the file in a variable of its environment. Used by
-`vllm_engine.py` and `worker.py`; waits for nothing.
+The engine process logs the exception and ends. A handler of vLLM's logger writes the exception to a file. A forked
+process inherits the handler; a spawned one adds it when it imports the worker's extension, and finds the file in a
+variable of its environment.
 """
 
 import logging
@@ -16,7 +15,7 @@ from configs.load import ConfigError
 from rollout.engine.door.leant_on import LOGGER
 
 FILE = "HEADRACE_START_FAILURE"
-"""Variable with the name of the file, while an engine starts."""
+"""The variable with the name of the file, while an engine starts."""
 FINAL = (NotImplementedError, ValueError, AttributeError, ImportError, KeyError, TypeError)
 """Errors of vLLM's code about a model: a config without a key that it reads raises AttributeError."""
 
@@ -41,7 +40,7 @@ def final_failures() -> Iterator[None]:
 
 
 def report_final_failures() -> None:
-    """Write the final reason of this process, an engine's, to the file that the process which spawned it reads."""
+    """Write the final reason of this engine process to the file that its parent reads."""
     name, logger = os.environ.get(FILE), logging.getLogger(LOGGER)
     if name and not any(isinstance(handler, ReasonFile) for handler in logger.handlers):
         logger.addHandler(ReasonFile(name))
@@ -55,7 +54,6 @@ class ReasonFile(logging.Handler):
         self._name, self._written = name, False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the exception of `record`. Runs in the process that logs it."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and is_final(error) and not self._written:
             self._written = True
@@ -64,6 +62,6 @@ class ReasonFile(logging.Handler):
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether each start would end with `error`: vLLM does not support the model's shape or a key's value. Errors about
-    memory are not final: another process may hold the memory and end."""
+    """Whether each start would end with `error`. Errors about memory are not final: another process may hold the memory
+    and end."""
     return isinstance(error, FINAL) and "memory" not in str(error).lower()

@@ -1,9 +1,8 @@
 """`python -m rollout teacher RUN.yaml [--name teacher-0]`: a teacher server, vLLM's own API server over a teacher.
 
-Started by the launcher (`teacher.servers`) or by hand; `--name` ends in the number that its port and its teacher follow
-from. Rollout servers ask it over HTTP (`rollout/teachers/`), with the token of the run (`keys/reward.token`). Runs
-until a signal; exit codes: 0 ended by a signal, 1 failed, 2 refused. vLLM's processes die with it, as `tie_children`
-has them do.
+`--name` ends in the number that its port and its teacher follow from. Rollout servers ask it over HTTP
+(`rollout/teachers/`), with the token of the run (`keys/reward.token`). Runs until a signal; exit codes: 0 ended by a
+signal, 1 failed, 2 refused. vLLM's processes die with it (`tie_children`).
 """
 
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_teacher_server(config: Config) -> None:
-    """Check the run file for a teacher server. Raises ConfigError with every contradiction."""
+    """Raise ConfigError with every contradiction of the run file for a teacher server."""
     check(config, files=("teacher.model",), further=[*unknown_arguments(config), *unreadable_variables(), *moved()])
 
 

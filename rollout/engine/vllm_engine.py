@@ -1,9 +1,7 @@
-"""vLLM as a rollout server needs it: exact tokens, their log-probabilities, the version that sampled each, and new
-weights between two steps.
+"""vLLM for a rollout server: exact tokens, their log-probabilities and versions, and new weights between two steps.
 
-`Engine.start` blocks the event loop for the tens of seconds that vLLM takes. `generate` waits for the end of its
-sequence, `paused` for the engine to finish its current step. vLLM runs the model in a process of its own, whose
-scheduler (`scheduler.py`) keeps what is sampled until then; when that process dies, all callers get EngineDead.
+`Engine.start` blocks the event loop for tens of seconds. vLLM runs the model in a process of its own, whose scheduler
+(`scheduler.py`) keeps what is sampled until a sequence ends; when that process dies, all callers get EngineDead.
 """
 
 import asyncio
@@ -60,7 +58,7 @@ class Engine:
         self._llm, self._reports, self._requests = llm, reports, requests
         self._version = self._loads = self._folders = 0
         self.tower_frozen = False
-        """Whether policies leave what sees images as it is: then vLLM encodes an image once and keeps that."""
+        """Whether policies leave what sees images as it is: then vLLM encodes an image once."""
         self.routes: ReturnedRoutes | None = None
         """With `rollout.routing_replay`: what vLLM must return with each completion."""
         self._numbers = itertools.count()
@@ -69,8 +67,8 @@ class Engine:
 
     @classmethod
     async def start(cls, config: Config, seed: int) -> "Engine":
-        """Start vLLM with dummy weights, or with the base of an adapter that does nothing: load real ones before
-        generating. Raises ConfigError, EngineDead."""
+        """Start vLLM with dummy weights, or the base of an adapter that does nothing. Raises ConfigError,
+        EngineDead."""
         cpu = on_cpu(config)
         if problems := list(unserved_shapes(config, cpu)):
             raise ConfigError(problems)
@@ -84,8 +82,10 @@ class Engine:
 
     @classmethod
     async def launch(cls, arguments: dict[str, Any]) -> "Engine":
-        """Start vLLM with these arguments (`engine_arguments`). Raises ConfigError for a model that cannot be given
-        policies, or of which vLLM does not return the routes that were asked for, EngineDead."""
+        """Start vLLM with `engine_arguments`.
+
+        Raises ConfigError for a model that cannot be given policies, or whose routes vLLM does not return; EngineDead.
+        """
         reports = Reports()
         # vLLM's processes end with this one. They block SIGTERM, so they work through the drain when a job gets it
         with translate_engine_errors(), final_failures(), blocked(signal.SIGTERM):
@@ -126,13 +126,12 @@ class Engine:
         salt: str | None = None,
         routed: int = 0,
     ) -> Completion:
-        """Sample a continuation of `prompt`, which shows `images`, up to a stop token, which is kept, or `max_tokens`.
+        """Sample a continuation of `prompt`, up to a stop token, which is kept, or `max_tokens`.
 
-        What is cached of a prompt is used under the same `salt`; None: the current one. `routed`: so many first tokens
-        of the prompt need no routes any more.
-        Log-probabilities are those of the sampled tokens under `temperature`. If cancelled, vLLM aborts the request.
-        Whatever vLLM raises for this request alone ends this request alone. Raises EpisodeError for tokens that vLLM
-        refuses, EngineError for any other error, EngineDead.
+        Log-probabilities are those of the sampled tokens under `temperature`. Cached prompts are used under the same
+        `salt`; None: the current one. `routed`: so many first tokens of the prompt need no routes any more. If
+        cancelled, vLLM aborts the request. Raises EpisodeError for tokens that vLLM refuses, EngineError for any other
+        error of this request, EngineDead.
         """
         salt = salt or self.salt
 
@@ -175,10 +174,8 @@ class Engine:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Stop generation inside; unfinished sequences keep their cache and go on afterwards.
-
-        For weights that are received into place. Those that are loaded by one call need no pause.
-        """
+        """Stop generation while weights are received into place; unfinished sequences keep their cache and go on
+        afterwards."""
         async with self._pausing:
             # `pause_generation` is this call and 20 ms of waiting for tokens to arrive here
             pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
@@ -189,7 +186,7 @@ class Engine:
                 await self.call_or_death(self._llm.resume_generation(), None)
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call a method of every worker; their answers, by rank. Raises EngineDead if they take longer, EngineError."""
+        """The answers of every worker to a method, by rank. Raises EngineDead if they take longer, EngineError."""
         call = self._llm.collective_rpc(method, args=args)
         try:
             answers: list[Any] = await self.call_or_death(call, timeout_s)
@@ -198,8 +195,7 @@ class Engine:
         return answers
 
     async def load_folder(self, path: Path) -> None:
-        """Load the weights of a Hugging Face folder, or of an adapter's, as a published policy is loaded. Raises
-        EngineDead, EngineError."""
+        """Load the weights of a Hugging Face folder, or of an adapter's. Raises EngineDead, EngineError."""
         await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=LOAD_FOLDER_S)
         self._loads += 1
         self._folders += 1
@@ -232,14 +228,12 @@ class Engine:
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled so far, those of unfinished sequences included, as vLLM's process last reported."""
+        """Tokens sampled so far, those of unfinished sequences included, as last reported."""
         return self._reports.tokens
 
     def stats(self) -> dict[str, float]:
-        """What vLLM's process last reported: sequences that wait, the share of the KV cache in use, preemptions since
-        the start. Since the last call: sequences that ran in the mean, sampled tokens per second, and the longest time
-        from the tokens of one step to those of the next.
-        """
+        """What vLLM's process last reported: waiting sequences, share of the KV cache in use, preemptions since the
+        start. Since the last call: mean running sequences, sampled tokens per second, longest time between steps."""
         (then, before), now, reports = self._last_stats, time.monotonic(), self._reports
         self._last_stats = (now, reports.tokens)
         stall_s, reports.stall_s = reports.stall_s, 0.0
@@ -253,13 +247,12 @@ class Engine:
         }
 
     def sequences_by_kv(self, mean_tokens: float) -> int:
-        """How many sequences the KV cache holds, if they have `mean_tokens` on average and half a block to spare."""
+        """How many sequences of `mean_tokens` the KV cache holds, with half a block to spare."""
         cache = self._llm.vllm_config.cache_config
         assert cache.num_gpu_blocks is not None  # counted by vLLM's process when it starts
         return int(cache.num_gpu_blocks / (mean_tokens / cache.block_size + 0.5))
 
     async def close(self) -> None:
-        """End vLLM's process."""
         self._llm.shutdown(timeout=CLOSE_S)  # vLLM's own 5 s end in a kill just the same
 
     async def call_or_death(self, call: Awaitable[Any], timeout_s: float | None) -> Any:
@@ -280,9 +273,8 @@ class Engine:
 
     @property
     def salt(self) -> str:
-        """Changes with the weights: folders do not change the version, and a learner that fell back makes one a second
-        time. A sample of several turns keeps that of its first: its history is then not computed again, as little as
-        that of a sequence that goes on under new weights."""
+        """Changes with the weights, also where the version does not: folders, and a learner that fell back. A sample of
+        several turns keeps that of its first, so that its history is not computed again."""
         return str(self._loads)
 
     def _input(self, tokens: list[int], images: Sequence[PlacedImage], salt: str) -> Any:
@@ -307,7 +299,6 @@ def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Seq
 
 @contextmanager
 def translate_engine_errors() -> Iterator[None]:
-    """Turn vLLM's exceptions into EngineDead and EngineError."""
     try:
         yield
     except EngineDeadError as error:

@@ -1,7 +1,6 @@
 """Checks that vLLM can read its environment variables, before a server starts.
 
-vLLM reads a variable only when it needs it, so a wrong value ends a server minutes after its start. Used by
-`setup.check_server` and `actors/doctor/run_file.py`.
+vLLM reads a variable only when it needs it, so a wrong value would end a server minutes after its start.
 """
 
 import os
@@ -11,7 +10,7 @@ from rollout.engine.door.installed import variable_readers
 
 
 def unreadable_variables(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yield a line for each variable whose value the installed vLLM cannot read; nothing without vLLM."""
+    """A line for each variable whose value the installed vLLM cannot read."""
     given = [name for name in environment if name.startswith("VLLM_")]
     readers = variable_readers() if given else {}
     for name in sorted(readers.keys() & set(given)):

@@ -1,8 +1,7 @@
 """Sliding windows that vLLM makes one token longer than transformers and the learner: Cohere's.
 
-vLLM lets a token of such a layer see `sliding_window` tokens before itself, transformers one less. So log-probabilities
-of samples that are longer than the window would differ. The server is given a window that is one shorter instead, where
-the installed vLLM adds one: its source is asked. Used by `vllm_engine.py`; reads the model's config.json.
+Log-probabilities of samples longer than the window would differ. So the server is given a window that is one shorter,
+where the installed vLLM's source adds one.
 """
 
 import ast
@@ -35,7 +34,6 @@ def adds_one() -> bool:
 
 
 def _is_sum(node: ast.AST) -> bool:
-    """Whether `node` is `config.sliding_window + 1`."""
     return (
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Add)

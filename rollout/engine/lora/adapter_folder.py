@@ -1,8 +1,4 @@
-"""An adapter's folder in PEFT's format: what it adapts, and whether it can be served on a base. No tensor is read.
-
-`python -m rollout evaluate` judges the folders of `--models` by it before the engine starts (`evaluated_as`); a worker
-finds there what to multiply the files' `lora_B` by (`adapter_load.py`).
-"""
+"""An adapter's folder in PEFT's format: what it adapts, and whether it can be served on a base. No tensor is read."""
 
 import json
 import logging
@@ -30,13 +26,13 @@ NUMBER = 1
 """The number of a server's adapter: requests name it, and workers hold it."""
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "manifest.json"
-"""The manifest of a checkpoint of the learner, whose folder `adapter` is in PEFT's format."""
+"""In a checkpoint of the learner, whose folder `adapter` is in PEFT's format."""
 PREFIX = "base_model.model."
 """PEFT's, before each layer's name."""
 STILL_S = 30.0
-"""From one line of the log to the next while a model is read: many minutes from a slow disk."""
+"""From one line of the log to the next while a model is read, which takes minutes from a slow disk."""
 UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
-"""Settings of PEFT that change what an adapter computes, and that only plain LoRA leaves empty."""
+"""Settings of PEFT that change what an adapter computes, and that plain LoRA leaves empty."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +42,15 @@ class AdapterFolder:
     folder: Path
     rank: int
     scale: float
-    """The adapter's output is multiplied by it."""
+    """Factor of the adapter's output."""
     base: str
-    """The model that the adapter was trained on, if the folder names it; else empty."""
+    """The model that the adapter was trained on, if the folder names it."""
     layers: dict[str, tuple[int, ...]]
-    """Adapted layers by name, with their outputs and inputs."""
+    """Outputs and inputs of each adapted layer."""
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterFolder":
-        """Read the settings and the names and shapes of the tensors. Raises ValueError if vLLM cannot serve them."""
+        """Read settings, and names and shapes of the tensors. Raises ValueError if vLLM cannot serve them."""
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         unserved = [key for key in UNSERVED if settings.get(key)]
         only = {"peft_type": "LORA", "bias": "none"}
@@ -81,8 +77,8 @@ class AdapterFolder:
         return cls(folder, rank, scale, settings.get("base_model_name_or_path") or "", layers)
 
     def problem(self, path: str) -> str:
-        """Why the model at `path` is not this adapter's base, by its name or its digest, and by its layers' shapes;
-        empty if it may be. Raises ValueError if the digest is needed and the model cannot be read."""
+        """Why the model at `path` is not this adapter's base, by name or digest, and by its layers' shapes; "" if it
+        may be. Raises ValueError if the digest is needed and the model cannot be read."""
         if self.base and not same_model(self.base, path):
             if not (known := base_digest(self.folder.parent)):
                 return f"an adapter of {self.base}"
@@ -97,15 +93,13 @@ class AdapterFolder:
 
 
 def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each tensor in a safetensors file."""
     with safe_open(file, "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - not a dict
             yield name, tuple(tensors.get_slice(name).get_shape())
 
 
 def without_part(name: str) -> str:
-    """The name of a layer, as `model.layers.0.mlp.up_proj`, without the word for the text model of one that sees: files
-    of Qwen2.5-VL lack it, and transformers and peft do not."""
+    """The name of a layer without the word for the text model of one that sees, which some files lack."""
     return name.replace("language_model.", "")
 
 
@@ -122,21 +116,21 @@ def same_model(one: str, other: str) -> bool:
 
 
 def base_digest(checkpoint: Path) -> str:
-    """What the learner says in a checkpoint of the weights beneath its adapter; empty where it has not."""
+    """The digest of the weights beneath the adapter, as the learner wrote it; "" if it did not."""
     manifest = checkpoint / MANIFEST
     found = json.loads(manifest.read_text(encoding="utf-8")).get("adapter") if manifest.is_file() else None
     return str(found["base"]) if isinstance(found, dict) and "base" in found else ""
 
 
 def digest_like(checkpoint: Path, path: str) -> str:
-    """The same of the model at `path`, by a process of the learner, which reads all of it. Raises ValueError."""
+    """The digest of the model at `path`, by a process of the learner, which reads all of it. Raises ValueError."""
     log.warning("reading all of %s: the adapter in %s is of a base of another name", path, checkpoint)
     return last_word(command("learner", "digest", str(checkpoint), path))
 
 
 def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
-    """The last word that `command` writes, however long it takes: every `every_s` seconds the log says that it runs.
-    Ctrl-C ends it too. Raises ValueError, with the last line that it wrote on stderr, if it fails."""
+    """The last word that `command` writes; every `every_s` seconds the log says that it runs. Raises ValueError, with
+    its last line on stderr, if it fails."""
     began = time.monotonic()
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         try:
@@ -159,9 +153,11 @@ def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
 
 
 def evaluated_as(config: Config, models: Sequence[Path]) -> Config:
-    """`config` with the `model.lora` that `models` need: none if all have whole weights. Raises ConfigError if an
-    adapter has another base than `model.path`, or whole weights other than those stand beside adapters; ValueError as
-    `problem` does."""
+    """`config` with the `model.lora` that `models` need.
+
+    Raises ConfigError if an adapter has another base than `model.path`, or whole weights other than those stand beside
+    adapters; ValueError as `problem` does.
+    """
     path, lora, problems = config.model.path, None, []
     adapters = [AdapterFolder.read(model) for model in models if is_adapter(model)]
     for adapter in adapters:

@@ -1,8 +1,8 @@
 """How an adapter gets into vLLM, whose base model comes from `model.path`: into the one slot of its LoRA layers.
 
-Held by each worker (`worker.py`) in place of `ModelLoad` where the run file has `model.lora`, and called as that is:
-`stream` in the staging's thread while the engine is paused, all else between two engine steps. A slot keeps its
-addresses, so CUDA graphs stay valid. Tensors come with `lora_B` multiplied by alpha / rank.
+It takes the place of `ModelLoad` where the run file has `model.lora`: `stream` runs in the staging's thread while the
+engine is paused, all else between two engine steps. A slot keeps its addresses, so CUDA graphs stay valid. Tensors come
+with `lora_B` multiplied by alpha / rank.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -20,7 +20,7 @@ from rollout.engine.recorded_copies import RecordedCopies
 
 
 class AdapterLoad:
-    """Loads adapters into the slot of `manager`, the worker's `lora_manager`. `base` is the folder of the model."""
+    """Loads adapters into the slot of the worker's `lora_manager`. `base` is the folder of the model."""
 
     frozen: Collection[str] = ()
 
@@ -29,7 +29,7 @@ class AdapterLoad:
         self._copies = RecordedCopies(self._slot, padded=True)
 
     def register(self) -> None:
-        """From now on requests may name the adapter, which does nothing until one is loaded."""
+        """Let requests name the adapter, which does nothing until one is loaded."""
         self._slot.register()
 
     def regions(self, specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
@@ -37,15 +37,14 @@ class AdapterLoad:
         return Regions(problem="an adapter is loaded from whole tensors")
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load `weights`, views of the staging copy. Raises ValueError where vLLM's model has other layers."""
+        """Load views of the staging copy. Raises ValueError where vLLM's model has other layers."""
         self._copies.load(weights)
 
     def forget_staged(self) -> None:
-        """Let go of the staging copy, which is about to be allocated anew."""
         self._copies.forget()
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load `weights` once all have arrived, in buckets that later ones overwrite. The engine is paused."""
+        """Load `weights` once all have arrived, in buckets that later ones overwrite."""
         self._slot.load_weights((name, tensor.clone()) for name, tensor in weights)
 
     def load_folder(self, folder: Path) -> None:
@@ -68,13 +67,12 @@ class AdapterSlot:
         self._manager, self._inner, self._device = manager, manager._adapter_manager, device
 
     def register(self) -> None:
-        """Take the slot for `NUMBER`, with an adapter that does nothing. What vLLM keeps of it has no tensors: those
-        that are loaded later are only in the slot, where `max_loras: 1` keeps others from taking it."""
+        """Take the slot for an adapter that does nothing. What vLLM keeps of it has no tensors: those that are loaded
+        later are only in the slot, which `max_loras: 1` keeps from others."""
         self._inner._registered_adapters[NUMBER] = LoRAModel(NUMBER, 1, {})
         self._inner.activate_adapter(NUMBER)
 
     def clear(self) -> None:
-        """Make the adapter one that does nothing."""
         for layer in self._inner.modules.values():
             layer.reset_lora(self._index)
 
@@ -89,8 +87,8 @@ class AdapterSlot:
         self.place(weights, whole=True)
 
     def place(self, weights: Iterator[tuple[str, torch.Tensor]], whole: bool = False) -> None:
-        """Zero the slot and copy an adapter into it, this worker's share of it. Raises ValueError where vLLM's model
-        does not have its layers, or `whole` and the adapter does not have all of the targets."""
+        """Zero the slot and copy this worker's share of an adapter into it. Raises ValueError where vLLM's model does
+        not have its layers, or `whole` and the adapter does not have all of the targets."""
         tensors, lora_config = dict(weights), self._manager.lora_config
         rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(LORA_A))
         # with an alpha of the rank vLLM multiplies nothing in place, which would be in the staging copy
@@ -118,7 +116,6 @@ class AdapterSlot:
         return int(self._inner.lora_index_to_id.index(NUMBER))
 
     def _renames(self) -> Any:
-        """vLLM's mapper from names as they are sent to its own, which `from_lora_tensors` takes."""
         mapper = getattr(self._inner.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return None
@@ -126,7 +123,7 @@ class AdapterSlot:
         return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
 
     def _check(self, adapter: LoRAModel, whole: bool) -> None:
-        """Raise ValueError unless the layers of `adapter` are those that vLLM wrapped: it ignores all others."""
+        """Raise ValueError unless vLLM wrapped the layers of `adapter`: it ignores all others."""
         given, packed = set(adapter.loras), self._inner.packed_modules
         known = {part for name in self._inner.modules for part in packed.get(name, [name])}
         if strange := given - known:

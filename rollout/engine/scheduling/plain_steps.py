@@ -1,14 +1,10 @@
 """Steps in which sequences decode a token each, without most of vLLM's Python for them. Runs in vLLM's engine process.
 
-vLLM's scheduler goes through all running sequences in each step, once to schedule them and once to take what they
-sampled, and each time through some thirty lines for whatever may happen to one: with 512 sequences that is most of a
-step's time, and the GPU waits for it. Between its first token and its end nothing of that happens to a sequence. So
-`rl_decode` schedules a step in which all decode, and `rl_take` takes the tokens that end nothing; what is left of both
-is vLLM's own code. A sequence is left as vLLM would leave it, but for what only pipeline parallelism asks for
-(`next_decode_eligible_step`), so any step may be of either kind:
-`tests/rollout/engine/test_plain_steps.py` plays both side by side. Holds for a model whose layers all attend to the
-whole sequence, without speculative tokens, pipeline parallelism, KV transfers and returned routes; others get vLLM's
-steps.
+vLLM's scheduler goes through all running sequences twice in each step: with 512 sequences that takes most of a step's
+time, and the GPU waits. `rl_decode` schedules a step in which all decode, `rl_take` takes the tokens that end nothing;
+all else is vLLM's own code. A sequence is left as vLLM would leave it, but for `next_decode_eligible_step`, which only
+pipeline parallelism asks for. So any step may be of either kind. Holds for a model whose layers all attend to the whole
+sequence, without speculative tokens, pipeline parallelism, KV transfers and returned routes; others get vLLM's steps.
 """
 
 from operator import attrgetter
@@ -28,10 +24,10 @@ ABSENT = (
     *("connector", "ec_connector", "aux_output_connector", "perf_metrics", "num_spec_tokens", "use_pp"),
     *("defer_block_free", "need_mamba_block_aligned_split", "needs_kv_cache_zeroing", "enable_return_routed_experts"),
 )
-"""What a scheduler must not have, by its attributes; routes are the last one up to vLLM 0.30, `aux_` since."""
+"""Attributes that a scheduler must not have; routes are the last one up to vLLM 0.30, `aux_` since."""
 RUNNING = RequestStatus.RUNNING
 (STALE,) = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
-"""A request's count of tokens that were launched before it was preempted: by the second name in vLLM 0.26."""
+"""A request's count of tokens launched before it was preempted: by the second name in vLLM 0.26."""
 stale = attrgetter(STALE)
 
 
@@ -50,8 +46,8 @@ class PlainSteps(Scheduler):
         self.rl_places = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)  # vLLM 0.32 has both
 
     def _rl_decoding(self) -> tuple[list[Request], list[int]] | None:
-        """The requests that decode a token now, and the places among them of those that begin a block; None where vLLM
-        has anything to decide."""
+        """The requests that decode a token now, and the places of those that begin a block; None where vLLM has
+        anything to decide."""
         running, block, records = self.running, self.rl_block, self.rl_records
         if not block or self._pause_state != PauseState.UNPAUSED or len(running) > self.max_num_scheduled_tokens:
             return None
@@ -117,7 +113,7 @@ class PlainSteps(Scheduler):
         return int(isinstance(self, AsyncScheduler))
 
     def rl_take(self, step: Any, output: Any, logprobs: list[float], version: int) -> dict[str, int]:
-        """Take the tokens of a step's `output` that end nothing. Tokens scheduled for each request that is vLLM's."""
+        """Take the tokens of a step's `output` that end nothing; returns the tokens of each request that is vLLM's."""
         sampled, rows, records, block = output.sampled_token_ids, output.req_id_to_index, self.rl_records, self.rl_block
         manager, ahead, rest = self.kv_cache_manager, self._rl_ahead(), {}
         for name, number in step.num_scheduled_tokens.items():
@@ -147,9 +143,8 @@ class PlainSteps(Scheduler):
 def touch_blocks_at_their_ends(cache: Any, block_size: int) -> None:
     """Make vLLM's `KVCacheManager` look for a block only where a token begins one, and share one only when it is full.
 
-    vLLM does both for every token, which is a quarter of its scheduler's time. A running sequence's token that does not
-    begin a block has its place already, and sharing does nothing until the next block is full. Holds for a model whose
-    layers all attend to the whole sequence, without speculative tokens and KV transfers.
+    vLLM does both for every token, a quarter of its scheduler's time. Holds for a model whose layers all attend to the
+    whole sequence, without speculative tokens and KV transfers.
     """
     allocate, share, none = cache.allocate_slots, cache.cache_blocks, cache.empty_kv_cache_blocks
 

@@ -15,20 +15,18 @@ SAME = ("client_index", "arrival_time", "mm_features", "lora_request", "cache_sa
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What was sampled for one unfinished `request` of vLLM: [tokens] float32 and [tokens] int32, and its routes."""
+    """What was sampled for one unfinished `request`: [tokens] float32 and [tokens] int32, and its routes."""
 
     request: Request
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     versions: "array[int]" = field(default_factory=lambda: array("i"))
     rows: RowsKept = field(default_factory=RowsKept)
     stops: frozenset[int] = frozenset()
-    """Tokens that end it."""
     most: int = 0
     """Sampled tokens at which it ends in any case; 0 for a request that is always vLLM's."""
 
     @classmethod
     def of(cls, request: Request, max_model_len: int) -> "Record":
-        """For a request that begins."""
         given: Any = request.sampling_params
         stops = frozenset((*(given.stop_token_ids or ()), given.eos_token_id))
         odd = given.repetition_detection is not None or request.structured_output_request or request.resumable
@@ -46,8 +44,8 @@ class Record:
 
 
 def alike(first: Request) -> list[Request]:
-    """A new request, and those that it names for the same. They share its images and its sampling parameters, which
-    vLLM only reads. The prompt is not hashed again for each: this is done between two steps."""
+    """A new request, and those that it names for the same. The prompt is not hashed again for each: this is done
+    between two steps."""
     given, made = first.sampling_params, [first]
     for name in ((given and given.extra_args) or {}).get(OTHERS, ()):
         same = {key: getattr(first, key) for key in SAME}

@@ -1,10 +1,8 @@
 """vLLM's scheduler, which keeps what was sampled until a sequence ends. Runs in vLLM's engine process.
 
-vLLM would send, decode and append an output per token. Here the front process gets one per sequence, at its end: the
-tokens, and beside them the log-probability of each and the version that sampled it, as arrays (`unpack`). The version
-is the one that the worker noted on the step's output (`worker.py`). What the front does not see of unfinished
-sequences it learns from a report every 0.2 s (`Reports`). Ends are sent several at a time (`END_WAITS`): each message
-wakes the front process from sleep, which costs it more than a sample's share of one.
+The front process gets one output per sequence, not one per token: the tokens, the log-probability of each and the
+version that sampled it, which the worker noted on the step's output (`worker.py`). Of unfinished sequences it learns
+from a report every 0.2 s (`Reports`).
 """
 
 import time
@@ -26,8 +24,8 @@ from rollout.engine.scheduling.record import Record, alike
 
 REPORT_S = 0.2
 END_WAITS = 0.01
-"""How long the end of a sequence may wait for other ends, as steps take them: this part of the time from its request's
-arrival, in which a whole step has to fit. Whatever else is sent takes it along; where nothing runs it does not wait."""
+"""Finished sequences are held for at most 1 % of their lifetime, so that several share one message: each message wakes
+the front process from sleep. Whatever else is sent takes them along, and where nothing runs they do not wait."""
 
 
 class KeepingScheduler(PlainSteps):
@@ -41,7 +39,7 @@ class KeepingScheduler(PlainSteps):
         self.rl_ends, self.rl_ends_due, self.rl_updated_at = list[EngineCoreOutput](), inf, 0.0
 
     def add_request(self, request: Any) -> None:
-        """A request with the names of further ones is all of them (`OTHERS`)."""
+        """Add a request, and the further ones that it names (`OTHERS`)."""
         for image in request.mm_features or ():  # each message brings its own copy, megabytes: one of each name is kept
             image.data = self.rl_images.setdefault(image.identifier, image.data)
         for each in alike(request):
@@ -50,7 +48,6 @@ class KeepingScheduler(PlainSteps):
                 self.rl_records[each.request_id] = Record.of(each, self.max_model_len)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """A step, in the shorter way where all that run decode."""
         step = None if throttle_prefills else self.rl_decode()
         return super().schedule(throttle_prefills) if step is None else step
 
@@ -62,7 +59,7 @@ class KeepingScheduler(PlainSteps):
         return finished
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
-        """vLLM takes up the tokens of a step, without their log-probabilities; what it accepted of them is kept."""
+        """Have vLLM take up the tokens of a step, without their log-probabilities; keep what it accepted of them."""
         logprobs, model_runner_output.logprobs = model_runner_output.logprobs, None
         step, before = scheduler_output, self.rl_tokens
         if self.rl_block and logprobs is not None and not logprobs.cu_num_generated_tokens:
@@ -121,7 +118,7 @@ class KeepingScheduler(PlainSteps):
         return bool(self.rl_ends) or super().has_finished_requests()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> None:
-        """None: vLLM would send its own statistics at every step."""
+        """Does nothing: vLLM would send its own statistics at every step."""
 
     def _rl_report(self, sampled: bool) -> SchedulerStats | None:
         """What a `Reports` takes up: every 0.2 s, and when work begins or ends."""
@@ -156,7 +153,7 @@ def scheduler(*, vllm_config: Any, **rest: Any) -> KeepingScheduler:
 
 
 class Reports(StatLoggerBase):
-    """The front process's end: the newest report of vLLM's process. `stall_s` is the longest until it is set to 0."""
+    """The newest report of vLLM's process, in the front process. `stall_s` is the longest until it is set to 0."""
 
     def __init__(self) -> None:
         self.running = self.waiting = self.tokens = self.preempted = 0
@@ -173,16 +170,15 @@ class Reports(StatLoggerBase):
         self.kv_usage, self.stall_s = scheduler_stats.kv_cache_usage, max(self.stall_s, counts["stall_s"])
 
     def mean_running(self) -> float:
-        """Sequences that ran in the mean since the last call: at any one moment a server may be between two batches."""
+        """Sequences that ran in the mean since the last call."""
         self._count()
         mean = self._sequence_s / max(self._until - self._since, 1e-9)
         self._sequence_s, self._since = 0.0, self._until
         return mean
 
     def _count(self) -> None:
-        """Add the seconds of sequences since the last report."""
         before, self._until = self._until, time.monotonic()
         self._sequence_s += self.running * (self._until - before)
 
     def log_engine_initialized(self) -> None:
-        """Nothing: `record` is all that is used of vLLM's interface."""
+        """Does nothing."""
