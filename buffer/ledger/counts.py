@@ -1,7 +1,6 @@
 """What the ledger counts: over the whole run, lately, and by row of the data set.
 
-Stored in the tables `totals` and `rows`. Lengths are counted with everything, so that a loss of long answers shows in
-the mean lengths of generated, trained and dropped samples.
+Lengths are counted with everything, so that a loss of long answers shows.
 """
 
 from collections import Counter, defaultdict
@@ -17,12 +16,11 @@ OTHER = "other reasons"
 GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS = 1, 2, 3, 4
 """Why a run was given up: all attempts fail; all groups lack variance; none can be trained; all rows are left out."""
 EXAMPLES = 3
-"""Rows kept whose attempts failed last."""
 REMEMBERED = 1024
-"""Request and lease numbers kept of each server, so that repeated messages are recognised."""
+"""Request and lease numbers kept of each server, to recognise repeated messages."""
 T = TypeVar("T")
 BANDS = ("unseen", "unsolved", "between", "solved")
-"""The bands of rows: no group yet; no sample solved; some; all."""
+"""No group yet; no sample solved; some; all."""
 OWN_FAILURES = ("reward", "task", "prompt")
 """Kinds of failures that may come from the row."""
 
@@ -40,10 +38,9 @@ class Totals:
     def __init__(self) -> None:
         self.known: dict[str, dict[str, Lengths]] = defaultdict(dict)
         self.changed: set[tuple[str, str]] = set()
-        """Totals that are not written down yet."""
 
     def add(self, what: str, lengths: Lengths, which: str = "", times: int = 1) -> str:
-        """Count one group more, or with `times=-1` one less; returns the `which` it was counted under.
+        """Count `times` groups; returns the `which` they were counted under.
 
         Reasons come from users' functions: each is cut to one line, and their number is bounded.
         """
@@ -56,14 +53,13 @@ class Totals:
         return which
 
     def by(self, what: str) -> dict[str, Lengths]:
-        """The totals of `what`, without those of zero groups."""
         return {which: lengths for which, lengths in self.known[what].items() if lengths.groups}
 
     def groups(self, what: str) -> int:
         return sum(lengths.groups for lengths in self.known[what].values())
 
     def lengths(self) -> dict[str, Lengths]:
-        """What became of the samples, by `generated`, `dropped: REASON` and so on."""
+        """By `generated`, `dropped: REASON` and so on."""
         kinds = ("generated", "trained", "dropped", "discarded", "quarantined")
         return {f"{kind}: {which}" if which else kind: n for kind in kinds for which, n in self.by(kind).items()}
 
@@ -77,25 +73,24 @@ class Trend:
 
     def __init__(self) -> None:
         self.failures_in_row = 0
-        """Attempts that failed since a group was made or the learner was started, without failures of the
-        infrastructure."""
+        """Attempts since a group was made or the learner was started; failures of the infrastructure do not count."""
         self.flat_in_row = 0
-        """Groups without variance since a group had variance or the learner was started."""
+        """Groups without variance since one had variance or the learner was started."""
         self.quarantined_in_row = 0
-        """Groups put into quarantine since a batch was trained or the learner was started."""
+        """Groups since a batch was trained or the learner was started."""
         self.given_up = 0
-        """0, or why the run was given up: one of GIVEN_UP_*."""
+        """0, or one of GIVEN_UP_*."""
         self.is_announced = False
         self.last_quarantined = ""
-        """Why the last group was put into quarantine; not written down."""
+        """The reason; not written down."""
         self.examples: dict[int, str] = {}
         """`KIND: REASON` by row that failed lately."""
         self.recent_failures: Counter[str] = Counter()
-        """Failed attempts by `KIND: REASON`, since the last batch was formed."""
+        """By `KIND: REASON`, since the last batch was formed."""
         self.recent_groups = Counter[str]()
-        """Groups made since the last batch was formed: `varied`, or why they were left out."""
+        """Since the last batch was formed: `varied`, or why they were left out."""
         self.flat_groups = self.new_groups = 0
-        """Groups with equal rewards, and all groups, made between the last two batches; not written down."""
+        """Made between the last two batches: with equal rewards, and all; not written down."""
         self._flat = self._made = 0
 
     def note_failure(self, row: int, kind: FailureKind, failure: str, counted_as: str) -> None:
@@ -106,7 +101,7 @@ class Trend:
             remember(self.examples, row, failure, EXAMPLES)
 
     def note_group(self, unwanted: str | None, is_flat: bool) -> None:
-        """A group was made; `unwanted` says why it is left out, `is_flat` that its rewards are equal."""
+        """`unwanted` says why the group is left out."""
         self.failures_in_row = 0
         self.flat_in_row = 0 if unwanted is None else self.flat_in_row + 1
         self.recent_groups["varied" if unwanted is None else unwanted] += 1
@@ -122,21 +117,19 @@ class Trend:
         self.flat_groups, self.new_groups, self._flat, self._made = self._flat, self._made, 0, 0
 
     def begin_anew(self) -> None:
-        """The learner was started: whoever started it has mended what failed."""
+        """Whoever started the learner has mended what failed."""
         self.failures_in_row = self.flat_in_row = self.quarantined_in_row = self.given_up = 0
         self.is_announced = False
 
 
 def remember(memory: dict[int, T], number: int, what: T, most: int = REMEMBERED) -> None:
-    """Note `what` under its number; the oldest entry makes room."""
+    """Note `what`; the oldest entry makes room."""
     memory[number] = what
     if len(memory) > most:
         del memory[next(iter(memory))]
 
 
 class Marks(NamedTuple):
-    """When a sample is solved, and when a row is always or never solved."""
-
     solved_at: float = 1.0
     """Reward from which on a sample is solved."""
     streak: int = 2
@@ -145,25 +138,22 @@ class Marks(NamedTuple):
 
 @dataclass(slots=True)
 class RowRecord:
-    """One row of the data set, as the table `rows` has it."""
+    """One row of the data set."""
 
     row: int
     drawn: int = 0
-    """Items made of it."""
     groups: int = 0
     samples: int = 0
     solved: int = 0
     streak: int = 0
-    """Groups in a row with all samples solved; negative: with none solved; 0: the last group had both."""
+    """Groups in a row with all samples solved; negative: with none; 0: the last group had both."""
     last_item: int = -1
     last_version: int = 0
     """The next batch when `last_item` was drawn."""
     failed: int = 0
-    """Failed attempts of a kind in OWN_FAILURES."""
     hopeless: int = 0
-    """1: such a failure was permanent."""
+    """1: a failure was permanent."""
     reason: str = ""
-    """`KIND: REASON` of the last failure."""
 
     def row_values(self) -> RowValues:
         counts = (self.row, self.drawn, self.groups, self.samples, self.solved, self.streak)
@@ -177,12 +167,11 @@ class RowRecord:
         return "unsolved" if self.solved == 0 or self.streak <= -streak else "between"
 
     def is_left_out(self, attempts: int) -> bool:
-        """Whether all its attempts failed, at least `attempts` of them or one for good."""
         return not self.groups and bool(self.hopeless or self.failed >= attempts)
 
 
 class Rows:
-    """The records of all rows that were drawn. `attempts` failures leave a row out."""
+    """The records of all rows that were drawn. `attempts` failures without a group leave a row out."""
 
     def __init__(self, problems: int = 0, marks: Marks | None = None, attempts: int = 3) -> None:
         self.problems, self.marks, self.attempts = problems, marks or Marks(), attempts
@@ -190,19 +179,19 @@ class Rows:
         self.left_out: dict[int, str] = {}
         """`KIND: REASON` by row."""
         self.news: list[int] = []
-        """Rows left out since the list was last cleared; not written down."""
+        """Rows left out since the list was last cleared."""
         self.moved: set[int] = set()
-        """Rows of items that changed since the order last looked; not written down."""
+        """Rows of items that changed since the order last looked."""
         self._bands: Counter[str] = Counter()
         self.changed: set[int] = set()
-        """Rows whose records are not written down yet."""
+        """Rows not written down yet."""
 
     @property
     def all_left_out(self) -> bool:
         return 0 < self.problems <= len(self.left_out)
 
     def bands(self) -> dict[str, int]:
-        """How many rows are in each band. Rows that are left out are in none."""
+        """Rows that are left out are in no band."""
         known = {band: self._bands[band] for band in BANDS}
         return known | {"unseen": self.problems - len(self.records) + self._bands["unseen"]}
 
@@ -212,7 +201,7 @@ class Rows:
         self._count(record, 1)
 
     def note_group(self, row: int, rewards: Sequence[float]) -> None:
-        """Count a group of the row. A row that was left out is drawn again."""
+        """Count a group. A row that was left out is drawn again."""
         if self.left_out.pop(row, None) is not None:
             self._count(self.records[row], 1)
         solved = sum(reward >= self.marks.solved_at for reward in rewards)
@@ -224,7 +213,7 @@ class Rows:
         self._count(record, 1)
 
     def note_failure(self, row: int, kind: FailureKind, failure: str, permanent: bool) -> bool:
-        """Count a failed attempt; returns whether the row is left out from now on."""
+        """Count a failure; returns whether the row is left out."""
         if kind not in OWN_FAILURES:
             return False
         record = self._edited(row)
@@ -240,7 +229,7 @@ class Rows:
         return row in self.left_out
 
     def draw_again(self) -> None:
-        """Draw the rows that are left out again: their failures do not count any more."""
+        """Draw the rows that are left out again."""
         back, self.left_out = list(self.left_out), {}
         for row in back:
             record = self.records[row]
@@ -250,7 +239,7 @@ class Rows:
         self.moved.update(back)
 
     def restore(self, saved: Iterable[RowValues]) -> None:
-        """Continue from the store; rows with fewer failures than `attempts` now has are drawn again."""
+        """Continue from the store. A row with fewer failures than `attempts` is drawn again."""
         for values in saved:
             record = RowRecord(*values)  # type: ignore[arg-type]
             self.records[record.row] = record
@@ -260,7 +249,7 @@ class Rows:
                 self._count(record, 1)
 
     def _edited(self, row: int) -> RowRecord:
-        """The record, which is about to change: it is in no band until it is counted again."""
+        """A record that is about to change: it is in no band until it is counted again."""
         if (record := self.records.get(row)) is None:
             record = self.records[row] = RowRecord(row)
         else:

@@ -1,12 +1,11 @@
 """Draws problems by how hard they are: each band of solved share gets its share of the draws (`data.difficulty`).
 
-Source and band of a draw take turns by weight; the turns of a band without rows go to the others. A band gives the row
-that was drawn longest ago; new rows come in the order of the first epoch. A row is not drawn while its last item is
-waiting, leased or stored, nor while it rests: for `rest` versions after each draw, for `return_after` more once it is
-retired. If all rows rest or are busy, the one whose rest ends first comes, then the one that was drawn longest ago.
+Source and band take turns by weight; the turns of an empty band go to the others. A band gives the row that was drawn
+longest ago. A row is not drawn while its item is waiting, leased or stored, nor while it rests. If no row is ready, the
+one whose rest ends first comes, then the one that was drawn longest ago.
 
 All of this follows from the ledger's state and the counters of the turns, so a buffer that is started again draws the
-same rows. The rest held here is an index, made anew at a start.
+same rows.
 """
 
 import heapq
@@ -22,13 +21,13 @@ from buffer.ledger.counts import BANDS
 from buffer.ledger.state import LedgerState
 
 PARTS = 10**6
-"""Weights are counted in millionths of their sum, so that turns are whole numbers."""
+"""Weights are counted in millionths, so that turns are whole numbers."""
 RESTING = ("resting", "retired")
 OPEN_OR_WAITING = ("waiting", "leased", "stored")
 
 
 class Shares(NamedTuple):
-    """`data.difficulty`; `bands` has the weight of each of BANDS."""
+    """`data.difficulty`; `bands` has the weight of each band."""
 
     bands: Mapping[str, float]
     rest: int = 2
@@ -36,17 +35,17 @@ class Shares(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """Where a row stands, such as `RowPlace("between", 17)`."""
+    """Where a row stands."""
 
     kind: str
     """A band, if the row may be drawn; or `busy`, `resting`, `retired`."""
     last_item: int
     due: int = 0
-    """The next batch from which on it may be drawn."""
+    """The batch from which on it may be drawn."""
 
 
 class Turns:
-    """Smooth weighted round robin among the names that are ready.
+    """Smooth weighted round robin.
 
     Each turn adds its weight to every name that is ready; the largest sum comes, and pays the weights of all of them.
     """
@@ -67,16 +66,16 @@ class Turns:
 @dataclass
 class SourceRows:
     fresh: Sequence[int]
-    """All its rows, in the order in which they are drawn first."""
+    """Its rows in the order in which they are drawn first."""
     turns: Turns
     begun: int = 0
     """Rows of `fresh` before this place were drawn or are left out."""
     ready: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {band: [] for band in BANDS})
-    """By band: a heap of (last item, row), in which rows that have moved since are still found."""
+    """A heap of (last item, row), with outdated entries."""
 
 
 class DifficultyOrder:
-    """An `Order` by difficulty; `shares` has rows and weight of each source, or is empty for one source."""
+    """`shares`: rows and weight of each source; empty for one source."""
 
     def __init__(
         self,
@@ -99,11 +98,11 @@ class DifficultyOrder:
         self._places: dict[int, RowPlace] = {}
         """By row that was drawn and is not left out."""
         self._resting: list[tuple[int, int, int]] = []
-        """A heap of (due, last item, row), in which rows that have moved since are still found."""
+        """A heap of (due, last item, row), with outdated entries."""
         self._busy: set[int] = set()
         self._retired = 0
         self._version = -1
-        """The next batch when the index was last brought up to date; -1: the index has to be made."""
+        """The next batch when the index was made; -1: it has to be made."""
 
     def draw(self, state: LedgerState) -> int | None:
         if self._is_over(state):
@@ -112,7 +111,7 @@ class DifficultyOrder:
         return self._drawn(state)
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
-        """The rows of the next draws, if nothing else happens before them: they are drawn, and put back."""
+        """The rows of the next draws, if nothing else happens before: they are drawn, and put back."""
         if self._is_over(state):
             return ()
         self._update(state)
@@ -138,7 +137,7 @@ class DifficultyOrder:
         """Does nothing: no row has a place of its own in an epoch."""
 
     def draw_ahead(self) -> None:
-        """Does nothing: a draw looks at few rows."""
+        """Does nothing."""
 
     def counters(self) -> dict[str, int]:
         found = {f"turns/{name}": number for name, number in self._turns.sums.items()}
@@ -156,8 +155,6 @@ class DifficultyOrder:
     def counts(self, state: LedgerState) -> dict[str, int]:
         self._update(state)
         return {"retired": self._retired}
-
-    # the draw
 
     def _is_over(self, state: LedgerState) -> bool:
         past = self._epochs is not None and state.next_item >= self._problems * self._epochs
@@ -196,7 +193,6 @@ class DifficultyOrder:
         return None
 
     def _first_resting(self) -> tuple[int, int, int] | None:
-        """The entry of the row whose rest ends first; drops entries of rows that have moved."""
         while self._resting:
             due, last_item, row = self._resting[0]
             place = self._places.get(row)
@@ -205,10 +201,7 @@ class DifficultyOrder:
             heapq.heappop(self._resting)
         return None
 
-    # the index
-
     def _update(self, state: LedgerState) -> None:
-        """Bring the index up to date: rows whose item or record changed, and rows whose rest is over."""
         if self._version < 0 or state.version < self._version:  # a lower version: rests that were over go on
             self._clear()
             state.rows.moved.update(state.rows.records)
@@ -229,7 +222,7 @@ class DifficultyOrder:
             source.begun, source.ready = 0, {band: [] for band in BANDS}
 
     def _place_of(self, state: LedgerState, row: int) -> RowPlace | None:
-        """Where the row stands; None: it was never drawn, or is left out."""
+        """None: it was never drawn, or is left out."""
         record = state.rows.records.get(row)
         if record is None or row in state.rows.left_out:
             return None

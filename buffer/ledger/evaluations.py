@@ -1,8 +1,8 @@
-"""Who evaluates which version, and what came of it. Pure Python: no sockets, no clock of its own.
+"""Who evaluates which version, and what came of it.
 
-Evaluations are due at version 0, every `every` versions, and at the last one. At most one runs at a time, on one
-server, which claims it and holds newer versions back. If that server dies, another one claims it with the version that
-it has by then. An evaluation that is not done when the next one is due is left out.
+Evaluations are due at version 0, every `every` versions, and at the last one. One server at a time claims one, and
+holds newer versions back. If it dies, another one claims it with the version that it has by then. An evaluation that is
+late for the next one is left out.
 """
 
 from collections.abc import Collection
@@ -12,15 +12,13 @@ from typing import Literal, NamedTuple
 from buffer.ledger.types import EvaluationRow, server_name
 
 ATTEMPTS = 5
-"""Claims of one evaluation after which it is given up."""
+"""Claims after which an evaluation is given up."""
 Standing = Literal["none", "due", "over"]
-"""The answer to a heartbeat: nothing; an evaluation is due; the one that the server makes is not its own any more."""
+"""What a server is told: nothing; an evaluation is due; its own is over."""
 
 
 @dataclass
 class EvaluationState:
-    """The evaluation due at version `due`."""
-
     due: int
     state: Literal["running", "lost", "done", "failed"]
     version: int
@@ -28,7 +26,6 @@ class EvaluationState:
     server: str
     attempts: int = 0
     reason: str = ""
-    """Why the evaluation was given up."""
     results: str = ""
     """JSON: the figures of each set."""
     since: float = 0.0
@@ -40,7 +37,7 @@ class EvaluationState:
 
 
 class Reach(NamedTuple):
-    """No version above `ceiling` can exist; `last` is the run's last one, once it is known."""
+    """No version above `ceiling` can exist; `last` is the run's last one, once known."""
 
     ceiling: int
     last: int | None
@@ -48,21 +45,18 @@ class Reach(NamedTuple):
 
 @dataclass
 class Evaluations:
-    """All evaluations of a run; `every` None: none. A claim ends `lease_s` after its server last reported work on
-    it."""
+    """A claim ends `lease_s` after its server last reported work on it."""
 
     every: int | None
     lease_s: float
     known: dict[int, EvaluationState] = field(default_factory=dict)
-    """All that were ever claimed, by due version."""
+    """By the version at which they were due."""
     changed: dict[int, EvaluationRow] = field(default_factory=dict)
-    """Evaluations that are not written down yet."""
     revision: int = 0
     """Moves when a request for results may have an answer."""
 
     def claim(self, server: str, version: int, reach: Reach, now: float) -> int | None:
-        """Claim an evaluation of the loaded `version`; returns when it was due, or None. A repeated claim gets the same
-        answer."""
+        """The evaluation of the loaded `version`, by when it was due. A repeated claim gets the same answer."""
         due = self._open(server, version, reach, now)
         if due is None:
             return None
@@ -80,7 +74,7 @@ class Evaluations:
         return due
 
     def beat(self, server: str, version: int, doing: int | None, reach: Reach, now: float) -> Standing:
-        """The server, which runs `version`, is alive and works on the evaluation `doing`."""
+        """The server lives and works on the evaluation `doing`."""
         running = self.running()
         if running and running.server == server:
             if doing == running.due and running.version <= reach.ceiling:
@@ -99,8 +93,8 @@ class Evaluations:
             self._lose(running)
 
     def finish(self, server: str, due: int, version: int, results: str, samples: str, reach: Reach) -> str | None:
-        """Take up the results. None: accepted, also when repeated; else why not. The first results count, also those of
-        a server that was taken for dead."""
+        """Take up the results; returns None, also when repeated, or why not. The first results count, also those of a
+        server that was taken for dead."""
         known = self.known.get(due)
         if known is None:
             return f"evaluation {due} was never claimed here"
@@ -114,7 +108,7 @@ class Evaluations:
         return None
 
     def unknown(self, known: Collection[int]) -> EvaluationState | None:
-        """The earliest one that ended and is not among `known`."""
+        """The earliest one that ended and is not `known`."""
         ended = (due for due, one in self.known.items() if one.state in ("done", "failed") and due not in known)
         due = min(ended, default=None)
         return None if due is None else self.known[due]
@@ -130,12 +124,12 @@ class Evaluations:
         return next((one for one in self.known.values() if one.state == "running"), None)
 
     def restore(self, rows: Collection[EvaluationRow], now: float) -> None:
-        """Continue from the store; a claim begins anew at `now`."""
+        """Continue from the store; a claim begins anew."""
         for row in rows:
             self.known[row.due] = EvaluationState(*row[:-1], since=now)  # type: ignore[arg-type]
 
     def _open(self, server: str, version: int, reach: Reach, now: float) -> int | None:
-        """The newest evaluation due at `version` or before, if this server may make it now."""
+        """The newest due evaluation, if this server may make it."""
         if self.every is None or version > reach.ceiling:
             return None
         due = version if version == reach.last else version - version % self.every

@@ -1,6 +1,6 @@
-"""Chooses the row of each new item: every epoch is a shuffled pass over all rows, or over several sources by weight.
+"""Chooses the row of each new item: an epoch is a shuffled pass over all rows, or over several sources by weight.
 
-`DifficultyOrder` is the other `Order`. Both are functions of what is committed, so a restart draws the same rows.
+Each `Order` is a function of what is committed, so a restart draws the same rows.
 """
 
 import math
@@ -13,13 +13,13 @@ from buffer.ledger.state import LedgerState
 
 
 class Order(Protocol):
-    """Draws rows for new items; `state.next_item` is the number of the next one."""
+    """Draws rows for new items."""
 
     def draw(self, state: LedgerState) -> int | None:
-        """The row of the item that the caller makes now; None: no row may be drawn any more."""
+        """The row of item `state.next_item`; None: no row may be drawn any more."""
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
-        """Rows of the next `number` new items, as far as they are known. Changes nothing."""
+        """The next `number` rows, as far as they are known."""
 
     def skip(self, state: LedgerState) -> None:
         """Move `state.next_item` past the places of rows that are left out."""
@@ -28,7 +28,7 @@ class Order(Protocol):
         """Do a little of the work of later draws."""
 
     def counters(self) -> dict[str, int]:
-        """What must be written down, besides state and rows, to go on with the same draws."""
+        """What must be written down, besides the state, to go on with the same draws."""
 
     def restore(self, scalars: Mapping[str, int]) -> None:
         """Continue with saved `counters`."""
@@ -38,8 +38,8 @@ class Order(Protocol):
 
 
 class EpochOrder:
-    """Item s is problem `s % problems` of `order(seed, epoch)` in epoch `s // problems`, or of `mixed` with `shares`,
-    the rows and weight of each source. Places of rows that are left out are skipped: no item gets their numbers."""
+    """Item s is problem `s % problems` of epoch `s // problems`. Places of rows that are left out are skipped: no item
+    gets their numbers."""
 
     def __init__(
         self, problems: int, seed: int, shuffle: bool, epochs: int | None, shares: Sequence[tuple[int, float]]
@@ -56,7 +56,6 @@ class EpochOrder:
         return None if epoch >= self._epochs or state.rows.all_left_out else self.rows(epoch)[place]
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
-        """Rows up to the end of the epoch."""
         epoch, place = divmod(state.next_item, self._problems)
         if epoch >= self._epochs:
             return ()
@@ -82,13 +81,12 @@ class EpochOrder:
         return {}
 
     def restore(self, scalars: Mapping[str, int]) -> None:
-        """Does nothing: the order follows from the seed and the number of the next item."""
+        """Does nothing: the order follows from the seed and the next item."""
 
     def counts(self, state: LedgerState) -> dict[str, int]:
         return {}
 
     def rows(self, epoch: int) -> Sequence[int]:
-        """The rows of an epoch in the order of their dispatch."""
         if self._epoch[0] != epoch:
             begun = self._following and self._following[0] == epoch and self._following[1]
             self._epoch = epoch, (begun or self._drawing(epoch)).rows()

@@ -1,10 +1,8 @@
 """The open items as sets, and the arithmetic of the bound on their age.
 
-Every operation costs the logarithm of the number of items, or the number of distinct dispatch versions or of servers.
-
 The functions below `Pool` take open items as counts by dispatch version, `{d: number}`. Sorted by d, the item at index
-i goes into batch `version + i // groups` at the latest, where `version` is the next batch to be formed. The set is
-*feasible* when every item meets `d + staleness >= version + i // groups`. Only the last item of each d can break that.
+i goes into batch `version + i // groups` at the latest, where `version` is the next batch. The set is *feasible* when
+every item meets `d + staleness >= version + i // groups`. Only the last item of each d can break that.
 """
 
 import heapq
@@ -17,7 +15,7 @@ NOBODY = ""
 
 
 class Pool:
-    """Open items, leased or stored, and waiting ones, which failed or were taken back."""
+    """Open items, and those that wait to be dispatched again."""
 
     def __init__(self, items: Iterable[ItemState] = ()) -> None:
         items = list(items)
@@ -27,10 +25,9 @@ class Pool:
         heapq.heapify(self._stored)
         self._stored_by = Counter(version for version, _ in self._stored)
         self._anywhere: list[int] = []
-        """A heap of items that wait for any server."""
         self._elsewhere: dict[str, deque[tuple[float, int]]] = {}
-        """By the name of the server that failed at them: (until when they go elsewhere, item), in order of time. Items
-        under NOBODY go to no server until then."""
+        """By the server that failed at them: (until when, item), in order of time. Items under NOBODY go to no server
+        until then."""
         for item in sorted((item for item in items if item.state == "waiting"), key=lambda item: item.elsewhere_until):
             self.wait(item)
 
@@ -47,7 +44,7 @@ class Pool:
         return len(self._anywhere) + sum(map(len, self._elsewhere.values()))
 
     def num_elsewhere(self, server: str) -> int:
-        """Items that wait for another server than this one."""
+        """Items that wait for another server."""
         return len(self._elsewhere.get(server_name(server), ()))
 
     @property
@@ -64,7 +61,7 @@ class Pool:
 
     @property
     def next_wait_end(self) -> float | None:
-        """When the first item that waits may go to any server; None: no item waits for that."""
+        """When the first item that waits may go to any server."""
         return min((held[0][0] for held in self._elsewhere.values()), default=None)
 
     def end_waits(self, now: float) -> None:
@@ -75,7 +72,6 @@ class Pool:
                 del self._elsewhere[name]
 
     def next_waiting(self, server: str) -> int | None:
-        """Take out the first waiting item that may go to `server`."""
         closed = (NOBODY, server_name(server))
         fronts = {held[0][1]: name for name, held in self._elsewhere.items() if name not in closed}
         first = min([*fronts, *self._anywhere[:1]], default=None)
@@ -95,7 +91,7 @@ class Pool:
         self._stored_by[version] += 1
 
     def take(self, number: int) -> list[tuple[int, int]]:
-        """Take out the `number` stored items with the smallest (d, item), in that order."""
+        """Take out the `number` stored items with the smallest (d, item)."""
         taken = [heapq.heappop(self._stored) for _ in range(number)]
         by_version = Counter(version for version, _ in taken)
         self.open -= by_version
@@ -103,7 +99,7 @@ class Pool:
         return taken
 
     def ready(self, version: int, groups: int, staleness: int) -> bool:
-        """Whether batch `version` may take its groups: there are enough, and those left behind keep the bound."""
+        """Whether there are enough groups, and those left behind keep the bound."""
         if len(self._stored) < groups:
             return False
         left = left_behind(self.open, self._stored_by, groups)
@@ -123,8 +119,7 @@ def feasible(counts: Mapping[int, int], version: int, groups: int, staleness: in
 def room(counts: Mapping[int, int], version: int, groups: int, staleness: int, dispatched: int) -> int:
     """How many more items of `dispatched` may be opened.
 
-    Items that sort before the new ones are not checked: they keep the bound already, and a straggler that missed a
-    tighter target must not close admission for all.
+    Items that sort before them are not checked: a straggler that missed a tighter target must not close admission.
     """
     end = sum(number for d, number in counts.items() if d <= dispatched)
     free = (dispatched + staleness - version + 1) * groups - end
@@ -145,7 +140,7 @@ def left_behind(counts: Mapping[int, int], stored: Mapping[int, int], groups: in
 
 
 def keepable(dispatched: Iterable[int], version: int, groups: int, staleness: int) -> list[bool]:
-    """For each item in order: whether to keep it, so that the kept ones are feasible and as many as possible."""
+    """Which items, in order, to keep, so that they are feasible and as many as possible."""
     kept, verdicts = 0, []
     for d in dispatched:
         verdicts.append(d + staleness >= version + kept // groups)

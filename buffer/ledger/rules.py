@@ -1,8 +1,7 @@
 """The ledger: which problem is dispatched, stored, batched, trained or dropped, and what may happen next.
 
-Pure Python: no sockets, no threads, no clock (callers pass `now` in seconds), no tokens. `buffer/wire/handlers.py`
-drives it and commits what each call changed (`drain`) before it answers. Here are the requests of rollout servers, in
-`training.py` those of the learner.
+Pure Python without sockets, threads or clock (callers pass `now` in seconds). `buffer/wire/handlers.py` calls it for
+servers (here) and the learner (`training.py`), and commits each change (`drain`) before it answers.
 """
 
 import math
@@ -45,18 +44,17 @@ COUNTERS: Mapping[str, str] = {
     **{f"suspicion_{one.name}": f"batches.suspicion.{one.name}" for one in fields(Suspicion)},
     **{one.name: f"wanted.{one.name}" for one in fields(WantedServers)},
 }
-"""Where the ledger has each counter that the store keeps; the order of rows has further ones."""
+"""Where the ledger has each counter that the store keeps."""
 counters_of = attrgetter(*COUNTERS.values())
 
 
 class Attempts:
-    """How an attempt at an item begins and ends, and when the run is given up."""
+    """Begins and ends attempts at items."""
 
     def __init__(self, terms: Terms, state: LedgerState, order: Order, view: LedgerView) -> None:
         self._terms, self._state, self._order, self._view = terms, state, order, view
 
     def next_item(self, server: str) -> ItemState | None:
-        """The next item for `server`: a waiting one, else a new one, else None."""
         waiting = self._state.pool.next_waiting(server)
         if waiting is not None:
             return self._state.items[waiting]
@@ -94,8 +92,7 @@ class Attempts:
     def end(
         self, item: ItemState, reason: str, now: float, kind: FailureKind = "infrastructure", permanent: bool = False
     ) -> None:
-        """End a failed attempt. If another server lives, only another one may try the item within `lease_s`; then any
-        may."""
+        """If another server lives, only another one may try the item within `lease_s`."""
         state = self._state
         is_left_out = state.count_failure(item.row, kind, reason, permanent)
         if is_left_out:
@@ -127,7 +124,6 @@ class Attempts:
             state.take_back(void, f"could not be trained within {most} versions of {state.version}")
 
     def _redate(self, item: ItemState, version: int) -> bool:
-        """Date the open item to the older `version`, if all items stay within the bound."""
         counts = dict(self._state.pool.open)
         counts[item.version] -= 1
         counts[version] = counts.get(version, 0) + 1
@@ -138,10 +134,10 @@ class Attempts:
 
 
 class Ledger:
-    """The ledger of a run. Its rules are in docs/design/ledger.md, their properties in tests/buffer/ledger/.
+    """The rules are in docs/design/ledger.md, their properties in tests/buffer/ledger/.
 
-    Item s belongs to epoch `s // problems`. `shares` are the rows and the weight of each source. `place` names a row
-    for people. `recall` reads a dropped or quarantined item back from the store. Further keywords are those of `Terms`.
+    `shares` are the rows and the weight of each source. `place` names a row for people. `recall` reads a dropped or
+    quarantined item back from the store.
     """
 
     def __init__(
@@ -176,14 +172,11 @@ class Ledger:
         """Moves whenever something changed that a parked Ask or Take may wait for."""
         return self.state.revision + self.evaluations.revision
 
-    # requests of rollout servers
-
     def ask(self, server: str, version: int, room: int, now: float, request: int = 0) -> list[Lease]:
-        """Dispatch up to `room` items. If nothing is returned, park the Ask, and call again when `revision` has moved.
+        """Dispatch up to `room` items. If none is returned, call again when `revision` has moved.
 
-        A repeated `request` gets the leases that the server still holds of it, never more; request 0 is always new. The
-        dispatch version is what the server last sent, but no more than the learner can have reached. A server that fell
-        silent gets nothing.
+        A repeated `request` gets the leases that are left of it, never more; request 0 is always new. The dispatch
+        version is what the server last sent, at most what the learner can have reached. A silent server gets nothing.
         """
         record = self.state.servers.setdefault(server, ServerRecord(heard=now))
         if request in record.answered:
@@ -205,14 +198,13 @@ class Ledger:
         return work
 
     def upcoming(self, number: int) -> Sequence[int]:
-        """Rows of the next new items, at most `number` of them."""
         return self.order.upcoming(self.state, number)
 
     def put(self, server: str, number: int, lease: int, samples: Sequence[SampleStats], now: float) -> str | None:
-        """Store a finished group. Returns None if it is accepted, also when repeated; else why its lease is over.
+        """Store a finished group; returns None, also when repeated, or why its lease is over.
 
-        A server may have gone back to an older policy after the dispatch. Then the group is dated by its oldest token,
-        or dispatched again if it is too old for that.
+        A server may have gone back to an older policy. Then the group is dated by its oldest token, or dispatched again
+        if it is too old.
         """
         if not samples:
             raise LedgerError(f"item {number}: a group without samples; report what went wrong with Fail instead")
@@ -239,8 +231,7 @@ class Ledger:
     ) -> None:
         """End the lease: the item is dispatched again, before new ones, or dropped after `attempts`.
 
-        `returned`: the server did not fail at it. The attempt does not count, and no server gets the item within
-        `hold_s`.
+        `returned`: the attempt does not count, and no server gets the item within `hold_s`.
         """
         item = self.state.items.get(number)
         if item is None or item.state != "leased" or (item.server, item.lease) != (server, lease):
@@ -252,9 +243,9 @@ class Ledger:
             self._attempts.end(item, reason, now, kind, permanent)
 
     def heartbeat(self, server: str, version: int, holding: Sequence[int], now: float) -> list[int]:
-        """Note that the server lives and runs `version`; returns those of `holding` that are over.
+        """Note that the server lives; returns those of `holding` that are over.
 
-        A lease older than `lease_s` that the server does not hold never reached it, or was forgotten: it ends.
+        A lease older than `lease_s` that the server does not hold never reached it, and ends.
         """
         record = self.state.servers.setdefault(server, ServerRecord(heard=now))
         self.state.revision += version != record.version or not self._attempts.is_alive(record, now)
@@ -266,7 +257,7 @@ class Ledger:
         return [lease for lease in holding if lease not in record.leases and lease not in record.done]
 
     def leave(self, server: str, reason: str, now: float, returned: bool = False) -> None:
-        """End the leases of a server that is gone. `returned`: it was drained, and its attempts do not count."""
+        """End the leases of a server that is gone. `returned`: its attempts do not count."""
         self.evaluations.leave(server)
         if server not in self.state.servers:
             return
@@ -284,7 +275,7 @@ class Ledger:
             self._attempts.end_all(self.state.servers[server], reason, now)
 
     def expire(self, now: float) -> float | None:
-        """End the leases of silent servers, and the waits of failed items. Returns when to call again; None: never."""
+        """End the leases of silent servers, and the waits of failed items. Returns when to call again."""
         pool, lease_s = self.state.pool, self.terms.lease_s
         if pool.next_wait_end is not None and now >= pool.next_wait_end:
             pool.end_waits(now)
@@ -301,8 +292,6 @@ class Ledger:
         """An item, also one that has left memory."""
         return self.state.items.get(number) or self.state.journal.closed(number) or self._recall(number)
 
-    # to the store and back
-
     def drain(self) -> Changes:
         """What changed since the last call. The ledger forgets it: the caller must write it."""
         state, journal, changes = self.state, self.state.journal, self.state.journal.changes
@@ -318,10 +307,8 @@ class Ledger:
         return changes
 
     def restore(self, saved: Saved, now: float) -> None:
-        """Continue from the store, in a new ledger. Leases are renewed to now + `lease_s`.
-
-        Raises LedgerError if the problems are others. Items that break a smaller bound are dispatched again.
-        """
+        """Continue from the store, in a new ledger, with renewed leases. Raises LedgerError if the problems are
+        others."""
         if not saved.scalars:
             return
         for name in FIXED:

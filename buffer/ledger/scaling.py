@@ -1,6 +1,6 @@
 """How many rollout servers are wanted: a person's number, until it is taken back, or the rule's.
 
-It is written down with the ledger's counters, because it outlives the launcher.
+The store keeps it with the ledger's counters, because it outlives the launcher.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class WantedServers:
-    """`wanted_servers` is 0 before anybody named a number; `wanted_by_person` is 1 while the number is a person's."""
+    """0 wanted: nobody named a number."""
 
     wanted_servers: int = 0
     wanted_by_person: int = 0

@@ -1,4 +1,4 @@
-"""The order of the problems of an epoch, of one source or of several by weight, as pure functions."""
+"""The order of the problems of an epoch, of one source or of several by weight."""
 
 import heapq
 import random
@@ -13,12 +13,11 @@ Steps = Generator[None, None, "array[int]"]
 
 
 class Drawing:
-    """An epoch's order, drawn in steps: a million rows take 0.3 s, in which nothing else would be answered."""
+    """An epoch's order in the making: a million rows take 0.3 s, in which nothing else would be answered."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self.drawn: array[int] | None = None
-        """All rows, once they are drawn."""
 
     def step(self) -> None:
         if self.drawn is None:
@@ -34,12 +33,12 @@ class Drawing:
 
 
 def order(problems: int, seed: int | str, epoch: int, shuffle: bool) -> "array[int]":
-    """Rows of one epoch in the order of their dispatch: a permutation drawn from (seed, epoch)."""
+    """Rows of one epoch: a permutation drawn from (seed, epoch)."""
     return Drawing(ordering(problems, seed, epoch, shuffle)).rows()
 
 
 def ordering(problems: int, seed: int | str, epoch: int, shuffle: bool) -> Steps:
-    """`order` in steps. Only `Random.random()` keeps its sequence for a seed in all versions of Python."""
+    """`order` in steps. Python promises to keep the sequence of `Random.random()` alone."""
     rows = array("q", range(problems))
     if shuffle:
         draw = random.Random(f"{seed}/{epoch}").random
@@ -52,16 +51,15 @@ def ordering(problems: int, seed: int | str, epoch: int, shuffle: bool) -> Steps
 
 
 def mixed(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool) -> "array[int]":
-    """Rows of one epoch of several sources in the order of their dispatch."""
+    """Rows of one epoch of several sources."""
     return Drawing(mixing(parts, seed, epoch, shuffle)).rows()
 
 
 def mixing(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool) -> Steps:
-    """`mixed` in steps; `parts` has (rows, weight) of each source, whose rows follow each other.
+    """`mixed` in steps; `parts` has (rows, weight) of each source.
 
-    An epoch is as many problems as there are rows. Problem j of a source, counted over all epochs, comes at time (j +
-    1/2) / weight (Webster's method): in any stretch each source has its share, within a problem or two. Each pass of a
-    source through its rows has an order of its own.
+    Problem j of a source, counted over all epochs, comes at time (j + 1/2) / weight (Webster's method): in any stretch
+    each source has its share, within a problem or two. Each pass through a source has an order of its own.
     """
     weights = [weight for _, weight in parts]
     starts = list(accumulate((rows for rows, _ in parts), initial=0))
@@ -85,7 +83,7 @@ def mixing(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: b
 
 def drawn_before(problems: int, weights: Sequence[float]) -> list[int]:
     """How many of the first `problems` problems are of each source."""
-    sure = max(0.0, problems - len(weights) / 2 - 1) / sum(weights)  # at this time no more than `problems` have come
+    sure = max(0.0, problems - len(weights) / 2 - 1) / sum(weights)  # no more than `problems` have come by then
     drawn = [max(0, floor(weight * sure - 0.5)) for weight in weights]
     heap = [((number + 0.5) / weight, part) for part, (number, weight) in enumerate(zip(drawn, weights, strict=True))]
     heapq.heapify(heap)

@@ -1,6 +1,6 @@
-"""The ledger's state: every item, lease, batch and server, and the elementary steps between the states of an item.
+"""The ledger's state: every item, lease, batch and server, and the steps between the states of an item.
 
-Each step keeps the counts right and notes what it changed, for `Ledger.drain`. It decides nothing: `rules.py` does.
+Each step keeps the counts right and notes what it changed. `rules.py` decides which step comes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,6 @@ class ServerRecord:
     heard: float
     version: int = 0
     leases: dict[int, int] = field(default_factory=dict)
-    """Item by lease."""
     asked: dict[int, int] = field(default_factory=dict)
     """By request number not yet answered: the version of its Ask."""
     answered: dict[int, None] = field(default_factory=dict)
@@ -27,7 +26,7 @@ class ServerRecord:
     """Leases that ended with an accepted group, latest last."""
 
     def record_ask(self, request: int, version: int, now: float) -> None:
-        """Note an Ask. A parked or repeated one is no news: later heartbeats know better."""
+        """Note an Ask. A repeated one is no news: later heartbeats know better."""
         if request and self.asked.get(request) == version:
             return
         if request:
@@ -41,7 +40,7 @@ class ServerRecord:
 
 
 class Journal:
-    """What changed since the last `Ledger.drain`. Items are noted by number, and read when they are drained."""
+    """What changed since the last `Ledger.drain`. Items are noted by number."""
 
     def __init__(self) -> None:
         self.changes = Changes()
@@ -55,7 +54,6 @@ class Journal:
             self.changes.items[item.number] = item.row_values()
 
     def closed(self, number: int) -> ItemState | None:
-        """A dropped or quarantined item that is not in the store yet."""
         row = self.changes.items.get(number)
         item = ItemState(*row) if row else None  # type: ignore[arg-type]
         return item if item and item.state in CLOSED else None
@@ -63,14 +61,12 @@ class Journal:
 
 @dataclass
 class UndonePolicies:
-    """Versions above `restored`, up to `reached`, name two policies each: one that a rewind undid, and a later one.
-    Tokens of both may be in the batches to come."""
+    """Versions above `restored`, up to `reached`, name two policies each: one that a rewind undid, and a later one."""
 
     restored: int = 0
     reached: int = 0
 
     def note(self, version: int, ceiling: int) -> None:
-        """The learner, which can have reached `ceiling`, restored `version`."""
         if ceiling > version:
             self.restored = min(self.restored, version) if version <= self.reached else version
             self.reached = max(self.reached, ceiling)
@@ -91,15 +87,13 @@ class LedgerState:
         self.oldest = 0
         """Oldest batch not pruned."""
         self.ceiling = 0
-        """No policy above this version can exist: since it restored, the learner got no batch for a later one."""
+        """No policy above this version can exist: since it restored, the learner got no batch for one."""
         self.undone = UndonePolicies()
         self.next_item, self.next_lease = 0, 1
         self.revision = 0
         """Counts the changes that a parked request may wait for."""
         self.items: dict[int, ItemState] = {}
-        """By number, without those dropped, quarantined and pruned."""
         self.servers: dict[str, ServerRecord] = {}
-        """By name and token."""
         self.batches: dict[int, FormedBatch] = {}
         self.pool, self.totals, self.trend, self.journal = Pool(), Totals(), Trend(), Journal()
 
@@ -107,8 +101,6 @@ class LedgerState:
     def num_formed(self) -> int:
         """Groups that ever went into a batch."""
         return self.totals.groups("age")
-
-    # new, waiting and leased items
 
     def create(self, row: int, epoch: int) -> ItemState:
         item = self.items[self.next_item] = ItemState(self.next_item, row, epoch)
@@ -130,14 +122,12 @@ class LedgerState:
         self.rows.moved.add(item.row)
 
     def redate(self, item: ItemState, version: int) -> None:
-        """Date the leased item to another version."""
         self.pool.remove_open(item.version)
         self.pool.open[version] += 1
         item.version = version
         self._touch(item)
 
     def count_failure(self, row: int, kind: FailureKind, reason: str, permanent: bool = False) -> bool:
-        """Count a failed attempt; returns whether the row is left out from now on."""
         failure = f"{kind}: {reason.strip()}"
         self.trend.note_failure(row, kind, failure, self.totals.add("failed", Lengths(groups=1), failure))
         return self.rows.note_failure(row, kind, failure.splitlines()[0][:LONG_REASON], permanent)
@@ -176,10 +166,8 @@ class LedgerState:
         self.pool = Pool(self.items.values())
         self.revision += 1
 
-    # groups
-
     def accept(self, item: ItemState, samples: Sequence[SampleStats], unwanted: str | None) -> None:
-        """Leased -> stored, or for an `unwanted` group -> dropped with that reason."""
+        """Leased -> stored, or for an `unwanted` group -> dropped."""
         lengths, rewards = Lengths.of(samples), [sample.reward for sample in samples]
         _, item.samples, item.tokens, item.sampled, item.truncated = lengths
         self.totals.add("generated", lengths)
@@ -211,7 +199,7 @@ class LedgerState:
         self.journal.close(item)
 
     def quarantine(self, item: ItemState, reason: str) -> None:
-        """Stored -> quarantined. The item leaves memory; the store keeps it and its samples."""
+        """Stored -> quarantined. Only the store keeps it."""
         item.state, item.reason = "quarantined", reason
         item.batch = self.version if item.batch < 0 else item.batch
         self.totals.add("quarantined", item.lengths)
@@ -222,10 +210,8 @@ class LedgerState:
         self.pool = Pool(self.items.values())
         self.revision += 1
 
-    # batches
-
     def form(self, groups: int) -> None:
-        """Stored -> batched: batch v' takes up to `groups` groups."""
+        """Stored -> batched."""
         taken = self.pool.take(min(groups, self.pool.num_stored))
         for version, number in taken:
             item = self.items[number]
@@ -245,7 +231,7 @@ class LedgerState:
         self._unbatch(item)
 
     def unform(self, version: int) -> None:
-        """Batched -> stored: all groups of batch `version` and of later ones; v' is `version` again."""
+        """Batched -> stored: all groups of batch `version` and of later ones."""
         for later in range(version, self.version):
             for item in self._members(later):
                 self._unbatch(item)
@@ -265,7 +251,6 @@ class LedgerState:
         return [self.items[number] for number in self.batches[version].items]
 
     def raise_ceiling(self, version: int) -> None:
-        """The learner has a batch from which it can make policy `version`."""
         if version > self.ceiling:
             self.ceiling = version
             self.revision += 1
@@ -283,24 +268,20 @@ class LedgerState:
         self.revision += 1
 
     def rewind(self, version: int) -> None:
-        """Undo the training of batch `version` and of later ones."""
         self.undone.note(version, self.ceiling)
         self.mark(version - 1)
         self.ceiling = version
 
     def start_at(self, version: int) -> None:
-        """Begin with batch `version`; only while no batch was ever formed."""
+        """Only while no batch was ever formed."""
         self.version = self.oldest = self.ceiling = version
         self.last_trained = version - 1
 
     def prune(self, oldest: int) -> None:
-        """Forget batches before `oldest`."""
         for version in range(self.oldest, oldest):
             for number in self.batches.pop(version).items:
                 self._forget(self.items[number])
         self.oldest = oldest
-
-    # the end of a run
 
     def give_up_run(self, why: int) -> None:
         """End the run until the learner is started again."""
@@ -313,7 +294,7 @@ class LedgerState:
             self.revision += 1
 
     def begin_anew(self) -> None:
-        """The learner was started: earlier failures do not count, and rows that failures left out are drawn again."""
+        """The learner was started: earlier failures do not count."""
         if self.trend.given_up in (GIVEN_UP_FAILED, GIVEN_UP_ROWS):
             self.rows.draw_again()
         self.trend.begin_anew()
@@ -324,7 +305,7 @@ def _batch(version: int, taken: Sequence[tuple[int, int]]) -> FormedBatch:
 
 
 def restore(state: LedgerState, saved: Saved, now: float) -> None:
-    """Continue from what was saved; `state` must be new but for its counters. Leases begin anew at `now`."""
+    """Continue from what was saved; leases begin anew at `now`."""
     state.trend.examples = dict(saved.failed_rows)
     state.journal.counters = saved.scalars
     state.totals.restore(saved.totals)

@@ -1,9 +1,9 @@
-"""The learner's requests: batches that are taken, trained, undone by a rewind, forgotten, and groups in quarantine.
+"""The learner's requests: batches that are taken, trained, rewound, forgotten, and groups in quarantine.
 
-A batch once formed changes only when it loses a group that cannot be trained. A learner that is killed names no cause.
-So the ledger counts, at each Rewind, the starts that took a batch and never trained it. A batch with which MOST_ENDS
-starts ended is *suspect*: the next learner tries each of its groups alone first (`learner/sound.py`). A group during
-whose trial MOST_ENDS starts ended is the culprit.
+A batch once formed changes only when it loses a group that cannot be trained. A killed learner names no cause. So the
+ledger counts, at each Rewind, the starts that took a batch and never trained it. A batch that ended MOST_ENDS starts is
+*suspect*: the next learner tries each of its groups alone first. A group whose trial ended MOST_ENDS starts is the
+culprit.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ MOST_ENDS = 2
 
 @dataclass
 class Suspicion:
-    """Counts the starts of the learner that ended; -1 stands for no batch or item. The store keeps each field."""
+    """Counts the starts of the learner that ended; -1 stands for none. The store keeps each field."""
 
     taken: int = -1
-    """Batch that the learner took and has not trained."""
+    """Batch taken and not trained."""
     suspect: int = -1
     """Batch with which the learner ended last."""
     suspect_ends: int = 0
     """Starts in a row that ended with it."""
     tried: int = -1
-    """Item that the learner tries alone."""
+    """Item that is tried alone."""
     alone: int = -1
     """Item during whose trial the learner ended last."""
     alone_ends: int = 0
@@ -37,14 +37,11 @@ class Suspicion:
         return version == self.suspect and self.suspect_ends >= MOST_ENDS
 
     def try_alone(self, item: int | None) -> None:
-        """The learner tries this item alone from now on; None: it has tried all."""
         self.tried = -1 if item is None else item
 
     def begin(self) -> int | None:
-        """Count the end of the learner before this one; returns the culprit.
-
-        Every rank says that it has started; only the first one counts.
-        """
+        """Count the end of the learner before; returns the culprit. Every rank calls this; only the first call
+        counts."""
         if self.taken >= 0:
             self.suspect_ends = self.suspect_ends + 1 if self.taken == self.suspect else 1
             self.suspect = self.taken
@@ -55,7 +52,7 @@ class Suspicion:
         return self.alone if self.alone_ends >= MOST_ENDS else None
 
     def clear(self, version: int) -> None:
-        """Batch `version` was trained, or is another one now: forget what was held against it."""
+        """Batch `version` was trained or formed anew: forget what was held against it."""
         if version >= self.taken:
             self.taken = self.tried = -1
         if version >= self.suspect:
@@ -64,8 +61,6 @@ class Suspicion:
 
 
 class Batches:
-    """The batches of a run; `find` also returns items that have left memory."""
-
     def __init__(
         self,
         terms: Terms,
@@ -79,11 +74,9 @@ class Batches:
         self.suspicion = Suspicion()
 
     def take(self, version: int) -> FormedBatch | None:
-        """Batch `version`, formed now if it is the next one and ready. None: not ready yet, or never
-        (`view.finished()`).
+        """Batch `version`, formed now if it is the next one. None: not ready yet, or never (`view.finished()`).
 
-        Raises LedgerError for a version beyond the next, or pruned. At the end of the problems a last, smaller batch is
-        formed.
+        Raises LedgerError for a version beyond the next, or pruned. At the end of the data the last batch is smaller.
         """
         state = self._state
         if version < state.oldest:
@@ -105,10 +98,10 @@ class Batches:
         return state.batches[version]
 
     def trained(self, version: int) -> list[int]:
-        """Mark batches up to `version` as trained; returns the items that count as trained from now on.
+        """Mark batches up to `version` as trained; returns the items of these.
 
-        Only the first rank's call has an effect, and none by a replaced learner: after a rewind a batch must be taken
-        again before it can be trained again.
+        Only the first rank's call has an effect. After a rewind a batch must be taken before it can be trained again,
+        so a replaced learner's call has none.
         """
         state = self._state
         if version >= state.version:
@@ -126,7 +119,6 @@ class Batches:
         """Count batches from `version` on as untrained; returns how many will be served again.
 
         Raises LedgerError if the ledger does not reach that version or has pruned it. A run that was given up goes on.
-        A ledger that never formed a batch goes to any version.
         """
         state = self._state
         if version != state.version and not state.num_formed:
@@ -154,7 +146,6 @@ class Batches:
         return state.oldest
 
     def try_alone(self, version: int, number: int | None) -> None:
-        """Note that the learner tries this group of batch `version` alone; None: it has tried all."""
         batch = self._state.batches.get(version)
         if number is not None and (batch is None or number not in batch.items):
             raise LedgerError(f"item {number} is not in batch {version}: take the batch again")
@@ -182,8 +173,8 @@ class Batches:
         return True
 
     def _take_out(self, item: ItemState) -> None:
-        """Take the item out of its batch. If none is left, that batch and all later ones are formed anew, because
-        batches are consecutive; groups too new for their batch are dispatched again."""
+        """Batches are consecutive: if none of its groups is left, it and all later ones are formed anew. Groups too new
+        for their batch are dispatched again."""
         batch = item.batch
         self._state.take_out(item)
         self.suspicion.clear(batch)

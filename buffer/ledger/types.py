@@ -1,4 +1,4 @@
-"""The nouns of the ledger, as plain data: samples' figures, leases, batches, items, and what the store keeps."""
+"""The nouns of the ledger, as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,17 +6,17 @@ from typing import Literal, NamedTuple
 
 OPEN = ("leased", "stored")
 CLOSED = ("dropped", "quarantined")
-"""States of items that have left memory; the store keeps them."""
+"""States of items that have left memory."""
 FailureKind = Literal["reward", "task", "prompt", "engine", "infrastructure"]
-"""Whose fault a failed attempt is: the reward function's, the task's, the row's, vLLM's, or anything else's."""
+"""Whose fault it is: the reward function's, the task's, the row's, vLLM's, or anything else's."""
 RowValues = tuple[int | str, ...]
-"""The fields of a `RowRecord` (`counts.py`)."""
+"""The fields of a `RowRecord`."""
 Outcome = Literal["versions", "data", "failed"]
-"""How a run ends: with version `run.versions`, with the data before that, or given up."""
+"""At `run.versions`, by the end of the data, or given up."""
 
 
 class LedgerError(ValueError):
-    """A request that contradicts the ledger; the text names the values and what to do."""
+    """A request that contradicts the ledger."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class Terms:
     """What the rules depend on of the run file."""
 
     problems: int
-    """Rows of the data set."""
     groups: int
     max_staleness: int
     target_staleness: int
@@ -45,7 +44,7 @@ class Terms:
 
 @dataclass(slots=True)
 class SampleStats:
-    """What the ledger knows of a sample. Not frozen, because a frozen one takes four times as long to make."""
+    """What the ledger knows of a sample. A frozen one would take four times as long to make."""
 
     tokens: int
     sampled: int
@@ -58,14 +57,14 @@ class SampleStats:
     prompt: int = field(default=0, compare=False)
     """Tokens before the first sampled one; not written down here."""
     row_images: int = field(default=0, compare=False)
-    """Images of its row that it shows; not written down here."""
+    """Images of its row; not written down here."""
     newest: int | None = field(default=None, compare=False)
-    """Policy version of its newest sampled token; not written down."""
+    """As `oldest`, of its newest token."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """An item dispatched to a server: `index` is the problem's row, `version` the dispatch version d."""
+    """An item dispatched to a server: `index` is the row, `version` the dispatch version d."""
 
     item: int
     lease: int
@@ -76,7 +75,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class FormedBatch:
-    """Batch `version`: its items in order (d, item), and d of each in `dispatched`."""
+    """Items in order (d, item), and d of each."""
 
     version: int
     items: tuple[int, ...]
@@ -84,7 +83,7 @@ class FormedBatch:
 
 
 class Lengths(NamedTuple):
-    """How much text, of a group or summed over groups."""
+    """How much text, of a group or of many."""
 
     groups: int = 0
     samples: int = 0
@@ -98,7 +97,6 @@ class Lengths(NamedTuple):
         return cls(1, len(samples), tokens, sampled, sum([s.truncated for s in samples]))
 
     def plus(self, other: "Lengths", times: int = 1) -> "Lengths":
-        """The sum; `times=-1` takes `other` away."""
         groups, samples, tokens, sampled, truncated = other
         return Lengths(
             self.groups + times * groups,
@@ -111,34 +109,33 @@ class Lengths(NamedTuple):
 
 @dataclass(slots=True)
 class ItemState:
-    """One item, as the table `items` has it (without the last three fields)."""
+    """One item, as the store has it without the last three fields."""
 
     number: int
     row: int
     epoch: int
     state: Literal["waiting", "leased", "stored", "batched", "dropped", "quarantined"] = "waiting"
     reason: str = ""
-    """Why it was dropped or quarantined, or why the last attempt failed."""
+    """Of a drop, quarantine, or the last failed attempt."""
     version: int = -1
     """Dispatch version d; -1 before the first dispatch."""
     server: str = ""
     lease: int = 0
     """Number of the last dispatch, also when that has ended."""
     request: int = 0
-    """Number of the Ask that got it."""
     attempts: int = 0
     batch: int = -1
-    """Its batch; if it was dropped, or quarantined before it had one, the next batch at that time; else -1."""
+    """Its batch; if dropped, or quarantined before it had one, the next batch at that time; else -1."""
     samples: int = 0
     tokens: int = 0
     sampled: int = 0
     truncated: int = 0
     since: float = 0.0
-    """When the lease began, in the caller's clock."""
+    """When the lease began."""
     elsewhere_until: float = 0.0
     """Until then a waiting item does not go to `server`, which failed at it."""
     held_back: bool = False
-    """Until `elsewhere_until` a waiting item goes to no server."""
+    """Until `elsewhere_until` it goes to no server."""
 
     def row_values(self) -> tuple[int | str, ...]:
         now = (self.number, self.row, self.epoch, self.state, self.reason, self.version, self.server, self.lease)
@@ -157,7 +154,7 @@ class ItemState:
         return self.state in ("stored", "batched") or (self.state in CLOSED and self.samples > 0)
 
     def lease_over(self, lease: int) -> str:
-        """Why a group under the ended `lease` is refused, in one line."""
+        """Why a group under the ended `lease` is refused."""
         now = {
             "waiting": "the item waits to be dispatched again",
             "leased": f"the item is with {server_name(self.server)} under lease {self.lease}",
@@ -171,10 +168,7 @@ class ItemState:
 
 
 class EvaluationRow(NamedTuple):
-    """An evaluation as the store has it.
-
-    Example: `EvaluationRow(10, "done", 10, "rollout-0#3f", 1, "", '{"eval": {"mean@1": 0.5}}', "[]")`
-    """
+    """Example: `EvaluationRow(10, "done", 10, "rollout-0#3f", 1, "", '{"eval": {"mean@1": 0.5}}', "[]")`"""
 
     due: int
     state: str
@@ -185,7 +179,7 @@ class EvaluationRow(NamedTuple):
     reason: str
     results: str
     samples: str
-    """JSON: the answers of each set that are kept for reading; written with the results only."""
+    """JSON: the answers that are kept for reading."""
 
 
 @dataclass
@@ -194,20 +188,16 @@ class Changes:
 
     items: dict[int, tuple[int | str, ...]] = field(default_factory=dict)
     sample_stats: dict[int, tuple[SampleStats, ...]] = field(default_factory=dict)
-    """Samples of newly accepted groups, by item."""
     discarded: set[int] = field(default_factory=set)
     """Items whose stored samples are void."""
     quarantined: set[int] = field(default_factory=set)
     batches: dict[int, bool] = field(default_factory=dict)
-    """Whether each batch has been trained."""
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
     """By (what, which), see `counts.py`."""
     rows: Mapping[int, RowValues] = field(default_factory=dict)
-    """By row of the data set."""
     evaluations: Mapping[int, EvaluationRow] = field(default_factory=dict)
-    """By the version at which they were due."""
     scalars: dict[str, int | str] = field(default_factory=dict)
-    """The ledger's counters; `ended` is the text of `reasons.ended`."""
+    """Counters, and in `ended` the text of `reasons.ended`."""
 
     def __bool__(self) -> bool:
         changed = self.items, self.sample_stats, self.discarded, self.batches, self.totals, self.scalars
@@ -220,16 +210,16 @@ class Transaction:
 
     changes: Changes
     payloads: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
-    """Samples (`Sample.pack()` each) of the groups accepted in `changes`, by item."""
+    """Packed samples of the groups accepted in `changes`, by item."""
     void_before: int | None = None
-    """The samples of batches before this version, and of what was dropped before it, are deleted."""
+    """The samples of what was batched or dropped before this version are deleted."""
     noted: Sequence[tuple[str, object, object]] = ()
-    """Keys of the run file that were changed while the ledger is served, with the old and the new value."""
+    """Keys of the run file that changed, with the old and the new value."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the store read back; empty for a new file."""
+    """What the store read back."""
 
     items: tuple[ItemState, ...] = ()
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
@@ -241,5 +231,5 @@ class Saved:
 
 
 def server_name(server: str) -> str:
-    """`NAME#TOKEN` -> `NAME`: each start of a server has a token of its own."""
+    """`NAME#TOKEN` -> `NAME`: each start of a server has a token."""
     return server.partition("#")[0]

@@ -1,4 +1,4 @@
-"""Answers what can be asked of the ledger without changing it: how far the run is, and what may happen next."""
+"""Answers what can be asked of the ledger without changing it."""
 
 from collections.abc import Iterator
 
@@ -11,34 +11,27 @@ from buffer.ledger.types import ItemState, Lengths, Outcome, Terms
 LEAST_FAILURES, LEAST_BATCHES = 100, 3
 """A run is given up after so many failures in a row, and the groups of so many batches."""
 LEAST_FLAT, LEAST_FLAT_BATCHES = 1000, 10
-"""The same for groups that `skip_zero_variance` leaves out. Such a group is not a fault, so the limit is higher: if one
-group in 100 has variance, 1,000 in a row without come once in 2 million groups; if one in 200, once in 30,000."""
+"""The same for groups without variance, which are no fault. If one group in 100 has variance, 1,000 in a row without
+come once in 2 million groups; if one in 200, once in 30,000."""
 LEAST_QUARANTINED = 10
-"""A run is given up after so many groups, and those of a batch, were put into quarantine and none was trained: then the
-groups are not at fault."""
+"""So many groups in quarantine in a row, and those of a batch: then the groups are not at fault."""
 
 
 class LedgerView:
-    """`ledger.view`; computes everything from the state when it is asked."""
-
     def __init__(self, terms: Terms, state: LedgerState, order: Order) -> None:
         self._terms, self._state, self._order = terms, state, order
         self.most_flat = max(LEAST_FLAT, LEAST_FLAT_BATCHES * terms.groups)
         """Groups in a row without variance that end the run."""
         self.most_quarantined = max(LEAST_QUARANTINED, terms.groups)
-        """Groups put into quarantine in a row that end the run."""
-
-    # how far the run is
+        """Groups in quarantine in a row that end the run."""
 
     def finished(self) -> bool:
-        """Whether no further batch can be formed."""
+        """No further batch can be formed."""
         return self.outcome() is not None
 
     def outcome(self) -> Outcome | None:
-        """Why no further batch can be formed; None while one may be.
-
-        A run whose data end also failed if no batch was formed and attempts failed.
-        """
+        """Why no further batch can be formed. A run whose data end also failed if no batch was formed and attempts
+        failed."""
         state = self._state
         if self._terms.versions is not None and state.version >= self._terms.versions:
             return "versions"
@@ -53,10 +46,8 @@ class LedgerView:
         is_over = self.outcome() in ("versions", "data")
         return Reach(self._state.ceiling, self._state.version if is_over else None)
 
-    # what may happen next
-
     def room(self, dispatched: int, server: str = "") -> int:
-        """How many items may be dispatched under version `dispatched` now, to `server` if one is named.
+        """How many items may be dispatched under version `dispatched` now.
 
         Near `run.versions`, places are kept for items that this server failed at and another one takes.
         """
@@ -85,22 +76,18 @@ class LedgerView:
         return self.used_up() and 0 < pool.num_stored == pool.num_open
 
     def used_up(self) -> bool:
-        """Whether no problem is left to dispatch."""
         return self.all_dispatched() and not self._state.pool.num_waiting
 
     def all_dispatched(self) -> bool:
-        """Whether every problem of every epoch was dispatched once."""
         terms = self._terms
         return terms.epochs is not None and self._state.next_item >= terms.problems * terms.epochs
 
     def is_hopeless(self) -> bool:
-        """Whether attempts fail and no group is made any more. Attempts under way count as if they would succeed."""
+        """Attempts under way count as if they would succeed."""
         failures, pool = self._state.trend.failures_in_row, self._state.pool
         attempts = failures + pool.num_open - pool.num_stored
         enough = failures >= max(LEAST_FAILURES, LEAST_BATCHES * self._terms.groups)
         return enough and failures > self._terms.max_failed_share * attempts
-
-    # for people
 
     def leased(self) -> Iterator[ItemState]:
         state = self._state
@@ -122,7 +109,6 @@ class LedgerView:
         return rows.bands() | self._order.counts(self._state) | {"left_out": len(rows.left_out)}
 
     def left_out(self) -> dict[int, str]:
-        """`KIND: REASON` of the last failure, by row that is not drawn any more."""
         return self._state.rows.left_out
 
     @property
