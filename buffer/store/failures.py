@@ -1,4 +1,4 @@
-"""Failures of a commit that end by themselves or once somebody makes room, each with cause and remedy in words."""
+"""Failures of a commit that end by themselves or once somebody makes room, each with cause and remedy."""
 
 import errno
 import sqlite3
@@ -15,7 +15,7 @@ SYSTEM_FILES = "this machine has no open file left (fs.file-max): end what holds
 
 
 def remedy(error: sqlite3.Error | OSError) -> str:
-    """What ends a transient failure; "" for a failure that is not transient."""
+    """What ends a transient failure; "" for another one."""
     if isinstance(error, OSError):
         if error.errno in DISK_FULL:
             return MAKE_ROOM
@@ -23,11 +23,10 @@ def remedy(error: sqlite3.Error | OSError) -> str:
     code = getattr(error, "sqlite_errorcode", 0)
     if code == sqlite3.SQLITE_IOERR_SHMSIZE or code & 0xFF == sqlite3.SQLITE_FULL:
         return MAKE_ROOM
-    if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):  # the primary code of an extended one
+    if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return END_LOCK
     return ""
 
 
 def out_of_files(error: OSError) -> bool:
-    """Whether the process or the machine has no open file left."""
     return error.errno in NO_FILES

@@ -10,11 +10,11 @@ ACCEPT = "--accept-loss"
 
 
 class StoreError(LedgerError):
-    """The file cannot be the ledger's; the text names it and the remedy."""
+    """The file cannot be the ledger's."""
 
 
 class LostCommits(StoreError):
-    """The ledger lacks commits, or is another one, or is gone. A person may accept that."""
+    """The ledger lacks commits, or is another one, or is gone."""
 
 
 class StoreGone(OSError):
@@ -29,10 +29,7 @@ class StoreGone(OSError):
 
 
 class DamagedSample(Exception):
-    """The bytes of a stored sample are not those that were stored.
-
-    Example: `DamagedSample(7, 0, Path("buffer.sqlite-samples/000001.samples"), "CRC32C 1f is not 2e")`
-    """
+    """Bytes are not those that were stored."""
 
     def __init__(self, item: int, index: int, path: Path, problem: str) -> None:
         super().__init__(f"sample {index} of item {item} in {path}: {problem}")
@@ -40,5 +37,5 @@ class DamagedSample(Exception):
 
     @property
     def reason(self) -> str:
-        """Why the group is dropped, the same text for all groups of a file."""
+        """The same text for all groups of a file."""
         return f"a sample is damaged in {self.path.name}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class InUse(OSError):
-    """Another process holds the lock; the text says which."""
+    """Another process holds the lock."""
 
 
 def lock_of(path: Path) -> Path:
@@ -14,7 +14,7 @@ def lock_of(path: Path) -> Path:
 
 
 def holder(file: Path) -> str:
-    """Id of the local process that holds the lock of `file`, or "". Makes no file."""
+    """Id of the local process that holds the lock, or "". Makes no file."""
     try:
         lock = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -29,10 +29,7 @@ def holder(file: Path) -> str:
 
 
 def locked(file: Path) -> int:
-    """Lock `file`, made if need be; returns the descriptor that holds the lock.
-
-    Raises InUse if another process holds it, OSError if the file cannot be made.
-    """
+    """Lock `file`, made if need be; returns its descriptor. Raises InUse if another process holds it, OSError."""
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,6 @@
 """Opens the ledger's SQLite file: makes it, brings an older one to this schema, and refuses what is not sound.
 
-`PRAGMA quick_check` reads every page once; RULES compare what SQLite does not. The samples' bytes are checked when they
-are read, and by `python -m buffer scrub`.
+`PRAGMA quick_check` reads every page once; RULES compare what SQLite does not. Nothing here reads the samples.
 """
 
 import os
@@ -14,9 +13,9 @@ from buffer.store import sql
 from buffer.store.faults import StoreError
 
 LOG_PAGES = 4096
-"""Pages of the write-ahead log after which it is copied into the file and begun anew."""
+"""Pages of the write-ahead log after which it is begun anew."""
 LOADED = "(batch = -1 OR batch >= COALESCE((SELECT value FROM meta WHERE name = 'oldest'), 0))"
-"""The items that a start reads; millions of others are of batches that nobody will ask for again."""
+"""What a start reads; millions of others are of batches that nobody will ask for again."""
 RULES = {
     "an item has an unknown state": f"""
         SELECT 'item ' || item FROM items WHERE {LOADED} AND
@@ -38,7 +37,7 @@ RULES = {
 
 
 def opened(path: Path | None, fsync: bool) -> sqlite3.Connection:
-    """A connection that writes the ledger `path`, or one in memory. Raises StoreError or sqlite3.Error."""
+    """Open the ledger `path` for writing, or one in memory. Raises StoreError or sqlite3.Error."""
     db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
     try:
         (schema,) = db.execute("PRAGMA user_version").fetchone()
@@ -65,7 +64,6 @@ def _configure(db: sqlite3.Connection, fsync: bool) -> None:
 
 
 def _make(db: sqlite3.Connection, statements: str) -> None:
-    """Run all `statements`, or none."""
     db.execute("BEGIN IMMEDIATE")
     for statement in statements.split(";"):
         db.execute(statement)
@@ -76,13 +74,12 @@ def _make(db: sqlite3.Connection, statements: str) -> None:
 
 
 def require_ledger(db: sqlite3.Connection, refusal: str) -> None:
-    """Raise StoreError, with the text `refusal`, for another program's file."""
     if db.execute("PRAGMA application_id").fetchone()[0] != sql.APPLICATION:
         raise StoreError(refusal)
 
 
 def require_schema(schema: int, path: Path | None) -> None:
-    """Raise StoreError for a file of a schema that this release does not read."""
+    """Raise StoreError for a schema that this release does not read."""
     if schema not in sql.READABLE:
         raise StoreError(
             f"buffer.path {path}: written with schema {schema}, this Headrace has {sql.SCHEMA}; finish that run with "
@@ -91,7 +88,7 @@ def require_schema(schema: int, path: Path | None) -> None:
 
 
 def require_sound(db: sqlite3.Connection, path: Path | None) -> None:
-    """Raise StoreError if a page of the file is damaged, or its rows contradict each other."""
+    """Raise StoreError if a page is damaged, or rows contradict each other."""
     with explained(path):
         found = next(unsound(db), None)
     if found:
@@ -107,7 +104,6 @@ def unsound(db: sqlite3.Connection, most: int = 1) -> Iterator[str]:
 
 
 NOT_OPENED = (sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH)
-"""SQLite's codes for a file that this user may not open."""
 
 
 @contextmanager
@@ -125,7 +121,7 @@ def explained(path: Path | None) -> Iterator[None]:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether SQLite found bytes in the file that it cannot have written there."""
+    """Whether SQLite found bytes that it cannot have written."""
     return _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -139,7 +135,7 @@ def damaged(path: Path | None, problem: str) -> StoreError:
 
 
 def read_only(path: Path) -> sqlite3.Connection:
-    """A connection that only reads, also beside a live buffer. Raises StoreError if there is no file."""
+    """Open the file for reading, also beside a live buffer. Raises StoreError."""
     if not path.is_file():
         raise StoreError(f"{path}: no such file; a buffer writes it from its start on, unless buffer.path is null")
     with explained(path):

@@ -1,7 +1,4 @@
-"""Reads the state of a run before it is started again, from its ledger, its checkpoints and its `config.yaml`.
-
-Only `accept_loss` and `begin_with` write.
-"""
+"""Reads the state of a run before it is started again, from its ledger, checkpoints and `config.yaml`."""
 
 import json
 import sqlite3
@@ -20,13 +17,13 @@ from configs.resume import Change, Settings, written
 from configs.schema import Config
 
 BEGINS = "begins.json"
-"""File of a run's folder: the checkpoint's version with which its ledger begins."""
+"""Names the version with which the ledger of a run begins."""
 OPEN = "SELECT COUNT(*) FROM items WHERE batch = -1 AND state IN ('waiting', 'leased', 'stored')"
 """By the index of `batch`: a run may have millions of items."""
 
 
 class Past(NamedTuple):
-    """`settings` of the last launch, None for a new run, and how far the ledger is."""
+    """The last launch's `settings`, None for a new run, and how far the ledger is."""
 
     settings: Settings | None = None
     oldest: int = 0
@@ -34,20 +31,17 @@ class Past(NamedTuple):
     trained: int = 0
     """Versions trained."""
     used_up: bool = False
-    """Whether the data are used up (`data.epochs`)."""
     servers: int = 0
     """Rollout servers that were wanted last; 0: as the run file has it."""
     by_person: bool = False
-    """Whether a person wanted so many."""
 
 
 def store_path(config: Config) -> Path | None:
-    """The ledger's file; None: in memory."""
     return config.buffer.path and config.run.path / config.buffer.path
 
 
 def past(config: Config) -> Past:
-    """What the store knows of the run of `config`. Raises ConfigError or StoreError for an unreadable file."""
+    """What the store knows of the run. Raises ConfigError or StoreError for an unreadable file."""
     file = store_path(config)
     if file is None or not file.exists():
         return Past(written(config.run.path))
@@ -63,13 +57,15 @@ def past(config: Config) -> Past:
 
 
 def losses(config: Config) -> list[str]:
-    """What a start would lose for ever, a line each: commits that the ledger lacks, or the whole ledger of a run that
-    has checkpoints. Raises StoreError for an unreadable file."""
+    """What a start would lose for ever: commits, or the whole ledger of a run with checkpoints.
+
+    Raises StoreError for an unreadable file.
+    """
     file = store_path(config)
     if file is None:
         return []
     found = list[str]()
-    with suppress(ValueError):  # a witness that is damaged knows nothing; the buffer says so
+    with suppress(ValueError):  # the buffer says so
         known = witness.noted(file)
         try:
             witness.require_all(file, known, _counted(file))
@@ -84,7 +80,7 @@ def losses(config: Config) -> list[str]:
 
 
 def accept_loss(config: Config) -> None:
-    """Accept the `losses`: the ledger is right as it is, and a new one begins with the newest checkpoint."""
+    """Accept the `losses`: a new ledger begins with the newest checkpoint."""
     file = store_path(config)
     if file is None:
         return
@@ -97,12 +93,11 @@ def accept_loss(config: Config) -> None:
 
 
 def begin_with(run: Path, version: int) -> None:
-    """Have the missing ledger of `run` begin with this checkpoint."""
     (run / BEGINS).write_text(json.dumps({"version": version}), encoding="utf-8")
 
 
 def begins_with(run: Path) -> int:
-    """The checkpoint's version with which the ledger of `run` may begin; 0: the initial model."""
+    """The version with which the ledger of `run` may begin."""
     try:
         return int(json.loads((run / BEGINS).read_text(encoding="utf-8"))["version"])
     except FileNotFoundError:
@@ -112,7 +107,6 @@ def begins_with(run: Path) -> int:
 
 
 def _counted(file: Path) -> witness.Commits | None:
-    """How often the ledger was committed; None: there is none, or it does not count."""
     if not file.exists():
         return None
     with closing(reading(file)) as db, explained(file):
@@ -120,7 +114,7 @@ def _counted(file: Path) -> witness.Commits | None:
 
 
 def history(db: sqlite3.Connection) -> Iterator[tuple[int, Change]]:
-    """The settings that were changed while the run went on, and the version at which."""
+    """Settings that changed while the run went on, and the version at which."""
     if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'changes'").fetchone():
         for version, key, old, new in db.execute("SELECT version, key, old, new FROM changes ORDER BY rowid"):
             yield version, Change(key, json.loads(old), json.loads(new))

@@ -1,11 +1,9 @@
 """Segments: the files that hold the samples' bytes, beside the SQLite file that says where.
 
 Samples are appended and synced before the transaction that names them is committed; bytes that no committed row names
-are overwritten. So each byte is written once; SQLite would write it up to three times. The samples of a group are
-contiguous, without separators. Calls block for the disk.
-
-Space is allocated ahead, because a file that grows with each write is synced at a fifth of the speed. A thread deletes
-or reuses segments of which nothing is named any more, because that takes the file system 50 ms.
+are overwritten. So each byte is written once; SQLite would write it up to three times. Space is allocated ahead,
+because a file that grows with each write is synced at a fifth of the speed. A thread removes segments, because that
+takes the file system 50 ms.
 """
 
 import errno
@@ -26,7 +24,7 @@ from configs.variables import private_folder
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
 """Size at which the next segment is begun, and the space allocated at a time."""
 SPARES = 8
-"""Empty segments kept to be reused: their blocks are allocated, and mostly in the page cache."""
+"""Empty segments kept to be reused: their blocks are allocated."""
 BLOCK_BYTES = 4096
 """A commit begins at a multiple of this, so that no write touches a block with committed bytes."""
 BUFFERS = 512
@@ -53,9 +51,7 @@ class Segments:
         self._open: tuple[int, int] | None = None
         """Number and descriptor of the segment written last."""
         self._identity: tuple[int, int] | None = None
-        """Device and inode of that file."""
         self._allocated = 0
-        """The end of its allocated space."""
         self._spare: list[Path] = []
         self._remover = ThreadPoolExecutor(1, "segments")
 
@@ -83,7 +79,7 @@ class Segments:
             raise
 
     def read(self, place: Place, sizes: Sequence[int]) -> list[bytes]:
-        """Samples of these sizes from `place` on. Raises OSError if the file does not have them."""
+        """Samples of these sizes. Raises OSError if the file does not have them."""
         data = read(self.folder, place, sum(sizes))
         return [data[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
@@ -91,7 +87,7 @@ class Segments:
         return path_of(self.folder, number)
 
     def missing(self, ends: Mapping[int, int]) -> Path | None:
-        """The first file of `ends`, by number, that does not exist or is shorter than its end."""
+        """The first file of `ends` that does not exist or is shorter than its end."""
         for number, end in ends.items():
             path = path_of(self.folder, number)
             if not path.is_file() or path.stat().st_size < end:
@@ -99,17 +95,14 @@ class Segments:
         return None
 
     def keep(self, numbers: Collection[int]) -> None:
-        """Delete all segments but these and the one being written: leftovers of a killed process."""
+        """Delete all other segments: leftovers of a killed process."""
         kept = {path_of(self.folder, number) for number in (*numbers, self.number)}
         for path in [*self.folder.glob("[0-9]*.samples"), *self.folder.glob("[0-9]*.spare")]:
             if path not in kept:
                 path.unlink()
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Reuse or delete segments of which nothing is named any more, a little later.
-
-        It must not fail, because the transaction is committed. What is not deleted now is deleted at the next start.
-        """
+        """Reuse or delete segments, a little later. What fails is repeated at the next start."""
         for number in numbers:
             self._remover.submit(self._remove, path_of(self.folder, number))
 
@@ -121,7 +114,6 @@ class Segments:
                 self._spare.append(path.rename(path.with_suffix(".spare")))
 
     def close(self) -> None:
-        """Free the space that was allocated ahead, and the spare segments."""
         self._remover.shutdown()
         self._close_file()
         while self._spare:
@@ -130,7 +122,7 @@ class Segments:
     def _close_file(self) -> None:
         if self._open:
             number, descriptor = self._open
-            with suppress(OSError):  # its disk may be gone; the bytes it cuts off were never written
+            with suppress(OSError):  # its disk may be gone
                 if number == self.number:
                     os.ftruncate(descriptor, self.end)
             os.close(descriptor)
@@ -141,7 +133,7 @@ class Segments:
             return
         descriptor = self._descriptor()
         if self.end > self._allocated:
-            with suppress(OSError):  # no space, or no support for it: the write itself will raise
+            with suppress(OSError):  # the write itself will raise
                 os.posix_fallocate(descriptor, position, self.end - position + AHEAD_BYTES)
             self._allocated = self.end + AHEAD_BYTES
         rest = deque([memoryview(sample) for sample in samples])
@@ -173,7 +165,7 @@ class Segments:
 
 
 class InMemory:
-    """The interface of `Segments` for a ledger without a file; each group is a segment of its own."""
+    """The interface of `Segments` without files; each group is a segment of its own."""
 
     number, end = 1, 0
 
@@ -217,7 +209,7 @@ def path_of(folder: Path, number: int) -> Path:
 
 
 def read(folder: Path, place: Place, size: int) -> bytes:
-    """`size` bytes from `place` on. Raises OSError if the file does not have them, FileNotFoundError once removed."""
+    """Read `size` bytes. Raises OSError if the file does not have them, FileNotFoundError once removed."""
     path = path_of(folder, place.segment)
     descriptor = open_file(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -232,7 +224,7 @@ def read(folder: Path, place: Place, size: int) -> bytes:
 
 
 def open_file(path: Path, flags: int, mode: int = 0o777) -> int:
-    """As `os.open`, but uses the reserve when connections have used up all open files of the process."""
+    """Open a file, from the reserve when connections have used up all open files of the process."""
     try:
         return os.open(path, flags, mode)
     except OSError as error:
@@ -244,7 +236,7 @@ def open_file(path: Path, flags: int, mode: int = 0o777) -> int:
 
 @contextmanager
 def reserve() -> Iterator[None]:
-    """Let the process open as many files as the system allows (`buffer/resources.py`)."""
+    """Let the process open as many files as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -263,13 +255,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 Group = Sequence[bytes]
-"""The packed samples of a group, in order."""
 FREE_AT_ONCE = 8
-"""Groups whose memory is freed in a turn of the event loop: each has megabytes."""
+"""So many in a turn of the event loop: each group has megabytes."""
 
 
 class GroupCache:
-    """The latest groups, up to `max_bytes` of samples: most are batched before they would be read back."""
+    """The latest groups, up to `max_bytes`: most are batched before they would be read back."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes = max_bytes, 0

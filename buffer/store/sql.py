@@ -35,7 +35,7 @@ Readable with any SQLite tool, also while the buffer runs:
 
 APPLICATION, SCHEMA = 0x48445243, 7
 READABLE = (3, 4, 5, 6, SCHEMA)
-"""Schemas that are read; a file of an earlier one is brought to SCHEMA when a buffer opens it."""
+"""Schemas that are read; a buffer brings an earlier one to SCHEMA."""
 ROWS = """
 CREATE TABLE rows (
     row INTEGER PRIMARY KEY, drawn INTEGER NOT NULL, groups INTEGER NOT NULL, samples INTEGER NOT NULL,
@@ -78,18 +78,18 @@ MIGRATIONS = {
     5: "",
     6: "",
 }
-"""By schema: what brings a file to the next one. Schemas 6 and 7 have the tables of 5; their samples are new, so an
-older release refuses the file."""
+"""By schema: what brings a file to the next one. Schemas 6 and 7 only keep older releases from samples that they cannot
+read."""
 NO_PLACES = "CREATE TEMP VIEW problems AS SELECT *, NULL AS place FROM main.problems"
 NO_ROWS = ROWS.replace("CREATE TABLE", "CREATE TEMP TABLE")
 AS_NOW = {
     3: ("CREATE TEMP VIEW samples AS SELECT *, NULL AS crc32c FROM main.samples", NO_PLACES, NO_ROWS),
     4: (NO_PLACES, NO_ROWS),
 }
-"""By schema, for readers of an earlier file: adds the column or empty table that it lacks."""
+"""By schema, for readers of an earlier file: adds what it lacks."""
 FIRST_COMMIT = "INSERT OR IGNORE INTO meta VALUES ('ledger', ?), ('commits', 0)"
 NEXT_COMMIT = "UPDATE meta SET value = value + 1 WHERE name = 'commits'"
-"""In a table that nearly every transaction writes to anyway: a further table would be one more page to write."""
+"""In a table that nearly every transaction writes to anyway."""
 COMMITS = "SELECT (SELECT value FROM meta WHERE name = 'ledger'), value FROM meta WHERE name = 'commits'"
 SCALARS = "SELECT name, value FROM meta WHERE typeof(value) = 'integer' AND name <> 'commits'"
 ITEM = """
@@ -108,7 +108,6 @@ ITEM_STATE = """
 SELECT item, row, epoch, CASE state WHEN 'trained' THEN 'batched' ELSE state END, reason, version, server, lease,
     request, attempts, batch, samples, tokens, sampled, truncated FROM items
 """
-"""In the order of the fields of `ItemState`."""
 KEPT = f"{ITEM_STATE} WHERE state NOT IN ('dropped', 'quarantined') AND (batch = -1 OR batch >= ?)"
 CLOSED = f"{ITEM_STATE} WHERE item = ? AND state IN ('dropped', 'quarantined')"
 UNTRAINED = "SELECT item, bytes FROM items WHERE bytes > 0 AND state IN ('stored', 'batched')"
@@ -121,7 +120,6 @@ VOID = "SELECT item FROM items WHERE bytes > 0 AND batch >= 0 AND batch < ? AND 
 UNFORMED = "DELETE FROM batches WHERE version >= ?"
 KNOWN = "SELECT 1 FROM problems WHERE row = ?"
 ROW = f"INSERT OR REPLACE INTO rows VALUES ({', '.join('?' * 11)})"
-"""The fields of a `RowRecord`."""
 KEPT_ROWS = "SELECT * FROM rows"
 GROUP = "SELECT segment, position, bytes, crc32c FROM samples WHERE item = ? ORDER BY idx"
 SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"

@@ -1,8 +1,7 @@
 """The store: the ledger in one SQLite file, a transaction for each commit, the samples beside it in segments.
 
-Only one process may write: it holds a lock until it ends, however it ends. No byte is believed unchecked: a sample has
-its CRC32C in its row, pages and rows are compared with each other (`opening.py`), the number of commits and the files
-themselves with the witness (`witness.py`).
+One process may write. No byte is believed unchecked: a sample has its CRC32C, pages and rows are compared
+(`opening.py`), and so are the number of commits and the files themselves (`witness.py`).
 """
 
 import errno
@@ -31,7 +30,7 @@ from configs.variables import open_private, run_folder
 
 log = logging.getLogger(__name__)
 SAMPLES_FIELD = 11
-"""Index of the number of samples in `ItemState.row_values()`."""
+"""Index of `samples` in `ItemState.row_values()`."""
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
 """Errors of reading a sample that mean that its bytes are lost."""
 
@@ -40,8 +39,7 @@ class Store:
     """The ledger on disk, or in memory without `path`. With `fsync` a commit waits for the disk.
 
     `problems` are the rows of the data set, `digest` is of their file, `place` says where in it a row is. Raises
-    StoreError for a file that is no buffer's, is damaged, is of a run with another `digest` or is in use by another
-    process.
+    StoreError for a file that is no buffer's, is damaged, in use, or of a run with another `digest`.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class Store:
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
             self._known_rows: set[int] = set()
-            """Rows known to be written down."""
             ends.callback(self._shorten_log)
             self._ends = ends.pop_all()
 
@@ -79,14 +76,14 @@ class Store:
             self._witness.close()
 
     def _open_witness(self, path: Path, known: witness.Commits | None) -> None:
-        """Raises LostCommits if the witness knows of more commits than the file has."""
+        """Raises LostCommits if the witness knows of more commits."""
         found = witness.counted(self._db)
         assert found, "every ledger of this schema counts its commits"
         witness.require_all(path, known, found)
         self._witness = witness.Witness(path, found)
 
     def _require_same_problems(self, digest: str) -> None:
-        """Refuse a file that was begun with other problems; an empty digest is not compared."""
+        """An empty digest is not compared."""
         known = self._db.execute("SELECT value FROM meta WHERE name = 'problems_sha256'").fetchone()
         if known and digest and known[0] != digest:
             raise StoreError(
@@ -97,7 +94,6 @@ class Store:
             self._db.execute("INSERT INTO meta VALUES ('problems_sha256', ?)", [digest])
 
     def record_settings(self, settings: Settings, changed: Iterable[Change]) -> None:
-        """Note the settings under which the ledger is served from now on, and what `changed` in them."""
         now, known = time.time(), self._db.execute("SELECT value FROM meta WHERE name = 'settings'").fetchone()
         if known and json.loads(known[0]) == settings:
             return
@@ -123,8 +119,7 @@ class Store:
         return found
 
     def load(self) -> Saved:
-        """What `Ledger.restore` needs. Raises StoreError if the file is damaged. Later commits never wait for SQLite's
-        lock."""
+        """What `Ledger.restore` needs. Raises StoreError if the file is damaged."""
         with explained(self.path):
             scalars = dict(self._db.execute(sql.SCALARS))
             items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
@@ -136,7 +131,6 @@ class Store:
         return Saved(items, totals, scalars, failed[::-1], evaluations, rows)
 
     def closed(self, item: int) -> ItemState | None:
-        """An item that was dropped or put into quarantine."""
         row = self._db.execute(sql.CLOSED, [item]).fetchone()
         return ItemState(*row) if row else None
 
@@ -203,19 +197,19 @@ class Store:
             self._db.executemany(statement, rows)
 
     def group(self, item: int) -> list[bytes]:
-        """The packed samples of a group, in order; empty if it has none or they were removed. Raises DamagedSample."""
+        """The packed samples of a group; empty if it has none any more. Raises DamagedSample."""
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
         return self._read(item, 0, rows) if rows else []
 
     def samples(self, item: int, indexes: Sequence[int]) -> list[bytes]:
-        """Some packed samples of a stored group, by their places in it. Raises DamagedSample."""
+        """Some packed samples of a group, by their places in it. Raises DamagedSample."""
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
         if len(indexes) == len(rows):
             return self._read(item, 0, rows)
         return [self._read(item, index, rows[index : index + 1])[0] for index in indexes]
 
     def _read(self, item: int, first: int, rows: Sequence[tuple[int, int, int, int | None]]) -> list[bytes]:
-        """The samples of `rows`, which lie one after the other, from sample `first` of the item on."""
+        """Read `rows`, which lie one after the other, from sample `first` of the item on."""
         place, path = Place(*rows[0][:2]), self._segments.path_of(rows[0][0])
         try:
             found = self._segments.read(place, [size for _, _, size, _ in rows])
@@ -229,15 +223,14 @@ class Store:
         return found
 
     def untrained_bytes(self) -> dict[int, int]:
-        """Bytes of samples that are yet to be trained, by item."""
+        """Of samples that are yet to be trained, by item."""
         return dict(self._db.execute(sql.UNTRAINED))
 
     def bytes_batched_since(self, version: int) -> dict[int, int]:
-        """Bytes of samples by item, for batch `version` and all later batches."""
+        """Of samples by item, for batch `version` and all later batches."""
         return dict(self._db.execute(sql.BATCHED_SINCE, [version]))
 
     def close(self) -> None:
-        """Leave one complete file behind and release the lock."""
         self._ends.close()
 
     def __enter__(self) -> "Store":
@@ -247,7 +240,7 @@ class Store:
         self.close()
 
     def _shorten_log(self) -> None:
-        # with a reader, or a full disk, the log stays, which is as good
+        # with a reader, or a full disk, the log stays
         with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -267,7 +260,7 @@ class Store:
             self._db.execute(sql.NEXT_COMMIT)
             self._db.execute("COMMIT")
         except BaseException:
-            if self._db.in_transaction:  # SQLite itself rolls back for some errors
+            if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
         if self._witness:
@@ -275,10 +268,10 @@ class Store:
 
 
 def reading(path: Path) -> sqlite3.Connection:
-    """A connection that only reads, also beside a live buffer. Raises StoreError if there is no file.
+    """Open the file for reading, also beside a live buffer. Raises StoreError.
 
     Its SQL knows `data_of(segment, position, bytes, crc32c)`: a packed sample, NULL once it was removed, empty where
-    its bytes are damaged. Without `crc32c` the bytes are not checked.
+    its bytes are damaged.
     """
     db, folder = read_only(path), segments.folder_of(path)
     db.create_function("data_of", -1, lambda segment, *at: segment and _data(folder, segment, *at))
@@ -298,7 +291,7 @@ def _data(folder: Path, segment: int, position: int, size: int, crc: int | None 
 
 
 def _witnessed(path: Path) -> witness.Commits | None:
-    """What the witness knows. Raises LostCommits if it knows of a ledger, and there is none."""
+    """Raises LostCommits if the witness knows of a ledger, and there is none."""
     try:
         known = witness.noted(path)
     except ValueError as error:
@@ -311,7 +304,7 @@ def _witnessed(path: Path) -> witness.Commits | None:
 
 
 def _locked(path: Path) -> int:
-    """Lock out other buffers by a file beside it: closing the file itself would end SQLite's own locks."""
+    """Lock a file beside it: closing the ledger's own would end SQLite's locks."""
     try:
         run_folder(path.parent)
         return locked(lock_of(path))

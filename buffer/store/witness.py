@@ -1,19 +1,15 @@
 """Notices whether the ledger lacks commits, has other bytes, or was deleted or replaced while it is open.
 
-The witness is a small file beside the ledger that knows how often the ledger was committed. SQLite silently drops what
-it cannot read of its log, and an older copy of the file is a sound database too. So each transaction counts itself in
-the ledger, and the number is written here after the commit and before anything is acknowledged. The witness is not
-synced, which would take as long as the commit: after a power cut it may be older than the ledger, never newer, unless
-the disk broke its promise or `buffer.fsync` is false.
+SQLite silently drops what it cannot read of its log, and an older copy of the file is a sound database too. So each
+transaction counts itself in the ledger, and the number is written to the witness, a small file beside it, after the
+commit and before anything is acknowledged. The witness is not synced, which would take as long as the commit: after a
+power cut it may be older than the ledger, never newer, unless the disk broke its promise or `buffer.fsync` is false.
 
-SQLite has no checksums of its pages. So a clean end leaves the CRC32C of the ledger's file here. A killed buffer leaves
-none: then only the log has checksums.
+SQLite has no checksums of its pages, so a clean end leaves the CRC32C of the ledger's file here. The witness is one
+line: name of the ledger, number of commits, CRC32C of the file or dashes, and CRC32C of these three.
 
-The witness has one line: name of the ledger, number of commits, CRC32C of the file or dashes, and CRC32C of these
-three, as in `3f0c9a52b7e1d684 000000004711 -------- 9c3e01f2`.
-
-Linux lets a file be deleted or replaced while it is written. Bytes written from then on are lost with the process, so
-`SameFiles` looks before each commit.
+Linux lets a file be deleted while it is written. Bytes written from then on are lost with the process, so `SameFiles`
+looks before each commit.
 """
 
 import os
@@ -38,7 +34,7 @@ class Commits(NamedTuple):
     ledger: str
     number: int
     file: str = NONE
-    """CRC32C of the ledger's file as a clean end left it, in hexadecimal digits."""
+    """CRC32C of the ledger's file as a clean end left it."""
 
 
 class Witness:
@@ -61,17 +57,17 @@ class Witness:
             raise
 
     def _write(self, file: str = NONE) -> None:
-        if os.fstat(self._descriptor).st_size < self._size:  # somebody cut it: what lies beyond its end has no memory
+        if os.fstat(self._descriptor).st_size < self._size:  # what lies beyond its end has no memory
             os.ftruncate(self._descriptor, self._size)
         self._memory[:] = _line(Commits(self.ledger, self.number, file))
 
     def note(self) -> None:
         self.number += 1
-        with suppress(OSError):  # the commit is done and must not be repeated; the next one writes its number
+        with suppress(OSError):  # the commit is done; the next one writes its number
             self._write()
 
     def close(self) -> None:
-        """Close the witness, on disk, after the ledger was closed."""
+        """Close the witness after the ledger."""
         with suppress(OSError):  # the ledger is complete without it
             self._write(NONE if _has_log(self._path) else f"{crc32c_of(self._path):08x}")
             self._memory.flush()
@@ -86,14 +82,14 @@ class SameFiles:
         self._known = {str(path): identity(path) for path in paths}
 
     def require(self) -> None:
-        """Raise StoreGone if there is no file, or another one, at one of the paths."""
+        """Raise StoreGone if a file is gone or another one."""
         for path, known in self._known.items():
             if identity(path) != known:
                 raise StoreGone(Path(path))
 
 
 def identity(file: Path | str | int) -> tuple[int, int] | None:
-    """Device and inode of a path or descriptor; None: there is no such file."""
+    """Device and inode, if there is such a file."""
     try:
         found = os.stat(file)
     except FileNotFoundError:
@@ -106,12 +102,12 @@ def file_of(path: Path) -> Path:
 
 
 def noted(path: Path) -> Commits | None:
-    """What the witness of the ledger `path` says, if there is one. Raises ValueError if it is damaged."""
+    """What the witness of the ledger `path` says. Raises ValueError if it is damaged."""
     try:
         text = file_of(path).read_bytes()
     except FileNotFoundError:
         return None
-    if not text.strip(b"\0"):  # its process was killed before it wrote the first line
+    if not text.strip(b"\0"):  # killed before it wrote the first line
         return None
     found = text.split()
     with suppress(ValueError, UnicodeDecodeError):
@@ -122,7 +118,7 @@ def noted(path: Path) -> Commits | None:
 
 
 def counted(db: sqlite3.Connection) -> Commits | None:
-    """How often the ledger was committed; None for the file of an earlier release."""
+    """How often the ledger was committed; None for an earlier release."""
     row = db.execute(sql.COMMITS).fetchone()
     return Commits(*row) if row else None
 
@@ -130,7 +126,7 @@ def counted(db: sqlite3.Connection) -> Commits | None:
 def require_all(path: Path, known: Commits | None, found: Commits | None) -> None:
     """Raise LostCommits unless the ledger, committed `found` times, has all commits `known` to its witness.
 
-    `found` None: the file is gone, or is of an earlier release. Read the witness before the ledger.
+    Read the witness before the ledger.
     """
     if known is None or (found and found.ledger == known.ledger and found.number >= known.number):
         return
@@ -146,7 +142,7 @@ def require_all(path: Path, known: Commits | None, found: Commits | None) -> Non
 
 
 def require_same_bytes(path: Path, known: Commits | None) -> None:
-    """Raise StoreError if the ledger was closed cleanly, and has other bytes now. Reads all of it."""
+    """Raise StoreError if a cleanly closed ledger has other bytes now. Reads all of it."""
     if known is None or known.file == NONE or not path.exists() or _has_log(path):
         return
     if (found := f"{crc32c_of(path):08x}") != known.file:
@@ -156,7 +152,6 @@ def require_same_bytes(path: Path, known: Commits | None) -> None:
 
 
 def _has_log(path: Path) -> bool:
-    """Whether some commits are in SQLite's log and not in the file."""
     log = path.with_name(f"{path.name}-wal")
     return log.exists() and log.stat().st_size > 0
 

@@ -21,52 +21,46 @@ from rollout.engine.door.installed import cpu_head_sizes, registered, vllm_field
 from rollout.templates.parsers import AUTO
 
 CPU_STEP_TOKENS = 2048
-"""Tokens of a step on a CPU. vLLM refuses more sequences than that, so a step grows with them."""
+"""vLLM refuses more sequences than that, so a step grows with them."""
 HEAD = {"head_dtype": "float32"}
 """vLLM would round logits to model.dtype, and the learner's ratios would see that noise at every token."""
 MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
-"""On a GPU a step may have twice as many tokens as sequences: all that generate, and as many tokens of prompts. Steps
-of that size run as CUDA graphs. vLLM's own 128 sequences and 2,048 tokens gave 15,000 tokens/s of a 1.5B model on an
-H200, 512 sequences 22,900, and these arguments 26,800 (benchmarks/LOG.md, measured before `plain_steps.py`). vLLM also
-has room for a whole group when one place is free: else each sequence that ends would let one prompt into a step of its
-own, which is no CUDA graph."""
+"""On a GPU a step may have twice as many tokens as sequences, and runs as a CUDA graph. vLLM's own 128 sequences and
+2,048 tokens gave 15,000 tokens/s of a 1.5B model on an H200, these arguments 26,800 (benchmarks/LOG.md). There is room
+for a whole group when one place is free: else each end would let one prompt into a step that is no CUDA graph."""
 GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
-"""They say which CUDA graphs are captured; vLLM takes one of them only."""
+"""Which CUDA graphs are captured; vLLM takes one of them only."""
 LINEAR_LAYERS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 )
-"""Layers of attention and MLP that vLLM adapts, for `model.lora.targets: all`."""
+"""That vLLM adapts, for `model.lora.targets: all`."""
 PARTS = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
 """A part of each layer that vLLM joins."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's `max_lora_rank` may be; adapters of a lower rank are padded."""
 USUAL_PROMPT = 128
-"""Tokens of the prompts with which the price of graphs without room for them was measured."""
+"""Tokens of the prompts with which the price of missing graphs was measured."""
 UNEQUAL_ON_CPU = ("lfm2", "lfm2_moe")
-"""Types of models whose log-probabilities vLLM 0.32 computes otherwise on a CPU: small copies of LFM2 in float32 are
-0.01 nat off. The reason is unknown."""
+"""Small copies of these in float32 are 0.01 nat off in vLLM 0.32 on a CPU. The reason is unknown."""
 IMAGES_PER_STEP = 4
-"""Images of the largest size whose tokens a step of a GPU holds: vLLM encodes and keeps as many at a time."""
+"""Images of the largest size whose tokens a step of a GPU holds."""
 PARSERS = {
     "tool_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
     "reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
 }
-"""Keys of `rollout.chat`, with the package of vLLM and the table in it that has their values."""
+"""Keys of `rollout.chat`, with vLLM's package and table of their values."""
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: half the memory
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's processes warn of each other's deprecations
+    "PYTHONWARNINGS": "ignore::FutureWarning",
 }
 
 
 def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
-    """A line for each key of `rollout.engine` that the installed vLLM has no field for, and for steps too small for it.
-
-    `configs.checks` judges the keys that Headrace sets or that have a key of their own in the run file.
-    """
+    """A line for each key that the installed vLLM has no field for, and for steps too small for it."""
     lines = unknown_fields(engine, "rollout")
     tokens, most = engine.get("max_num_batched_tokens"), max_sequences(config, config.rollout.device != "cuda")
     if isinstance(tokens, int) and tokens < most:
@@ -78,7 +72,7 @@ def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
-    """A line for each key of this section that the installed vLLM has no field for."""
+    """A line for each key that the installed vLLM has no field for."""
     fields = set(vllm_fields()) if engine else set()
     known = {field: f"{section}.engine.{field}" for field in fields}
     ours: Any = Config.model_fields[section].annotation
@@ -93,7 +87,7 @@ def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
 
 
 def unknown_parsers(config: Config) -> Iterator[str]:
-    """A line for each parser of `rollout.chat` that the installed vLLM does not have."""
+    """A line for each parser that the installed vLLM does not have."""
     for key in PARSERS:
         if (name := getattr(config.rollout.chat, key)) not in (None, AUTO):
             yield from unknown_parser(key, name)
@@ -110,8 +104,7 @@ def unknown_parser(key: str, name: str) -> Iterator[str]:
 def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
     """A line for each thing of the model that vLLM's kernels for a CPU lack.
 
-    Without this check, heads of another size would fail at the start and delta rules in float32 at the first step;
-    attention to later tokens of an image would be left out silently.
+    Otherwise a server would end at its first step, or leave attention to later tokens of an image out silently.
     """
     facts = facts_of(config.model)
     if cpu and facts.mutual:
@@ -170,7 +163,7 @@ def cliffs(config: Config) -> Iterator[str]:
 
 
 def largest_graph(arguments: Mapping[str, Any]) -> int:
-    """Tokens of the largest step that vLLM captures as a CUDA graph."""
+    """Tokens of the largest step that is a CUDA graph."""
     inside = arguments.get("compilation_config")
     said = {**arguments, **(inside if isinstance(inside, Mapping) else {})}
     size = said.get("max_cudagraph_capture_size") or min(2 * arguments["max_num_seqs"], 512)
@@ -178,8 +171,8 @@ def largest_graph(arguments: Mapping[str, Any]) -> int:
 
 
 def on_cpu(config: Config) -> bool:
-    """Whether this server runs on the CPU. Raises ConfigError if it needs a GPU and there is none that will do."""
-    import torch  # takes seconds to import
+    """Whether this server runs on the CPU. Raises ConfigError if no GPU will do."""
+    import torch
 
     if config.rollout.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(["rollout.device: cuda, but torch sees no GPU; set it to cpu or auto"])
@@ -194,8 +187,8 @@ def on_cpu(config: Config) -> bool:
 
 
 def can_fp8() -> bool:
-    """Whether vLLM sees a GPU that multiplies in FP8. Asks the driver: torch would create a context in this process."""
-    from rollout.engine.door.vllm_platform import current_platform  # takes seconds to import
+    """Asks the driver, because torch would create a context in this process."""
+    from rollout.engine.door.vllm_platform import current_platform
 
     return bool(current_platform.supports_fp8())
 
@@ -210,7 +203,7 @@ def environment(cpu: bool) -> dict[str, str]:
 
 
 def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | None = None) -> dict[str, Any]:
-    """Arguments for AsyncEngineArgs: our defaults, then `rollout.engine`, then what Headrace depends on.
+    """Our defaults, then `rollout.engine`, then what Headrace depends on.
 
     `form` is how the model sees images, None for a text model.
     """
@@ -218,7 +211,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
     defaults: dict[str, Any] = {
         "load_format": "dummy",  # weights come from the learner
         "max_model_len": longest_sample(config),
-        "generation_config": "vllm",  # the run file decides how to sample, not the model's folder
+        "generation_config": "vllm",  # the run file decides how to sample
         "enable_prefix_caching": True,
         "max_logprobs": 1,
     }
@@ -242,56 +235,56 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rollout.engine.worker.WorkerExtension",
         "scheduler_cls": "rollout.engine.scheduling.scheduler.scheduler",
-        "disable_log_stats": True,  # vLLM's own; `scheduler.Reports` takes their place
+        "disable_log_stats": True,  # `scheduler.Reports` takes their place
     }
     images = image_arguments(config, form) if form else text_arguments()
     return defaults | given | ours | images | (adapter_arguments(config.model, given) if config.model.lora else {})
 
 
 def text_arguments() -> dict[str, Any]:
-    """For a model trained on text alone: vLLM builds no tower of a multimodal one, and ignores this for others."""
+    """For a model trained on text alone: vLLM builds no tower."""
     return {"language_model_only": True} if "language_model_only" in vllm_fields() else {}
 
 
 def longest_sample(config: Config) -> int:
-    """Tokens of the longest sample that is trained on or evaluated."""
+    """Tokens of the longest sample, trained on or evaluated."""
     answers = [each.max_tokens or 0 for each in config.data.eval.values()]
     return max([max_sample_tokens(config), *(config.data.max_prompt_tokens + answer for answer in answers)])
 
 
 def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """For an adapter beside the base. Every request names it, so CUDA graphs without an adapter would never run. vLLM's
-    first model runner captures none then; its second one would if asked (0.26 to 0.32)."""
+    """For an adapter beside the base. Every request names it, so CUDA graphs without one would never run; vLLM's second
+    model runner captures them if asked (0.26 to 0.32)."""
     lora, known = model.lora, model_facts(model.path).linear
     assert lora is not None
     layers = list(lora.targets)
-    if lora.targets == "all":  # experts are no linear layers in the learner, and vLLM would adapt theirs too
+    if lora.targets == "all":  # experts are no linear layers in the learner
         layers = [name for name in LINEAR_LAYERS if not known or name in known or PARTS.get(name) in known]
     arguments = {
-        "load_format": "auto",  # of the base; a run whose own weights are pushed may say `dummy`, and evaluate adapters
+        "load_format": "auto",  # of the base; a run whose own weights are pushed may say `dummy`
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= lora.rank),
         "lora_target_modules": list(layers),  # else vLLM wraps embedding and head too
     }
     graphs = given.get("compilation_config", {})
-    if isinstance(graphs, Mapping):  # else a level, or JSON, which stays as it is
+    if isinstance(graphs, Mapping):
         arguments["compilation_config"] = {"cudagraph_specialize_lora": False, **graphs}
     return arguments
 
 
 def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:
-    """For a model that sees images: they come decoded, resized and normalised, as the learner sees them."""
+    """Images come decoded, resized and normalised, as the learner sees them."""
     sizes: dict[str, Any] = {"size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels}}
     if form.side is not None:
         sizes = {"size": {"height": form.side, "width": form.side}, "do_pan_and_scan": False}
     arguments = {
         "skip_tokenizer_init": False,  # vLLM does not start such a model without it
         "limit_mm_per_prompt": {"image": config.data.max_images, "video": 0},
-        # vLLM finds its largest batch by encoding images of the largest size that these allow
+        # vLLM finds its largest batch by images of this size
         "mm_processor_kwargs": sizes,
-        "mm_processor_cache_gb": 0,  # our images do not come through vLLM's processor, and other weights rename them
-        "mm_device_do_normalize": False,  # weights that start as `dummy` would leave its constants random
+        "mm_processor_cache_gb": 0,  # other weights rename our images
+        "mm_device_do_normalize": False,  # `dummy` weights would leave its constants random
     }
     known = set(vllm_fields())
     # an image of which one step computes a part would not see the rest

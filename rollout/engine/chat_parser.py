@@ -15,8 +15,7 @@ ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class VllmParser:
-    """Reads answers with the parsers that `rollout.chat` names. Raises ValueError if the tokenizer does not suit
-    them."""
+    """Reads answers with the parsers of `rollout.chat`. Raises ValueError if the tokenizer does not suit them."""
 
     def __init__(self, tokenizer: Any, chat: ChatConfig, model: str) -> None:
         self._tokenizer, self._kwargs = tokenizer, chat.template_kwargs
@@ -59,7 +58,7 @@ class VllmParser:
             reasoning, content, calls = parser.parse(
                 text, request, enable_auto_tools=True, model_output_token_ids=tokens
             )
-        except Exception:  # what a policy samples may be odder than a parser expects: it stays text, and counts as bad
+        except Exception:  # what a policy samples may be odd: it stays text, and counts as bad
             return {"role": "assistant", "content": text}, 1
         made: dict[str, Any] = {"role": "assistant", "content": content or ""}
         if reasoning:
@@ -72,7 +71,7 @@ class VllmParser:
         return self._parser(self._tokenizer, tools, chat_template_kwargs=self._kwargs)
 
     def _bad_calls(self, message: dict[str, Any], tools: list[dict[str, Any]] | None, parser: Any) -> int:
-        """Count calls of unknown tools or without a JSON object as arguments, and one that began and stayed text."""
+        """Calls of unknown tools or without a JSON object, and one that began and stayed text."""
         known = {tool["function"]["name"] for tool in tools or ()}
         functions = [call["function"] for call in message.get("tool_calls", ())]
         bad = sum(each["name"] not in known or not is_object(each["arguments"]) for each in functions)
@@ -81,7 +80,7 @@ class VllmParser:
 
 
 def tool_call(call: Any) -> dict[str, Any]:
-    """A call as OpenAI's API has it. Ids have nine characters, because Mistral's templates take no others."""
+    """Ids have nine characters, because Mistral's templates take no others."""
     name = call.id or "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
     return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 

@@ -1,6 +1,6 @@
 """Limits of a reward server's connections: how many there are, and how long one may take to send a request's head.
 
-uvicorn, on which vLLM's server runs, limits neither. `reward_limits.py` limits requests and bodies.
+uvicorn, on which vLLM's server runs, limits neither.
 """
 
 import asyncio
@@ -12,19 +12,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from configs.http_limits import most_connections
 
 HEAD_S = 10.0
-"""Seconds for the head of a request, from the connection's start or the head's first byte on."""
+"""From the connection's start or the head's first byte on."""
 MOST_CONNECTIONS = 4096
-"""Connections at a time, fewer where the process may have few files open; a further one is closed at once."""
+"""A further one is closed at once; fewer where few files may be open."""
 
 
 class LimitedConnection(H11Protocol):
-    """A connection of uvicorn with these limits; h11 bounds the bytes and fields of a head."""
-
     _late: asyncio.TimerHandle | None = None
-    """Closes the connection, unless the head of a request is there before."""
+    """Closes the connection, unless a head is there before."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin, or close the connection where there are too many."""
         super().connection_made(transport)
         if len(self.connections) > most_connections(MOST_CONNECTIONS):
             transport.abort()
@@ -52,5 +49,5 @@ class LimitedConnection(H11Protocol):
 
 
 def limit_connections() -> None:
-    """Have each HTTP server of uvicorn that this process starts limit its connections."""
+    """Limit all of this process's servers."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{LimitedConnection.__name__}"

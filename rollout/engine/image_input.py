@@ -1,7 +1,6 @@
 """Images as vLLM's engine takes them, beside tokens that are already as long as they will be.
 
-vLLM's own processor would expand placeholders anew, also those that the policy sampled, and would see other pixels than
-the learner does.
+vLLM's own processor would expand placeholders anew, also sampled ones, and would see other pixels than the learner.
 """
 
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ from rollout.tasks.trajectory import PlacedImage
 
 
 def image_input(tokens: list[int], images: Sequence[PlacedImage], salt: str, names_salt: str, dtype: Any) -> Any:
-    """The request's input. `salt` is the prefix cache's. The names of images are salted too, because other weights see
-    an image otherwise."""
+    """`salt` is the prefix cache's. The names of images are salted too, because other weights see an image
+    otherwise."""
     items = MultiModalKwargsItems({"image": [item(image.picture, dtype) for image in images]})
     names = {"image": [f"{image.picture.digest}-{names_salt}" for image in images]}
     ranges = {"image": [PlaceholderRange(offset=each.start, length=each.picture.num_tokens) for each in images]}
@@ -33,13 +32,13 @@ def image_input(tokens: list[int], images: Sequence[PlacedImage], salt: str, nam
 
 @lru_cache(maxsize=16)
 def item(picture: Picture, dtype: Any) -> MultiModalKwargsItem:
-    """The picture as the tower takes it. It is kept for a while: a sample of several turns shows it again.
+    """The picture as the tower takes it, kept for further turns.
 
     NumPy knows no bfloat16 and takes its bits. A cast by torch takes twice the processor time, on all cores.
     """
     square = picture.format.side is not None
     name, given = ("num_patches", [1]) if square else ("image_grid_thw", [picture.grid])
-    sizes = torch.tensor(given)  # vLLM calls a square image, whole or cut out of one, a patch
+    sizes = torch.tensor(given)  # vLLM calls a square image a patch
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", sizes if square else sizes.prod(-1)),
         name: MultiModalFieldConfig.batched("image", keep_on_cpu=True),

@@ -1,9 +1,7 @@
-"""Sends requests for samples past vLLM's own client: equal ones go in one message, and ends come back as vLLM sent
-them.
+"""Sends requests for samples past vLLM's own client: equal ones go in one message.
 
-vLLM's client (`AsyncLLM`) keeps a record of each request and sends each in a message of its own, with all its images.
-The samples of a group begin at the same moment with the same prompt: they are joined to one request, which our
-scheduler multiplies (`scheduling/scheduler.py`).
+vLLM's client (`AsyncLLM`) sends each in a message of its own, with all its images. The samples of a group begin at the
+same moment: they are joined to one request, which our scheduler multiplies.
 """
 
 import asyncio
@@ -25,12 +23,11 @@ from rollout.engine.scheduling.record import OTHERS
 from rollout.errors import EngineError
 
 Make = Callable[[], tuple[Any, SamplingParams]]
-"""vLLM's input of a request, and how it is sampled."""
 
 
 @dataclass(eq=False)
 class Bundle:
-    """Requests with the same `key` that followed one another in a turn of the event loop."""
+    """Requests with the same `key` in a turn of the event loop."""
 
     key: object
     make: Make
@@ -41,7 +38,7 @@ class JoinedRequests:
     """The samples under way in an engine."""
 
     def __init__(self, llm: AsyncLLM, adapter: LoRARequest | None) -> None:
-        """`adapter` is what all requests name. Nothing here holds `llm` itself, whose process ends with it."""
+        """Nothing here holds `llm` itself, whose process ends with it."""
         llm._run_output_handler()
         assert llm.output_handler is not None
         self.adapter, self._handler, self._numbers = adapter, llm.output_handler, itertools.count()
@@ -54,10 +51,9 @@ class JoinedRequests:
         self._handler.add_done_callback(lambda _: self._fail([*self._waiting], EngineDeadError()))
 
     async def end(self, key: object, make: Make) -> EngineCoreOutput:
-        """The last output of a request, with all that was sampled (`Record.finish`). Equal requests have an equal
-        `key`.
+        """The last output of a request, with all that was sampled. Equal requests have an equal `key`.
 
-        Cancelled, it aborts the request. Raises what vLLM raises for the request, EngineError if vLLM ended it,
+        Cancelled, it aborts the request. Raises what vLLM raises, EngineError if vLLM ended the request,
         EngineDeadError.
         """
         if self._handler.done():  # nobody takes outputs any more
@@ -77,14 +73,13 @@ class JoinedRequests:
             raise
 
     async def _send(self) -> None:
-        """Send what was asked for in this turn of the event loop and is still wanted."""
         coming, self._coming = self._coming, []
         for bundle in coming:
             names = [name for name in bundle.names if name in self._waiting and not self._waiting[name][0].done()]
             try:
                 if names:
                     await self._core.add_request_async(self._request(names, *bundle.make()))
-            except Exception as error:  # whatever vLLM raises for a request is for those who asked for it
+            except Exception as error:  # it is for those who asked
                 self._fail(names, error)
 
     def _request(self, names: Sequence[str], given: Any, parameters: SamplingParams) -> EngineCoreRequest:
@@ -93,7 +88,6 @@ class JoinedRequests:
         return self._inputs.process_inputs(first, given, parameters, ("generate",), lora_request=self.adapter)
 
     def _take(self, outputs: Sequence[EngineCoreOutput], *more: Any, **named: Any) -> Any:
-        """vLLM calls this with the outputs that its process sent."""
         return self._vllm_takes([output for output in outputs if not self._ended(output)], *more, **named)
 
     def _ended(self, output: EngineCoreOutput) -> bool:

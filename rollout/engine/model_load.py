@@ -1,10 +1,8 @@
 """How a policy's weights get into vLLM's model: from the staging copy, bucket by bucket, or from files.
 
 The worker calls this between two engine steps; `stream` runs in the staging's thread while the engine is paused.
-Nothing waits for the GPU: loads are queued on the stream of the steps.
-
-Weights that are never trained come with the first policy only, before the others. vLLM's reload leaves whole layers as
-they are; a layer of which only a part comes becomes garbage.
+Nothing waits for the GPU: loads are queued on the stream of the steps. Frozen weights come with the first policy only.
+vLLM's reload leaves whole layers as they are; a layer of which only a part comes becomes garbage.
 """
 
 import logging
@@ -34,36 +32,32 @@ from rollout.engine.recorded_copies import RecordedCopies
 from rollout.engine.region_copies import RegionCopies
 
 RELOADING = logging.getLogger(RELOAD_LOGGER)
-RELOADING.setLevel(logging.ERROR)  # it warns of layers without weights at each update; see `check_complete`
+RELOADING.setLevel(logging.ERROR)  # it warns at each update; see `check_complete`
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""Layers whose weights a GPU keeps as they are in the file: loading over them is enough."""
+"""Layers whose weights a GPU keeps as they are in the file."""
 PLAIN_TOWERS = ("qwen2_5_vl",)
-"""Models that see, by `model_type`, which a GPU was seen to keep so (`benchmarks/vision/loading.py`)."""
+"""Models that see and were seen to be kept so (`benchmarks/vision/loading.py`)."""
 ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
 class ModelLoad:
-    """Loads weights into `model`, a worker's part of vLLM's model on `device`."""
-
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.model: Any = model
         self.vllm_config, self.device = vllm_config, device
         self.plainly = loads_plainly(model, vllm_config, device)
-        """Whether policies are loaded in place, not by vLLM's layerwise reload."""
         self.frozen: Collection[str] = ()
-        """Names, as they are sent, of the weights that come with the first policy only."""
         self._held = set[str]()
-        """The parameters of vLLM's model that these have filled."""
+        """Parameters of vLLM's model with frozen weights."""
         self._copies, self._regions = RecordedCopies(model), RegionCopies(model)
 
     def regions(self, specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
-        """What this worker loads of the weights of `specs`, those named `frozen` first."""
+        """What this worker loads of the weights of `specs`."""
         if not self.plainly:
             return Regions(problem="vLLM rebuilds this model's layers from whole tensors")
         return self._regions.find(specs, lambda weights: self._load(iter(weights), frozen))
 
     def load_slices(self, staged: Sequence[tuple[Region, torch.Tensor]]) -> None:
-        """Load staged regions: all of them, or those of the trained weights. Raises ValueError."""
+        """Load all staged regions, or those of the trained weights. Raises ValueError."""
         self._regions.load(staged)
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -75,12 +69,12 @@ class ModelLoad:
         self._regions.forget_staged()
 
     def load_folder(self, folder: Path) -> None:
-        """Load the weights of a Hugging Face folder. Raises ValueError as `load_staged` does."""
+        """Load a Hugging Face folder. Raises ValueError."""
         self._load(tensors_in(files_in(folder)), ())
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load `weights` as they arrive in buckets that later ones overwrite. Raises ChannelError if they end early and
-        another round can repair that."""
+        """Load buckets that later ones overwrite. Raises ChannelError if they end early and another round can repair
+        that."""
         if self.plainly:
             self._load(weights, self.frozen)
             return
@@ -94,14 +88,13 @@ class ModelLoad:
     def _load(
         self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool = False
     ) -> None:
-        """Load in place or by vLLM's reload. `recorded`: by the copies that were recorded."""
         model, model_config, partial = self.model, self.vllm_config.model_config, set[str]()
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self.vllm_config))
             stack.enter_context(torch.device(self.device))
             stack.enter_context(packed_anew(model, self.device))
             if not self.plainly:
-                initialize_layerwise_reload(model)  # the parameters are those of the file now, not the quantised ones
+                initialize_layerwise_reload(model)  # the parameters are those of the file now
             expected = names(model)
             loaded, held = self._load_kinds(weights, frozen, recorded)
             if not self.plainly:
@@ -113,8 +106,7 @@ class ModelLoad:
     def _load_kinds(
         self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool
     ) -> tuple[object, set[str]]:
-        """Load frozen weights, if they come, and then the others; returns the result of these, and the parameters that
-        hold what is frozen. Raises ValueError where one layer of vLLM's model is made of both."""
+        """Load frozen weights, if they come, and then the others. Raises ValueError where one layer has both."""
         loaded, held = None, self._held if frozen else set[str]()
         for is_frozen, kind in groupby(weights, lambda weight: weight[0] in frozen):
             if is_frozen:
@@ -135,10 +127,9 @@ class ModelLoad:
 
 
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
-    """Whether `load_weights` may overwrite the weights in place, which takes a fifth of the reload's time.
+    """Whether `load_weights` may overwrite the weights in place, in a fifth of the reload's time.
 
-    That is correct only where vLLM keeps every weight as it is in the file (docs/design/engine.md). The rule looks at
-    the loaded model's own layers; checksums and the probe verify every update.
+    That is correct only where vLLM keeps every weight as it is in the file (docs/design/engine.md).
     """
     model_config = vllm_config.model_config
     untried = model_config.is_multimodal_model and model_config.hf_config.model_type not in PLAIN_TOWERS
@@ -150,7 +141,7 @@ def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device
 
 
 def repack_head(model: torch.nn.Module) -> None:
-    """Pack a tied head on a CPU anew: vLLM's reload does not update its packed copy of the embedding."""
+    """Pack a tied head on a CPU anew: vLLM's reload leaves its copy of the embedding."""
     layer: Any
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and type(layer).__name__ == "ParallelLMHead":
@@ -158,21 +149,20 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 def names(model: torch.nn.Module) -> set[str]:
-    """Weights that a policy has to bring. Scales of attention layers, which FP8 adds, stay at 1 without calibration."""
+    """Weights that a policy has to bring. Scales of attention, which FP8 adds, stay at 1."""
     return {name for name, _ in model.named_parameters() if not name.endswith(ATTENTION_SCALES)}
 
 
 def partly_loaded(model: torch.nn.Module) -> set[str]:
-    """Linear layers and experts of which an unfinished layerwise reload lacks a part, such as one of query, key and
-    value."""
+    """Layers of which an unfinished reload lacks a part, such as one of query, key and value."""
     kinds = LinearBase | RoutedExperts
     layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))
     return {name for name, layer in layers if get_layerwise_info(layer).load_numel > 0}
 
 
 def check_complete(expected: set[str], loaded: object, partial: set[str], model_config: Any) -> None:
-    """Raise ValueError if some weights of vLLM's model were not loaded. Models that do not report what they loaded
-    pass, unless a layer was loaded in part."""
+    """Raise ValueError if some weights were not loaded. Models that do not report what they loaded pass, unless a layer
+    was loaded in part."""
     missing = expected - set(map(parameter_name, loaded)) if isinstance(loaded, set) else set()
     configs = (model_config.hf_config, model_config.hf_text_config)  # vision-language models say it at the top only
     if any(getattr(config, "tie_word_embeddings", False) for config in configs):
@@ -183,7 +173,7 @@ def check_complete(expected: set[str], loaded: object, partial: set[str], model_
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`. Raises FileNotFoundError if there are none, before anything is loaded."""
+    """Raises FileNotFoundError if there are none, before anything is loaded."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder}: no .safetensors file in it")

@@ -1,7 +1,7 @@
 """Loads policies from a staging copy by the copies that vLLM's first load made, without vLLM's loaders.
 
-The first load runs `model.load_weights` and records every copy to a parameter as a pair of views. Where these copies
-are the whole load, each later policy is loaded by repeating them on the current stream (docs/design/engine.md).
+The first load records every copy to a parameter as a pair of views. Where these are the whole load, later policies
+repeat them on the current stream (docs/design/engine.md).
 """
 
 import logging
@@ -17,41 +17,40 @@ from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger(__name__)
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Targets in the parameters, and for each its source in the staging copy."""
+"""Targets in the parameters, and for each its source."""
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
-"""vLLM zeroes the rows by which it pads a vocabulary, and an adapter's slot. Zeroed once, they stay so."""
+"""vLLM zeroes the padding of a vocabulary, and an adapter's slot. Zeroed once, they stay so."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The copies from one staging copy into a model whose parameters lie at `addresses`."""
+    """The copies into a model whose parameters lie at `addresses`."""
 
     source: torch.Tensor
-    """A view of the staging copy, which it keeps in memory: so nothing else can come to lie at its address."""
+    """Keeps the staging copy in memory, so that nothing else can come to lie at its address."""
     addresses: list[int]
     groups: list[Pairs]
     problem: str
-    """Why the copies are not the whole load; "" if they are."""
+    """Why the copies are not the whole load, or ""."""
 
 
 class RecordedCopies:
-    """Loads policies into `model`, whose weights must be loadable in place (`loads_plainly`). `padded`: they are zeroed
-    and then filled in part, as an adapter's slot."""
+    """Loads into `model`, which must load in place. `padded`: it is zeroed and then filled in part."""
 
     def __init__(self, model: Any, padded: bool = False) -> None:
         self._model, self._padded = model, padded
         self.recording: Recording | None = None
 
     def forget(self) -> None:
-        """Let go of the staging copy; the next load is recorded anew."""
+        """Let go of the staging copy."""
         self.recording = None
 
     @torch.no_grad()
     def load(self, weights: Iterator[tuple[str, torch.Tensor]], held: Collection[str] = ()) -> object:
         """Load views of one staging copy, which fill all parameters but those named `held`.
 
-        Returns what `load_weights` returned, None if it was not needed. The load is recorded again where the staging
-        copy or a parameter has moved.
+        Returns what `load_weights` returned, None if it was not needed. A load is recorded again where something has
+        moved.
         """
         first = next(weights)
         weights = chain([first], weights)
@@ -75,7 +74,7 @@ class RecordedCopies:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what operations do with the storages of `staged` and `parameters`. `dry`: nothing is written."""
+    """Notes what operations do with `staged` and `parameters`. `dry`: nothing is written."""
 
     def __init__(self, staged: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor], dry: bool = False) -> None:
         super().__init__()
@@ -83,7 +82,6 @@ class Recorder(TorchDispatchMode):
         self._dry = dry
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.fills: list[Callable[[], object]] = []
-        """What else writes to parameters; each call does it again."""
         self._filled: list[torch.Tensor] = []
         self._odd: list[str] = []
 
@@ -104,8 +102,8 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def problem(self, parameters: Iterable[torch.Tensor], padded: bool = False) -> str:
-        """Why the copies are not the whole load: another operation, or, unless `padded`, a byte of a parameter that is
-        not written exactly once. "" if they are."""
+        """Why the copies are not the whole load: another operation, or, unless `padded`, a byte that is not written
+        exactly once."""
         if self._odd:
             return f"load_weights also runs {self._odd[0]}"
         if padded:
@@ -122,8 +120,8 @@ class Recorder(TorchDispatchMode):
 
 
 def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:
-    """The copies as arguments of `_foreach_copy_`, which fuses a list on a GPU only if all of it has one pair of dtypes
-    and equal, dense strides: so strided slices of row-parallel layers have lists of their own."""
+    """Arguments of `_foreach_copy_`, which fuses a list only if all of it has one pair of dtypes and equal, dense
+    strides: so strided slices have lists of their own."""
     groups: dict[tuple[Any, ...], Pairs] = {}
     for target, source in copies:
         dense = target.is_contiguous() and source.is_contiguous()
@@ -144,7 +142,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`spans` in order, without empty ones, neighbours made one; overlapping ones stay: `(2, 4), (0, 2) -> (0, 4)`"""
+    """Neighbours made one; overlapping ones stay: `(2, 4), (0, 2) -> (0, 4)`"""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if found and start == found[-1][1]:

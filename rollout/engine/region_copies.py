@@ -1,8 +1,8 @@
 """Loads policies from a copy of those parts of the weights that vLLM's loaders take for one worker.
 
-`find` runs `model.load_weights` on tensors that only look like the weights: copies into parameters are noted and not
-made. What they read are the regions that the worker stages (`learner/weights/slices.py`); `load` makes the copies, on
-the current stream.
+`find` runs `model.load_weights` on tensors without values: copies into parameters are noted and not made. What they
+read are the regions that the worker stages (`learner/weights/slices.py`); `load` makes the copies, on the current
+stream.
 """
 
 import logging
@@ -22,18 +22,16 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 @dataclass
 class Loading:
-    """How regions get into a model whose parameters lie at `addresses`."""
-
     addresses: list[int]
     targets: dict[Region, list[torch.Tensor]]
     fills: list[Callable[[], object]]
-    """What else the loaders write, such as zeros behind a vocabulary: once, for it stays."""
+    """What else the loaders write, once: it stays."""
     groups: dict[tuple[int, int], list[Pairs]] = field(default_factory=dict)
-    """Arguments of the copies, by where the staged regions lie and how many there are."""
+    """By where the staged regions lie and how many there are."""
 
 
 class RegionCopies:
-    """Loads regions into `model`, whose weights must be loadable in place (`loads_plainly`)."""
+    """Loads into `model`, which must load in place."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -41,9 +39,9 @@ class RegionCopies:
         self._again: Callable[[], Regions] = Regions
 
     def find(self, specs: Sequence[Spec], load: LoadWeights) -> Regions:
-        """The regions of the weights of `specs` that `load` copies into the model. Changes no parameter."""
+        """The regions that `load` copies into the model. Changes no parameter."""
         self._again = lambda: self.find(specs, load)
-        try:  # pages that nothing touches, of the processor's memory, from which vLLM's loaders read files too
+        try:  # pages that nothing touches, in host memory, from which vLLM reads files too
             sources = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, shape, dtype in specs}
         except RuntimeError as error:
             return Regions(problem=f"no address space for tensors of this size: {error}")
@@ -52,7 +50,7 @@ class RegionCopies:
         try:
             with torch.no_grad(), recorder:
                 load(iter(sources.items()))
-        except ValueError as error:  # which a load of whole tensors raises too, and says to the learner
+        except ValueError as error:  # a load of whole tensors raises it too
             return Regions(problem=str(error))
         problem = recorder.problem(parameters) or self._unequal(recorder)
         if problem:
@@ -71,8 +69,7 @@ class RegionCopies:
 
     @torch.no_grad()
     def load(self, staged: Sequence[tuple[Region, torch.Tensor]]) -> None:
-        """Load all regions, or those of the trained weights. Raises ValueError where the loaders take other regions by
-        now."""
+        """Load all regions, or the trained ones. Raises ValueError where the loaders take other regions by now."""
         loading = self._current({region for region, _ in staged})
         key = storage(staged[0][1]), len(staged)
         if key not in loading.groups:
@@ -84,7 +81,6 @@ class RegionCopies:
             torch._foreach_copy_(targets, sources)
 
     def _current(self, staged: set[Region]) -> Loading:
-        """How the regions get into the model, found again if a parameter has moved."""
         assert self._loading is not None
         if self._loading.addresses != [each.data_ptr() for each in self._model.parameters()]:
             log.warning("weights: vLLM has moved parameters; the regions that it loads are looked for again")

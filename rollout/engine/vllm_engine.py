@@ -1,7 +1,7 @@
 """vLLM for a rollout server: exact tokens, their log-probabilities and versions, and new weights between two steps.
 
-`Engine.start` blocks the event loop for tens of seconds. vLLM runs the model in a process of its own, whose scheduler
-(`scheduler.py`) keeps what is sampled until a sequence ends; when that process dies, all callers get EngineDead.
+vLLM runs the model in a process of its own, whose scheduler keeps what is sampled until a sequence ends. When that
+process dies, all callers get EngineDead. `Engine.start` blocks the event loop for tens of seconds.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from rollout.errors import EngineDead, EngineError, EpisodeError
 from rollout.tasks.trajectory import Completion, PlacedImage
 
 ADAPTER = LoRARequest("policy", NUMBER, "/pushed by the learner")
-"""What all requests name with `model.lora`. Nothing is read from the path while an adapter of the number is there."""
+"""What all requests name with `model.lora`. Nothing is read from the path."""
 CLOSE_S = 0.5
 LOAD_FOLDER_S = 3600.0
 DEAD = "vLLM's engine process died; its last log lines are above"
@@ -58,17 +58,15 @@ class Engine:
         self._llm, self._reports, self._requests = llm, reports, requests
         self._version = self._loads = self._folders = 0
         self.tower_frozen = False
-        """Whether policies leave what sees images as it is: then vLLM encodes an image once."""
+        """Whether no policy changes what sees images: then vLLM encodes an image once."""
         self.routes: ReturnedRoutes | None = None
-        """With `rollout.routing_replay`: what vLLM must return with each completion."""
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
         self._last_stats = (time.monotonic(), 0)
 
     @classmethod
     async def start(cls, config: Config, seed: int) -> "Engine":
-        """Start vLLM with dummy weights, or the base of an adapter that does nothing. Raises ConfigError,
-        EngineDead."""
+        """Start vLLM with dummy weights, or the base with an empty adapter. Raises ConfigError, EngineDead."""
         cpu = on_cpu(config)
         if problems := list(unserved_shapes(config, cpu)):
             raise ConfigError(problems)
@@ -82,18 +80,18 @@ class Engine:
 
     @classmethod
     async def launch(cls, arguments: dict[str, Any]) -> "Engine":
-        """Start vLLM with `engine_arguments`.
+        """Start vLLM.
 
         Raises ConfigError for a model that cannot be given policies, or whose routes vLLM does not return; EngineDead.
         """
         reports = Reports()
-        # vLLM's processes end with this one. They block SIGTERM, so they work through the drain when a job gets it
+        # they block SIGTERM, so they work through the drain when a job gets it
         with translate_engine_errors(), final_failures(), blocked(signal.SIGTERM):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
-        logging: Any = llm.logger_manager  # adds a logger for Prometheus, which nobody asks and every output pays for
+        logging: Any = llm.logger_manager  # adds a logger for Prometheus, which every output pays for
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
         gc.collect()
-        gc.freeze()  # else each full collection walks a million objects of torch and vLLM, and every token waits for it
+        gc.freeze()  # else each full collection walks a million objects, and every token waits for it
         try:
             engine = cls(llm, reports, JoinedRequests(llm, ADAPTER if arguments.get("enable_lora") else None))
             await engine._check(bool(arguments.get("enable_return_routed_experts")))
@@ -103,11 +101,10 @@ class Engine:
         return engine
 
     async def _check(self, routed: bool) -> None:
-        """Raises ConfigError if no policy can be loaded into this model, or no routes come if `routed`; EngineDead."""
         if problem := max(await self.collective("rl_refusal", timeout_s=START_S)):
             raise ConfigError([problem])
         await self.collective("rl_stamp", 0, timeout_s=START_S)
-        if self._requests.adapter:  # vLLM would look for an adapter that is named and not there on the hub, and die
+        if self._requests.adapter:  # vLLM would look for a missing adapter on the hub, and die
             await self.collective("rl_register", timeout_s=START_S)
         if routed:
             self.routes = ReturnedRoutes(self._llm.model_config.hf_text_config.to_dict())
@@ -128,10 +125,9 @@ class Engine:
     ) -> Completion:
         """Sample a continuation of `prompt`, up to a stop token, which is kept, or `max_tokens`.
 
-        Log-probabilities are those of the sampled tokens under `temperature`. Cached prompts are used under the same
-        `salt`; None: the current one. `routed`: so many first tokens of the prompt need no routes any more. If
-        cancelled, vLLM aborts the request. Raises EpisodeError for tokens that vLLM refuses, EngineError for any other
-        error of this request, EngineDead.
+        Log-probabilities are under `temperature`. Prompts are cached under `salt`; None: the current one. `routed`: so
+        many first tokens need no routes any more. Raises EpisodeError for tokens that vLLM refuses, EngineError for any
+        other error of this request, EngineDead.
         """
         salt = salt or self.salt
 
@@ -147,10 +143,10 @@ class Engine:
             raise EngineDead(DEAD) from error
         except EngineError:
             raise
-        except (ValueError, VLLMValidationError) as error:  # the latter is a ValueError before vLLM 0.32
+        except (ValueError, VLLMValidationError) as error:
             reason = f"vLLM refuses {len(prompt)} tokens: {error}"
             raise EpisodeError(reason, origin=type(error).__name__) from error
-        except Exception as error:  # whatever vLLM raises for one request ends that request, not the server
+        except Exception as error:  # it ends that request, not the server
             reason = f"vLLM failed on {len(prompt)} tokens: {type(error).__name__}: {error}"
             raise EngineError(reason, origin=type(error).__name__) from error
         rows = len(prompt) + len(end.new_token_ids) - 1 - routed
@@ -159,7 +155,7 @@ class Engine:
         return Completion(end.new_token_ids, *unpack(end), finish, routes)
 
     async def probe(self, tokens: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
-        """Raw log-probabilities (temperature 1) of `tokens[1:]`, each given those before it and their images."""
+        """Raw log-probabilities (temperature 1) of `tokens[1:]`."""
         parameters = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -174,10 +170,9 @@ class Engine:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Stop generation while weights are received into place; unfinished sequences keep their cache and go on
-        afterwards."""
+        """Stop generation while weights are received into place; unfinished sequences go on afterwards."""
         async with self._pausing:
-            # `pause_generation` is this call and 20 ms of waiting for tokens to arrive here
+            # `pause_generation` would wait 20 ms more
             pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             await self.call_or_death(pause, None)
             try:
@@ -186,7 +181,7 @@ class Engine:
                 await self.call_or_death(self._llm.resume_generation(), None)
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """The answers of every worker to a method, by rank. Raises EngineDead if they take longer, EngineError."""
+        """Answers of every worker, by rank. Raises EngineDead if they take longer, EngineError."""
         call = self._llm.collective_rpc(method, args=args)
         try:
             answers: list[Any] = await self.call_or_death(call, timeout_s)
@@ -195,25 +190,25 @@ class Engine:
         return answers
 
     async def load_folder(self, path: Path) -> None:
-        """Load the weights of a Hugging Face folder, or of an adapter's. Raises EngineDead, EngineError."""
+        """Load a Hugging Face folder, or an adapter's. Raises EngineDead, EngineError."""
         await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=LOAD_FOLDER_S)
         self._loads += 1
         self._folders += 1
 
     async def alive(self, timeout_s: float) -> None:
-        """Return if vLLM's process lives and its workers answer. Raises EngineDead."""
+        """Raises EngineDead unless vLLM's process lives and its workers answer."""
         await self.collective("rl_ping", timeout_s=timeout_s)
 
     async def died(self) -> None:
         """Wait for the death of vLLM's process, then raise EngineDead."""
-        handler = self._llm.output_handler  # the task that reads that process's outputs ends with it
+        handler = self._llm.output_handler
         if handler is not None:
             await asyncio.wait([handler])
         raise EngineDead(DEAD)
 
     @property
     def version(self) -> int:
-        """The policy's version: set it once the workers have loaded it; what other weights cached is not used then."""
+        """The policy's version, set once the workers have loaded it; what other weights cached is not used then."""
         return self._version
 
     @version.setter
@@ -223,17 +218,16 @@ class Engine:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below this: rows of the model's embedding, which are more than the tokenizer's words."""
+        """Rows of the model's embedding, which are more than the tokenizer's words."""
         return int(self._llm.model_config.get_vocab_size())
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled so far, those of unfinished sequences included, as last reported."""
+        """Sampled so far, those of unfinished sequences included."""
         return self._reports.tokens
 
     def stats(self) -> dict[str, float]:
-        """What vLLM's process last reported: waiting sequences, share of the KV cache in use, preemptions since the
-        start. Since the last call: mean running sequences, sampled tokens per second, longest time between steps."""
+        """What vLLM's process last reported; means and the longest stall are since the last call."""
         (then, before), now, reports = self._last_stats, time.monotonic(), self._reports
         self._last_stats = (now, reports.tokens)
         stall_s, reports.stall_s = reports.stall_s, 0.0
@@ -249,14 +243,14 @@ class Engine:
     def sequences_by_kv(self, mean_tokens: float) -> int:
         """How many sequences of `mean_tokens` the KV cache holds, with half a block to spare."""
         cache = self._llm.vllm_config.cache_config
-        assert cache.num_gpu_blocks is not None  # counted by vLLM's process when it starts
+        assert cache.num_gpu_blocks is not None
         return int(cache.num_gpu_blocks / (mean_tokens / cache.block_size + 0.5))
 
     async def close(self) -> None:
-        self._llm.shutdown(timeout=CLOSE_S)  # vLLM's own 5 s end in a kill just the same
+        self._llm.shutdown(timeout=CLOSE_S)
 
     async def call_or_death(self, call: Awaitable[Any], timeout_s: float | None) -> Any:
-        """The result of `call`. Raises TimeoutError, and EngineDead where vLLM, its process dead, would wait on."""
+        """Raises TimeoutError, and EngineDead where vLLM, its process dead, would wait on."""
         with translate_engine_errors():
             answer, death = asyncio.ensure_future(call), asyncio.ensure_future(self.died())
             try:
@@ -273,8 +267,8 @@ class Engine:
 
     @property
     def salt(self) -> str:
-        """Changes with the weights, also where the version does not: folders, and a learner that fell back. A sample of
-        several turns keeps that of its first, so that its history is not computed again."""
+        """Changes with the weights, also where the version does not. A sample of several turns keeps its first salt, so
+        that its history is not computed again."""
         return str(self._loads)
 
     def _input(self, tokens: list[int], images: Sequence[PlacedImage], salt: str) -> Any:
@@ -285,7 +279,7 @@ class Engine:
 
 
 def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> SamplingParams:
-    """How vLLM samples a completion: asking for log-probabilities makes our scheduler keep them until the end."""
+    """Log-probabilities make our scheduler keep the tokens until the end."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -293,7 +287,7 @@ def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Seq
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # nobody else has it, and vLLM's deep copy takes longer than the rest of its checks
+        skip_clone=True,  # vLLM's deep copy takes longer than the rest of its checks
     )
 
 

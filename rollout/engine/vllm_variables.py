@@ -1,7 +1,4 @@
-"""Checks that vLLM can read its environment variables, before a server starts.
-
-vLLM reads a variable only when it needs it, so a wrong value would end a server minutes after its start.
-"""
+"""Checks vLLM's environment variables before a server starts, because vLLM reads one only when it needs it."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,7 +7,7 @@ from rollout.engine.door.installed import variable_readers
 
 
 def unreadable_variables(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """A line for each variable whose value the installed vLLM cannot read."""
+    """A line for each variable that the installed vLLM cannot read."""
     given = [name for name in environment if name.startswith("VLLM_")]
     readers = variable_readers() if given else {}
     for name in sorted(readers.keys() & set(given)):

@@ -1,7 +1,6 @@
 """Sliding windows that vLLM makes one token longer than transformers and the learner: Cohere's.
 
-Log-probabilities of samples longer than the window would differ. So the server is given a window that is one shorter,
-where the installed vLLM's source adds one.
+Log-probabilities of longer samples would differ. So the server gets a shorter window, where vLLM's source adds one.
 """
 
 import ast
@@ -12,14 +11,11 @@ from rollout.engine.door.installed import attention_of_cohere
 
 KIND = "cohere2"
 DEFAULT = 4096
-"""The window where config.json names none."""
 
 
 def window_override(model_path: str) -> dict[str, Any]:
-    """What vLLM must read in place of the model's own window, as `hf_overrides`; empty for most models.
-
-    Example: `{"sliding_window": 4095}` for Command R7B. Raises ConfigError for a config.json that cannot be read.
-    """
+    """As `hf_overrides`, such as `{"sliding_window": 4095}`; empty for most models. Raises ConfigError for an
+    unreadable config.json."""
     config = read_model_file(model_path, "config.json") or {}
     window = config.get("sliding_window", DEFAULT)
     if window is None or config.get("model_type") != KIND or not adds_one():
@@ -28,7 +24,6 @@ def window_override(model_path: str) -> dict[str, Any]:
 
 
 def adds_one() -> bool:
-    """Whether the installed vLLM adds one to the window."""
     node = attention_of_cohere()
     return node is not None and any(_is_sum(each) for each in ast.walk(node))
 

@@ -1,9 +1,8 @@
 """Headrace's part of each vLLM worker: stamps samples with the version of the weights, receives weights while it
 generates, and loads them between two steps.
 
-vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and runs its methods in the worker process
-between two engine steps; `Engine.collective` calls them. Names begin with `rl_`, so as not to shadow vLLM's. None waits
-for the GPU.
+vLLM mixes `WorkerExtension` into its worker class and runs its methods between two engine steps. Names begin with
+`rl_`, so as not to shadow vLLM's. None waits for the GPU.
 """
 
 import time
@@ -36,25 +35,23 @@ class WorkerExtension:
 
     @cached_property
     def rl_model(self) -> ModelLoad | AdapterLoad:
-        """How weights get into this worker's model: all of them, or an adapter's beside those on disk."""
         if self.vllm_config.lora_config is not None:
             return AdapterLoad(self.model_runner.lora_manager, self.vllm_config.model_config.model, self.device)
         return ModelLoad(self.model_runner.get_model(), self.vllm_config, self.device)
 
     def rl_refusal(self) -> str:
-        """Why this model cannot be given policies; "" if it can."""
+        """Why this model cannot be given policies, or ""."""
         return refusal(self.model_runner.get_model(), self.vllm_config)
 
     def rl_describe(self) -> dict[str, str]:
-        """The backend this worker receives with."""
         return {"backend": backend_of(self.device)}
 
     def rl_ping(self) -> float:
-        """This process's `time.monotonic`. An answer shows that the engine is not stuck."""
+        """An answer shows that the engine is not stuck."""
         return time.monotonic()
 
     def rl_stamp(self, version: int) -> None:
-        """Stamp what is sampled from the next step on with `version`. Called once before anything is generated."""
+        """Stamp what is sampled from the next step on. Called once before anything is generated."""
         if self.rl_version is None:
             sample = self.model_runner.sample_tokens
             self.model_runner.sample_tokens = lambda grammar_output: stamped(sample(grammar_output), self.rl_version)
@@ -63,27 +60,25 @@ class WorkerExtension:
         self.rl_version = version
 
     def rl_register(self) -> None:
-        """Register the adapter that all requests name."""
         assert isinstance(self.rl_model, AdapterLoad)
         self.rl_model.register()
 
     def rl_prepare(self, welcome: bytes, staging: str) -> tuple[str, str, str]:
-        """Allocate a staging copy, whole or of what this worker loads, or two buckets; returns the digests of the
-        plans, and `full`, `slices` or `bucket`."""
+        """Allocate a staging copy, of all or of what this worker loads, or buckets; returns the plans' digests, and
+        `full`, `slices` or `bucket`."""
         if self.rl_staging is None:
             self.rl_staging = Staging(self.device, self.rank, self.rl_model.stream, self.rl_model.regions)
-        self.rl_model.forget_staged()  # its memory may be needed for another one
+        self.rl_model.forget_staged()
         prepared = self.rl_staging.prepare(welcome, staging)
         self.rl_model.frozen = self.rl_staging.frozen
         return prepared
 
     def rl_receive(self, go: bytes, notify: str) -> None:
-        """Start to receive in the background."""
         assert self.rl_staging is not None
         self.rl_staging.receive(go, notify)
 
     def rl_abort(self) -> bool:
-        """Stop receiving. Returns whether the buckets are free; if not, they are free after the next report."""
+        """Stop receiving. Returns whether the buckets are free; if not, they are after the next report."""
         return self.rl_staging is None or self.rl_staging.abort()
 
     def rl_load(self, version: int) -> None:
@@ -99,12 +94,12 @@ class WorkerExtension:
         self.rl_stamp(version)
 
     def rl_load_folder(self, folder: str) -> None:
-        """Load the weights of a Hugging Face folder, under the version of those before."""
+        """Load a Hugging Face folder, under the version before."""
         self.rl_model.load_folder(Path(folder))
 
 
 class StampedOutput(AsyncModelRunnerOutput):
-    """A step's output that is still on the GPU: whoever takes it gets it with the version that it was launched with."""
+    """A step's output that is still on the GPU, with the version that it was launched with."""
 
     def __init__(self, output: AsyncModelRunnerOutput, version: int | None) -> None:
         self.output, self.version = output, version
@@ -120,8 +115,8 @@ class StampedOutput(AsyncModelRunnerOutput):
 
 
 def stamped(output: Any, version: int | None) -> Any:
-    """The output of `sample_tokens`, with `rl_version`. The weights of a step do not change between its launch, which
-    this follows at once, and its run; but its tokens may be taken after the next version is loaded."""
+    """Give the output its `rl_version`. The weights of a step do not change between its launch and its run; but its
+    tokens may be taken after the next load."""
     if isinstance(output, AsyncModelRunnerOutput):
         return StampedOutput(output, version)
     if isinstance(output, ModelRunnerOutput):  # neither from ranks without an output nor between pipeline stages

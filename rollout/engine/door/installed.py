@@ -1,7 +1,4 @@
-"""Facts of the installed vLLM, read from its source, because importing it takes ten seconds.
-
-Without vLLM there are none.
-"""
+"""Facts of the installed vLLM, read from its source, because importing it takes ten seconds."""
 
 import ast
 import importlib.util
@@ -13,7 +10,6 @@ from rollout.engine.door.leant_on import installed
 
 
 def vllm_fields() -> Iterator[str]:
-    """The fields of AsyncEngineArgs."""
     source = installed()
     found = source.find("vllm.engine.arg_utils.AsyncEngineArgs") if source is not None else None
     if source is not None and found is not None:
@@ -28,7 +24,7 @@ def registered(package: str, table: str) -> Iterator[str]:
 
 
 def cpu_head_sizes() -> Iterator[int]:
-    """The sizes of heads of vLLM's attention for CPU, none if the source has changed."""
+    """None if the source has changed."""
     node = definition("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")
     for line in statements(node) if node is not None else ():
         if isinstance(line, ast.Return) and isinstance(line.value, ast.List):
@@ -36,19 +32,18 @@ def cpu_head_sizes() -> Iterator[int]:
 
 
 def attention_of_cohere() -> ast.AST | None:
-    """The attention of Cohere's models, which makes windows of its own."""
+    """It makes windows of its own."""
     return definition("vllm.model_executor.models.commandr.CohereAttention")
 
 
 def definition(path: str) -> ast.AST | None:
-    """A definition in the installed vLLM, if it is there."""
     source = installed()
     found = source.find(path) if source is not None else None
     return found.node if found is not None else None
 
 
 def variable_readers() -> dict[str, Callable[[], object]]:
-    """vLLM's reader of each environment variable, by its name. Runs vLLM's `envs.py` alone, a tenth of a second."""
+    """Runs vLLM's `envs.py` alone, a tenth of a second."""
     source = installed()
     if source is None:
         return {}

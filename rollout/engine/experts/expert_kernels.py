@@ -1,7 +1,6 @@
 """Experts in vLLM's models: which of them may be given a new policy, and what a load must do that vLLM's does not.
 
-vLLM rearranges experts' weights for its kernel, so they go in by its layerwise reload (`model_load.py`), and only where
-that was seen to be right.
+vLLM rearranges experts' weights for its kernel, so they go in by its reload, and only where that was seen to be right.
 """
 
 from collections.abc import Iterator
@@ -13,16 +12,16 @@ import torch
 from rollout.engine.door.vllm_worker import RoutedExperts
 
 MODELS = ("Qwen3MoeForCausalLM",)
-"""vLLM's classes whose reload was compared with transformers."""
+"""Whose reload was compared with transformers."""
 MODELS_ON_CPU = ("Glm4MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM")
-"""Classes whose reload was compared on a CPU only (`configs.checks.EXPERTS_ON_CPU`)."""
+"""Compared on a CPU only (`configs.checks.EXPERTS_ON_CPU`)."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
-"""The kernels with which it was compared. Others, such as FlashInfer's, arrange gate_up in another order."""
+"""The kernels compared. Others, such as FlashInfer's, arrange gate_up in another order."""
 
 
 def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
-    """Why no policy may be loaded into the experts of this model, with the remedy; "" if it may, or there are none."""
+    """Why no policy may be loaded into the experts, with the remedy, or ""."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if vllm_config.lora_config is not None:  # the base is never loaded again
         return triton_on_cpu(layers) if vllm_config.device_config.device_type == "cpu" else ""
@@ -49,8 +48,7 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
 
 
 def triton_on_cpu(layers: list[Any]) -> str:
-    """Why experts on a CPU cannot be computed beside an adapter: newer vLLMs choose Triton's kernel for them, and die
-    at the first prompt."""
+    """Newer vLLMs choose Triton's kernel for experts beside an adapter, and die at the first prompt."""
     methods = [layer.quant_method for layer in layers if type(layer.quant_method).__name__ == METHOD]
     if all(method.unquantized_backend.name == "CPU" for method in methods):
         return ""
@@ -59,8 +57,8 @@ def triton_on_cpu(layers: list[Any]) -> str:
 
 @contextmanager
 def packed_anew(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Have vLLM make the kernels of experts anew that are loaded inside: from 0.32 on it packs experts for a CPU only
-    when it makes the kernel. A GPU's kernels stay: graphs refer to them."""
+    """From 0.32 on vLLM packs experts for a CPU only when it makes the kernel. A GPU's kernels stay: graphs refer to
+    them."""
     methods = [layer.quant_method for layer in model.modules() if isinstance(layer, RoutedExperts)]
     kernels = [(method, method.moe_kernel) for method in methods if device.type == "cpu"]
     for method, _ in kernels:
@@ -74,6 +72,6 @@ def packed_anew(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def parameter_name(name: str) -> str:
-    """A parameter as `named_parameters` has it: loaders of vLLM 0.26 name experts without their module."""
+    """Loaders of vLLM 0.26 name experts without their module."""
     head, between, tail = name.rpartition(".experts.w")
     return f"{head}.experts.routed_experts.w{tail}" if between else name

@@ -1,9 +1,7 @@
 """The experts that vLLM chose: how they are asked for, kept until a sequence ends, and checked.
 
-A row is [layers, k]: the experts that read one token in each layer. vLLM returns a row of each token but the last one
-sampled, which no step has read. A row is of the computation that the next token was sampled from, also where another
-policy came later. The server checks rows, because some of vLLM's kernels report no choice: then rows are silently
-zeros.
+A row is [layers, k]: the experts that read one token. vLLM returns a row of each token but the last one sampled, of the
+computation that the next token was sampled from. Some of vLLM's kernels report no choice: then rows are silently zeros.
 """
 
 from typing import Any
@@ -14,17 +12,17 @@ from configs.model_facts import expert_layers, num_experts
 from rollout.errors import EngineDead
 
 CHECKED_TOKENS = 64
-"""Rows of a sequence whose ids are compared with each other; all are looked at for zeros."""
+"""Rows whose ids are compared with each other; all are looked at for zeros."""
 
 
 class RowsKept:
-    """Rows of one unfinished sequence, copied: the steps' arrays would stay in memory for any of their sequences."""
+    """Copies of rows: the steps' arrays would stay in memory for any of their sequences."""
 
     def __init__(self) -> None:
         self._data, self._like = bytearray(), np.zeros((0, 0, 0), np.uint8)
 
     def add(self, rows: np.ndarray) -> None:
-        """Add rows, [tokens, layers, k]."""
+        """Rows are [tokens, layers, k]."""
         self._data += rows.tobytes()
         self._like = rows[:0]
 
@@ -33,15 +31,14 @@ class RowsKept:
 
 
 class ReturnedRoutes:
-    """Asks for rows and checks them; `config` is the model's text config as transformers writes it."""
+    """`config` is the model's text config as transformers writes it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._layers, self._all_layers = expert_layers(config), int(config["num_hidden_layers"])
         self._experts, self._k = num_experts(config), int(config["num_experts_per_tok"])
 
     def checked(self, rows: np.ndarray | None, tokens: int) -> np.ndarray:
-        """The rows of `tokens` tokens in the layers that have experts, [tokens, layers, k]. Raises EngineDead for rows
-        that cannot be what the model did."""
+        """[tokens, layers, k] of layers with experts. Raises EngineDead for rows that cannot be right."""
         if rows is None:
             raise EngineDead(f"{SILENT} no routes with {tokens} tokens{REMEDY}")
         shape, dtype = (tokens, self._all_layers, self._k), "uint8" if self._experts <= 256 else "uint16"

@@ -1,4 +1,4 @@
-"""An adapter's folder in PEFT's format: what it adapts, and whether it can be served on a base. No tensor is read."""
+"""An adapter's folder in PEFT's format: what it adapts, and whether it can be served on a base."""
 
 import json
 import logging
@@ -23,34 +23,34 @@ from learner.weights.plan import LORA_A, LORA_B
 
 log = logging.getLogger(__name__)
 NUMBER = 1
-"""The number of a server's adapter: requests name it, and workers hold it."""
+"""Requests name the adapter by it."""
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 """In a checkpoint of the learner, whose folder `adapter` is in PEFT's format."""
 PREFIX = "base_model.model."
 """PEFT's, before each layer's name."""
 STILL_S = 30.0
-"""From one line of the log to the next while a model is read, which takes minutes from a slow disk."""
+"""From one line of the log to the next while a model is read."""
 UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
-"""Settings of PEFT that change what an adapter computes, and that plain LoRA leaves empty."""
+"""Settings of PEFT that change what an adapter computes."""
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Example: `AdapterFolder(Path("out"), 32, 0.5, "Qwen/Qwen3-8B", {"model.layers.0.mlp.up_proj": (12288, 4096)})`"""
+    """Settings and layers of an adapter; no tensor is read."""
 
     folder: Path
     rank: int
     scale: float
     """Factor of the adapter's output."""
     base: str
-    """The model that the adapter was trained on, if the folder names it."""
+    """The model it was trained on, or ""."""
     layers: dict[str, tuple[int, ...]]
-    """Outputs and inputs of each adapted layer."""
+    """Outputs and inputs, such as `{"model.layers.0.mlp.up_proj": (12288, 4096)}`."""
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterFolder":
-        """Read settings, and names and shapes of the tensors. Raises ValueError if vLLM cannot serve them."""
+        """Raises ValueError if vLLM cannot serve the adapter."""
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         unserved = [key for key in UNSERVED if settings.get(key)]
         only = {"peft_type": "LORA", "bias": "none"}
@@ -77,8 +77,10 @@ class AdapterFolder:
         return cls(folder, rank, scale, settings.get("base_model_name_or_path") or "", layers)
 
     def problem(self, path: str) -> str:
-        """Why the model at `path` is not this adapter's base, by name or digest, and by its layers' shapes; "" if it
-        may be. Raises ValueError if the digest is needed and the model cannot be read."""
+        """Why the model at `path` is not this adapter's base, by name or digest, and by its layers' shapes, or "".
+
+        Raises ValueError if the model cannot be read.
+        """
         if self.base and not same_model(self.base, path):
             if not (known := base_digest(self.folder.parent)):
                 return f"an adapter of {self.base}"
@@ -99,38 +101,36 @@ def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def without_part(name: str) -> str:
-    """The name of a layer without the word for the text model of one that sees, which some files lack."""
+    """Drop the word for the text model of one that sees, which some files lack."""
     return name.replace("language_model.", "")
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether `folder` holds an adapter instead of a model."""
     return (folder / SETTINGS).is_file()
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two paths or hub names may mean the same model. Where one leads nowhere here, the last parts decide."""
+    """Whether paths or hub names may mean the same model. Where one leads nowhere here, the last parts decide."""
     if Path(one).is_dir() and Path(other).is_dir():
         return Path(one).resolve() == Path(other).resolve()
     return Path(one).name == Path(other).name
 
 
 def base_digest(checkpoint: Path) -> str:
-    """The digest of the weights beneath the adapter, as the learner wrote it; "" if it did not."""
+    """Of the weights beneath the adapter, or ""."""
     manifest = checkpoint / MANIFEST
     found = json.loads(manifest.read_text(encoding="utf-8")).get("adapter") if manifest.is_file() else None
     return str(found["base"]) if isinstance(found, dict) and "base" in found else ""
 
 
 def digest_like(checkpoint: Path, path: str) -> str:
-    """The digest of the model at `path`, by a process of the learner, which reads all of it. Raises ValueError."""
+    """Computed by a process of the learner, which reads all of the model. Raises ValueError."""
     log.warning("reading all of %s: the adapter in %s is of a base of another name", path, checkpoint)
     return last_word(command("learner", "digest", str(checkpoint), path))
 
 
 def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
-    """The last word that `command` writes; every `every_s` seconds the log says that it runs. Raises ValueError, with
-    its last line on stderr, if it fails."""
+    """The last word that `command` writes. Raises ValueError, with its last line on stderr, if it fails."""
     began = time.monotonic()
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         try:
@@ -142,7 +142,7 @@ def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
                     told = shlex.join(command), time.monotonic() - began
                     log.warning("%s: has run for %.0f s and goes on; Ctrl-C ends it", *told)
         finally:
-            process.kill()  # nothing, if it has ended
+            process.kill()
             process.wait()
     if (code := process.returncode) == BAD_INPUT and errors.strip():
         raise ValueError(errors.splitlines()[-1])
@@ -155,8 +155,8 @@ def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
 def evaluated_as(config: Config, models: Sequence[Path]) -> Config:
     """`config` with the `model.lora` that `models` need.
 
-    Raises ConfigError if an adapter has another base than `model.path`, or whole weights other than those stand beside
-    adapters; ValueError as `problem` does.
+    Raises ConfigError if an adapter has another base, or other whole weights stand beside adapters; ValueError as
+    `problem`.
     """
     path, lora, problems = config.model.path, None, []
     adapters = [AdapterFolder.read(model) for model in models if is_adapter(model)]

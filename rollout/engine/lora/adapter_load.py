@@ -1,8 +1,7 @@
 """How an adapter gets into vLLM, whose base model comes from `model.path`: into the one slot of its LoRA layers.
 
-It takes the place of `ModelLoad` where the run file has `model.lora`: `stream` runs in the staging's thread while the
-engine is paused, all else between two engine steps. A slot keeps its addresses, so CUDA graphs stay valid. Tensors come
-with `lora_B` multiplied by alpha / rank.
+`stream` runs in the staging's thread while the engine is paused, all else between two engine steps. A slot keeps its
+addresses, so CUDA graphs stay valid. Tensors come with `lora_B` multiplied by alpha / rank.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -20,7 +19,7 @@ from rollout.engine.recorded_copies import RecordedCopies
 
 
 class AdapterLoad:
-    """Loads adapters into the slot of the worker's `lora_manager`. `base` is the folder of the model."""
+    """Takes the place of `ModelLoad`. `base` is the folder of the model."""
 
     frozen: Collection[str] = ()
 
@@ -29,7 +28,7 @@ class AdapterLoad:
         self._copies = RecordedCopies(self._slot, padded=True)
 
     def register(self) -> None:
-        """Let requests name the adapter, which does nothing until one is loaded."""
+        """Let requests name the adapter, empty at first."""
         self._slot.register()
 
     def regions(self, specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
@@ -37,18 +36,18 @@ class AdapterLoad:
         return Regions(problem="an adapter is loaded from whole tensors")
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load views of the staging copy. Raises ValueError where vLLM's model has other layers."""
+        """Raises ValueError where vLLM's model has other layers."""
         self._copies.load(weights)
 
     def forget_staged(self) -> None:
         self._copies.forget()
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load `weights` once all have arrived, in buckets that later ones overwrite."""
+        """Load once all have arrived, in buckets that later ones overwrite."""
         self._slot.load_weights((name, tensor.clone()) for name, tensor in weights)
 
     def load_folder(self, folder: Path) -> None:
-        """Load an adapter in PEFT's format, or none if this is the folder of the base. Raises ValueError."""
+        """Load an adapter, or none if this is the base. Raises ValueError."""
         self._copies.forget()  # repeated copies would leave what a higher rank wrote
         if is_adapter(folder):
             scale = AdapterFolder.read(folder).scale
@@ -67,8 +66,8 @@ class AdapterSlot:
         self._manager, self._inner, self._device = manager, manager._adapter_manager, device
 
     def register(self) -> None:
-        """Take the slot for an adapter that does nothing. What vLLM keeps of it has no tensors: those that are loaded
-        later are only in the slot, which `max_loras: 1` keeps from others."""
+        """Take the slot for an empty adapter. vLLM keeps no tensors of it; `max_loras: 1` keeps the slot from
+        others."""
         self._inner._registered_adapters[NUMBER] = LoRAModel(NUMBER, 1, {})
         self._inner.activate_adapter(NUMBER)
 
@@ -77,21 +76,23 @@ class AdapterSlot:
             layer.reset_lora(self._index)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers that hold the slot, by layer."""
+        """By layer."""
         for name, layer in self._inner.modules.items():
             for kind, buffers in ((LORA_A, layer.lora_a_stacked), (LORA_B, layer.lora_b_stacked)):
                 yield from ((f"{name}{kind}.{index}", buffer) for index, buffer in enumerate(buffers))
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load an adapter of all layers that `model.lora.targets` names. Raises ValueError if one is missing."""
+        """Raises ValueError if a layer of `model.lora.targets` is missing."""
         self.place(weights, whole=True)
 
     def place(self, weights: Iterator[tuple[str, torch.Tensor]], whole: bool = False) -> None:
-        """Zero the slot and copy this worker's share of an adapter into it. Raises ValueError where vLLM's model does
-        not have its layers, or `whole` and the adapter does not have all of the targets."""
+        """Zero the slot and copy this worker's share into it.
+
+        Raises ValueError where vLLM's model lacks a layer, or `whole` and the adapter lacks a target.
+        """
         tensors, lora_config = dict(weights), self._manager.lora_config
         rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(LORA_A))
-        # with an alpha of the rank vLLM multiplies nothing in place, which would be in the staging copy
+        # with an alpha of the rank vLLM does not multiply the staging copy in place
         settings = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
         settings.validate_legal(lora_config)
         adapter = LoRAModel.from_lora_tensors(
@@ -104,7 +105,7 @@ class AdapterSlot:
             weights_mapper=self._renames(),
         )
         self._check(adapter, whole)
-        self._inner._create_merged_loras_inplace(adapter)  # query, key and value as one layer, as vLLM has them
+        self._inner._create_merged_loras_inplace(adapter)  # query, key and value as one layer
         for name, layer in self._inner.modules.items():
             if weight := self._inner._get_lora_layer_weights(adapter, name):
                 layer.set_lora(self._index, weight.lora_a, weight.lora_b)
@@ -123,7 +124,7 @@ class AdapterSlot:
         return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
 
     def _check(self, adapter: LoRAModel, whole: bool) -> None:
-        """Raise ValueError unless vLLM wrapped the layers of `adapter`: it ignores all others."""
+        """vLLM ignores all other layers."""
         given, packed = set(adapter.loras), self._inner.packed_modules
         known = {part for name in self._inner.modules for part in packed.get(name, [name])}
         if strange := given - known:

@@ -1,10 +1,9 @@
 """Steps in which sequences decode a token each, without most of vLLM's Python for them. Runs in vLLM's engine process.
 
 vLLM's scheduler goes through all running sequences twice in each step: with 512 sequences that takes most of a step's
-time, and the GPU waits. `rl_decode` schedules a step in which all decode, `rl_take` takes the tokens that end nothing;
-all else is vLLM's own code. A sequence is left as vLLM would leave it, but for `next_decode_eligible_step`, which only
-pipeline parallelism asks for. So any step may be of either kind. Holds for a model whose layers all attend to the whole
-sequence, without speculative tokens, pipeline parallelism, KV transfers and returned routes; others get vLLM's steps.
+time, and the GPU waits. A sequence is left as vLLM would leave it, so any step may be of either kind. Holds for a model
+whose layers all attend to the whole sequence, without speculative tokens, pipeline parallelism, KV transfers and
+returned routes; others get vLLM's steps.
 """
 
 from operator import attrgetter
@@ -24,15 +23,15 @@ ABSENT = (
     *("connector", "ec_connector", "aux_output_connector", "perf_metrics", "num_spec_tokens", "use_pp"),
     *("defer_block_free", "need_mamba_block_aligned_split", "needs_kv_cache_zeroing", "enable_return_routed_experts"),
 )
-"""Attributes that a scheduler must not have; routes are the last one up to vLLM 0.30, `aux_` since."""
+"""A scheduler must not have these; routes are the last one up to vLLM 0.30, `aux_` since."""
 RUNNING = RequestStatus.RUNNING
 (STALE,) = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
-"""A request's count of tokens launched before it was preempted: by the second name in vLLM 0.26."""
+"""Tokens launched before a request was preempted."""
 stale = attrgetter(STALE)
 
 
 class PlainSteps(Scheduler):
-    """vLLM's scheduler with two shorter ways. `rl_block`: tokens of a KV block, 0 where vLLM's own ways are taken."""
+    """`rl_block`: tokens of a KV block, 0 where vLLM's own ways are taken."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,8 +45,7 @@ class PlainSteps(Scheduler):
         self.rl_places = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)  # vLLM 0.32 has both
 
     def _rl_decoding(self) -> tuple[list[Request], list[int]] | None:
-        """The requests that decode a token now, and the places of those that begin a block; None where vLLM has
-        anything to decide."""
+        """The requests that decode a token now, and the places of those that begin a block."""
         running, block, records = self.running, self.rl_block, self.rl_records
         if not block or self._pause_state != PauseState.UNPAUSED or len(running) > self.max_num_scheduled_tokens:
             return None
@@ -71,7 +69,7 @@ class PlainSteps(Scheduler):
         return (chosen, fresh) if chosen and len(fresh) <= free else None
 
     def rl_decode(self) -> Any:
-        """A step in which every running sequence decodes a token; None where vLLM has anything to decide."""
+        """A step in which all decode; None where vLLM has anything to decide."""
         if (decoding := self._rl_decoding()) is None:
             return None
         (chosen, fresh), step = decoding, self._rl_empty_step()
@@ -100,7 +98,7 @@ class PlainSteps(Scheduler):
         return step
 
     def _rl_empty_step(self) -> Any:
-        """vLLM's own step for no sequence: it names those that have ended, and whatever else is due."""
+        """It names those that have ended."""
         running, limits = self.running, (self.max_num_running_reqs, self.rl_places)
         self.running, self.max_num_running_reqs, self.max_num_active_reqs = [], 0, 0
         try:
@@ -113,7 +111,7 @@ class PlainSteps(Scheduler):
         return int(isinstance(self, AsyncScheduler))
 
     def rl_take(self, step: Any, output: Any, logprobs: list[float], version: int) -> dict[str, int]:
-        """Take the tokens of a step's `output` that end nothing; returns the tokens of each request that is vLLM's."""
+        """Take the tokens that end nothing; returns the tokens of each request that is vLLM's."""
         sampled, rows, records, block = output.sampled_token_ids, output.req_id_to_index, self.rl_records, self.rl_block
         manager, ahead, rest = self.kv_cache_manager, self._rl_ahead(), {}
         for name, number in step.num_scheduled_tokens.items():
@@ -141,10 +139,9 @@ class PlainSteps(Scheduler):
 
 
 def touch_blocks_at_their_ends(cache: Any, block_size: int) -> None:
-    """Make vLLM's `KVCacheManager` look for a block only where a token begins one, and share one only when it is full.
+    """Have vLLM look for a block only where a token begins one, and share one only when it is full.
 
-    vLLM does both for every token, a quarter of its scheduler's time. Holds for a model whose layers all attend to the
-    whole sequence, without speculative tokens and KV transfers.
+    vLLM does both for every token, a quarter of its scheduler's time.
     """
     allocate, share, none = cache.allocate_slots, cache.cache_blocks, cache.empty_kv_cache_blocks
 

@@ -8,14 +8,14 @@ from rollout.engine.door.vllm_scheduler import EngineCoreOutput, Request
 from rollout.engine.experts.returned_routes import RowsKept
 
 OTHERS = "rl_others"
-"""Among a request's `extra_args`: the names of further requests for the same."""
+"""The key of further requests for the same."""
 SAME = ("client_index", "arrival_time", "mm_features", "lora_request", "cache_salt")
-"""Fields copied from the first request, besides prompt and sampling."""
+"""Fields copied from the first request."""
 
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What was sampled for one unfinished `request`: [tokens] float32 and [tokens] int32, and its routes."""
+    """What was sampled for one `request`: [tokens] float32 and [tokens] int32, and its routes."""
 
     request: Request
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -23,7 +23,7 @@ class Record:
     rows: RowsKept = field(default_factory=RowsKept)
     stops: frozenset[int] = frozenset()
     most: int = 0
-    """Sampled tokens at which it ends in any case; 0 for a request that is always vLLM's."""
+    """Sampled tokens at which it ends in any case; 0: it is always vLLM's."""
 
     @classmethod
     def of(cls, request: Request, max_model_len: int) -> "Record":
@@ -34,7 +34,7 @@ class Record:
         return cls(request, stops=stops, most=most)
 
     def finish(self, output: EngineCoreOutput) -> None:
-        """Make `output`, the last one, carry the whole sequence. vLLM's field for KV transfers passes unread."""
+        """Make the last output carry the whole sequence. vLLM's field for KV transfers passes unread."""
         output.new_token_ids = list(self.request.output_token_ids)
         if len(output.new_token_ids) != len(self.logprobs):
             counts = f"{len(output.new_token_ids)} tokens and {len(self.logprobs)} log-probabilities"
@@ -44,8 +44,7 @@ class Record:
 
 
 def alike(first: Request) -> list[Request]:
-    """A new request, and those that it names for the same. The prompt is not hashed again for each: this is done
-    between two steps."""
+    """A new request, and those that it names. The prompt is not hashed again, between two steps."""
     given, made = first.sampling_params, [first]
     for name in ((given and given.extra_args) or {}).get(OTHERS, ()):
         same = {key: getattr(first, key) for key in SAME}
@@ -55,6 +54,6 @@ def alike(first: Request) -> list[Request]:
 
 
 def unpack(output: EngineCoreOutput) -> "tuple[array[float], array[int]]":
-    """Log-probabilities and versions of a sequence, from its last output (`Record.finish`)."""
+    """Log-probabilities and versions of a sequence."""
     arrays: Any = output.kv_transfer_params
     return array("f", arrays["logprobs"]), array("i", arrays["versions"])

@@ -1,8 +1,7 @@
 """vLLM's scheduler, which keeps what was sampled until a sequence ends. Runs in vLLM's engine process.
 
 The front process gets one output per sequence, not one per token: the tokens, the log-probability of each and the
-version that sampled it, which the worker noted on the step's output (`worker.py`). Of unfinished sequences it learns
-from a report every 0.2 s (`Reports`).
+version that sampled it. Of unfinished sequences it learns from a report every 0.2 s.
 """
 
 import time
@@ -24,12 +23,12 @@ from rollout.engine.scheduling.record import Record, alike
 
 REPORT_S = 0.2
 END_WAITS = 0.01
-"""Finished sequences are held for at most 1 % of their lifetime, so that several share one message: each message wakes
-the front process from sleep. Whatever else is sent takes them along, and where nothing runs they do not wait."""
+"""Finished sequences are held for at most 1 % of their lifetime, so that several share one message, which wakes the
+front process from sleep. Where nothing runs they do not wait."""
 
 
 class KeepingScheduler(PlainSteps):
-    """Keeps the tokens of requests that ask for log-probabilities; others pass as vLLM sends them."""
+    """Keeps the tokens of requests that ask for log-probabilities."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,8 +38,7 @@ class KeepingScheduler(PlainSteps):
         self.rl_ends, self.rl_ends_due, self.rl_updated_at = list[EngineCoreOutput](), inf, 0.0
 
     def add_request(self, request: Any) -> None:
-        """Add a request, and the further ones that it names (`OTHERS`)."""
-        for image in request.mm_features or ():  # each message brings its own copy, megabytes: one of each name is kept
+        for image in request.mm_features or ():  # each message brings its own copy: one of each is kept
             image.data = self.rl_images.setdefault(image.identifier, image.data)
         for each in alike(request):
             super().add_request(each)
@@ -52,14 +50,14 @@ class KeepingScheduler(PlainSteps):
         return super().schedule(throttle_prefills) if step is None else step
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """Called for requests that end before their last token, all of them where `request_ids` is None."""
+        """For requests that end before their last token, all of them where `request_ids` is None."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self.rl_records.pop(request.request_id, None)
         return finished
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
-        """Have vLLM take up the tokens of a step, without their log-probabilities; keep what it accepted of them."""
+        """vLLM takes up the tokens, without their log-probabilities; what it accepted is kept."""
         logprobs, model_runner_output.logprobs = model_runner_output.logprobs, None
         step, before = scheduler_output, self.rl_tokens
         if self.rl_block and logprobs is not None and not logprobs.cu_num_generated_tokens:
@@ -83,7 +81,7 @@ class KeepingScheduler(PlainSteps):
         return results
 
     def _rl_keep(self, outputs: list[EngineCoreOutput], logprobs: Any, step: Any) -> Iterator[EngineCoreOutput]:
-        """Keep the tokens in `outputs`; yields the outputs that the front process is to see now."""
+        """Yields the outputs that the front process is to see now."""
         records, kept = self.rl_records, 0
         if logprobs is not None:
             values, starts = logprobs.logprobs[:, 0].tolist(), logprobs.cu_num_generated_tokens  # 0: the sampled token
@@ -99,7 +97,7 @@ class KeepingScheduler(PlainSteps):
                 if starts:
                     record.logprobs.extend(values[starts[row] : starts[row] + number])
                     record.versions.extend([version] * number)
-                else:  # one token a sequence, as without speculation
+                else:
                     record.logprobs.append(values[row])
                     record.versions.append(version)
                 kept += number
@@ -114,15 +112,15 @@ class KeepingScheduler(PlainSteps):
         self.rl_tokens += kept
 
     def has_finished_requests(self) -> bool:
-        """Whether vLLM is to call for a step even if nothing is left to run, as after the last request was aborted."""
+        """True also if only an aborted request is left."""
         return bool(self.rl_ends) or super().has_finished_requests()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: vLLM would send its own statistics at every step."""
 
     def _rl_report(self, sampled: bool) -> SchedulerStats | None:
-        """What a `Reports` takes up: every 0.2 s, and when work begins or ends."""
-        now, (running, waiting) = time.monotonic(), self.get_request_counts()  # also of an engine that is paused
+        """Every 0.2 s, and when work begins or ends."""
+        now, (running, waiting) = time.monotonic(), self.get_request_counts()
         idle = not (running + waiting)
         if sampled:
             if self.rl_sampled_at:
@@ -138,7 +136,7 @@ class KeepingScheduler(PlainSteps):
             num_running_reqs=running,
             num_waiting_reqs=waiting,
             kv_cache_usage=self.kv_cache_manager.usage,
-            kv_connector_stats=counts,  # the one field of vLLM's that is free in form
+            kv_connector_stats=counts,  # the one field that is free in form
         )
 
 
@@ -147,13 +145,13 @@ class KeepingAsyncScheduler(KeepingScheduler, AsyncScheduler):
 
 
 def scheduler(*, vllm_config: Any, **rest: Any) -> KeepingScheduler:
-    """What vLLM calls for a scheduler (`scheduler_cls`). The wrong kind would cost the overlap of two steps."""
+    """The wrong kind would cost the overlap of two steps."""
     kind = KeepingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else KeepingScheduler
     return kind(vllm_config=vllm_config, **rest)
 
 
 class Reports(StatLoggerBase):
-    """The newest report of vLLM's process, in the front process. `stall_s` is the longest until it is set to 0."""
+    """The newest report, in the front process. `stall_s` is the longest until it is set to 0."""
 
     def __init__(self) -> None:
         self.running = self.waiting = self.tokens = self.preempted = 0
@@ -170,7 +168,7 @@ class Reports(StatLoggerBase):
         self.kv_usage, self.stall_s = scheduler_stats.kv_cache_usage, max(self.stall_s, counts["stall_s"])
 
     def mean_running(self) -> float:
-        """Sequences that ran in the mean since the last call."""
+        """Since the last call."""
         self._count()
         mean = self._sequence_s / max(self._until - self._since, 1e-9)
         self._sequence_s, self._since = 0.0, self._until
