@@ -1,7 +1,4 @@
-"""What the ledger counts: over the whole run, lately, and by row of the data set.
-
-Lengths are counted with everything, so that a loss of long answers shows.
-"""
+"""What the ledger counts: over the whole run, lately, and by row of the data set."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +11,10 @@ MANY_REASONS = 64
 LONG_REASON = 200
 OTHER = "other reasons"
 GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS = 1, 2, 3, 4
-"""Why a run was given up: all attempts fail; all groups lack variance; none can be trained; all rows are left out."""
+"""All attempts fail; all groups lack variance; none can be trained; all rows are left out."""
 EXAMPLES = 3
 REMEMBERED = 1024
-"""Request and lease numbers kept of each server, to recognise repeated messages."""
+"""Requests and leases kept of each server, to recognise repeated messages."""
 T = TypeVar("T")
 BANDS = ("unseen", "unsolved", "between", "solved")
 """No group yet; no sample solved; some; all."""
@@ -28,11 +25,10 @@ OWN_FAILURES = ("reward", "task", "prompt")
 class Totals:
     """Totals by (what, which). `what` is one of
 
-    - `generated`: accepted groups, whatever became of them;  `trained`: groups of trained batches;
-    - `retried`: accepted groups that were not made at the first attempt;
-    - `dropped`, by reason;  `discarded`, by reason: groups that were thrown away, and whose problem is tried again;
-    - `quarantined`: groups that are kept and never trained;
-    - `failed`, by `KIND: REASON`: attempts;  `age`, by age: groups of formed batches.
+    - `generated`: all accepted groups; `retried`: those that were not made at the first attempt;
+    - `trained`: groups of trained batches; `age`, by age: groups of formed batches;
+    - `dropped`, by reason; `discarded`, by reason: groups whose problem is tried again;
+    - `quarantined`: groups that are kept and never trained; `failed`, by `KIND: REASON`: attempts.
     """
 
     def __init__(self) -> None:
@@ -40,10 +36,8 @@ class Totals:
         self.changed: set[tuple[str, str]] = set()
 
     def add(self, what: str, lengths: Lengths, which: str = "", times: int = 1) -> str:
-        """Count `times` groups; returns the `which` they were counted under.
-
-        Reasons come from users' functions: each is cut to one line, and their number is bounded.
-        """
+        """Count `times` groups; returns the `which` they were counted under. Users' reasons are cut to one line, and
+        bounded in number."""
         known = self.known[what]
         if what in ("dropped", "discarded", "failed"):
             which = (which.strip().splitlines() or ["no reason given"])[0][:LONG_REASON]
@@ -59,7 +53,6 @@ class Totals:
         return sum(lengths.groups for lengths in self.known[what].values())
 
     def lengths(self) -> dict[str, Lengths]:
-        """By `generated`, `dropped: REASON` and so on."""
         kinds = ("generated", "trained", "dropped", "discarded", "quarantined")
         return {f"{kind}: {which}" if which else kind: n for kind in kinds for which, n in self.by(kind).items()}
 
@@ -69,28 +62,25 @@ class Totals:
 
 
 class Trend:
-    """Counts since the last success of each kind, and since the last batch was formed."""
+    """Counts of successes and failures, since the last success or the last batch."""
 
     def __init__(self) -> None:
         self.failures_in_row = 0
-        """Attempts since a group was made or the learner was started; failures of the infrastructure do not count."""
+        """Attempts; failures of the infrastructure do not count."""
         self.flat_in_row = 0
         """Groups without variance since one had variance or the learner was started."""
         self.quarantined_in_row = 0
         """Groups since a batch was trained or the learner was started."""
         self.given_up = 0
-        """0, or one of GIVEN_UP_*."""
         self.is_announced = False
         self.last_quarantined = ""
-        """The reason; not written down."""
         self.examples: dict[int, str] = {}
-        """`KIND: REASON` by row that failed lately."""
+        """`KIND: REASON` by row."""
         self.recent_failures: Counter[str] = Counter()
-        """By `KIND: REASON`, since the last batch was formed."""
         self.recent_groups = Counter[str]()
-        """Since the last batch was formed: `varied`, or why they were left out."""
+        """`varied`, or why groups were left out."""
         self.flat_groups = self.new_groups = 0
-        """Made between the last two batches: with equal rewards, and all; not written down."""
+        """Groups made between the last two batches: those with equal rewards, and all."""
         self._flat = self._made = 0
 
     def note_failure(self, row: int, kind: FailureKind, failure: str, counted_as: str) -> None:
@@ -101,7 +91,6 @@ class Trend:
             remember(self.examples, row, failure, EXAMPLES)
 
     def note_group(self, unwanted: str | None, is_flat: bool) -> None:
-        """`unwanted` says why the group is left out."""
         self.failures_in_row = 0
         self.flat_in_row = 0 if unwanted is None else self.flat_in_row + 1
         self.recent_groups["varied" if unwanted is None else unwanted] += 1
@@ -131,7 +120,6 @@ def remember(memory: dict[int, T], number: int, what: T, most: int = REMEMBERED)
 
 class Marks(NamedTuple):
     solved_at: float = 1.0
-    """Reward from which on a sample is solved."""
     streak: int = 2
     """After so many equal groups in a row, older groups do not count."""
 
@@ -146,13 +134,12 @@ class RowRecord:
     samples: int = 0
     solved: int = 0
     streak: int = 0
-    """Groups in a row with all samples solved; negative: with none; 0: the last group had both."""
+    """Groups in a row with all samples solved; negative: with none."""
     last_item: int = -1
     last_version: int = 0
     """The next batch when `last_item` was drawn."""
     failed: int = 0
     hopeless: int = 0
-    """1: a failure was permanent."""
     reason: str = ""
 
     def row_values(self) -> RowValues:
@@ -184,14 +171,12 @@ class Rows:
         """Rows of items that changed since the order last looked."""
         self._bands: Counter[str] = Counter()
         self.changed: set[int] = set()
-        """Rows not written down yet."""
 
     @property
     def all_left_out(self) -> bool:
         return 0 < self.problems <= len(self.left_out)
 
     def bands(self) -> dict[str, int]:
-        """Rows that are left out are in no band."""
         known = {band: self._bands[band] for band in BANDS}
         return known | {"unseen": self.problems - len(self.records) + self._bands["unseen"]}
 
@@ -229,7 +214,6 @@ class Rows:
         return row in self.left_out
 
     def draw_again(self) -> None:
-        """Draw the rows that are left out again."""
         back, self.left_out = list(self.left_out), {}
         for row in back:
             record = self.records[row]
@@ -239,7 +223,7 @@ class Rows:
         self.moved.update(back)
 
     def restore(self, saved: Iterable[RowValues]) -> None:
-        """Continue from the store. A row with fewer failures than `attempts` is drawn again."""
+        """Continue from the store. Rows with fewer failures than `attempts` are drawn again."""
         for values in saved:
             record = RowRecord(*values)  # type: ignore[arg-type]
             self.records[record.row] = record
@@ -249,7 +233,7 @@ class Rows:
                 self._count(record, 1)
 
     def _edited(self, row: int) -> RowRecord:
-        """A record that is about to change: it is in no band until it is counted again."""
+        """A record that is about to change is in no band until it is counted again."""
         if (record := self.records.get(row)) is None:
             record = self.records[row] = RowRecord(row)
         else:

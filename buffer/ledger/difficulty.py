@@ -1,11 +1,8 @@
 """Draws problems by how hard they are: each band of solved share gets its share of the draws (`data.difficulty`).
 
 Source and band take turns by weight; the turns of an empty band go to the others. A band gives the row that was drawn
-longest ago. A row is not drawn while its item is waiting, leased or stored, nor while it rests. If no row is ready, the
-one whose rest ends first comes, then the one that was drawn longest ago.
-
-All of this follows from the ledger's state and the counters of the turns, so a buffer that is started again draws the
-same rows.
+longest ago. A row is not drawn while its item is open or waiting, nor while it rests. If no row is ready, the one whose
+rest ends first comes, then the one that was drawn longest ago. A buffer that is started again draws the same rows.
 """
 
 import heapq
@@ -27,16 +24,12 @@ OPEN_OR_WAITING = ("waiting", "leased", "stored")
 
 
 class Shares(NamedTuple):
-    """`data.difficulty`; `bands` has the weight of each band."""
-
     bands: Mapping[str, float]
     rest: int = 2
     return_after: int = 50
 
 
 class RowPlace(NamedTuple):
-    """Where a row stands."""
-
     kind: str
     """A band, if the row may be drawn; or `busy`, `resting`, `retired`."""
     last_item: int
@@ -45,10 +38,8 @@ class RowPlace(NamedTuple):
 
 
 class Turns:
-    """Smooth weighted round robin.
-
-    Each turn adds its weight to every name that is ready; the largest sum comes, and pays the weights of all of them.
-    """
+    """Smooth weighted round robin: each turn adds its weight to every name that is ready; the largest sum comes, and
+    pays the weights of all of them."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())
@@ -66,16 +57,15 @@ class Turns:
 @dataclass
 class SourceRows:
     fresh: Sequence[int]
-    """Its rows in the order in which they are drawn first."""
     turns: Turns
     begun: int = 0
-    """Rows of `fresh` before this place were drawn or are left out."""
+    """Rows of `fresh` before this place are not fresh any more."""
     ready: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {band: [] for band in BANDS})
     """A heap of (last item, row), with outdated entries."""
 
 
 class DifficultyOrder:
-    """`shares`: rows and weight of each source; empty for one source."""
+    """An order by difficulty. `shares` has rows and weight of each source; it is empty for one source."""
 
     def __init__(
         self,
@@ -96,7 +86,6 @@ class DifficultyOrder:
             rows = schedule.order(number, f"{seed}/{part}" if shares else seed, 0, shuffle)
             self._sources.append(SourceRows(array("q", (start + row for row in rows)), Turns(difficulty.bands)))
         self._places: dict[int, RowPlace] = {}
-        """By row that was drawn and is not left out."""
         self._resting: list[tuple[int, int, int]] = []
         """A heap of (due, last item, row), with outdated entries."""
         self._busy: set[int] = set()
@@ -111,7 +100,7 @@ class DifficultyOrder:
         return self._drawn(state)
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
-        """The rows of the next draws, if nothing else happens before: they are drawn, and put back."""
+        """The rows of the next draws, if nothing else happens before. They are drawn and put back."""
         if self._is_over(state):
             return ()
         self._update(state)
@@ -134,7 +123,7 @@ class DifficultyOrder:
         return rows
 
     def skip(self, state: LedgerState) -> None:
-        """Does nothing: no row has a place of its own in an epoch."""
+        """Does nothing: rows have no places in an epoch."""
 
     def draw_ahead(self) -> None:
         """Does nothing."""
@@ -222,7 +211,7 @@ class DifficultyOrder:
             source.begun, source.ready = 0, {band: [] for band in BANDS}
 
     def _place_of(self, state: LedgerState, row: int) -> RowPlace | None:
-        """None: it was never drawn, or is left out."""
+        """None: the row was never drawn, or is left out."""
         record = state.rows.records.get(row)
         if record is None or row in state.rows.left_out:
             return None

@@ -1,8 +1,8 @@
 """Who evaluates which version, and what came of it.
 
-Evaluations are due at version 0, every `every` versions, and at the last one. One server at a time claims one, and
-holds newer versions back. If it dies, another one claims it with the version that it has by then. An evaluation that is
-late for the next one is left out.
+Evaluations are due at version 0, every `every` versions, and at the last one. One server claims one, and holds newer
+versions back. If it dies, another one claims it with its own version. An evaluation that is late for the next one is
+left out.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from buffer.ledger.types import EvaluationRow, server_name
 ATTEMPTS = 5
 """Claims after which an evaluation is given up."""
 Standing = Literal["none", "due", "over"]
-"""What a server is told: nothing; an evaluation is due; its own is over."""
+"""Nothing; an evaluation is due; the server's own is over."""
 
 
 @dataclass
@@ -22,12 +22,10 @@ class EvaluationState:
     due: int
     state: Literal["running", "lost", "done", "failed"]
     version: int
-    """The version that is really evaluated."""
     server: str
     attempts: int = 0
     reason: str = ""
     results: str = ""
-    """JSON: the figures of each set."""
     since: float = 0.0
     """When its server was last known to work on it."""
 
@@ -37,7 +35,7 @@ class EvaluationState:
 
 
 class Reach(NamedTuple):
-    """No version above `ceiling` can exist; `last` is the run's last one, once known."""
+    """No version above `ceiling` can exist; `last` is the run's last one."""
 
     ceiling: int
     last: int | None
@@ -45,12 +43,11 @@ class Reach(NamedTuple):
 
 @dataclass
 class Evaluations:
-    """A claim ends `lease_s` after its server last reported work on it."""
+    """All evaluations. A claim ends `lease_s` after its server last reported work on it."""
 
     every: int | None
     lease_s: float
     known: dict[int, EvaluationState] = field(default_factory=dict)
-    """By the version at which they were due."""
     changed: dict[int, EvaluationRow] = field(default_factory=dict)
     revision: int = 0
     """Moves when a request for results may have an answer."""
@@ -74,7 +71,7 @@ class Evaluations:
         return due
 
     def beat(self, server: str, version: int, doing: int | None, reach: Reach, now: float) -> Standing:
-        """The server lives and works on the evaluation `doing`."""
+        """Note that the server lives and works on the evaluation `doing`."""
         running = self.running()
         if running and running.server == server:
             if doing == running.due and running.version <= reach.ceiling:
@@ -93,8 +90,8 @@ class Evaluations:
             self._lose(running)
 
     def finish(self, server: str, due: int, version: int, results: str, samples: str, reach: Reach) -> str | None:
-        """Take up the results; returns None, also when repeated, or why not. The first results count, also those of a
-        server that was taken for dead."""
+        """Take up the results; returns None, also when repeated, or why not. Results of a server that was taken for
+        dead count too."""
         known = self.known.get(due)
         if known is None:
             return f"evaluation {due} was never claimed here"
@@ -108,7 +105,7 @@ class Evaluations:
         return None
 
     def unknown(self, known: Collection[int]) -> EvaluationState | None:
-        """The earliest one that ended and is not `known`."""
+        """The earliest that ended and is not `known`."""
         ended = (due for due, one in self.known.items() if one.state in ("done", "failed") and due not in known)
         due = min(ended, default=None)
         return None if due is None else self.known[due]
@@ -124,12 +121,10 @@ class Evaluations:
         return next((one for one in self.known.values() if one.state == "running"), None)
 
     def restore(self, rows: Collection[EvaluationRow], now: float) -> None:
-        """Continue from the store; a claim begins anew."""
         for row in rows:
             self.known[row.due] = EvaluationState(*row[:-1], since=now)  # type: ignore[arg-type]
 
     def _open(self, server: str, version: int, reach: Reach, now: float) -> int | None:
-        """The newest due evaluation, if this server may make it."""
         if self.every is None or version > reach.ceiling:
             return None
         due = version if version == reach.last else version - version % self.every

@@ -1,7 +1,4 @@
-"""Chooses the row of each new item: an epoch is a shuffled pass over all rows, or over several sources by weight.
-
-Each `Order` is a function of what is committed, so a restart draws the same rows.
-"""
+"""Chooses the row of each new item: an epoch is a shuffled pass over all rows, or over several sources by weight."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +10,7 @@ from buffer.ledger.state import LedgerState
 
 
 class Order(Protocol):
-    """Draws rows for new items."""
+    """Draws rows as a function of what is committed, so that a restart draws the same rows."""
 
     def draw(self, state: LedgerState) -> int | None:
         """The row of item `state.next_item`; None: no row may be drawn any more."""
@@ -28,7 +25,7 @@ class Order(Protocol):
         """Do a little of the work of later draws."""
 
     def counters(self) -> dict[str, int]:
-        """What must be written down, besides the state, to go on with the same draws."""
+        """What must be written down to go on with the same draws."""
 
     def restore(self, scalars: Mapping[str, int]) -> None:
         """Continue with saved `counters`."""
@@ -38,8 +35,7 @@ class Order(Protocol):
 
 
 class EpochOrder:
-    """Item s is problem `s % problems` of epoch `s // problems`. Places of rows that are left out are skipped: no item
-    gets their numbers."""
+    """Item s is problem `s % problems` of epoch `s // problems`. No item gets the number of a row that is left out."""
 
     def __init__(
         self, problems: int, seed: int, shuffle: bool, epochs: int | None, shares: Sequence[tuple[int, float]]
@@ -81,7 +77,7 @@ class EpochOrder:
         return {}
 
     def restore(self, scalars: Mapping[str, int]) -> None:
-        """Does nothing: the order follows from the seed and the next item."""
+        """Does nothing: the order follows from the seed."""
 
     def counts(self, state: LedgerState) -> dict[str, int]:
         return {}

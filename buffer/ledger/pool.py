@@ -26,8 +26,7 @@ class Pool:
         self._stored_by = Counter(version for version, _ in self._stored)
         self._anywhere: list[int] = []
         self._elsewhere: dict[str, deque[tuple[float, int]]] = {}
-        """By the server that failed at them: (until when, item), in order of time. Items under NOBODY go to no server
-        until then."""
+        """(until when, item) by the server that failed at them. Items under NOBODY go to no server until then."""
         for item in sorted((item for item in items if item.state == "waiting"), key=lambda item: item.elsewhere_until):
             self.wait(item)
 
@@ -61,7 +60,7 @@ class Pool:
 
     @property
     def next_wait_end(self) -> float | None:
-        """When the first item that waits may go to any server."""
+        """When the first of these may go to any server."""
         return min((held[0][0] for held in self._elsewhere.values()), default=None)
 
     def end_waits(self, now: float) -> None:
@@ -91,7 +90,7 @@ class Pool:
         self._stored_by[version] += 1
 
     def take(self, number: int) -> list[tuple[int, int]]:
-        """Take out the `number` stored items with the smallest (d, item)."""
+        """Take out the stored items with the smallest (d, item)."""
         taken = [heapq.heappop(self._stored) for _ in range(number)]
         by_version = Counter(version for version, _ in taken)
         self.open -= by_version
@@ -99,7 +98,7 @@ class Pool:
         return taken
 
     def ready(self, version: int, groups: int, staleness: int) -> bool:
-        """Whether there are enough groups, and those left behind keep the bound."""
+        """Whether there are enough groups, and the others keep the bound."""
         if len(self._stored) < groups:
             return False
         left = left_behind(self.open, self._stored_by, groups)
@@ -119,7 +118,7 @@ def feasible(counts: Mapping[int, int], version: int, groups: int, staleness: in
 def room(counts: Mapping[int, int], version: int, groups: int, staleness: int, dispatched: int) -> int:
     """How many more items of `dispatched` may be opened.
 
-    Items that sort before them are not checked: a straggler that missed a tighter target must not close admission.
+    Older items are not checked: a straggler that missed a tighter target must not close admission.
     """
     end = sum(number for d, number in counts.items() if d <= dispatched)
     free = (dispatched + staleness - version + 1) * groups - end
@@ -130,7 +129,7 @@ def room(counts: Mapping[int, int], version: int, groups: int, staleness: int, d
 
 
 def left_behind(counts: Mapping[int, int], stored: Mapping[int, int], groups: int) -> dict[int, int]:
-    """The open items that remain when a batch takes the `groups` stored ones with the smallest d."""
+    """The open items that remain after the next batch."""
     left, wanted = dict(counts), groups
     for d in sorted(stored):
         taken = min(stored[d], wanted)
@@ -140,7 +139,7 @@ def left_behind(counts: Mapping[int, int], stored: Mapping[int, int], groups: in
 
 
 def keepable(dispatched: Iterable[int], version: int, groups: int, staleness: int) -> list[bool]:
-    """Which items, in order, to keep, so that they are feasible and as many as possible."""
+    """Which items, in order, to keep, so that as many as possible are feasible."""
     kept, verdicts = 0, []
     for d in dispatched:
         verdicts.append(d + staleness >= version + kept // groups)

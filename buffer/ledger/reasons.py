@@ -21,7 +21,6 @@ MOST_COUNTS = 5
 
 
 def for_batch(ledger: Ledger) -> str:
-    """Why batch v' is not ready."""
     if why := ended(ledger):
         return why.splitlines()[0]
     if ledger.view.ready():
@@ -30,7 +29,6 @@ def for_batch(ledger: Ledger) -> str:
 
 
 def for_work(ledger: Ledger, server: str) -> str:
-    """Why nothing can be dispatched to `server`."""
     if why := ended(ledger):
         return why.splitlines()[0]
     known = ledger.state.servers.get(server)
@@ -47,7 +45,7 @@ def evaluation(ledger: Ledger) -> str:
 
 
 def for_results(ledger: Ledger) -> str:
-    """Why the learner, at the end, gets no result."""
+    """Why the learner gets no result of the last version."""
     return (
         evaluation(ledger)
         or f"no rollout server has loaded version {ledger.state.version} yet, which is to be evaluated"
@@ -55,7 +53,7 @@ def for_results(ledger: Ledger) -> str:
 
 
 def ended(ledger: Ledger) -> str:
-    """Why no further batch will be formed, "" while one may be; further lines have the causes."""
+    """Why no further batch will be formed, or ""; further lines have the causes."""
     outcome = ledger.view.outcome()
     if outcome is None:
         return ""
@@ -95,7 +93,6 @@ def ended(ledger: Ledger) -> str:
 
 
 def left_out(ledger: Ledger) -> list[str]:
-    """Rows that are not drawn any more, and why."""
     rows = sorted(ledger.view.left_out().items())
     return [f"{ledger.place(row)}: {reason}" for row, reason in rows[:MOST_LEFT_OUT]]
 
@@ -115,7 +112,7 @@ def newly_left_out(ledger: Ledger) -> str:
 
 
 def _dropped(ledger: Ledger) -> str:
-    """` (KIND: REASON)` of most dropped items; a filter is a reason without kind."""
+    """The reason of most dropped items; a filter is a reason without kind."""
     dropped = ledger.view.dropped()
     if not dropped:
         return ""

@@ -1,7 +1,7 @@
 """The ledger: which problem is dispatched, stored, batched, trained or dropped, and what may happen next.
 
-Pure Python without sockets, threads or clock (callers pass `now` in seconds). `buffer/wire/handlers.py` calls it for
-servers (here) and the learner (`training.py`), and commits each change (`drain`) before it answers.
+Pure Python without sockets, threads or clock (callers pass `now` in seconds). `buffer/wire/handlers.py` commits each
+change (`drain`) before it answers.
 """
 
 import math
@@ -69,7 +69,7 @@ class Attempts:
         return now < server.heard + self._terms.lease_s
 
     def store(self, item: ItemState, samples: Sequence[SampleStats], now: float) -> bool:
-        """Store the group of a leased item. False: it cannot be trained, and the attempt has failed."""
+        """Store the group of a leased item. False: the attempt has failed."""
         state, d = self._state, item.version
         newest = max([sample.newest for sample in samples if sample.newest is not None], default=0)
         oldest = min([sample.oldest for sample in samples if sample.oldest is not None], default=d)
@@ -134,10 +134,10 @@ class Attempts:
 
 
 class Ledger:
-    """The rules are in docs/design/ledger.md, their properties in tests/buffer/ledger/.
+    """The rules are in docs/design/ledger.md.
 
-    `shares` are the rows and the weight of each source. `place` names a row for people. `recall` reads a dropped or
-    quarantined item back from the store.
+    `shares` has rows and weight of each source. `place` names a row for people. `recall` reads closed items from the
+    store.
     """
 
     def __init__(
@@ -169,14 +169,14 @@ class Ledger:
 
     @property
     def revision(self) -> int:
-        """Moves whenever something changed that a parked Ask or Take may wait for."""
+        """Moves when something changed that a parked Ask or Take may wait for."""
         return self.state.revision + self.evaluations.revision
 
     def ask(self, server: str, version: int, room: int, now: float, request: int = 0) -> list[Lease]:
         """Dispatch up to `room` items. If none is returned, call again when `revision` has moved.
 
-        A repeated `request` gets the leases that are left of it, never more; request 0 is always new. The dispatch
-        version is what the server last sent, at most what the learner can have reached. A silent server gets nothing.
+        A repeated `request` gets what is left of its leases, never more; request 0 is always new. The dispatch version
+        is the newest one that the server sent and the learner can have reached.
         """
         record = self.state.servers.setdefault(server, ServerRecord(heard=now))
         if request in record.answered:
@@ -203,8 +203,8 @@ class Ledger:
     def put(self, server: str, number: int, lease: int, samples: Sequence[SampleStats], now: float) -> str | None:
         """Store a finished group; returns None, also when repeated, or why its lease is over.
 
-        A server may have gone back to an older policy. Then the group is dated by its oldest token, or dispatched again
-        if it is too old.
+        A server may have gone back to an older policy: then the group is dated by its oldest token, or dispatched
+        again.
         """
         if not samples:
             raise LedgerError(f"item {number}: a group without samples; report what went wrong with Fail instead")
@@ -229,7 +229,7 @@ class Ledger:
         kind: FailureKind = "infrastructure",
         hold_s: float = 0.0,
     ) -> None:
-        """End the lease: the item is dispatched again, before new ones, or dropped after `attempts`.
+        """End the lease: the item is dispatched again, or dropped after `attempts`.
 
         `returned`: the attempt does not count, and no server gets the item within `hold_s`.
         """
@@ -245,7 +245,7 @@ class Ledger:
     def heartbeat(self, server: str, version: int, holding: Sequence[int], now: float) -> list[int]:
         """Note that the server lives; returns those of `holding` that are over.
 
-        A lease older than `lease_s` that the server does not hold never reached it, and ends.
+        An old lease that the server does not hold never reached it, and ends.
         """
         record = self.state.servers.setdefault(server, ServerRecord(heard=now))
         self.state.revision += version != record.version or not self._attempts.is_alive(record, now)
@@ -257,7 +257,7 @@ class Ledger:
         return [lease for lease in holding if lease not in record.leases and lease not in record.done]
 
     def leave(self, server: str, reason: str, now: float, returned: bool = False) -> None:
-        """End the leases of a server that is gone. `returned`: its attempts do not count."""
+        """End the leases of a server that is gone. `returned`: the attempts do not count."""
         self.evaluations.leave(server)
         if server not in self.state.servers:
             return
@@ -268,14 +268,14 @@ class Ledger:
         del self.state.servers[server]
 
     def lose(self, server: str, reason: str, now: float) -> None:
-        """End the leases of a server that broke off. It may still deliver and ask again."""
+        """End the leases of a server that may still deliver and ask again."""
         self.evaluations.leave(server)
         if server in self.state.servers:
             self.state.servers[server].heard = -math.inf
             self._attempts.end_all(self.state.servers[server], reason, now)
 
     def expire(self, now: float) -> float | None:
-        """End the leases of silent servers, and the waits of failed items. Returns when to call again."""
+        """End the leases of silent servers, and waits. Returns when to call again."""
         pool, lease_s = self.state.pool, self.terms.lease_s
         if pool.next_wait_end is not None and now >= pool.next_wait_end:
             pool.end_waits(now)
@@ -293,7 +293,7 @@ class Ledger:
         return self.state.items.get(number) or self.state.journal.closed(number) or self._recall(number)
 
     def drain(self) -> Changes:
-        """What changed since the last call. The ledger forgets it: the caller must write it."""
+        """What changed since the last call. The caller must write it."""
         state, journal, changes = self.state, self.state.journal, self.state.journal.changes
         changes.items |= {number: state.items[number].row_values() for number in journal.touched}
         changes.totals = {(what, which): state.totals.known[what][which] for what, which in state.totals.changed}
@@ -307,8 +307,7 @@ class Ledger:
         return changes
 
     def restore(self, saved: Saved, now: float) -> None:
-        """Continue from the store, in a new ledger, with renewed leases. Raises LedgerError if the problems are
-        others."""
+        """Continue from the store, in a new ledger. Raises LedgerError if the problems are others."""
         if not saved.scalars:
             return
         for name in FIXED:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class WantedServers:
-    """0 wanted: nobody named a number."""
+    """`wanted_servers` is 0 before anybody named a number."""
 
     wanted_servers: int = 0
     wanted_by_person: int = 0
@@ -18,7 +18,7 @@ class WantedServers:
         return self.wanted_servers or None if self.wanted_by_person else None
 
     def scale(self, servers: int | None, by_person: bool) -> bool:
-        """Want so many servers; None: a person's number no longer holds. Returns whether that is news."""
+        """Want so many servers; None takes a person's number back. Returns whether that is news."""
         before = self.wanted_servers, self.wanted_by_person
         if by_person or not self.wanted_by_person:
             self.wanted_servers = self.wanted_servers if servers is None else servers

@@ -13,7 +13,7 @@ Steps = Generator[None, None, "array[int]"]
 
 
 class Drawing:
-    """An epoch's order in the making: a million rows take 0.3 s, in which nothing else would be answered."""
+    """An epoch's order, drawn in steps: a million rows take 0.3 s."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -59,7 +59,7 @@ def mixing(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: b
     """`mixed` in steps; `parts` has (rows, weight) of each source.
 
     Problem j of a source, counted over all epochs, comes at time (j + 1/2) / weight (Webster's method): in any stretch
-    each source has its share, within a problem or two. Each pass through a source has an order of its own.
+    each source has its share, within a problem or two.
     """
     weights = [weight for _, weight in parts]
     starts = list(accumulate((rows for rows, _ in parts), initial=0))

@@ -19,14 +19,14 @@ class ServerRecord:
     version: int = 0
     leases: dict[int, int] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)
-    """By request number not yet answered: the version of its Ask."""
+    """The version of each Ask that is not yet answered, by request number."""
     answered: dict[int, None] = field(default_factory=dict)
-    """Request numbers that got work, latest last."""
+    """Requests that got work, latest last."""
     done: dict[int, None] = field(default_factory=dict)
     """Leases that ended with an accepted group, latest last."""
 
     def record_ask(self, request: int, version: int, now: float) -> None:
-        """Note an Ask. A repeated one is no news: later heartbeats know better."""
+        """A repeated Ask is no news: later heartbeats know better."""
         if request and self.asked.get(request) == version:
             return
         if request:
@@ -40,13 +40,12 @@ class ServerRecord:
 
 
 class Journal:
-    """What changed since the last `Ledger.drain`. Items are noted by number."""
+    """What changed since the last `Ledger.drain`."""
 
     def __init__(self) -> None:
         self.changes = Changes()
         self.touched = set[int]()
         self.counters: Mapping[str, int] = {}
-        """As they were written last."""
 
     def close(self, item: ItemState) -> None:
         if item.number in self.touched:
@@ -77,7 +76,7 @@ class UndonePolicies:
 
 
 class LedgerState:
-    """The state of a run; all but servers and recent failures comes back with `restore`."""
+    """The state of a run; servers and recent failures are not saved."""
 
     def __init__(self, rows: Rows | None = None) -> None:
         self.rows = rows or Rows()
@@ -87,7 +86,7 @@ class LedgerState:
         self.oldest = 0
         """Oldest batch not pruned."""
         self.ceiling = 0
-        """No policy above this version can exist: since it restored, the learner got no batch for one."""
+        """No policy above this version can exist: the learner got no batch for one since it restored."""
         self.undone = UndonePolicies()
         self.next_item, self.next_lease = 0, 1
         self.revision = 0
@@ -139,7 +138,6 @@ class LedgerState:
         self.pool.wait(item)
 
     def give_up(self, item: ItemState, reason: str) -> None:
-        """Leased -> dropped."""
         self._unlease(item, reason)
         self._drop(item, reason)
 
@@ -211,7 +209,6 @@ class LedgerState:
         self.revision += 1
 
     def form(self, groups: int) -> None:
-        """Stored -> batched."""
         taken = self.pool.take(min(groups, self.pool.num_stored))
         for version, number in taken:
             item = self.items[number]
@@ -225,13 +222,11 @@ class LedgerState:
         self.revision += 1
 
     def take_out(self, item: ItemState) -> None:
-        """Batched -> stored: the group leaves its batch."""
         left = [(other.version, other.number) for other in self._members(item.batch) if other is not item]
         self.batches[item.batch] = _batch(item.batch, left)
         self._unbatch(item)
 
     def unform(self, version: int) -> None:
-        """Batched -> stored: all groups of batch `version` and of later ones."""
         for later in range(version, self.version):
             for item in self._members(later):
                 self._unbatch(item)
@@ -256,7 +251,7 @@ class LedgerState:
             self.revision += 1
 
     def mark(self, last: int) -> None:
-        """Count batches up to `last` as trained, and none after it."""
+        """Count batches up to `last` as trained, and no others."""
         first, end = sorted((self.last_trained + 1, last + 1))
         for version in range(first, end):
             for number in self.batches[version].items:
@@ -284,7 +279,6 @@ class LedgerState:
         self.oldest = oldest
 
     def give_up_run(self, why: int) -> None:
-        """End the run until the learner is started again."""
         self.trend.given_up = why
         self.revision += 1
 
@@ -294,7 +288,6 @@ class LedgerState:
             self.revision += 1
 
     def begin_anew(self) -> None:
-        """The learner was started: earlier failures do not count."""
         if self.trend.given_up in (GIVEN_UP_FAILED, GIVEN_UP_ROWS):
             self.rows.draw_again()
         self.trend.begin_anew()

@@ -1,9 +1,8 @@
 """The learner's requests: batches that are taken, trained, rewound, forgotten, and groups in quarantine.
 
 A batch once formed changes only when it loses a group that cannot be trained. A killed learner names no cause. So the
-ledger counts, at each Rewind, the starts that took a batch and never trained it. A batch that ended MOST_ENDS starts is
-*suspect*: the next learner tries each of its groups alone first. A group whose trial ended MOST_ENDS starts is the
-culprit.
+ledger counts the starts that took a batch and never trained it. A batch that ended MOST_ENDS starts is *suspect*: the
+next learner tries each of its groups alone. A group whose trial ended MOST_ENDS starts is the culprit.
 """
 
 from collections.abc import Callable
@@ -19,16 +18,13 @@ MOST_ENDS = 2
 
 @dataclass
 class Suspicion:
-    """Counts the starts of the learner that ended; -1 stands for none. The store keeps each field."""
+    """Counts the starts of the learner that ended; -1 stands for none."""
 
     taken: int = -1
-    """Batch taken and not trained."""
     suspect: int = -1
     """Batch with which the learner ended last."""
     suspect_ends: int = 0
-    """Starts in a row that ended with it."""
     tried: int = -1
-    """Item that is tried alone."""
     alone: int = -1
     """Item during whose trial the learner ended last."""
     alone_ends: int = 0
@@ -40,8 +36,7 @@ class Suspicion:
         self.tried = -1 if item is None else item
 
     def begin(self) -> int | None:
-        """Count the end of the learner before; returns the culprit. Every rank calls this; only the first call
-        counts."""
+        """Count the end of the learner before; returns the culprit. Only the first rank's call counts."""
         if self.taken >= 0:
             self.suspect_ends = self.suspect_ends + 1 if self.taken == self.suspect else 1
             self.suspect = self.taken
@@ -52,7 +47,7 @@ class Suspicion:
         return self.alone if self.alone_ends >= MOST_ENDS else None
 
     def clear(self, version: int) -> None:
-        """Batch `version` was trained or formed anew: forget what was held against it."""
+        """Forget what was held against batch `version`."""
         if version >= self.taken:
             self.taken = self.tried = -1
         if version >= self.suspect:
@@ -76,7 +71,7 @@ class Batches:
     def take(self, version: int) -> FormedBatch | None:
         """Batch `version`, formed now if it is the next one. None: not ready yet, or never (`view.finished()`).
 
-        Raises LedgerError for a version beyond the next, or pruned. At the end of the data the last batch is smaller.
+        Raises LedgerError for a version beyond the next, or pruned.
         """
         state = self._state
         if version < state.oldest:
@@ -98,10 +93,10 @@ class Batches:
         return state.batches[version]
 
     def trained(self, version: int) -> list[int]:
-        """Mark batches up to `version` as trained; returns the items of these.
+        """Mark batches up to `version` as trained; returns their items.
 
-        Only the first rank's call has an effect. After a rewind a batch must be taken before it can be trained again,
-        so a replaced learner's call has none.
+        Only the first rank's call has an effect. A replaced learner's call has none: after a rewind a batch must be
+        taken again.
         """
         state = self._state
         if version >= state.version:
@@ -118,7 +113,7 @@ class Batches:
     def rewind(self, version: int) -> int:
         """Count batches from `version` on as untrained; returns how many will be served again.
 
-        Raises LedgerError if the ledger does not reach that version or has pruned it. A run that was given up goes on.
+        Raises LedgerError for a version that the ledger does not reach or has pruned.
         """
         state = self._state
         if version != state.version and not state.num_formed:
@@ -140,7 +135,7 @@ class Batches:
         return state.version - version
 
     def prune(self, oldest_kept: int) -> int:
-        """Forget trained batches before `oldest_kept`; returns the oldest batch that is left."""
+        """Forget older batches; returns the oldest that is left."""
         state = self._state
         state.prune(max(state.oldest, min(oldest_kept, state.last_trained + 1)))
         return state.oldest
@@ -152,9 +147,9 @@ class Batches:
         self.suspicion.try_alone(number)
 
     def quarantine(self, number: int, reason: str) -> bool:
-        """Keep the group of this item and never train it; returns whether that is news.
+        """Keep a group and never train it; returns whether that is news.
 
-        Raises LedgerError for an item that has no group, or whose batch was trained.
+        Raises LedgerError if there is no group, or its batch was trained.
         """
         item = self._find(number)
         if item is not None and item.state == "quarantined":
@@ -173,8 +168,7 @@ class Batches:
         return True
 
     def _take_out(self, item: ItemState) -> None:
-        """Batches are consecutive: if none of its groups is left, it and all later ones are formed anew. Groups too new
-        for their batch are dispatched again."""
+        """Batches are consecutive: if no group is left, this batch and all later ones are formed anew."""
         batch = item.batch
         self._state.take_out(item)
         self.suspicion.clear(batch)

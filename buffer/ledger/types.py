@@ -8,11 +8,9 @@ OPEN = ("leased", "stored")
 CLOSED = ("dropped", "quarantined")
 """States of items that have left memory."""
 FailureKind = Literal["reward", "task", "prompt", "engine", "infrastructure"]
-"""Whose fault it is: the reward function's, the task's, the row's, vLLM's, or anything else's."""
+"""The fault is the reward function's, the task's, the row's, vLLM's, or anything else's."""
 RowValues = tuple[int | str, ...]
-"""The fields of a `RowRecord`."""
 Outcome = Literal["versions", "data", "failed"]
-"""At `run.versions`, by the end of the data, or given up."""
 
 
 class LedgerError(ValueError):
@@ -21,8 +19,6 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True)
 class Terms:
-    """What the rules depend on of the run file."""
-
     problems: int
     groups: int
     max_staleness: int
@@ -51,20 +47,18 @@ class SampleStats:
     reward: float
     truncated: bool = False
     oldest: int | None = field(default=None, compare=False)
-    """Policy version of its oldest sampled token; not written down."""
+    """Policy version of its oldest sampled token."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the reward function or task; not written down here."""
+    """Further numbers of the reward function or task."""
     prompt: int = field(default=0, compare=False)
-    """Tokens before the first sampled one; not written down here."""
+    """Tokens before the first sampled one."""
     row_images: int = field(default=0, compare=False)
-    """Images of its row; not written down here."""
     newest: int | None = field(default=None, compare=False)
-    """As `oldest`, of its newest token."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """An item dispatched to a server: `index` is the row, `version` the dispatch version d."""
+    """A dispatched item: `index` is the row, `version` the dispatch version d."""
 
     item: int
     lease: int
@@ -83,8 +77,6 @@ class FormedBatch:
 
 
 class Lengths(NamedTuple):
-    """How much text, of a group or of many."""
-
     groups: int = 0
     samples: int = 0
     tokens: int = 0
@@ -116,7 +108,7 @@ class ItemState:
     epoch: int
     state: Literal["waiting", "leased", "stored", "batched", "dropped", "quarantined"] = "waiting"
     reason: str = ""
-    """Of a drop, quarantine, or the last failed attempt."""
+    """Reason of a drop, quarantine, or the last failure."""
     version: int = -1
     """Dispatch version d; -1 before the first dispatch."""
     server: str = ""
@@ -125,15 +117,14 @@ class ItemState:
     request: int = 0
     attempts: int = 0
     batch: int = -1
-    """Its batch; if dropped, or quarantined before it had one, the next batch at that time; else -1."""
+    """Its batch; if it left before it had one, the next batch at that time; else -1."""
     samples: int = 0
     tokens: int = 0
     sampled: int = 0
     truncated: int = 0
     since: float = 0.0
-    """When the lease began."""
     elsewhere_until: float = 0.0
-    """Until then a waiting item does not go to `server`, which failed at it."""
+    """Until then a waiting item does not go to `server`."""
     held_back: bool = False
     """Until `elsewhere_until` it goes to no server."""
 
@@ -154,7 +145,6 @@ class ItemState:
         return self.state in ("stored", "batched") or (self.state in CLOSED and self.samples > 0)
 
     def lease_over(self, lease: int) -> str:
-        """Why a group under the ended `lease` is refused."""
         now = {
             "waiting": "the item waits to be dispatched again",
             "leased": f"the item is with {server_name(self.server)} under lease {self.lease}",
@@ -184,12 +174,11 @@ class EvaluationRow(NamedTuple):
 
 @dataclass
 class Changes:
-    """What has changed since the last `drain`. The store writes all of it in one transaction."""
+    """What the store writes of the ledger in one transaction."""
 
     items: dict[int, tuple[int | str, ...]] = field(default_factory=dict)
     sample_stats: dict[int, tuple[SampleStats, ...]] = field(default_factory=dict)
     discarded: set[int] = field(default_factory=set)
-    """Items whose stored samples are void."""
     quarantined: set[int] = field(default_factory=set)
     batches: dict[int, bool] = field(default_factory=dict)
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
@@ -206,13 +195,11 @@ class Changes:
 
 @dataclass(frozen=True)
 class Transaction:
-    """What the store writes at once, or not at all."""
-
     changes: Changes
     payloads: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
-    """Packed samples of the groups accepted in `changes`, by item."""
+    """Packed samples of newly accepted groups, by item."""
     void_before: int | None = None
-    """The samples of what was batched or dropped before this version are deleted."""
+    """Samples of older batches and drops are deleted."""
     noted: Sequence[tuple[str, object, object]] = ()
     """Keys of the run file that changed, with the old and the new value."""
 
@@ -225,7 +212,7 @@ class Saved:
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
     scalars: dict[str, int] = field(default_factory=dict)
     failed_rows: tuple[tuple[int, str], ...] = ()
-    """(row, reason) of items that failed last, oldest first."""
+    """(row, reason), oldest first."""
     evaluations: tuple[EvaluationRow, ...] = ()
     rows: tuple[RowValues, ...] = ()
 

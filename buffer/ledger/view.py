@@ -9,29 +9,25 @@ from buffer.ledger.state import LedgerState
 from buffer.ledger.types import ItemState, Lengths, Outcome, Terms
 
 LEAST_FAILURES, LEAST_BATCHES = 100, 3
-"""A run is given up after so many failures in a row, and the groups of so many batches."""
+"""So many failures in a row, and the groups of so many batches, end a run."""
 LEAST_FLAT, LEAST_FLAT_BATCHES = 1000, 10
-"""The same for groups without variance, which are no fault. If one group in 100 has variance, 1,000 in a row without
-come once in 2 million groups; if one in 200, once in 30,000."""
+"""The same for groups without variance. If one group in 100 has variance, 1,000 in a row without come once in 2 million
+groups; if one in 200, once in 30,000."""
 LEAST_QUARANTINED = 10
-"""So many groups in quarantine in a row, and those of a batch: then the groups are not at fault."""
+"""So many groups in quarantine in a row, and those of a batch, end a run: then the groups are not at fault."""
 
 
 class LedgerView:
     def __init__(self, terms: Terms, state: LedgerState, order: Order) -> None:
         self._terms, self._state, self._order = terms, state, order
         self.most_flat = max(LEAST_FLAT, LEAST_FLAT_BATCHES * terms.groups)
-        """Groups in a row without variance that end the run."""
         self.most_quarantined = max(LEAST_QUARANTINED, terms.groups)
-        """Groups in quarantine in a row that end the run."""
 
     def finished(self) -> bool:
-        """No further batch can be formed."""
         return self.outcome() is not None
 
     def outcome(self) -> Outcome | None:
-        """Why no further batch can be formed. A run whose data end also failed if no batch was formed and attempts
-        failed."""
+        """Why no further batch can be formed. A run whose data end also failed if it formed no batch."""
         state = self._state
         if self._terms.versions is not None and state.version >= self._terms.versions:
             return "versions"
@@ -49,7 +45,7 @@ class LedgerView:
     def room(self, dispatched: int, server: str = "") -> int:
         """How many items may be dispatched under version `dispatched` now.
 
-        Near `run.versions`, places are kept for items that this server failed at and another one takes.
+        Near `run.versions`, places are kept for items that this server failed at.
         """
         terms, state, pool = self._terms, self._state, self._state.pool
         if state.trend.given_up:

@@ -15,7 +15,6 @@ SYSTEM_FILES = "this machine has no open file left (fs.file-max): end what holds
 
 
 def remedy(error: sqlite3.Error | OSError) -> str:
-    """What ends a transient failure; "" for another one."""
     if isinstance(error, OSError):
         if error.errno in DISK_FULL:
             return MAKE_ROOM

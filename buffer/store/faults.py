@@ -1,4 +1,4 @@
-"""Errors of a run's ledger and samples on disk, in words."""
+"""Errors of a run's ledger and samples on disk."""
 
 import errno
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from buffer.ledger.types import LedgerError
 
 ACCEPT = "--accept-loss"
-"""The flag by which a person says that a loss is meant."""
+"""The flag that accepts a loss."""
 
 
 class StoreError(LedgerError):
@@ -29,8 +29,6 @@ class StoreGone(OSError):
 
 
 class DamagedSample(Exception):
-    """Bytes are not those that were stored."""
-
     def __init__(self, item: int, index: int, path: Path, problem: str) -> None:
         super().__init__(f"sample {index} of item {item} in {path}: {problem}")
         self.item, self.index, self.path, self.problem = item, index, path, problem

@@ -15,7 +15,7 @@ from buffer.store.faults import StoreError
 LOG_PAGES = 4096
 """Pages of the write-ahead log after which it is begun anew."""
 LOADED = "(batch = -1 OR batch >= COALESCE((SELECT value FROM meta WHERE name = 'oldest'), 0))"
-"""What a start reads; millions of others are of batches that nobody will ask for again."""
+"""What a start reads; millions of other items are not needed any more."""
 RULES = {
     "an item has an unknown state": f"""
         SELECT 'item ' || item FROM items WHERE {LOADED} AND
@@ -37,7 +37,7 @@ RULES = {
 
 
 def opened(path: Path | None, fsync: bool) -> sqlite3.Connection:
-    """Open the ledger `path` for writing, or one in memory. Raises StoreError or sqlite3.Error."""
+    """Open the ledger `path` for writing. Raises StoreError or sqlite3.Error."""
     db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
     try:
         (schema,) = db.execute("PRAGMA user_version").fetchone()
@@ -79,7 +79,7 @@ def require_ledger(db: sqlite3.Connection, refusal: str) -> None:
 
 
 def require_schema(schema: int, path: Path | None) -> None:
-    """Raise StoreError for a schema that this release does not read."""
+    """Raise StoreError for an unknown schema."""
     if schema not in sql.READABLE:
         raise StoreError(
             f"buffer.path {path}: written with schema {schema}, this Headrace has {sql.SCHEMA}; finish that run with "
@@ -96,7 +96,7 @@ def require_sound(db: sqlite3.Connection, path: Path | None) -> None:
 
 
 def unsound(db: sqlite3.Connection, most: int = 1) -> Iterator[str]:
-    """Up to `most` lines of what is wrong with the pages, and with each rule."""
+    """Up to `most` lines of what is wrong."""
     pages = [str(line).strip() for (line,) in db.execute(f"PRAGMA quick_check({most})")]
     yield from (" ".join(line.split()) for line in pages if line != "ok")
     for rule, query in RULES.items():
@@ -108,7 +108,6 @@ NOT_OPENED = (sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTO
 
 @contextmanager
 def explained(path: Path | None) -> Iterator[None]:
-    """Turn SQLite's errors about a file into a StoreError with the remedy."""
     try:
         yield
     except sqlite3.DatabaseError as error:

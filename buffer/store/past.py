@@ -17,22 +17,18 @@ from configs.resume import Change, Settings, written
 from configs.schema import Config
 
 BEGINS = "begins.json"
-"""Names the version with which the ledger of a run begins."""
 OPEN = "SELECT COUNT(*) FROM items WHERE batch = -1 AND state IN ('waiting', 'leased', 'stored')"
 """By the index of `batch`: a run may have millions of items."""
 
 
 class Past(NamedTuple):
-    """The last launch's `settings`, None for a new run, and how far the ledger is."""
-
     settings: Settings | None = None
     oldest: int = 0
-    """Oldest batch that can be served again."""
     trained: int = 0
     """Versions trained."""
     used_up: bool = False
     servers: int = 0
-    """Rollout servers that were wanted last; 0: as the run file has it."""
+    """Servers that were wanted last; 0: as the run file has it."""
     by_person: bool = False
 
 
@@ -41,7 +37,7 @@ def store_path(config: Config) -> Path | None:
 
 
 def past(config: Config) -> Past:
-    """What the store knows of the run. Raises ConfigError or StoreError for an unreadable file."""
+    """Raises ConfigError or StoreError for an unreadable file."""
     file = store_path(config)
     if file is None or not file.exists():
         return Past(written(config.run.path))
@@ -57,10 +53,7 @@ def past(config: Config) -> Past:
 
 
 def losses(config: Config) -> list[str]:
-    """What a start would lose for ever: commits, or the whole ledger of a run with checkpoints.
-
-    Raises StoreError for an unreadable file.
-    """
+    """What a start would lose for ever. Raises StoreError for an unreadable file."""
     file = store_path(config)
     if file is None:
         return []
@@ -97,7 +90,6 @@ def begin_with(run: Path, version: int) -> None:
 
 
 def begins_with(run: Path) -> int:
-    """The version with which the ledger of `run` may begin."""
     try:
         return int(json.loads((run / BEGINS).read_text(encoding="utf-8"))["version"])
     except FileNotFoundError:
@@ -114,7 +106,7 @@ def _counted(file: Path) -> witness.Commits | None:
 
 
 def history(db: sqlite3.Connection) -> Iterator[tuple[int, Change]]:
-    """Settings that changed while the run went on, and the version at which."""
+    """Settings that changed, and the version at which."""
     if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'changes'").fetchone():
         for version, key, old, new in db.execute("SELECT version, key, old, new FROM changes ORDER BY rowid"):
             yield version, Change(key, json.loads(old), json.loads(new))

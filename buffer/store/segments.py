@@ -22,9 +22,9 @@ from buffer.store.witness import identity
 from configs.variables import private_folder
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
-"""Size at which the next segment is begun, and the space allocated at a time."""
+"""Size of a segment, and the space allocated at a time."""
 SPARES = 8
-"""Empty segments kept to be reused: their blocks are allocated."""
+"""Empty segments kept to be reused."""
 BLOCK_BYTES = 4096
 """A commit begins at a multiple of this, so that no write touches a block with committed bytes."""
 BUFFERS = 512
@@ -49,7 +49,7 @@ class Segments:
             if fsync:
                 _sync_folder(folder.parent)
         self._open: tuple[int, int] | None = None
-        """Number and descriptor of the segment written last."""
+        """Number and descriptor."""
         self._identity: tuple[int, int] | None = None
         self._allocated = 0
         self._spare: list[Path] = []
@@ -87,7 +87,7 @@ class Segments:
         return path_of(self.folder, number)
 
     def missing(self, ends: Mapping[int, int]) -> Path | None:
-        """The first file of `ends` that does not exist or is shorter than its end."""
+        """The first file that does not exist or is shorter than its end."""
         for number, end in ends.items():
             path = path_of(self.folder, number)
             if not path.is_file() or path.stat().st_size < end:
@@ -102,7 +102,7 @@ class Segments:
                 path.unlink()
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Reuse or delete segments, a little later. What fails is repeated at the next start."""
+        """Reuse or delete segments later. What fails is repeated at the next start."""
         for number in numbers:
             self._remover.submit(self._remove, path_of(self.folder, number))
 
@@ -165,7 +165,7 @@ class Segments:
 
 
 class InMemory:
-    """The interface of `Segments` without files; each group is a segment of its own."""
+    """`Segments` without files; each group is a segment."""
 
     number, end = 1, 0
 
@@ -209,14 +209,14 @@ def path_of(folder: Path, number: int) -> Path:
 
 
 def read(folder: Path, place: Place, size: int) -> bytes:
-    """Read `size` bytes. Raises OSError if the file does not have them, FileNotFoundError once removed."""
+    """Raises OSError if the file does not have the bytes, FileNotFoundError once removed."""
     path = path_of(folder, place.segment)
     descriptor = open_file(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = os.pread(descriptor, size, place.position)
     finally:
         os.close(descriptor)
-    path.stat()  # raises if it was renamed, to be reused, meanwhile
+    path.stat()  # raises if it was renamed meanwhile
     if len(data) != size:
         found = f"{len(data)} bytes from {place.position} on, {size} were written"
         raise OSError(errno.EIO, found, str(path))
@@ -224,7 +224,7 @@ def read(folder: Path, place: Place, size: int) -> bytes:
 
 
 def open_file(path: Path, flags: int, mode: int = 0o777) -> int:
-    """Open a file, from the reserve when connections have used up all open files of the process."""
+    """Open a file, with the reserve if the process has no open file left."""
     try:
         return os.open(path, flags, mode)
     except OSError as error:
@@ -246,7 +246,7 @@ def reserve() -> Iterator[None]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a new file survive a power cut."""
+    """A new file survives a power cut only once its folder is synced."""
     descriptor = open_file(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -256,11 +256,11 @@ def _sync_folder(folder: Path) -> None:
 
 Group = Sequence[bytes]
 FREE_AT_ONCE = 8
-"""So many in a turn of the event loop: each group has megabytes."""
+"""Each group has megabytes."""
 
 
 class GroupCache:
-    """The latest groups, up to `max_bytes`: most are batched before they would be read back."""
+    """The latest groups: most are batched before they would be read back."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes = max_bytes, 0
@@ -278,7 +278,7 @@ class GroupCache:
         return self._groups.get(item)
 
     def release(self, items: Iterable[int]) -> None:
-        """Forget these items. `free` frees their memory later: freeing hundreds at once would take 20 ms."""
+        """Forget these items. `free` frees their memory later: hundreds at once would take 20 ms."""
         for item in items:
             if group := self._groups.get(item):
                 self._forgotten.append(group)

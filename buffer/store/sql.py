@@ -1,4 +1,4 @@
-"""The tables of the ledger's SQLite file, and the statements that write them. Text only, for `sqlite.py`.
+"""The tables of the ledger's SQLite file, and the statements that write them.
 
 Readable with any SQLite tool, also while the buffer runs:
 `sqlite3 buffer.sqlite "SELECT state, COUNT(*) FROM items GROUP BY state"`
@@ -7,35 +7,33 @@ Readable with any SQLite tool, also while the buffer runs:
               state, reason        waiting, leased, stored, batched, trained, dropped, quarantined; why dropped, put
                                    into quarantine, or failed last
               version, server      dispatch version and server of the last lease
-              lease, request       number of the last lease; number of the Ask that was answered with it
+              lease, request       numbers of the last lease and of its Ask
               attempts             dispatches so far
-              batch                batch it went into, or was taken out of; dropped: the one then collected; else -1
+              batch                its batch, also if taken out of it; dropped: the next batch then; else -1
               samples, tokens, sampled, truncated   sums over its group
               leased_at, stored_at, changed_at      Unix time
-              bytes                size of its samples here; 0 once removed
+              bytes                size of its samples; 0 once removed
     samples   item, idx, tokens, sampled, reward, truncated
-              segment, position, bytes   where it is: in the file `buffer.sqlite-samples/SEGMENT.samples` (six digits),
-                                         from byte `position` on, MessagePack of `buffer.wire.sample.Sample`
+              segment, position, bytes   where in `buffer.sqlite-samples/SEGMENT.samples` (six digits) it is,
+                                         as MessagePack of `buffer.wire.sample.Sample`
               crc32c                     CRC32C of those bytes; NULL: stored by a release that computed none
-    segments  segment, size, live  those files: bytes that count of each, bytes that are still named
+    segments  segment, size, live  bytes that count of each file, bytes that are still named
     batches   version, trained, formed_at, trained_at
-    problems  row, problem, place  JSON of each problem that was dispatched, and where it is in its file
+    problems  row, problem, place  JSON of each dispatched problem, and where it is in its file
     rows      row, drawn, groups, samples, solved   by row of the data set: items, groups, samples, solved samples
               streak               groups in a row with all samples solved; negative: with none
-              last_item, last_version   the item drawn last, and the next batch to be formed then
+              last_item, last_version   the item drawn last, and the next batch then
               failed, hopeless, reason  attempts that failed by the row, reward or task; 1 if one failed for good; why
-    totals    what, which, groups, samples, tokens, sampled, truncated   running sums, see `buffer/ledger/counts.py`
-    meta      name, value          counters of the ledger, digest of the data, the run's settings as JSON by key;
+    totals    what, which, groups, samples, tokens, sampled, truncated   sums, see `buffer/ledger/counts.py`
+    meta      name, value          counters of the ledger, digest of the data, settings as JSON by key;
                                    `ledger`: a random name of this file, `commits`: how often it was committed
-    evaluations  due, state, version, server   version at which it was due; running, lost, done, failed; what was
-                                               evaluated, where
+    evaluations  due, state, version, server   version when due; running, lost, done, failed; what was evaluated, where
               attempts, reason, results, samples, changed_at   claims; why given up; JSON by set: figures, answers
     changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
 """
 
 APPLICATION, SCHEMA = 0x48445243, 7
 READABLE = (3, 4, 5, 6, SCHEMA)
-"""Schemas that are read; a buffer brings an earlier one to SCHEMA."""
 ROWS = """
 CREATE TABLE rows (
     row INTEGER PRIMARY KEY, drawn INTEGER NOT NULL, groups INTEGER NOT NULL, samples INTEGER NOT NULL,
@@ -78,18 +76,17 @@ MIGRATIONS = {
     5: "",
     6: "",
 }
-"""By schema: what brings a file to the next one. Schemas 6 and 7 only keep older releases from samples that they cannot
-read."""
+"""Schemas 6 and 7 only keep older releases from samples that they cannot read."""
 NO_PLACES = "CREATE TEMP VIEW problems AS SELECT *, NULL AS place FROM main.problems"
 NO_ROWS = ROWS.replace("CREATE TABLE", "CREATE TEMP TABLE")
 AS_NOW = {
     3: ("CREATE TEMP VIEW samples AS SELECT *, NULL AS crc32c FROM main.samples", NO_PLACES, NO_ROWS),
     4: (NO_PLACES, NO_ROWS),
 }
-"""By schema, for readers of an earlier file: adds what it lacks."""
+"""For readers of an earlier file: adds what it lacks."""
 FIRST_COMMIT = "INSERT OR IGNORE INTO meta VALUES ('ledger', ?), ('commits', 0)"
 NEXT_COMMIT = "UPDATE meta SET value = value + 1 WHERE name = 'commits'"
-"""In a table that nearly every transaction writes to anyway."""
+"""Nearly every transaction writes to this table anyway."""
 COMMITS = "SELECT (SELECT value FROM meta WHERE name = 'ledger'), value FROM meta WHERE name = 'commits'"
 SCALARS = "SELECT name, value FROM meta WHERE typeof(value) = 'integer' AND name <> 'commits'"
 ITEM = """
@@ -131,7 +128,6 @@ FREE = """
 UPDATE segments SET live = live - (SELECT bytes FROM items WHERE item = ?)
 WHERE segment = (SELECT segment FROM samples WHERE item = ? LIMIT 1)
 """
-"""Values: the item, twice."""
 EMPTY = "SELECT segment FROM segments WHERE live = 0 AND segment <> ?"
 TOTAL = "INSERT OR REPLACE INTO totals VALUES (?, ?, ?, ?, ?, ?, ?)"
 BATCH = """

@@ -1,7 +1,7 @@
 """The store: the ledger in one SQLite file, a transaction for each commit, the samples beside it in segments.
 
-One process may write. No byte is believed unchecked: a sample has its CRC32C, pages and rows are compared
-(`opening.py`), and so are the number of commits and the files themselves (`witness.py`).
+No byte is believed unchecked: a sample has its CRC32C, pages and rows are compared (`opening.py`), and so are the
+number of commits and the files themselves (`witness.py`).
 """
 
 import errno
@@ -30,16 +30,15 @@ from configs.variables import open_private, run_folder
 
 log = logging.getLogger(__name__)
 SAMPLES_FIELD = 11
-"""Index of `samples` in `ItemState.row_values()`."""
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
-"""Errors of reading a sample that mean that its bytes are lost."""
+"""Errors that mean that a sample's bytes are lost."""
 
 
 class Store:
     """The ledger on disk, or in memory without `path`. With `fsync` a commit waits for the disk.
 
-    `problems` are the rows of the data set, `digest` is of their file, `place` says where in it a row is. Raises
-    StoreError for a file that is no buffer's, is damaged, in use, or of a run with another `digest`.
+    `digest` is of the data, `place` says where a row is. Raises StoreError for a file that is no buffer's, is damaged,
+    in use, or of a run with another `digest`.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Store:
         self._witness = witness.Witness(path, found)
 
     def _require_same_problems(self, digest: str) -> None:
-        """An empty digest is not compared."""
         known = self._db.execute("SELECT value FROM meta WHERE name = 'problems_sha256'").fetchone()
         if known and digest and known[0] != digest:
             raise StoreError(
@@ -202,14 +200,14 @@ class Store:
         return self._read(item, 0, rows) if rows else []
 
     def samples(self, item: int, indexes: Sequence[int]) -> list[bytes]:
-        """Some packed samples of a group, by their places in it. Raises DamagedSample."""
+        """Some packed samples of a group. Raises DamagedSample."""
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
         if len(indexes) == len(rows):
             return self._read(item, 0, rows)
         return [self._read(item, index, rows[index : index + 1])[0] for index in indexes]
 
     def _read(self, item: int, first: int, rows: Sequence[tuple[int, int, int, int | None]]) -> list[bytes]:
-        """Read `rows`, which lie one after the other, from sample `first` of the item on."""
+        """Read `rows`, which lie one after the other."""
         place, path = Place(*rows[0][:2]), self._segments.path_of(rows[0][0])
         try:
             found = self._segments.read(place, [size for _, _, size, _ in rows])
@@ -223,11 +221,11 @@ class Store:
         return found
 
     def untrained_bytes(self) -> dict[int, int]:
-        """Of samples that are yet to be trained, by item."""
+        """Bytes of untrained samples by item."""
         return dict(self._db.execute(sql.UNTRAINED))
 
     def bytes_batched_since(self, version: int) -> dict[int, int]:
-        """Of samples by item, for batch `version` and all later batches."""
+        """Bytes of samples by item, for batch `version` and all later batches."""
         return dict(self._db.execute(sql.BATCHED_SINCE, [version]))
 
     def close(self) -> None:

@@ -2,14 +2,14 @@
 
 SQLite silently drops what it cannot read of its log, and an older copy of the file is a sound database too. So each
 transaction counts itself in the ledger, and the number is written to the witness, a small file beside it, after the
-commit and before anything is acknowledged. The witness is not synced, which would take as long as the commit: after a
-power cut it may be older than the ledger, never newer, unless the disk broke its promise or `buffer.fsync` is false.
+commit and before anything is acknowledged. The witness is not synced: after a power cut it may be older than the
+ledger, never newer, unless the disk broke its promise or `buffer.fsync` is false.
 
 SQLite has no checksums of its pages, so a clean end leaves the CRC32C of the ledger's file here. The witness is one
 line: name of the ledger, number of commits, CRC32C of the file or dashes, and CRC32C of these three.
 
-Linux lets a file be deleted while it is written. Bytes written from then on are lost with the process, so `SameFiles`
-looks before each commit.
+Linux lets a file be deleted while it is written. Such bytes are lost with the process, so `SameFiles` looks before each
+commit.
 """
 
 import os
@@ -34,14 +34,11 @@ class Commits(NamedTuple):
     ledger: str
     number: int
     file: str = NONE
-    """CRC32C of the ledger's file as a clean end left it."""
 
 
 class Witness:
-    """The witness of the ledger `path`, open for writing.
-
-    It is written through memory: a system call would change the time of the file, which waits for the disk's journal.
-    """
+    """The open witness. It is written through memory: a system call would change the time of the file, which waits for
+    the disk's journal."""
 
     def __init__(self, path: Path, commits: Commits) -> None:
         self._path, (self.ledger, self.number, _) = path, commits
@@ -67,7 +64,6 @@ class Witness:
             self._write()
 
     def close(self) -> None:
-        """Close the witness after the ledger."""
         with suppress(OSError):  # the ledger is complete without it
             self._write(NONE if _has_log(self._path) else f"{crc32c_of(self._path):08x}")
             self._memory.flush()
@@ -118,16 +114,13 @@ def noted(path: Path) -> Commits | None:
 
 
 def counted(db: sqlite3.Connection) -> Commits | None:
-    """How often the ledger was committed; None for an earlier release."""
     row = db.execute(sql.COMMITS).fetchone()
     return Commits(*row) if row else None
 
 
 def require_all(path: Path, known: Commits | None, found: Commits | None) -> None:
-    """Raise LostCommits unless the ledger, committed `found` times, has all commits `known` to its witness.
-
-    Read the witness before the ledger.
-    """
+    """Raise LostCommits unless the ledger, committed `found` times, has all commits `known` to its witness, which must
+    be read before it."""
     if known is None or (found and found.ledger == known.ledger and found.number >= known.number):
         return
     if found and found.ledger == known.ledger:

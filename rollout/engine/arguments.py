@@ -21,35 +21,34 @@ from rollout.engine.door.installed import cpu_head_sizes, registered, vllm_field
 from rollout.templates.parsers import AUTO
 
 CPU_STEP_TOKENS = 2048
-"""vLLM refuses more sequences than that, so a step grows with them."""
 HEAD = {"head_dtype": "float32"}
 """vLLM would round logits to model.dtype, and the learner's ratios would see that noise at every token."""
 MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
-"""On a GPU a step may have twice as many tokens as sequences, and runs as a CUDA graph. vLLM's own 128 sequences and
-2,048 tokens gave 15,000 tokens/s of a 1.5B model on an H200, these arguments 26,800 (benchmarks/LOG.md). There is room
-for a whole group when one place is free: else each end would let one prompt into a step that is no CUDA graph."""
+"""On a GPU a step may have twice as many tokens as sequences, and is a CUDA graph. vLLM's own 128 sequences and 2,048
+tokens gave 15,000 tokens/s of a 1.5B model on an H200, these arguments 26,800 (benchmarks/LOG.md). A whole group fits
+when one place is free: else each end would let one prompt into a step without a graph."""
 GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
-"""Which CUDA graphs are captured; vLLM takes one of them only."""
+"""vLLM takes one of them only."""
 LINEAR_LAYERS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 )
-"""That vLLM adapts, for `model.lora.targets: all`."""
+"""Layers that vLLM adapts for `model.lora.targets: all`."""
 PARTS = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
-"""A part of each layer that vLLM joins."""
+"""One part of each layer that vLLM joins."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's `max_lora_rank` may be; adapters of a lower rank are padded."""
+"""Values of vLLM's `max_lora_rank`; adapters of a lower rank are padded."""
 USUAL_PROMPT = 128
 """Tokens of the prompts with which the price of missing graphs was measured."""
 UNEQUAL_ON_CPU = ("lfm2", "lfm2_moe")
 """Small copies of these in float32 are 0.01 nat off in vLLM 0.32 on a CPU. The reason is unknown."""
 IMAGES_PER_STEP = 4
-"""Images of the largest size whose tokens a step of a GPU holds."""
+"""Images of the largest size that fit into a step of a GPU."""
 PARSERS = {
     "tool_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
     "reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
 }
-"""Keys of `rollout.chat`, with vLLM's package and table of their values."""
+"""vLLM's package and table of each key of `rollout.chat`."""
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: half the memory
@@ -72,7 +71,6 @@ def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
-    """A line for each key that the installed vLLM has no field for."""
     fields = set(vllm_fields()) if engine else set()
     known = {field: f"{section}.engine.{field}" for field in fields}
     ours: Any = Config.model_fields[section].annotation
@@ -87,7 +85,6 @@ def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
 
 
 def unknown_parsers(config: Config) -> Iterator[str]:
-    """A line for each parser that the installed vLLM does not have."""
     for key in PARSERS:
         if (name := getattr(config.rollout.chat, key)) not in (None, AUTO):
             yield from unknown_parser(key, name)
@@ -102,10 +99,8 @@ def unknown_parser(key: str, name: str) -> Iterator[str]:
 
 
 def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
-    """A line for each thing of the model that vLLM's kernels for a CPU lack.
-
-    Otherwise a server would end at its first step, or leave attention to later tokens of an image out silently.
-    """
+    """A line for each thing of the model that vLLM's kernels for a CPU lack, with which a server would end at its first
+    step or silently compute something else."""
     facts = facts_of(config.model)
     if cpu and facts.mutual:
         problem = "vLLM on a CPU has no token of an image see those after it, as this model does"
@@ -163,7 +158,6 @@ def cliffs(config: Config) -> Iterator[str]:
 
 
 def largest_graph(arguments: Mapping[str, Any]) -> int:
-    """Tokens of the largest step that is a CUDA graph."""
     inside = arguments.get("compilation_config")
     said = {**arguments, **(inside if isinstance(inside, Mapping) else {})}
     size = said.get("max_cudagraph_capture_size") or min(2 * arguments["max_num_seqs"], 512)
@@ -194,7 +188,7 @@ def can_fp8() -> bool:
 
 
 def environment(cpu: bool) -> dict[str, str]:
-    """Environment variables for vLLM; those that are set already keep their value."""
+    """Variables for vLLM; those that are set already keep their value."""
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
     if folder := socket_folder(VLLM_BYTES):
         common[RPC_PATH] = folder
@@ -203,10 +197,7 @@ def environment(cpu: bool) -> dict[str, str]:
 
 
 def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | None = None) -> dict[str, Any]:
-    """Our defaults, then `rollout.engine`, then what Headrace depends on.
-
-    `form` is how the model sees images, None for a text model.
-    """
+    """Our defaults, then `rollout.engine`, then what Headrace depends on."""
     given = config.rollout.engine
     defaults: dict[str, Any] = {
         "load_format": "dummy",  # weights come from the learner
@@ -242,19 +233,18 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
 
 
 def text_arguments() -> dict[str, Any]:
-    """For a model trained on text alone: vLLM builds no tower."""
+    """vLLM builds no tower."""
     return {"language_model_only": True} if "language_model_only" in vllm_fields() else {}
 
 
 def longest_sample(config: Config) -> int:
-    """Tokens of the longest sample, trained on or evaluated."""
     answers = [each.max_tokens or 0 for each in config.data.eval.values()]
     return max([max_sample_tokens(config), *(config.data.max_prompt_tokens + answer for answer in answers)])
 
 
 def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """For an adapter beside the base. Every request names it, so CUDA graphs without one would never run; vLLM's second
-    model runner captures them if asked (0.26 to 0.32)."""
+    """Every request names the adapter, so CUDA graphs without one would never run; vLLM's second model runner captures
+    them if asked (0.26 to 0.32)."""
     lora, known = model.lora, model_facts(model.path).linear
     assert lora is not None
     layers = list(lora.targets)
@@ -274,7 +264,6 @@ def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str,
 
 
 def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:
-    """Images come decoded, resized and normalised, as the learner sees them."""
     sizes: dict[str, Any] = {"size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels}}
     if form.side is not None:
         sizes = {"size": {"height": form.side, "width": form.side}, "do_pan_and_scan": False}

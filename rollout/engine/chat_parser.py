@@ -15,7 +15,7 @@ ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class VllmParser:
-    """Reads answers with the parsers of `rollout.chat`. Raises ValueError if the tokenizer does not suit them."""
+    """Reads answers. Raises ValueError if the parsers do not suit the tokenizer."""
 
     def __init__(self, tokenizer: Any, chat: ChatConfig, model: str) -> None:
         self._tokenizer, self._kwargs = tokenizer, chat.template_kwargs
@@ -35,7 +35,6 @@ class VllmParser:
             raise ValueError(f"rollout.chat: {names} cannot be used with the tokenizer of {model}: {reason}") from error
 
     def check(self, tools: list[dict[str, Any]] | None) -> None:
-        """Raises ChatRefused for tools that are not as OpenAI's API has them."""
         self._request(tools)
 
     def _request(self, tools: list[dict[str, Any]] | None) -> ChatCompletionRequest:
@@ -58,7 +57,7 @@ class VllmParser:
             reasoning, content, calls = parser.parse(
                 text, request, enable_auto_tools=True, model_output_token_ids=tokens
             )
-        except Exception:  # what a policy samples may be odd: it stays text, and counts as bad
+        except Exception:  # a policy may sample what is odd: it stays text, and counts as bad
             return {"role": "assistant", "content": text}, 1
         made: dict[str, Any] = {"role": "assistant", "content": content or ""}
         if reasoning:
@@ -71,7 +70,7 @@ class VllmParser:
         return self._parser(self._tokenizer, tools, chat_template_kwargs=self._kwargs)
 
     def _bad_calls(self, message: dict[str, Any], tools: list[dict[str, Any]] | None, parser: Any) -> int:
-        """Calls of unknown tools or without a JSON object, and one that began and stayed text."""
+        """Calls of unknown tools or without a JSON object, and one that stayed text."""
         known = {tool["function"]["name"] for tool in tools or ()}
         functions = [call["function"] for call in message.get("tool_calls", ())]
         bad = sum(each["name"] not in known or not is_object(each["arguments"]) for each in functions)

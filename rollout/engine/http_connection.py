@@ -12,14 +12,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from configs.http_limits import most_connections
 
 HEAD_S = 10.0
-"""From the connection's start or the head's first byte on."""
+"""Time from the connection's start or the head's first byte on."""
 MOST_CONNECTIONS = 4096
-"""A further one is closed at once; fewer where few files may be open."""
+"""Further connections are closed at once."""
 
 
 class LimitedConnection(H11Protocol):
     _late: asyncio.TimerHandle | None = None
-    """Closes the connection, unless a head is there before."""
+    """Closes the connection unless a head is there before."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -49,5 +49,4 @@ class LimitedConnection(H11Protocol):
 
 
 def limit_connections() -> None:
-    """Limit all of this process's servers."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{LimitedConnection.__name__}"

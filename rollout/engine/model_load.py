@@ -1,8 +1,8 @@
 """How a policy's weights get into vLLM's model: from the staging copy, bucket by bucket, or from files.
 
 The worker calls this between two engine steps; `stream` runs in the staging's thread while the engine is paused.
-Nothing waits for the GPU: loads are queued on the stream of the steps. Frozen weights come with the first policy only.
-vLLM's reload leaves whole layers as they are; a layer of which only a part comes becomes garbage.
+Nothing waits for the GPU: loads are queued on the stream of the steps. vLLM's reload leaves whole layers as they are; a
+layer of which only a part comes becomes garbage.
 """
 
 import logging
@@ -36,7 +36,7 @@ RELOADING.setLevel(logging.ERROR)  # it warns at each update; see `check_complet
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """Layers whose weights a GPU keeps as they are in the file."""
 PLAIN_TOWERS = ("qwen2_5_vl",)
-"""Models that see and were seen to be kept so (`benchmarks/vision/loading.py`)."""
+"""Models that see and are kept so (`benchmarks/vision/loading.py`)."""
 ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
@@ -47,7 +47,6 @@ class ModelLoad:
         self.plainly = loads_plainly(model, vllm_config, device)
         self.frozen: Collection[str] = ()
         self._held = set[str]()
-        """Parameters of vLLM's model with frozen weights."""
         self._copies, self._regions = RecordedCopies(model), RegionCopies(model)
 
     def regions(self, specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
@@ -57,11 +56,11 @@ class ModelLoad:
         return self._regions.find(specs, lambda weights: self._load(iter(weights), frozen))
 
     def load_slices(self, staged: Sequence[tuple[Region, torch.Tensor]]) -> None:
-        """Load all staged regions, or those of the trained weights. Raises ValueError."""
+        """Load all staged regions, or the trained ones. Raises ValueError."""
         self._regions.load(staged)
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load views of the staging copy. Raises ValueError if some of the model's weights are missing."""
+        """Load views of the staging copy. Raises ValueError if weights are missing."""
         self._load(weights, self.frozen, recorded=self.plainly)
 
     def forget_staged(self) -> None:
@@ -69,12 +68,10 @@ class ModelLoad:
         self._regions.forget_staged()
 
     def load_folder(self, folder: Path) -> None:
-        """Load a Hugging Face folder. Raises ValueError."""
         self._load(tensors_in(files_in(folder)), ())
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load buckets that later ones overwrite. Raises ChannelError if they end early and another round can repair
-        that."""
+        """Load buckets that later ones overwrite. Raises ChannelError for an end that another round can repair."""
         if self.plainly:
             self._load(weights, self.frozen)
             return
@@ -94,7 +91,7 @@ class ModelLoad:
             stack.enter_context(torch.device(self.device))
             stack.enter_context(packed_anew(model, self.device))
             if not self.plainly:
-                initialize_layerwise_reload(model)  # the parameters are those of the file now
+                initialize_layerwise_reload(model)
             expected = names(model)
             loaded, held = self._load_kinds(weights, frozen, recorded)
             if not self.plainly:
@@ -127,10 +124,8 @@ class ModelLoad:
 
 
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
-    """Whether `load_weights` may overwrite the weights in place, in a fifth of the reload's time.
-
-    That is correct only where vLLM keeps every weight as it is in the file (docs/design/engine.md).
-    """
+    """Whether `load_weights` may overwrite the weights in place: only where vLLM keeps every weight as it is in the
+    file (docs/design/engine.md). It takes a fifth of the reload's time."""
     model_config = vllm_config.model_config
     untried = model_config.is_multimodal_model and model_config.hf_config.model_type not in PLAIN_TOWERS
     if device.type != "cuda" or vllm_config.quant_config is not None or untried:
@@ -149,7 +144,7 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 def names(model: torch.nn.Module) -> set[str]:
-    """Weights that a policy has to bring. Scales of attention, which FP8 adds, stay at 1."""
+    """Scales of attention, which FP8 adds, stay at 1."""
     return {name for name, _ in model.named_parameters() if not name.endswith(ATTENTION_SCALES)}
 
 
@@ -161,8 +156,8 @@ def partly_loaded(model: torch.nn.Module) -> set[str]:
 
 
 def check_complete(expected: set[str], loaded: object, partial: set[str], model_config: Any) -> None:
-    """Raise ValueError if some weights were not loaded. Models that do not report what they loaded pass, unless a layer
-    was loaded in part."""
+    """Raise ValueError if weights are missing. Models that do not report what they loaded pass, unless a layer was
+    loaded in part."""
     missing = expected - set(map(parameter_name, loaded)) if isinstance(loaded, set) else set()
     configs = (model_config.hf_config, model_config.hf_text_config)  # vision-language models say it at the top only
     if any(getattr(config, "tie_word_embeddings", False) for config in configs):

@@ -1,7 +1,6 @@
-"""Loads policies from a staging copy by the copies that vLLM's first load made, without vLLM's loaders.
+"""Loads policies from a staging copy by the copies that vLLM's first load made (docs/design/engine.md).
 
-The first load records every copy to a parameter as a pair of views. Where these are the whole load, later policies
-repeat them on the current stream (docs/design/engine.md).
+Where these copies are the whole load, later policies repeat them on the current stream.
 """
 
 import logging
@@ -17,21 +16,20 @@ from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger(__name__)
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Targets in the parameters, and for each its source."""
+"""Targets in the parameters, and their sources."""
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
-"""vLLM zeroes the padding of a vocabulary, and an adapter's slot. Zeroed once, they stay so."""
+"""Zeros of a vocabulary's padding or an adapter's slot, which stay once written."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The copies into a model whose parameters lie at `addresses`."""
+    """Copies into a model whose parameters lie at `addresses`."""
 
     source: torch.Tensor
-    """Keeps the staging copy in memory, so that nothing else can come to lie at its address."""
+    """Keeps the staging copy in memory, so that nothing else comes to lie at its address."""
     addresses: list[int]
     groups: list[Pairs]
     problem: str
-    """Why the copies are not the whole load, or ""."""
 
 
 class RecordedCopies:
@@ -42,7 +40,6 @@ class RecordedCopies:
         self.recording: Recording | None = None
 
     def forget(self) -> None:
-        """Let go of the staging copy."""
         self.recording = None
 
     @torch.no_grad()
@@ -103,7 +100,7 @@ class Recorder(TorchDispatchMode):
 
     def problem(self, parameters: Iterable[torch.Tensor], padded: bool = False) -> str:
         """Why the copies are not the whole load: another operation, or, unless `padded`, a byte that is not written
-        exactly once."""
+        once."""
         if self._odd:
             return f"load_weights also runs {self._odd[0]}"
         if padded:
@@ -120,8 +117,7 @@ class Recorder(TorchDispatchMode):
 
 
 def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:
-    """Arguments of `_foreach_copy_`, which fuses a list only if all of it has one pair of dtypes and equal, dense
-    strides: so strided slices have lists of their own."""
+    """`_foreach_copy_` fuses a list only if all of it has one pair of dtypes and equal, dense strides."""
     groups: dict[tuple[Any, ...], Pairs] = {}
     for target, source in copies:
         dense = target.is_contiguous() and source.is_contiguous()
@@ -142,7 +138,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours made one; overlapping ones stay: `(2, 4), (0, 2) -> (0, 4)`"""
+    """Join neighbours; overlapping spans stay: `(2, 4), (0, 2) -> (0, 4)`"""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if found and start == found[-1][1]:

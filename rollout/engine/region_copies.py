@@ -1,8 +1,7 @@
 """Loads policies from a copy of those parts of the weights that vLLM's loaders take for one worker.
 
-`find` runs `model.load_weights` on tensors without values: copies into parameters are noted and not made. What they
-read are the regions that the worker stages (`learner/weights/slices.py`); `load` makes the copies, on the current
-stream.
+`find` runs `model.load_weights` on tensors without values and notes the regions that it copies; the worker stages these
+(`learner/weights/slices.py`), and `load` makes the copies, on the current stream.
 """
 
 import logging
@@ -25,9 +24,8 @@ class Loading:
     addresses: list[int]
     targets: dict[Region, list[torch.Tensor]]
     fills: list[Callable[[], object]]
-    """What else the loaders write, once: it stays."""
+    """Further writes of the loaders, made once."""
     groups: dict[tuple[int, int], list[Pairs]] = field(default_factory=dict)
-    """By where the staged regions lie and how many there are."""
 
 
 class RegionCopies:

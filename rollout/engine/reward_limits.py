@@ -7,7 +7,6 @@ from typing import Any
 from configs.http_limits import BODY_S, HEADERS, POLICY, is_loopback_host, name_of
 
 MOST_REQUESTS, MOST_BODY = 4096, 64 * 2**20
-"""At a time, and bytes."""
 HEAD_LIMITS = {"h11_max_incomplete_event_size": 2**16, "h11_max_header_count": 64}
 """Bytes and fields of a request's head."""
 ADDED = [
@@ -87,8 +86,6 @@ class LimitedBody:
 
 
 class MarkedResponse:
-    """A response with headers for browsers."""
-
     def __init__(self, send: Send) -> None:
         self._send, self.begun = send, False
 

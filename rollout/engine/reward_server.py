@@ -29,10 +29,9 @@ from rollout.engine.vllm_variables import unreadable_variables
 
 PROG = "python -m rollout reward"
 KEYS_VARIABLE = "HEADRACE_REWARD_KEYS"
-"""Names the folder of the run's keys."""
 REFUSAL = b'{"error": {"message": "this server asks for the token of its run: <run>/keys/reward.token"}}'
 LEVEL = "warning"
-"""Below it, the log has a line for each request."""
+"""At info, uvicorn logs each request."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +50,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
-    """`keys`: folder of the run's keys."""
     os.environ[KEYS_VARIABLE] = str(keys.absolute())
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
@@ -87,7 +85,6 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Such as `--port=5700 --enforce-eager`."""
     found = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -101,8 +98,8 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 class TokenGate:
-    """Limits requests, refuses those without the token, `GET /health` apart, and notes for the keeper that this server
-    has scored answers."""
+    """Limits requests, refuses those without the token, except `GET /health`, and notes for the keeper that it has
+    scored."""
 
     host: ClassVar[str] = ""
     scores: ClassVar[str] = "/classify"
@@ -131,7 +128,6 @@ class TokenGate:
 
 
 async def refuse(scope: dict[str, Any], send: Callable[..., Any]) -> None:
-    """Answer 401, or end a web socket."""
     if scope["type"] != "http":
         await send({"type": "websocket.close", "code": 1008})
         return

@@ -1,7 +1,7 @@
 """Finds out why vLLM's engine process did not start, so that the server is not restarted if that cannot help.
 
-A handler of vLLM's logger writes the exception to a file. A forked process inherits the handler; a spawned one adds it
-when it imports the worker's extension, and finds the file in a variable.
+A handler of vLLM's logger writes the exception to a file. A spawned process adds it when it imports the worker's
+extension, and finds the file in a variable.
 """
 
 import logging
@@ -38,7 +38,6 @@ def final_failures() -> Iterator[None]:
 
 
 def report_final_failures() -> None:
-    """Write the reason to the file of the parent."""
     name, logger = os.environ.get(FILE), logging.getLogger(LOGGER)
     if name and not any(isinstance(handler, ReasonFile) for handler in logger.handlers):
         logger.addHandler(ReasonFile(name))

@@ -46,7 +46,6 @@ def check_teacher_server(config: Config) -> None:
 
 
 def unknown_arguments(config: Config) -> list[str]:
-    """A line for each argument that the installed vLLM does not have."""
     lines = []
     for source, each in config.teacher.teachers.items():
         key = key_of(config.teacher, source)

@@ -1,7 +1,7 @@
 """vLLM for a rollout server: exact tokens, their log-probabilities and versions, and new weights between two steps.
 
-vLLM runs the model in a process of its own, whose scheduler keeps what is sampled until a sequence ends. When that
-process dies, all callers get EngineDead. `Engine.start` blocks the event loop for tens of seconds.
+vLLM runs the model in a process of its own; when that dies, all callers get EngineDead. `Engine.start` blocks the event
+loop for tens of seconds.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from rollout.errors import EngineDead, EngineError, EpisodeError
 from rollout.tasks.trajectory import Completion, PlacedImage
 
 ADAPTER = LoRARequest("policy", NUMBER, "/pushed by the learner")
-"""What all requests name with `model.lora`. Nothing is read from the path."""
+"""Nothing is read from the path."""
 CLOSE_S = 0.5
 LOAD_FOLDER_S = 3600.0
 DEAD = "vLLM's engine process died; its last log lines are above"
@@ -80,15 +80,13 @@ class Engine:
 
     @classmethod
     async def launch(cls, arguments: dict[str, Any]) -> "Engine":
-        """Start vLLM.
-
-        Raises ConfigError for a model that cannot be given policies, or whose routes vLLM does not return; EngineDead.
-        """
+        """Raises ConfigError for a model that cannot be given policies, or whose routes vLLM does not return;
+        EngineDead."""
         reports = Reports()
         # they block SIGTERM, so they work through the drain when a job gets it
         with translate_engine_errors(), final_failures(), blocked(signal.SIGTERM):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
-        logging: Any = llm.logger_manager  # adds a logger for Prometheus, which every output pays for
+        logging: Any = llm.logger_manager  # adds a logger that every output pays for
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
         gc.collect()
         gc.freeze()  # else each full collection walks a million objects, and every token waits for it
@@ -125,9 +123,9 @@ class Engine:
     ) -> Completion:
         """Sample a continuation of `prompt`, up to a stop token, which is kept, or `max_tokens`.
 
-        Log-probabilities are under `temperature`. Prompts are cached under `salt`; None: the current one. `routed`: so
-        many first tokens need no routes any more. Raises EpisodeError for tokens that vLLM refuses, EngineError for any
-        other error of this request, EngineDead.
+        Log-probabilities are under `temperature`. Prompts are cached under `salt`. `routed`: so many first tokens need
+        no routes. Raises EpisodeError for tokens that vLLM refuses, EngineError for another error of this request,
+        EngineDead.
         """
         salt = salt or self.salt
 
@@ -172,7 +170,6 @@ class Engine:
     async def paused(self) -> AsyncIterator[None]:
         """Stop generation while weights are received into place; unfinished sequences go on afterwards."""
         async with self._pausing:
-            # `pause_generation` would wait 20 ms more
             pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             await self.call_or_death(pause, None)
             try:
@@ -190,7 +187,7 @@ class Engine:
         return answers
 
     async def load_folder(self, path: Path) -> None:
-        """Load a Hugging Face folder, or an adapter's. Raises EngineDead, EngineError."""
+        """Raises EngineDead, EngineError."""
         await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=LOAD_FOLDER_S)
         self._loads += 1
         self._folders += 1
@@ -208,7 +205,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """The policy's version, set once the workers have loaded it; what other weights cached is not used then."""
+        """Set once the workers have loaded it; what other weights cached is not used then."""
         return self._version
 
     @version.setter
@@ -218,12 +215,12 @@ class Engine:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the model's embedding, which are more than the tokenizer's words."""
+        """Rows of the model's embedding, more than the tokenizer's words."""
         return int(self._llm.model_config.get_vocab_size())
 
     @property
     def tokens(self) -> int:
-        """Sampled so far, those of unfinished sequences included."""
+        """Tokens sampled so far, also of unfinished sequences."""
         return self._reports.tokens
 
     def stats(self) -> dict[str, float]:
@@ -241,7 +238,7 @@ class Engine:
         }
 
     def sequences_by_kv(self, mean_tokens: float) -> int:
-        """How many sequences of `mean_tokens` the KV cache holds, with half a block to spare."""
+        """How many sequences the KV cache holds, with half a block to spare."""
         cache = self._llm.vllm_config.cache_config
         assert cache.num_gpu_blocks is not None
         return int(cache.num_gpu_blocks / (mean_tokens / cache.block_size + 0.5))
@@ -250,7 +247,7 @@ class Engine:
         self._llm.shutdown(timeout=CLOSE_S)
 
     async def call_or_death(self, call: Awaitable[Any], timeout_s: float | None) -> Any:
-        """Raises TimeoutError, and EngineDead where vLLM, its process dead, would wait on."""
+        """Raises TimeoutError, and EngineDead where vLLM would wait on."""
         with translate_engine_errors():
             answer, death = asyncio.ensure_future(call), asyncio.ensure_future(self.died())
             try:
@@ -279,7 +276,6 @@ class Engine:
 
 
 def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> SamplingParams:
-    """Log-probabilities make our scheduler keep the tokens until the end."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

@@ -1,8 +1,8 @@
 """Headrace's part of each vLLM worker: stamps samples with the version of the weights, receives weights while it
 generates, and loads them between two steps.
 
-vLLM mixes `WorkerExtension` into its worker class and runs its methods between two engine steps. Names begin with
-`rl_`, so as not to shadow vLLM's. None waits for the GPU.
+vLLM mixes `WorkerExtension` into its worker class. Names begin with `rl_`, so as not to shadow vLLM's. None waits for
+the GPU.
 """
 
 import time
@@ -51,7 +51,7 @@ class WorkerExtension:
         return time.monotonic()
 
     def rl_stamp(self, version: int) -> None:
-        """Stamp what is sampled from the next step on. Called once before anything is generated."""
+        """Called once before anything is generated."""
         if self.rl_version is None:
             sample = self.model_runner.sample_tokens
             self.model_runner.sample_tokens = lambda grammar_output: stamped(sample(grammar_output), self.rl_version)
@@ -64,8 +64,7 @@ class WorkerExtension:
         self.rl_model.register()
 
     def rl_prepare(self, welcome: bytes, staging: str) -> tuple[str, str, str]:
-        """Allocate a staging copy, of all or of what this worker loads, or buckets; returns the plans' digests, and
-        `full`, `slices` or `bucket`."""
+        """Allocate a staging copy or buckets; returns the plans' digests, and `full`, `slices` or `bucket`."""
         if self.rl_staging is None:
             self.rl_staging = Staging(self.device, self.rank, self.rl_model.stream, self.rl_model.regions)
         self.rl_model.forget_staged()
@@ -99,7 +98,7 @@ class WorkerExtension:
 
 
 class StampedOutput(AsyncModelRunnerOutput):
-    """A step's output that is still on the GPU, with the version that it was launched with."""
+    """A step's output on the GPU, with the version that it was launched with."""
 
     def __init__(self, output: AsyncModelRunnerOutput, version: int | None) -> None:
         self.output, self.version = output, version
@@ -115,10 +114,9 @@ class StampedOutput(AsyncModelRunnerOutput):
 
 
 def stamped(output: Any, version: int | None) -> Any:
-    """Give the output its `rl_version`. The weights of a step do not change between its launch and its run; but its
-    tokens may be taken after the next load."""
+    """Give the output its `rl_version`: its tokens may be taken after the next load."""
     if isinstance(output, AsyncModelRunnerOutput):
         return StampedOutput(output, version)
-    if isinstance(output, ModelRunnerOutput):  # neither from ranks without an output nor between pipeline stages
+    if isinstance(output, ModelRunnerOutput):
         output.rl_version = version  # type: ignore[attr-defined]
     return output

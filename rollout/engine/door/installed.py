@@ -17,14 +17,12 @@ def vllm_fields() -> Iterator[str]:
 
 
 def registered(package: str, table: str) -> Iterator[str]:
-    """The names in a table of parsers, a dict literal."""
     node = definition(f"vllm.{package}.{table}")
     if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
         yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
 
 
 def cpu_head_sizes() -> Iterator[int]:
-    """None if the source has changed."""
     node = definition("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")
     for line in statements(node) if node is not None else ():
         if isinstance(line, ast.Return) and isinstance(line.value, ast.List):
@@ -32,7 +30,6 @@ def cpu_head_sizes() -> Iterator[int]:
 
 
 def attention_of_cohere() -> ast.AST | None:
-    """It makes windows of its own."""
     return definition("vllm.model_executor.models.commandr.CohereAttention")
 
 

@@ -410,5 +410,4 @@ def lacking() -> tuple[str, ...]:
 
 
 def moved() -> Iterator[str]:
-    """As whole lines with the remedy."""
     yield from (f"vllm {line}; {REMEDY}" for line in lacking())

@@ -1,6 +1,6 @@
 """Experts in vLLM's models: which of them may be given a new policy, and what a load must do that vLLM's does not.
 
-vLLM rearranges experts' weights for its kernel, so they go in by its reload, and only where that was seen to be right.
+vLLM rearranges experts' weights for its kernel, so they go in by its reload, where that was seen to be right.
 """
 
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ import torch
 from rollout.engine.door.vllm_worker import RoutedExperts
 
 MODELS = ("Qwen3MoeForCausalLM",)
-"""Whose reload was compared with transformers."""
+"""Classes whose reload was compared with transformers."""
 MODELS_ON_CPU = ("Glm4MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM")
-"""Compared on a CPU only (`configs.checks.EXPERTS_ON_CPU`)."""
+"""Classes whose reload was compared on a CPU only."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
-"""The kernels compared. Others, such as FlashInfer's, arrange gate_up in another order."""
+"""The kernels compared. Others arrange gate_up in another order."""
 
 
 def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
-    """Why no policy may be loaded into the experts, with the remedy, or ""."""
+    """Why no policy may be loaded into the experts, or ""."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if vllm_config.lora_config is not None:  # the base is never loaded again
         return triton_on_cpu(layers) if vllm_config.device_config.device_type == "cpu" else ""

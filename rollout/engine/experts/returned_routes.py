@@ -1,7 +1,7 @@
 """The experts that vLLM chose: how they are asked for, kept until a sequence ends, and checked.
 
 A row is [layers, k]: the experts that read one token. vLLM returns a row of each token but the last one sampled, of the
-computation that the next token was sampled from. Some of vLLM's kernels report no choice: then rows are silently zeros.
+computation that the next token was sampled from. Some kernels report no choice: then rows are silently zeros.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from configs.model_facts import expert_layers, num_experts
 from rollout.errors import EngineDead
 
 CHECKED_TOKENS = 64
-"""Rows whose ids are compared with each other; all are looked at for zeros."""
+"""Rows whose ids are compared; all are looked at for zeros."""
 
 
 class RowsKept:
-    """Copies of rows: the steps' arrays would stay in memory for any of their sequences."""
+    """Copies of rows: the steps' arrays would stay in memory for all of their sequences."""
 
     def __init__(self) -> None:
         self._data, self._like = bytearray(), np.zeros((0, 0, 0), np.uint8)
@@ -31,14 +31,12 @@ class RowsKept:
 
 
 class ReturnedRoutes:
-    """`config` is the model's text config as transformers writes it."""
-
     def __init__(self, config: dict[str, Any]) -> None:
         self._layers, self._all_layers = expert_layers(config), int(config["num_hidden_layers"])
         self._experts, self._k = num_experts(config), int(config["num_experts_per_tok"])
 
     def checked(self, rows: np.ndarray | None, tokens: int) -> np.ndarray:
-        """[tokens, layers, k] of layers with experts. Raises EngineDead for rows that cannot be right."""
+        """Rows [tokens, layers, k] of layers with experts. Raises EngineDead for rows that cannot be right."""
         if rows is None:
             raise EngineDead(f"{SILENT} no routes with {tokens} tokens{REMEDY}")
         shape, dtype = (tokens, self._all_layers, self._k), "uint8" if self._experts <= 256 else "uint16"

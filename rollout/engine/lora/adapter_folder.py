@@ -23,14 +23,12 @@ from learner.weights.plan import LORA_A, LORA_B
 
 log = logging.getLogger(__name__)
 NUMBER = 1
-"""Requests name the adapter by it."""
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "manifest.json"
-"""In a checkpoint of the learner, whose folder `adapter` is in PEFT's format."""
+"""In a checkpoint of the learner."""
 PREFIX = "base_model.model."
-"""PEFT's, before each layer's name."""
 STILL_S = 30.0
-"""From one line of the log to the next while a model is read."""
+"""Seconds between lines of the log while a model is read."""
 UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
 """Settings of PEFT that change what an adapter computes."""
 
@@ -42,9 +40,7 @@ class AdapterFolder:
     folder: Path
     rank: int
     scale: float
-    """Factor of the adapter's output."""
     base: str
-    """The model it was trained on, or ""."""
     layers: dict[str, tuple[int, ...]]
     """Outputs and inputs, such as `{"model.layers.0.mlp.up_proj": (12288, 4096)}`."""
 
@@ -77,10 +73,8 @@ class AdapterFolder:
         return cls(folder, rank, scale, settings.get("base_model_name_or_path") or "", layers)
 
     def problem(self, path: str) -> str:
-        """Why the model at `path` is not this adapter's base, by name or digest, and by its layers' shapes, or "".
-
-        Raises ValueError if the model cannot be read.
-        """
+        """Why the model at `path` is not this adapter's base, by name, digest or shapes, or "". Raises ValueError if it
+        cannot be read."""
         if self.base and not same_model(self.base, path):
             if not (known := base_digest(self.folder.parent)):
                 return f"an adapter of {self.base}"
@@ -101,7 +95,7 @@ def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def without_part(name: str) -> str:
-    """Drop the word for the text model of one that sees, which some files lack."""
+    """Drop the word for a text model within another, which some files lack."""
     return name.replace("language_model.", "")
 
 
@@ -110,14 +104,13 @@ def is_adapter(folder: Path) -> bool:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether paths or hub names may mean the same model. Where one leads nowhere here, the last parts decide."""
+    """Whether paths or hub names may mean the same model, by the last parts where one leads nowhere here."""
     if Path(one).is_dir() and Path(other).is_dir():
         return Path(one).resolve() == Path(other).resolve()
     return Path(one).name == Path(other).name
 
 
 def base_digest(checkpoint: Path) -> str:
-    """Of the weights beneath the adapter, or ""."""
     manifest = checkpoint / MANIFEST
     found = json.loads(manifest.read_text(encoding="utf-8")).get("adapter") if manifest.is_file() else None
     return str(found["base"]) if isinstance(found, dict) and "base" in found else ""
@@ -153,11 +146,8 @@ def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
 
 
 def evaluated_as(config: Config, models: Sequence[Path]) -> Config:
-    """`config` with the `model.lora` that `models` need.
-
-    Raises ConfigError if an adapter has another base, or other whole weights stand beside adapters; ValueError as
-    `problem`.
-    """
+    """`config` with the `model.lora` that `models` need. Raises ConfigError if an adapter has another base, or other
+    whole weights stand beside adapters; ValueError as `problem`."""
     path, lora, problems = config.model.path, None, []
     adapters = [AdapterFolder.read(model) for model in models if is_adapter(model)]
     for adapter in adapters:

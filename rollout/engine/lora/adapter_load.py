@@ -19,7 +19,7 @@ from rollout.engine.recorded_copies import RecordedCopies
 
 
 class AdapterLoad:
-    """Takes the place of `ModelLoad`. `base` is the folder of the model."""
+    """Takes the place of `ModelLoad`."""
 
     frozen: Collection[str] = ()
 
@@ -28,7 +28,6 @@ class AdapterLoad:
         self._copies = RecordedCopies(self._slot, padded=True)
 
     def register(self) -> None:
-        """Let requests name the adapter, empty at first."""
         self._slot.register()
 
     def regions(self, specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
@@ -43,7 +42,7 @@ class AdapterLoad:
         self._copies.forget()
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load once all have arrived, in buckets that later ones overwrite."""
+        """Load once all have arrived."""
         self._slot.load_weights((name, tensor.clone()) for name, tensor in weights)
 
     def load_folder(self, folder: Path) -> None:
@@ -60,14 +59,13 @@ class AdapterLoad:
 
 
 class AdapterSlot:
-    """The slot as a model that `RecordedCopies` loads: its buffers are its parameters."""
+    """The slot as a model whose buffers are its parameters."""
 
     def __init__(self, manager: Any, device: torch.device) -> None:
         self._manager, self._inner, self._device = manager, manager._adapter_manager, device
 
     def register(self) -> None:
-        """Take the slot for an empty adapter. vLLM keeps no tensors of it; `max_loras: 1` keeps the slot from
-        others."""
+        """Take the slot for an empty adapter; `max_loras: 1` keeps it from others."""
         self._inner._registered_adapters[NUMBER] = LoRAModel(NUMBER, 1, {})
         self._inner.activate_adapter(NUMBER)
 
@@ -76,7 +74,6 @@ class AdapterSlot:
             layer.reset_lora(self._index)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """By layer."""
         for name, layer in self._inner.modules.items():
             for kind, buffers in ((LORA_A, layer.lora_a_stacked), (LORA_B, layer.lora_b_stacked)):
                 yield from ((f"{name}{kind}.{index}", buffer) for index, buffer in enumerate(buffers))
@@ -86,10 +83,8 @@ class AdapterSlot:
         self.place(weights, whole=True)
 
     def place(self, weights: Iterator[tuple[str, torch.Tensor]], whole: bool = False) -> None:
-        """Zero the slot and copy this worker's share into it.
-
-        Raises ValueError where vLLM's model lacks a layer, or `whole` and the adapter lacks a target.
-        """
+        """Zero the slot and copy this worker's share into it. Raises ValueError where vLLM's model lacks a layer, or
+        `whole` and the adapter lacks a target."""
         tensors, lora_config = dict(weights), self._manager.lora_config
         rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(LORA_A))
         # with an alpha of the rank vLLM does not multiply the staging copy in place
@@ -105,7 +100,7 @@ class AdapterSlot:
             weights_mapper=self._renames(),
         )
         self._check(adapter, whole)
-        self._inner._create_merged_loras_inplace(adapter)  # query, key and value as one layer
+        self._inner._create_merged_loras_inplace(adapter)
         for name, layer in self._inner.modules.items():
             if weight := self._inner._get_lora_layer_weights(adapter, name):
                 layer.set_lora(self._index, weight.lora_a, weight.lora_b)

@@ -1,9 +1,8 @@
 """Steps in which sequences decode a token each, without most of vLLM's Python for them. Runs in vLLM's engine process.
 
-vLLM's scheduler goes through all running sequences twice in each step: with 512 sequences that takes most of a step's
-time, and the GPU waits. A sequence is left as vLLM would leave it, so any step may be of either kind. Holds for a model
-whose layers all attend to the whole sequence, without speculative tokens, pipeline parallelism, KV transfers and
-returned routes; others get vLLM's steps.
+vLLM's scheduler goes through all sequences twice in each step: with 512 that takes most of a step's time, and the GPU
+waits. A sequence is left as vLLM would leave it, so any step may be of either kind. Holds for a model whose layers all
+attend to the whole sequence, without speculative tokens, pipeline parallelism, KV transfers and returned routes.
 """
 
 from operator import attrgetter
@@ -23,7 +22,7 @@ ABSENT = (
     *("connector", "ec_connector", "aux_output_connector", "perf_metrics", "num_spec_tokens", "use_pp"),
     *("defer_block_free", "need_mamba_block_aligned_split", "needs_kv_cache_zeroing", "enable_return_routed_experts"),
 )
-"""A scheduler must not have these; routes are the last one up to vLLM 0.30, `aux_` since."""
+"""Attributes that forbid it; the last two name routes, up to vLLM 0.30 and since."""
 RUNNING = RequestStatus.RUNNING
 (STALE,) = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
 """Tokens launched before a request was preempted."""
@@ -45,7 +44,7 @@ class PlainSteps(Scheduler):
         self.rl_places = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)  # vLLM 0.32 has both
 
     def _rl_decoding(self) -> tuple[list[Request], list[int]] | None:
-        """The requests that decode a token now, and the places of those that begin a block."""
+        """The requests that decode a token now, and which of them begin a block."""
         running, block, records = self.running, self.rl_block, self.rl_records
         if not block or self._pause_state != PauseState.UNPAUSED or len(running) > self.max_num_scheduled_tokens:
             return None
@@ -98,7 +97,6 @@ class PlainSteps(Scheduler):
         return step
 
     def _rl_empty_step(self) -> Any:
-        """It names those that have ended."""
         running, limits = self.running, (self.max_num_running_reqs, self.rl_places)
         self.running, self.max_num_running_reqs, self.max_num_active_reqs = [], 0, 0
         try:
@@ -111,7 +109,7 @@ class PlainSteps(Scheduler):
         return int(isinstance(self, AsyncScheduler))
 
     def rl_take(self, step: Any, output: Any, logprobs: list[float], version: int) -> dict[str, int]:
-        """Take the tokens that end nothing; returns the tokens of each request that is vLLM's."""
+        """Take the tokens that end nothing; returns the tokens of the other requests."""
         sampled, rows, records, block = output.sampled_token_ids, output.req_id_to_index, self.rl_records, self.rl_block
         manager, ahead, rest = self.kv_cache_manager, self._rl_ahead(), {}
         for name, number in step.num_scheduled_tokens.items():
@@ -139,7 +137,7 @@ class PlainSteps(Scheduler):
 
 
 def touch_blocks_at_their_ends(cache: Any, block_size: int) -> None:
-    """Have vLLM look for a block only where a token begins one, and share one only when it is full.
+    """Have vLLM look for a block only where a token begins one, and share only full ones.
 
     vLLM does both for every token, a quarter of its scheduler's time.
     """

@@ -8,14 +8,13 @@ from rollout.engine.door.vllm_scheduler import EngineCoreOutput, Request
 from rollout.engine.experts.returned_routes import RowsKept
 
 OTHERS = "rl_others"
-"""The key of further requests for the same."""
 SAME = ("client_index", "arrival_time", "mm_features", "lora_request", "cache_salt")
 """Fields copied from the first request."""
 
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What was sampled for one `request`: [tokens] float32 and [tokens] int32, and its routes."""
+    """What was sampled for one request: [tokens] float32 and [tokens] int32, and its routes."""
 
     request: Request
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -34,7 +33,7 @@ class Record:
         return cls(request, stops=stops, most=most)
 
     def finish(self, output: EngineCoreOutput) -> None:
-        """Make the last output carry the whole sequence. vLLM's field for KV transfers passes unread."""
+        """Make the last output carry the whole sequence, in vLLM's field for KV transfers."""
         output.new_token_ids = list(self.request.output_token_ids)
         if len(output.new_token_ids) != len(self.logprobs):
             counts = f"{len(output.new_token_ids)} tokens and {len(self.logprobs)} log-probabilities"
@@ -44,7 +43,7 @@ class Record:
 
 
 def alike(first: Request) -> list[Request]:
-    """A new request, and those that it names. The prompt is not hashed again, between two steps."""
+    """A new request, and those that it names. The prompt is hashed once, because this is done between two steps."""
     given, made = first.sampling_params, [first]
     for name in ((given and given.extra_args) or {}).get(OTHERS, ()):
         same = {key: getattr(first, key) for key in SAME}

@@ -1,7 +1,7 @@
 """vLLM's scheduler, which keeps what was sampled until a sequence ends. Runs in vLLM's engine process.
 
 The front process gets one output per sequence, not one per token: the tokens, the log-probability of each and the
-version that sampled it. Of unfinished sequences it learns from a report every 0.2 s.
+version that sampled it. A report every 0.2 s counts unfinished sequences.
 """
 
 import time
@@ -24,7 +24,7 @@ from rollout.engine.scheduling.record import Record, alike
 REPORT_S = 0.2
 END_WAITS = 0.01
 """Finished sequences are held for at most 1 % of their lifetime, so that several share one message, which wakes the
-front process from sleep. Where nothing runs they do not wait."""
+front process."""
 
 
 class KeepingScheduler(PlainSteps):
@@ -50,7 +50,7 @@ class KeepingScheduler(PlainSteps):
         return super().schedule(throttle_prefills) if step is None else step
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """For requests that end before their last token, all of them where `request_ids` is None."""
+        """Called for requests that end before their last token; None: all of them."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self.rl_records.pop(request.request_id, None)
@@ -112,14 +112,12 @@ class KeepingScheduler(PlainSteps):
         self.rl_tokens += kept
 
     def has_finished_requests(self) -> bool:
-        """True also if only an aborted request is left."""
         return bool(self.rl_ends) or super().has_finished_requests()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: vLLM would send its own statistics at every step."""
 
     def _rl_report(self, sampled: bool) -> SchedulerStats | None:
-        """Every 0.2 s, and when work begins or ends."""
         now, (running, waiting) = time.monotonic(), self.get_request_counts()
         idle = not (running + waiting)
         if sampled:
@@ -168,7 +166,6 @@ class Reports(StatLoggerBase):
         self.kv_usage, self.stall_s = scheduler_stats.kv_cache_usage, max(self.stall_s, counts["stall_s"])
 
     def mean_running(self) -> float:
-        """Since the last call."""
         self._count()
         mean = self._sequence_s / max(self._until - self._since, 1e-9)
         self._sequence_s, self._since = 0.0, self._until
