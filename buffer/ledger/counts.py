@@ -11,7 +11,7 @@ MANY_REASONS = 64
 LONG_REASON = 200
 OTHER = "other reasons"
 GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS = 1, 2, 3, 4
-"""All attempts fail; all groups lack variance; none can be trained; all rows are left out."""
+"""Why a run was given up: attempts fail; groups lack variance; none can be trained; all rows are left out."""
 EXAMPLES = 3
 REMEMBERED = 1024
 """Requests and leases kept of each server, to recognise repeated messages."""
@@ -66,7 +66,7 @@ class Trend:
 
     def __init__(self) -> None:
         self.failures_in_row = 0
-        """Attempts; failures of the infrastructure do not count."""
+        """Failures of the infrastructure do not count."""
         self.flat_in_row = 0
         """Groups without variance since one had variance or the learner was started."""
         self.quarantined_in_row = 0
@@ -78,7 +78,6 @@ class Trend:
         """`KIND: REASON` by row."""
         self.recent_failures: Counter[str] = Counter()
         self.recent_groups = Counter[str]()
-        """`varied`, or why groups were left out."""
         self.flat_groups = self.new_groups = 0
         """Groups made between the last two batches: those with equal rewards, and all."""
         self._flat = self._made = 0
@@ -112,7 +111,6 @@ class Trend:
 
 
 def remember(memory: dict[int, T], number: int, what: T, most: int = REMEMBERED) -> None:
-    """Note `what`; the oldest entry makes room."""
     memory[number] = what
     if len(memory) > most:
         del memory[next(iter(memory))]
@@ -198,7 +196,6 @@ class Rows:
         self._count(record, 1)
 
     def note_failure(self, row: int, kind: FailureKind, failure: str, permanent: bool) -> bool:
-        """Count a failure; returns whether the row is left out."""
         if kind not in OWN_FAILURES:
             return False
         record = self._edited(row)

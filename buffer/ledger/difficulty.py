@@ -34,7 +34,6 @@ class RowPlace(NamedTuple):
     """A band, if the row may be drawn; or `busy`, `resting`, `retired`."""
     last_item: int
     due: int = 0
-    """The batch from which on it may be drawn."""
 
 
 class Turns:
@@ -59,13 +58,12 @@ class SourceRows:
     fresh: Sequence[int]
     turns: Turns
     begun: int = 0
-    """Rows of `fresh` before this place are not fresh any more."""
     ready: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {band: [] for band in BANDS})
     """A heap of (last item, row), with outdated entries."""
 
 
 class DifficultyOrder:
-    """An order by difficulty. `shares` has rows and weight of each source; it is empty for one source."""
+    """Draws by difficulty. `shares` has rows and weight of each source."""
 
     def __init__(
         self,
@@ -100,7 +98,7 @@ class DifficultyOrder:
         return self._drawn(state)
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
-        """The rows of the next draws, if nothing else happens before. They are drawn and put back."""
+        """Draws the next rows, and puts them back."""
         if self._is_over(state):
             return ()
         self._update(state)
@@ -211,7 +209,6 @@ class DifficultyOrder:
             source.begun, source.ready = 0, {band: [] for band in BANDS}
 
     def _place_of(self, state: LedgerState, row: int) -> RowPlace | None:
-        """None: the row was never drawn, or is left out."""
         record = state.rows.records.get(row)
         if record is None or row in state.rows.left_out:
             return None

@@ -14,7 +14,7 @@ from buffer.ledger.types import EvaluationRow, server_name
 ATTEMPTS = 5
 """Claims after which an evaluation is given up."""
 Standing = Literal["none", "due", "over"]
-"""Nothing; an evaluation is due; the server's own is over."""
+"""What a heartbeat is answered: nothing; an evaluation is due; the server's own is over."""
 
 
 @dataclass
@@ -27,7 +27,6 @@ class EvaluationState:
     reason: str = ""
     results: str = ""
     since: float = 0.0
-    """When its server was last known to work on it."""
 
     def row(self, samples: str = "") -> EvaluationRow:
         where = self.due, self.state, self.version, self.server
@@ -105,7 +104,6 @@ class Evaluations:
         return None
 
     def unknown(self, known: Collection[int]) -> EvaluationState | None:
-        """The earliest that ended and is not `known`."""
         ended = (due for due, one in self.known.items() if one.state in ("done", "failed") and due not in known)
         due = min(ended, default=None)
         return None if due is None else self.known[due]

@@ -60,7 +60,7 @@ class Pool:
 
     @property
     def next_wait_end(self) -> float | None:
-        """When the first of these may go to any server."""
+        """When the first waiting item may go to any server."""
         return min((held[0][0] for held in self._elsewhere.values()), default=None)
 
     def end_waits(self, now: float) -> None:

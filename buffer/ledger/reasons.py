@@ -36,7 +36,6 @@ def for_work(ledger: Ledger, server: str) -> str:
 
 
 def evaluation(ledger: Ledger) -> str:
-    """Who evaluates what; "" while nobody does."""
     running = ledger.evaluations.running()
     if running is None:
         return ""
@@ -45,7 +44,6 @@ def evaluation(ledger: Ledger) -> str:
 
 
 def for_results(ledger: Ledger) -> str:
-    """Why the learner gets no result of the last version."""
     return (
         evaluation(ledger)
         or f"no rollout server has loaded version {ledger.state.version} yet, which is to be evaluated"
@@ -98,7 +96,6 @@ def left_out(ledger: Ledger) -> list[str]:
 
 
 def newly_left_out(ledger: Ledger) -> str:
-    """One line about the rows left out since the last call."""
     news = ledger.state.rows.news
     if not news:
         return ""

@@ -92,7 +92,7 @@ class Attempts:
     def end(
         self, item: ItemState, reason: str, now: float, kind: FailureKind = "infrastructure", permanent: bool = False
     ) -> None:
-        """If another server lives, only another one may try the item within `lease_s`."""
+        """End a failed attempt. If another server lives, only another one may try the item within `lease_s`."""
         state = self._state
         is_left_out = state.count_failure(item.row, kind, reason, permanent)
         if is_left_out:
@@ -134,7 +134,7 @@ class Attempts:
 
 
 class Ledger:
-    """The rules are in docs/design/ledger.md.
+    """The ledger, whose rules are in docs/design/ledger.md.
 
     `shares` has rows and weight of each source. `place` names a row for people. `recall` reads closed items from the
     store.

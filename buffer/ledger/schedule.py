@@ -51,7 +51,6 @@ def ordering(problems: int, seed: int | str, epoch: int, shuffle: bool) -> Steps
 
 
 def mixed(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool) -> "array[int]":
-    """Rows of one epoch of several sources."""
     return Drawing(mixing(parts, seed, epoch, shuffle)).rows()
 
 

@@ -22,11 +22,9 @@ class Suspicion:
 
     taken: int = -1
     suspect: int = -1
-    """Batch with which the learner ended last."""
     suspect_ends: int = 0
     tried: int = -1
     alone: int = -1
-    """Item during whose trial the learner ended last."""
     alone_ends: int = 0
 
     def is_suspect(self, version: int) -> bool:
@@ -47,7 +45,6 @@ class Suspicion:
         return self.alone if self.alone_ends >= MOST_ENDS else None
 
     def clear(self, version: int) -> None:
-        """Forget what was held against batch `version`."""
         if version >= self.taken:
             self.taken = self.tried = -1
         if version >= self.suspect:

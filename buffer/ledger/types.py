@@ -49,7 +49,6 @@ class SampleStats:
     oldest: int | None = field(default=None, compare=False)
     """Policy version of its oldest sampled token."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the reward function or task."""
     prompt: int = field(default=0, compare=False)
     """Tokens before the first sampled one."""
     row_images: int = field(default=0, compare=False)
@@ -199,7 +198,7 @@ class Transaction:
     payloads: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
     """Packed samples of newly accepted groups, by item."""
     void_before: int | None = None
-    """Samples of older batches and drops are deleted."""
+    """Samples of batches and drops before this version are deleted."""
     noted: Sequence[tuple[str, object, object]] = ()
     """Keys of the run file that changed, with the old and the new value."""
 

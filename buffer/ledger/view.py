@@ -63,7 +63,6 @@ class LedgerView:
         return left and self.room(min(version, self._state.ceiling)) > 0
 
     def ready(self) -> bool:
-        """Whether batch v' can be formed."""
         terms, state, pool = self._terms, self._state, self._state.pool
         if state.trend.given_up or (terms.versions is not None and state.version >= terms.versions):
             return False
@@ -79,7 +78,7 @@ class LedgerView:
         return terms.epochs is not None and self._state.next_item >= terms.problems * terms.epochs
 
     def is_hopeless(self) -> bool:
-        """Attempts under way count as if they would succeed."""
+        """Whether the run is given up because attempts fail. Those under way count as if they would succeed."""
         failures, pool = self._state.trend.failures_in_row, self._state.pool
         attempts = failures + pool.num_open - pool.num_stored
         enough = failures >= max(LEAST_FAILURES, LEAST_BATCHES * self._terms.groups)

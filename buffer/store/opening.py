@@ -79,7 +79,6 @@ def require_ledger(db: sqlite3.Connection, refusal: str) -> None:
 
 
 def require_schema(schema: int, path: Path | None) -> None:
-    """Raise StoreError for an unknown schema."""
     if schema not in sql.READABLE:
         raise StoreError(
             f"buffer.path {path}: written with schema {schema}, this Headrace has {sql.SCHEMA}; finish that run with "
@@ -96,7 +95,6 @@ def require_sound(db: sqlite3.Connection, path: Path | None) -> None:
 
 
 def unsound(db: sqlite3.Connection, most: int = 1) -> Iterator[str]:
-    """Up to `most` lines of what is wrong."""
     pages = [str(line).strip() for (line,) in db.execute(f"PRAGMA quick_check({most})")]
     yield from (" ".join(line.split()) for line in pages if line != "ok")
     for rule, query in RULES.items():

@@ -25,7 +25,6 @@ class Past(NamedTuple):
     settings: Settings | None = None
     oldest: int = 0
     trained: int = 0
-    """Versions trained."""
     used_up: bool = False
     servers: int = 0
     """Servers that were wanted last; 0: as the run file has it."""
@@ -58,7 +57,7 @@ def losses(config: Config) -> list[str]:
     if file is None:
         return []
     found = list[str]()
-    with suppress(ValueError):  # the buffer says so
+    with suppress(ValueError):  # the buffer reports a damaged witness
         known = witness.noted(file)
         try:
             witness.require_all(file, known, _counted(file))
@@ -106,7 +105,6 @@ def _counted(file: Path) -> witness.Commits | None:
 
 
 def history(db: sqlite3.Connection) -> Iterator[tuple[int, Change]]:
-    """Settings that changed, and the version at which."""
     if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'changes'").fetchone():
         for version, key, old, new in db.execute("SELECT version, key, old, new FROM changes ORDER BY rowid"):
             yield version, Change(key, json.loads(old), json.loads(new))

@@ -31,7 +31,6 @@ BUFFERS = 512
 """Buffers per system call; Linux takes 1024."""
 
 Groups = Mapping[int, Sequence[bytes]]
-"""Samples by item."""
 
 
 class Place(NamedTuple):
@@ -49,7 +48,6 @@ class Segments:
             if fsync:
                 _sync_folder(folder.parent)
         self._open: tuple[int, int] | None = None
-        """Number and descriptor."""
         self._identity: tuple[int, int] | None = None
         self._allocated = 0
         self._spare: list[Path] = []
@@ -256,7 +254,7 @@ def _sync_folder(folder: Path) -> None:
 
 Group = Sequence[bytes]
 FREE_AT_ONCE = 8
-"""Each group has megabytes."""
+"""Groups freed in a turn of the event loop: each has megabytes."""
 
 
 class GroupCache:

@@ -207,7 +207,6 @@ class Store:
         return [self._read(item, index, rows[index : index + 1])[0] for index in indexes]
 
     def _read(self, item: int, first: int, rows: Sequence[tuple[int, int, int, int | None]]) -> list[bytes]:
-        """Read `rows`, which lie one after the other."""
         place, path = Place(*rows[0][:2]), self._segments.path_of(rows[0][0])
         try:
             found = self._segments.read(place, [size for _, _, size, _ in rows])
@@ -221,7 +220,6 @@ class Store:
         return found
 
     def untrained_bytes(self) -> dict[int, int]:
-        """Bytes of untrained samples by item."""
         return dict(self._db.execute(sql.UNTRAINED))
 
     def bytes_batched_since(self, version: int) -> dict[int, int]:

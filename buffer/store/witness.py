@@ -54,7 +54,7 @@ class Witness:
             raise
 
     def _write(self, file: str = NONE) -> None:
-        if os.fstat(self._descriptor).st_size < self._size:  # what lies beyond its end has no memory
+        if os.fstat(self._descriptor).st_size < self._size:  # somebody cut it: what lies beyond its end has no memory
             os.ftruncate(self._descriptor, self._size)
         self._memory[:] = _line(Commits(self.ledger, self.number, file))
 

@@ -59,7 +59,7 @@ CPU_ENVIRONMENT = {
 
 
 def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
-    """A line for each key that the installed vLLM has no field for, and for steps too small for it."""
+    """A line for each key that the installed vLLM has no field for, and for steps that are too small."""
     lines = unknown_fields(engine, "rollout")
     tokens, most = engine.get("max_num_batched_tokens"), max_sequences(config, config.rollout.device != "cuda")
     if isinstance(tokens, int) and tokens < most:
@@ -188,7 +188,7 @@ def can_fp8() -> bool:
 
 
 def environment(cpu: bool) -> dict[str, str]:
-    """Variables for vLLM; those that are set already keep their value."""
+    """Variables that are set already keep their value."""
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
     if folder := socket_folder(VLLM_BYTES):
         common[RPC_PATH] = folder
@@ -233,7 +233,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
 
 
 def text_arguments() -> dict[str, Any]:
-    """vLLM builds no tower."""
+    """vLLM builds no tower for a model trained on text alone."""
     return {"language_model_only": True} if "language_model_only" in vllm_fields() else {}
 
 

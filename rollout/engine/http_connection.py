@@ -14,7 +14,6 @@ from configs.http_limits import most_connections
 HEAD_S = 10.0
 """Time from the connection's start or the head's first byte on."""
 MOST_CONNECTIONS = 4096
-"""Further connections are closed at once."""
 
 
 class LimitedConnection(H11Protocol):

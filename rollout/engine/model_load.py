@@ -50,7 +50,6 @@ class ModelLoad:
         self._copies, self._regions = RecordedCopies(model), RegionCopies(model)
 
     def regions(self, specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
-        """What this worker loads of the weights of `specs`."""
         if not self.plainly:
             return Regions(problem="vLLM rebuilds this model's layers from whole tensors")
         return self._regions.find(specs, lambda weights: self._load(iter(weights), frozen))
@@ -144,12 +143,12 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 def names(model: torch.nn.Module) -> set[str]:
-    """Scales of attention, which FP8 adds, stay at 1."""
+    """Weights that a policy has to bring; scales of attention, which FP8 adds, stay at 1."""
     return {name for name, _ in model.named_parameters() if not name.endswith(ATTENTION_SCALES)}
 
 
 def partly_loaded(model: torch.nn.Module) -> set[str]:
-    """Layers of which an unfinished reload lacks a part, such as one of query, key and value."""
+    """Layers that an unfinished reload has loaded in part."""
     kinds = LinearBase | RoutedExperts
     layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))
     return {name for name, layer in layers if get_layerwise_info(layer).load_numel > 0}

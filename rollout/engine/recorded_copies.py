@@ -23,8 +23,6 @@ FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.ate
 
 @dataclass(frozen=True)
 class Recording:
-    """Copies into a model whose parameters lie at `addresses`."""
-
     source: torch.Tensor
     """Keeps the staging copy in memory, so that nothing else comes to lie at its address."""
     addresses: list[int]

@@ -70,7 +70,6 @@ class LimitedBody:
         self._until = asyncio.get_running_loop().time() + BODY_S
 
     async def receive(self) -> Message:
-        """Raises BodyRefused."""
         if self._whole:
             return await self._receive()
         try:

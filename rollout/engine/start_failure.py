@@ -1,7 +1,7 @@
 """Finds out why vLLM's engine process did not start, so that the server is not restarted if that cannot help.
 
-A handler of vLLM's logger writes the exception to a file. A spawned process adds it when it imports the worker's
-extension, and finds the file in a variable.
+A handler of vLLM's logger writes the exception to a file. A spawned process adds the handler when it imports the
+worker's extension, and finds the file in a variable.
 """
 
 import logging
@@ -44,8 +44,6 @@ def report_final_failures() -> None:
 
 
 class ReasonFile(logging.Handler):
-    """Writes the first final exception to a file."""
-
     def __init__(self, name: str) -> None:
         super().__init__(logging.ERROR)
         self._name, self._written = name, False

@@ -187,7 +187,6 @@ class Engine:
         return answers
 
     async def load_folder(self, path: Path) -> None:
-        """Raises EngineDead, EngineError."""
         await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=LOAD_FOLDER_S)
         self._loads += 1
         self._folders += 1
@@ -220,7 +219,6 @@ class Engine:
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled so far, also of unfinished sequences."""
         return self._reports.tokens
 
     def stats(self) -> dict[str, float]:

@@ -14,7 +14,10 @@ DEFAULT = 4096
 
 
 def window_override(model_path: str) -> dict[str, Any]:
-    """Such as `{"sliding_window": 4095}`; empty for most models. Raises ConfigError for an unreadable config.json."""
+    """What vLLM reads in place of the model's own window, such as `{"sliding_window": 4095}`; empty for most models.
+
+    Raises ConfigError for an unreadable config.json.
+    """
     config = read_model_file(model_path, "config.json") or {}
     window = config.get("sliding_window", DEFAULT)
     if window is None or config.get("model_type") != KIND or not adds_one():

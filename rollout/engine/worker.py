@@ -93,7 +93,6 @@ class WorkerExtension:
         self.rl_stamp(version)
 
     def rl_load_folder(self, folder: str) -> None:
-        """Load a Hugging Face folder, under the version before."""
         self.rl_model.load_folder(Path(folder))
 
 

@@ -1,4 +1,4 @@
-"""What a rollout server's own process imports of vLLM (`leant_on.py` has the reasons)."""
+"""What a rollout server's own process imports of vLLM."""
 
 from vllm.engine.arg_utils import AsyncEngineArgs as AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError as VLLMValidationError

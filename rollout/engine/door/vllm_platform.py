@@ -1,3 +1,3 @@
-"""vLLM's view of this machine's GPUs (`leant_on.py` has the reasons). Takes seconds to import."""
+"""vLLM's view of this machine's GPUs, which takes seconds to import."""
 
 from vllm.platforms import current_platform as current_platform

@@ -1,4 +1,4 @@
-"""What the scheduler of vLLM's engine process imports of vLLM (`leant_on.py` has the reasons)."""
+"""What the scheduler of vLLM's engine process imports of vLLM."""
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState as PauseState

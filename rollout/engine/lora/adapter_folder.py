@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 NUMBER = 1
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "manifest.json"
-"""In a checkpoint of the learner."""
 PREFIX = "base_model.model."
 STILL_S = 30.0
 """Seconds between lines of the log while a model is read."""
@@ -123,7 +122,7 @@ def digest_like(checkpoint: Path, path: str) -> str:
 
 
 def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
-    """The last word that `command` writes. Raises ValueError, with its last line on stderr, if it fails."""
+    """The last word that `command` writes. Raises ValueError if it fails."""
     began = time.monotonic()
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         try:

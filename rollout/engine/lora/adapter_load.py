@@ -42,7 +42,6 @@ class AdapterLoad:
         self._copies.forget()
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load once all have arrived."""
         self._slot.load_weights((name, tensor.clone()) for name, tensor in weights)
 
     def load_folder(self, folder: Path) -> None:

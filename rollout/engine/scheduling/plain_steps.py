@@ -44,7 +44,6 @@ class PlainSteps(Scheduler):
         self.rl_places = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)  # vLLM 0.32 has both
 
     def _rl_decoding(self) -> tuple[list[Request], list[int]] | None:
-        """The requests that decode a token now, and which of them begin a block."""
         running, block, records = self.running, self.rl_block, self.rl_records
         if not block or self._pause_state != PauseState.UNPAUSED or len(running) > self.max_num_scheduled_tokens:
             return None

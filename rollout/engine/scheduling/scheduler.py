@@ -81,7 +81,6 @@ class KeepingScheduler(PlainSteps):
         return results
 
     def _rl_keep(self, outputs: list[EngineCoreOutput], logprobs: Any, step: Any) -> Iterator[EngineCoreOutput]:
-        """Yields the outputs that the front process is to see now."""
         records, kept = self.rl_records, 0
         if logprobs is not None:
             values, starts = logprobs.logprobs[:, 0].tolist(), logprobs.cu_num_generated_tokens  # 0: the sampled token
