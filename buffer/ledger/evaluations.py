@@ -1,8 +1,8 @@
 """Who evaluates which version, and what came of it.
 
-Evaluations are due at version 0, every `every` versions, and at the last one. One server claims one, and holds newer
-versions back. If it dies, another one claims it with its own version. An evaluation that is late for the next one is
-left out.
+Evaluations are due at version 0, every `every` versions, and at the last one. At most one runs: a server claims it,
+and holds newer versions back. If it dies, another one claims it with its own version. An evaluation that is late for
+the next one is left out.
 """
 
 from collections.abc import Collection

@@ -176,7 +176,7 @@ class Ledger:
         """Dispatch up to `room` items. If none is returned, call again when `revision` has moved.
 
         A repeated `request` gets what is left of its leases, never more; request 0 is always new. The dispatch version
-        is the newest one that the server sent and the learner can have reached.
+        is what the server last sent, at most what the learner can have reached.
         """
         record = self.state.servers.setdefault(server, ServerRecord(heard=now))
         if request in record.answered:

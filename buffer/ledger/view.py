@@ -27,7 +27,7 @@ class LedgerView:
         return self.outcome() is not None
 
     def outcome(self) -> Outcome | None:
-        """Why no further batch can be formed. A run whose data end also failed if it formed no batch."""
+        """Why no further batch can be formed. A run whose data end without a batch, after failures, failed too."""
         state = self._state
         if self._terms.versions is not None and state.version >= self._terms.versions:
             return "versions"
@@ -78,7 +78,7 @@ class LedgerView:
         return terms.epochs is not None and self._state.next_item >= terms.problems * terms.epochs
 
     def is_hopeless(self) -> bool:
-        """Whether the run is given up because attempts fail. Those under way count as if they would succeed."""
+        """Whether attempts fail and no group is made. Attempts under way count as if they would succeed."""
         failures, pool = self._state.trend.failures_in_row, self._state.pool
         attempts = failures + pool.num_open - pool.num_stored
         enough = failures >= max(LEAST_FAILURES, LEAST_BATCHES * self._terms.groups)

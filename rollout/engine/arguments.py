@@ -99,8 +99,8 @@ def unknown_parser(key: str, name: str) -> Iterator[str]:
 
 
 def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
-    """A line for each thing of the model that vLLM's kernels for a CPU lack, with which a server would end at its first
-    step or silently compute something else."""
+    """A line for each thing of the model that vLLM's kernels for a CPU lack, so that a server would fail or
+    silently compute something else."""
     facts = facts_of(config.model)
     if cpu and facts.mutual:
         problem = "vLLM on a CPU has no token of an image see those after it, as this model does"

@@ -1,8 +1,8 @@
 """Headrace's part of each vLLM worker: stamps samples with the version of the weights, receives weights while it
 generates, and loads them between two steps.
 
-vLLM mixes `WorkerExtension` into its worker class. Names begin with `rl_`, so as not to shadow vLLM's. None waits for
-the GPU.
+vLLM mixes `WorkerExtension` into its worker class. Names begin with `rl_`, so as not to shadow vLLM's. No method
+waits for the GPU.
 """
 
 import time

@@ -22,7 +22,7 @@ ABSENT = (
     *("connector", "ec_connector", "aux_output_connector", "perf_metrics", "num_spec_tokens", "use_pp"),
     *("defer_block_free", "need_mamba_block_aligned_split", "needs_kv_cache_zeroing", "enable_return_routed_experts"),
 )
-"""Attributes that forbid it; the last two name routes, up to vLLM 0.30 and since."""
+"""Attributes that forbid plain steps. Routes are the last one up to vLLM 0.30, `aux_output_connector` since."""
 RUNNING = RequestStatus.RUNNING
 (STALE,) = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
 """Tokens launched before a request was preempted."""
