@@ -55,6 +55,8 @@ class Turns:
 
 @dataclass
 class SourceRows:
+    """The rows of one source."""
+
     fresh: Sequence[int]
     turns: Turns
     begun: int = 0

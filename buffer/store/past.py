@@ -22,6 +22,8 @@ OPEN = "SELECT COUNT(*) FROM items WHERE batch = -1 AND state IN ('waiting', 'le
 
 
 class Past(NamedTuple):
+    """What the store knows of a run."""
+
     settings: Settings | None = None
     oldest: int = 0
     trained: int = 0
