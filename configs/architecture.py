@@ -1,7 +1,7 @@
 """Finds what in a model's config.json prevents exact training, and how many positions the model has.
 
 Pure functions of config.json as transformers 4 or 5 writes it. `learner/model/exactness.py` tries what only the built
-model shows. Used by `checks.py`, `model_facts.py`, `actors/doctor` and the learner.
+model shows.
 """
 
 import json
@@ -12,13 +12,13 @@ PROVEN = (
     *("llama", "qwen2", "qwen3", "qwen3_moe"),
     *("qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"),
 )
-"""Types of models whose packed rows the tests compare with transformers; the doctor does not try them."""
+"""Types of models whose packed rows the tests compare with transformers."""
 SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 """Types of models whose images are trained on, without `model.text_alone`. Other multimodal models are trained on text
 alone."""
 MUTUAL = ("gemma3",)
-"""Of these, models in which the tokens of an image see each other, those after them too. All their images are squares
-of one size."""
+"""Models of SEEING in which the tokens of an image see each other, later ones too. All their images are squares of one
+size."""
 LAYER_TYPES = (
     *("full_attention", "sliding_attention", "attention"),
     *("linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"),
@@ -29,7 +29,6 @@ LAYER_TYPES = (
 QUANTISED = ("quantization_config", "compression_config")
 """Keys of quantised weights: today's, and the first one of compressed-tensors."""
 LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
-"""Keys that list the type of each layer."""
 ROPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
 """Rotary embeddings whose frequencies depend only on the config."""
 FINAL = ("deepseek_llama_scaling", "deepseek_yarn", "llama3", "longrope", "su", "yarn")
@@ -46,20 +45,19 @@ ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model, which is nested in a vision-language model's config."""
+    """The language model's part of a vision-language model's config, or the whole config."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
 
 def trains_text_alone(config: Mapping[str, Any], wanted: bool = False) -> bool:
-    """Whether config.json is of a multimodal model of which only the text model is trained, on text alone. `wanted`:
-    `model.text_alone`."""
+    """Whether only the text model of this multimodal model is trained. `wanted`: `model.text_alone`."""
     seen = config.get("vision_config") is not None  # early files of Qwen2-VL nest their tower alone
     return (seen or text_config(config) is not config) and (wanted or config.get("model_type") not in SEEING)
 
 
 def reads_images(config: Mapping[str, Any], text_alone: bool = False) -> bool:
-    """Whether config.json is of a model whose images are trained. `text_alone`: `model.text_alone`."""
+    """Whether the model's images are trained. `text_alone`: `model.text_alone`."""
     return config.get("model_type") in SEEING and not text_alone
 
 
@@ -69,10 +67,7 @@ def is_proven(config: Mapping[str, Any]) -> bool:
 
 
 def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each reason in config.json why the learner would not train the model exactly, with a remedy.
-
-    Example: `next(unsupported({"layer_types": ["conv"]}))` begins with `it has layers of type conv, but only full`.
-    """
+    """Yield each reason in config.json why the learner would not train the model exactly, with a remedy."""
     text = text_config(config)
     if wrong := list(malformed(text)):
         yield from wrong
@@ -96,10 +91,7 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def malformed(text: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each size of a text config that is no number.
-
-    Example: `next(malformed({"hidden_size": "64"}))` begins with `hidden_size in its config.json is "64", not a`.
-    """
+    """Yield a line for each size of a text config that is no number."""
     remedy = "correct it or download the model again"
     for key in SIZES:
         if text.get(key) is not None and type(text[key]) is not int:
@@ -111,8 +103,7 @@ def malformed(text: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _not_generative(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the model does not predict the next token from the tokens before it, as a learner and vLLM both compute
-    it."""
+    """Yield why the model does not predict the next token from those before it as learner and vLLM both compute it."""
     named = config.get("architectures") or ()
     named = [named] if isinstance(named, str) else named
     if named and not any(str(name).endswith(GENERATIVE) for name in named):
@@ -135,7 +126,7 @@ def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
-    """Example: `rope_type({"type": "yarn", "factor": 4.0}) == "yarn"`, in the words of transformers 4."""
+    """The type of a rotary embedding in the words of transformers 4, such as `yarn`."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 

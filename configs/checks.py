@@ -1,9 +1,9 @@
 """Refuses a run file whose keys contradict each other or the machine, before any process starts.
 
-Every rule is a generator of lines: the key with its value, the other key with its value, the remedy. `check` runs all
-rules, so that one call reports everything that is wrong. A rule reads the Config and at most looks at the files it
-names; what makes a run slow rather than impossible is a note of `explain.py`. Every process calls `check` at its start,
-and no package judges the run file a second time, except where torch, a GPU, the model or vLLM is needed to know.
+A rule yields lines: the key with its value, the other key with its value, the remedy. `check` runs all rules, so that
+one call reports everything. A rule reads the Config and at most looks at the files it names. Every process calls
+`check` at its start, and no package judges the run file a second time, except where torch, a GPU, the model or vLLM is
+needed to know.
 """
 
 import ast
@@ -27,16 +27,16 @@ from configs.own_packages import shadows
 from configs.schema import NO_REWARD, Config
 
 OWN_RAY = "local"
-"""The `cluster.address`, or RAY_ADDRESS, with which the launcher starts a Ray on this machine, as in Ray itself."""
+"""The address with which the launcher starts a Ray on this machine."""
 TOKEN_BYTES = 13
 """Bytes per token of a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
 TEACHER_BYTES = 4
-"""Further bytes per token with a teacher: its float32 log-probability."""
+"""Further bytes per token with a teacher: float32 log-probability."""
 TOP_BYTES = 8
-"""Further bytes per sampled token for each of `teacher.top_k`: its int32 token and float32 log-probability."""
+"""Further bytes per sampled token for each of `teacher.top_k`: int32 token and float32 log-probability."""
 
 WEIGHTS = "model.path: weights"
-"""In FILES: the weights in `model.path`, which a server does not read if whole policies are pushed to it."""
+"""The weights in `model.path`, which a server does not read if whole policies are pushed to it."""
 FILES = (
     WEIGHTS,
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
@@ -45,21 +45,19 @@ FILES = (
     *("rollout.task", "rollout.agent.command", "rollout.environment.python"),
     *("run.folder", "log.trackers"),
 )
-"""Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
+"""Keys that name something on this machine. Each process checks those that it needs."""
 SFT_FILES = (
     WEIGHTS,
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt"),
     *("run.folder", "log.trackers"),
 )
-"""The keys of FILES that supervised fine-tuning needs."""
 
 REWARDS = (
     *("countdown", "math", "math_verify", "exact_match", "regex", "length", "judge", "reward_model"),
     *("reasoning_gym", "task"),
 )
 BUILT_IN = {"reward.function": REWARDS, "rollout.task": ("single_turn", "agent", "environment")}
-"""Names of the registries REWARDS and TASKS of `rollout`, which this package may not import; `task`: no reward; `agent`
-and `environment` have keys of their own."""
+"""Names in the registries REWARDS and TASKS of `rollout`, which this package may not import."""
 DEFINING = {"__getattr__", "exec", "globals", "setattr", "vars"}
 """Names by whose use a file may define functions that its text does not show."""
 
@@ -67,7 +65,6 @@ TEMPLATE_WORDS = ("messages", "conversation", "tools", "chat_template", "add_gen
 """Arguments of a chat template that Headrace gives."""
 
 TURN_ADVANTAGES = ("group_mean", "leave_one_out")
-"""Values of `algorithm.advantage` with which `algorithm.turn_discount` is defined."""
 
 ENGINE_KEYS_ELSEWHERE = {
     "model": "model.path",
@@ -78,7 +75,7 @@ ENGINE_KEYS_ELSEWHERE = {
     "enable_return_routed_experts": "rollout.routing_replay",
     "seed": "run.seed",
 }
-"""Engine arguments that have a key of their own in the run file. An equal value passes, another one is refused."""
+"""Engine arguments that have a key of their own. An equal value passes, another one is refused."""
 
 ENGINE_KEYS_SET = (
     *("worker_extension_cls", "logprobs_mode", "skip_tokenizer_init", "data_parallel_size"),
@@ -97,24 +94,21 @@ LORA_ENGINE_KEYS = (
     *("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "lora_dtype", "default_mm_loras"),
     "load_format",
 )
-"""Engine arguments that Headrace sets with `model.lora`, or whose place it uses."""
 
 REWARD_KEYS = {"model", "runner", "host", "port", "middleware"}
-"""Arguments of a reward server's engine that have a key of their own, or that Headrace sets itself."""
 
 EXPERT_MODELS = ("qwen3_moe",)
-"""Kinds of models with experts that the learner is known to train right, and servers to load right."""
+"""Models with experts that the learner is known to train, and servers to load, right."""
 EXPERTS_ON_CPU = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe")
-"""Kinds that servers on a CPU were seen to load right. Servers on a GPU refuse them: no reload was compared there."""
+"""Models that servers on a CPU were seen to load right. On a GPU no reload was compared."""
 EXPERT_KERNELS = ("auto", "triton")
-"""Values of `rollout.engine.moe_backend` with which they are."""
 SPREAD = ("enable_expert_parallel", "enable_eplb")
-"""Keys of `rollout.engine` with which experts lie elsewhere than their names say."""
+"""Keys with which experts lie elsewhere than their names say."""
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
-"""Keys of `rollout.engine` with which vLLM returns no routes, unless they are 1."""
+"""Keys with which vLLM returns no routes, unless they are 1."""
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
-"""Values of `rollout.engine.quantization`: vLLM quantises the weights of each policy as they are loaded."""
+"""Quantisations that vLLM computes anew for each policy that it loads."""
 
 
 def check(
@@ -142,23 +136,21 @@ def check(
 
 
 def refuse_sft(config: Config) -> None:
-    """Raise ConfigError for a run file of supervised fine-tuning: whoever calls this is of reinforcement learning."""
+    """Raise ConfigError for a run file of supervised fine-tuning."""
     if config.sft.rows is not None:
         remedy = "run it with python -m learner sft, or remove the section sft"
         raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
 
 
 def refuse_paths(config: Config) -> None:
-    """Raise ConfigError, a line for each, for paths that the system cannot look at: too long, in a folder that this
-    user may not enter, links in a circle; and for a run's folder that can be none. Rules that look for files may then
-    rely on an answer."""
+    """Raise ConfigError for paths that the system cannot look at (too long, forbidden, links in a circle), and for a
+    run's folder that can be none. Rules that look for files may then rely on an answer."""
     lines = [f"{key}: {line}" for key, path in _paths(config) if path and (line := _unusable(path))]
     if lines := lines or [*_no_folder(config)]:
         raise ConfigError(lines)
 
 
 def _no_folder(config: Config) -> Iterator[str]:
-    """A line if the run's folder, or a folder above it, is a file or a link to nothing."""
     run = config.run.path
     place = next((place for place in (run, *run.parents) if os.path.lexists(place)), None)
     if place and not place.is_dir():
@@ -166,7 +158,6 @@ def _no_folder(config: Config) -> Iterator[str]:
 
 
 def _paths(config: Config) -> Iterator[tuple[str, Path | str | None]]:
-    """Keys that may name a file or a folder, with the path."""
     data, rollout = config.data, config.rollout
     yield from (("model.path", config.model.path), ("run.folder", config.run.path), ("data.image_dir", data.image_dir))
     yield from (("data.chat_template", data.chat_template), ("data.format_prompt", data.format_prompt))
@@ -193,8 +184,8 @@ def _unusable(path: Path | str) -> str:
 
 
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
-    """Raise ConfigError with everything that contradicts supervised fine-tuning, one line each. `rows`: those of
-    data.train, where known."""
+    """Raise ConfigError with everything that contradicts supervised fine-tuning. `rows`: those of data.train, where
+    known."""
     refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
@@ -207,13 +198,12 @@ def check_sft(config: Config, *, rows: int | None = None, files: Collection[str]
 
 
 def _variables(config: Config) -> list[str]:
-    """What is wrong with this process's environment. Interfaces are not checked with a cluster: its nodes have their
-    own."""
+    """Interfaces are not checked with a cluster: its nodes have their own."""
     return variables.problems(os.environ, interfaces=not cluster_of(config), own_ray=starts_ray(config))
 
 
 def _shadows(config: Config) -> Iterator[str]:
-    """Ray's processes search the current folder and PYTHONPATH first, where a user's packages have our names."""
+    """Ray's processes search the current folder and PYTHONPATH first, where a user's packages may have our names."""
     folders = [os.curdir, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if cluster_of(config) or starts_ray(config):
         for place in shadows(folders):
@@ -232,7 +222,6 @@ def starts_ray(config: Config) -> bool:
 
 
 def named_by(config: Config) -> str:
-    """What names the cluster of `cluster_of`, for people."""
     return "cluster.address" if config.cluster.address else "RAY_ADDRESS"
 
 
@@ -249,9 +238,8 @@ def own_hosts(config: Config) -> list[str]:
 
 
 def max_sample_tokens(config: Config) -> int:
-    """Tokens of the longest sample that a server makes and the learner trains. The task `single_turn` makes a prompt
-    and an answer; a task of your own may fill `rollout.max_sample_tokens`, or else the engine. In supervised
-    fine-tuning: of the longest row."""
+    """Tokens of the longest sample, or of the longest row in supervised fine-tuning. The task `single_turn` makes a
+    prompt and an answer; your own task may fill `rollout.max_sample_tokens`, or else the engine."""
     if config.sft.rows is not None:
         return sft.longest(config)
     turn, held = config.data.max_prompt_tokens + config.sampling.max_tokens, config.rollout.engine.get("max_model_len")
@@ -267,12 +255,11 @@ def max_group_bytes(config: Config) -> int:
 
 
 def _stored_tokens(config: Config) -> int:
-    """Tokens of the longest sample, all segments of a chat included where the run file bounds them."""
     return max(max_sample_tokens(config), config.rollout.chat.max_tokens or 0)
 
 
 def max_episode_tokens(config: Config) -> int:
-    """Tokens of the longest episode of a task that sends messages, over all its segments."""
+    """Tokens of the longest episode that sends messages, over all its segments."""
     return config.rollout.chat.max_tokens or 4 * max_sample_tokens(config)
 
 
@@ -282,7 +269,7 @@ def existing(path: Path) -> Path:
 
 
 def _architecture(config: Config) -> Iterator[str]:
-    """Yield why config.json shows that training would be wrong. `learner.model.exactness` tries the built model."""
+    """`learner.model.exactness` tries the built model."""
     path = config.model.path
     facts = model_facts(path)
     yield from (f"model.path: {path} ({facts.kind or 'unknown type'}): {reason}" for reason in facts.unsupported)
@@ -391,7 +378,7 @@ def _engine(config: Config) -> Iterator[str]:
 
 
 def _experts(config: Config) -> Iterator[str]:
-    """What a server could not load, or not right, into the model's experts; one asks vLLM itself when it starts."""
+    """When a server starts, it asks vLLM itself."""
     facts, given = model_facts(config.model.path), config.rollout.engine
     if not facts.experts:
         return
@@ -437,7 +424,6 @@ def _quantization(config: Config) -> Iterator[str]:
 
 
 def _lora(config: Config) -> Iterator[str]:
-    """What contradicts an adapter. Without one these engine arguments are vLLM's own."""
     lora, model, engine = config.model.lora, config.model.path, config.rollout.engine
     if lora is None:
         return
@@ -511,7 +497,6 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 
 def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
-    """A built-in name, or `path/to/file.py:function`, a file that defines the function."""
     rewards = [("reward.function", part.function) for part in config.reward.parts]
     for key, value in (("algorithm.loss", config.algorithm.loss), ("algorithm.advantage", config.algorithm.advantage)):
         file, _, function = value.rpartition(":")
@@ -532,7 +517,6 @@ def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
 
 
 def _rewards(config: Config) -> Iterator[str]:
-    """Several reward functions, and the run's own reward servers."""
     reward, parts = config.reward, config.reward.parts
     if not isinstance(reward.function, str):
         names = [part.metric for part in parts]
@@ -598,8 +582,7 @@ def _agents(config: Config, files: Collection[str]) -> Iterator[str]:
 
 
 def _defined(key: str, file: str, function: str) -> Iterator[str]:
-    """Yield why the text of `file` defines no `function`. Where the file may define names while it runs, its import
-    decides, later."""
+    """Where the file may define names while it runs, its import decides later."""
     if file.endswith(tuple(EXTENSION_SUFFIXES)) and Path(file).is_file():  # compiled
         return
     try:
@@ -674,8 +657,7 @@ def _reward_model(config: Config) -> Iterator[str]:
 
 
 def _model(key: str, path: str, weights: bool = True) -> Iterator[str]:
-    """A hub name is `name` or `organisation/name`; anything else must be a folder with all its files, `weights` among
-    them."""
+    """A hub name is `name` or `organisation/name`; anything else must be a folder with all its files."""
     folder = Path(path)
     depth = len(folder.parts)
     local = path.startswith(("/", ".", "~")) or depth > 2 or (depth == 2 and folder.parent.is_dir())
@@ -687,7 +669,7 @@ def _model(key: str, path: str, weights: bool = True) -> Iterator[str]:
 
 
 def _template(path: Path) -> Iterator[str]:
-    """Parses the template and runs nothing of it: even to compile one would compute its constants."""
+    """Runs nothing of the template: even to compile one would compute its constants."""
     from jinja2 import TemplateSyntaxError, nodes  # only a run with a template pays for the import
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

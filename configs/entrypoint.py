@@ -1,9 +1,8 @@
 """The outermost frame that all processes share: log format, command-line flags, signals, children, exit codes.
 
-Used by `python -m actors`, `buffer`, `configs`, `learner` and `rollout`. Exit codes: 0 done or drained, 1 failed (the
-log says why), 2 input refused before anything was started, 3 the data ended before `run.versions`, 4 the learner of a
-run that was given up, whose last checkpoint could not be written, or whose steps changed nothing any more (`launch`:
-1), 128 + N ended at once by the second signal, number N.
+Exit codes: 0 done or drained, 1 failed (the log says why), 2 input refused before anything was started, 3 the data
+ended before `run.versions`, 4 the learner of a run that was given up, whose last checkpoint could not be written, or
+whose steps changed nothing any more (`launch`: 1), 128 + N ended at once by the second signal, number N.
 """
 
 import argparse
@@ -30,25 +29,24 @@ from configs.plain_text import PlainFormatter, lost_output, print_visible
 T = TypeVar("T")
 DONE, FAILED, BAD_INPUT, DATA_ENDED, GIVEN_UP = 0, 1, 2, 3, 4
 ENDINGS = {"versions": DONE, "data": DATA_ENDED, "failed": GIVEN_UP}
-"""Exit code of the learner by how its run ended: with any of these it is not started again."""
+"""With any of these endings the learner is not started again."""
 PROCESS_NAME = re.compile(r"[A-Za-z0-9._-]+")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PARENT = "HEADRACE_PARENT"
-"""In the environment of a child: the id of the process that started it, whose death it must not survive."""
+"""Variable of a child: the id of its parent, whose death it must not survive."""
 PROGRESS = "HEADRACE_PROGRESS"
-"""In the environment of a kept process: the file it makes at its first progress."""
+"""Variable of a kept process: the file it makes at its first progress."""
 NOTICE = "HEADRACE_NOTICE"
-"""In the environment of a kept process: the file in which its keeper says how long a drain may take, in seconds."""
+"""Variable of a kept process: the file in which its keeper says how long a drain may take, in seconds."""
 ABOVE = "HEADRACE_ABOVE"
-"""In the environment of a process that gets its signals from a process above it: the launcher from its front process, a
-kept process from its keeper, a rank from its node's learner. The process above forces it with FORCING."""
+"""Variable of a process whose signals come from a process above it, which forces it with FORCING: the launcher below
+its front process, a kept process below its keeper, a rank below its node's learner."""
 FORCING = signal.SIGQUIT
 TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
-"""The first statements of a spawned process."""
 
 
 def configure_logging(tag: str = "") -> None:
-    """One line per record on stderr: time, level, logger and `tag`, such as `[3]` for rank 3. INFO and above."""
+    """Log to stderr from INFO on, one line per record; `tag`, such as `[3]` for rank 3, follows the logger's name."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
     handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"))
@@ -59,18 +57,16 @@ def configure_logging(tag: str = "") -> None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Refuses a command line in one line, and names the command as the user calls it. No flag may be abbreviated."""
+    """Refuses a command line in one line, under the name that the user called. No flag may be abbreviated."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"allow_abbrev": False} | options)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with exit code 2."""
         print_visible(f"{self.prog}: {message}; `{self.prog} --help` says more", sys.stderr)
         sys.exit(BAD_INPUT)
 
     def print_help(self, file: Any = None) -> None:
-        """Print the page of `--help`."""
         print_visible(self.format_help(), file, end="")
 
 
@@ -82,16 +78,16 @@ def process_name(text: str) -> str:
 
 
 def quiet_hub() -> None:
-    """Leave out what the hub's client logs of each try to reach the hub: the last one is in this command's own line."""
+    """Silence what the hub's client logs of each try: this command's own line has the last one."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when the client is imported
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
-    """The values of the command's own `flags`, and the rest of the command line: run files and their overrides.
+    """Split the values of the command's own `flags` from run files and their overrides.
 
-    Example: `split_flags(argv, prog, models={"nargs": "+", "type": Path, "default": []})` takes `--models A B`; the
-    keywords are those of `ArgumentParser.add_argument`. A flag without its value ends the process with exit code 2.
+    The keywords are those of `ArgumentParser.add_argument`: `split_flags(argv, prog, models={"nargs": "+"})` takes
+    `--models A B`. A flag without its value ends the process with exit code 2.
     """
     parser = CommandParser(prog, add_help=False)
     own = {f"--{name.replace('_', '-')}": options for name, options in flags.items()}
@@ -109,10 +105,9 @@ class StopSignals:
     Handlers run in the event loop if one is running, else in the main thread between two bytecodes, where they must not
     print. `force` ends the process at once unless another one is given.
 
-    Slurm, systemd and others send SIGTERM to all processes of a job at once. A process with a process above it then
-    gets the signal twice, directly and forwarded. It counts both as one, and only FORCING forces it. `last`: other
-    processes need this one until they have ended, so it waits for the signal of its keeper, which first leaves a
-    notice.
+    Slurm, systemd and others send SIGTERM to all processes of a job at once. A process below another one then gets it
+    twice, directly and forwarded. It counts both as one, and only FORCING forces it. `last`: other processes need this
+    one until they have ended, so it waits for the signal of its keeper, which first leaves a notice.
     """
 
     def __init__(
@@ -159,7 +154,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def blocked(*numbers: int) -> Iterator[None]:
-    """Block signals in this thread, and in each process that it starts inside, for the life of that process."""
+    """Block signals in this thread, and for life in each process that it starts inside."""
     resource_tracker.ensure_running()  # multiprocessing would start it later, and then unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -169,7 +164,7 @@ def blocked(*numbers: int) -> Iterator[None]:
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None once `stop` is set: then, as wherever this ends, `work` has been cancelled."""
+    """The result of `work`; None once `stop` is set. `work` has been cancelled when this ends early."""
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when="FIRST_COMPLETED")
@@ -186,10 +181,10 @@ def end_at_once(number: int) -> NoReturn:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGKILL to this process when the one that started it dies, for whatever reason.
+    """Have the kernel send SIGKILL to this process when its parent dies.
 
-    Does nothing unless the parent has set PARENT. The kernel means the thread that started this process, so a thread
-    that starts processes must last. Ends the process (FAILED), in words, if PARENT is not its parent.
+    Does nothing unless the parent has set PARENT. The kernel means the thread that started this process, so that thread
+    must last. Ends the process (FAILED) if PARENT is not its parent.
     """
     parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
     if parent is None or sys.platform != "linux":
@@ -202,10 +197,10 @@ def die_with_parent() -> None:
 
 
 def tie_children() -> None:
-    """Have every process that multiprocessing starts below this one die with its own parent, from its first line on.
+    """Have every process that multiprocessing starts below this one die with its own parent.
 
-    Other people's children too: vLLM's engine and its workers. A fork calls us by itself; into the command line of a
-    spawned process we put the call, because it imports nothing of ours until its parent may be long dead.
+    This includes vLLM's engine and workers. A fork calls `die_with_parent` by itself. The command line of a spawned
+    process gets the call, because that process imports Headrace only when its parent may be long dead.
     """
     os.environ[PARENT] = str(os.getpid())
     os.register_at_fork(after_in_child=die_with_parent)
@@ -222,21 +217,21 @@ def tie_children() -> None:
 
 @cache
 def made_progress() -> None:
-    """Tell the keeper, if there is one, that this process did what it is there for: its failure counts as a first."""
+    """Show the keeper, if any, that this process made progress: its next failure counts as a first."""
     if file := os.environ.get(PROGRESS):
         with contextlib.suppress(OSError):
             Path(file).touch()
 
 
 def notice_s() -> float | None:
-    """Seconds from SIGTERM to SIGKILL as the keeper of this process has said with its SIGTERM; None: nobody has."""
+    """Seconds from SIGTERM to SIGKILL by the keeper's notice; None without one."""
     with contextlib.suppress(OSError, ValueError):
         return float(Path(os.environ.get(NOTICE, "")).read_text(encoding="utf-8"))
     return None
 
 
 def _log_thread(log: logging.Logger, failed: threading.ExceptHookArgs) -> None:
-    """Log the exception of a thread: Python would print it as it is."""
+    """Python would print the exception as it is."""
     if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
         log.error("thread %s failed", failed.thread and failed.thread.name, exc_info=failed.exc_value)
 
@@ -244,8 +239,8 @@ def _log_thread(log: logging.Logger, failed: threading.ExceptHookArgs) -> None:
 def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_rank: bool = False) -> NoReturn:
     """Call `main(sys.argv[1:])` and end the process with its exit code, whatever threads still run.
 
-    The outermost boundary of a process: an exception of `main` is logged with its traceback and becomes exit code 1.
-    The environment is made safe first (`variables.py`). `is_rank`: keep variables that make this process a rank.
+    An exception of `main` is logged with its traceback and becomes exit code 1. `is_rank`: keep variables that make
+    this process a rank.
     """
     variables.prepare(is_rank)
     threading.excepthook = partial(_log_thread, log)

@@ -1,8 +1,8 @@
 """Reads the run file: YAML files and `--section.key=value` overrides become one validated Config, or a ConfigError.
 
-Used by every process at its start, and cheap: no torch, no sockets. Files are merged left to right, then the overrides;
-OmegaConf reads them (so `1e-6` is a number) and resolves `${section.key}`, pydantic validates. All problems are
-reported at once, one line each, with the key, the value, the file and line, and what is allowed.
+Cheap: no torch, no sockets. Files are merged left to right, then the overrides; OmegaConf reads them (so `1e-6` is a
+number) and resolves `${section.key}`, pydantic validates. All problems are reported at once, each with key, value,
+file, line and what is allowed.
 """
 
 import logging
@@ -42,7 +42,6 @@ from configs.variables import open_private, run_folder
 
 log = logging.getLogger(__name__)
 KEYS = "python -m configs --keys"
-"""The command that lists all keys."""
 TIMES = "times"
 """Stands in the merged tree for a product: `{"times": [32, "${batch.samples}"]}`."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's choice: the two differ in what they accept
@@ -52,7 +51,7 @@ CHECKED = "# crc32c {:08x} of the lines above; if you edit them, remove this lin
 
 
 class ConfigError(ValueError):
-    """The run file is wrong. `problems` has one line each, for people; the text is all of them."""
+    """The run file is wrong. `problems` has one line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(dict.fromkeys(problems))  # two checks may find the same
@@ -79,7 +78,7 @@ class MergedTree:
         return f" ({place})" if place else ""
 
     def rename(self, renamed: Mapping[str, str]) -> None:
-        """Move the values of old keys to their new ones, with a warning. Raises ConfigError where both are written."""
+        """Move values of old keys to their new ones, with a warning. Raises ConfigError where both are written."""
         for old, new in renamed.items():
             (section, leaf), (new_section, new_leaf) = old.split("."), new.split(".")
             below = self.tree.get(section)
@@ -105,11 +104,10 @@ def load(
     lenient: bool = False,
     warn: Callable[[str], object] | None = None,
 ) -> Config:
-    """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", "--learner.lr", "4e-4", ...]`. `${oc.env:KEY}` is a
-    variable of `environment`; `lenient`: a credential's may be missing. `warn` gets a line about each file that does
-    not fit its checksum; None: such a file is refused.
+    """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", "--learner.lr", "4e-4", ...]`.
 
-    Raises ConfigError with every problem found, one line each.
+    `lenient`: variables of credentials may be missing from `environment`. `warn` gets a line about each file that does
+    not fit its checksum; None: such a file is refused. Raises ConfigError with every problem found.
     """
     files, overrides = _split(argv)
     merged = MergedTree()
@@ -129,25 +127,24 @@ def load(
 
 
 def parse(text: str) -> Config:
-    """The config that another process of this machine gave as `dump`. Raises ConfigError as `load` does."""
+    """The config that another process of this machine gave as `dump`. Raises ConfigError."""
     merged = MergedTree()
     merged.add(_parse(text, "the run file"), lambda key: "")
     return _validate(merged, os.environ, False)
 
 
 def dump(config: Config) -> str:
-    """The text of `config.yaml`: values from environment variables stand in it as `${oc.env:KEY}`."""
+    """The text of `config.yaml`, with `${oc.env:KEY}` for values from environment variables."""
     return OmegaConf.to_yaml(OmegaConf.create(written(config, _literal)))
 
 
 def read(
     argv: Sequence[str], prog: str, checks: Callable[[Config], object] = lambda config: None, lenient: bool = False
 ) -> Config:
-    """`load` for an entry point such as `python -m buffer` (`prog`): problems go to stderr, then exit code 2.
+    """`load` for an entry point: problems go to stderr, then exit code 2.
 
-    `--help` prints the names of all keys and exits 0. `checks` may raise ConfigError too, e.g. `configs.checks.check`.
-    `lenient`: for commands that only look at a run, which need no credentials and warn of an edited `config.yaml` on
-    stderr.
+    `checks` may raise ConfigError too. `lenient`: for commands that only look at a run, which need no credentials and
+    only warn of an edited `config.yaml`.
     """
     usage = f"usage: {prog} RUN.yaml [MORE.yaml ...] [--section.key=value ...]"
     if "-h" in argv or "--help" in argv:
@@ -172,14 +169,15 @@ def read(
 
 
 def text_width() -> int:
-    """Columns of a text for the terminal."""
     return min(max(shutil.get_terminal_size().columns, 40), 120)
 
 
 def write(config: Config, path: Path) -> None:
-    """Write every key of `config` as YAML that `load` reads back to an equal Config. Atomic: a reader sees all or
-    nothing. Only the user can read a file that holds credentials; for another one RUN_UMASK holds. The last line
-    is a comment with the checksum of the lines above."""
+    """Write every key of `config` as YAML that `load` reads back to an equal Config. Atomic.
+
+    Only the user can read a file that holds credentials; for another one RUN_UMASK holds. The last line is a comment
+    with the checksum of the lines above.
+    """
     run_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8", opener=open_private) as file:
@@ -199,7 +197,7 @@ def _warn(line: str) -> None:
 
 
 def _check_sum(file: str, source: str, warn: Callable[[str], object] | None) -> None:
-    """Raise ConfigError if `source` ends with a checksum, as `write` adds, and has changed since; or `warn` of it."""
+    """Raise ConfigError, or `warn`, if `source` ends with a checksum and has changed since."""
     above, line = source.rpartition("\n# crc32c ")[::2]
     if not above or f"# crc32c {line}" == CHECKED.format(_crc32c(above + "\n")):
         return
@@ -211,7 +209,6 @@ def _check_sum(file: str, source: str, warn: Callable[[str], object] | None) -> 
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Files and (key, value) overrides of a command line."""
     files, overrides, problems, rest = [], [], [], list(argv)
     while rest:
         word = rest.pop(0)
@@ -273,7 +270,7 @@ def _parse(source: str, name: str) -> dict[str, Any]:
 
 
 def _refuse_empty(key: str, where: str) -> None:
-    """Raise ConfigError if nothing after `key` would switch off what the key is there to switch on."""
+    """Raise ConfigError if an empty value after `key` would switch off what the key switches on."""
     if key in keys() and keys()[key].default == "null" and any(name.startswith(f"{key}.") for name in keys()):
         remedy = f"write {key.rpartition('.')[2]}: {{}} for all its defaults, null to do without, or keys below it"
         if keys()[key].required:
@@ -313,7 +310,6 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _values(tree: Any, place: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], Any]]:
-    """Everything in `tree` with its place, the entries of lists and maps too."""
     if place:
         yield place, tree
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree if isinstance(tree, list) else ()):
@@ -332,8 +328,8 @@ def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int,
 def _resolve(
     merged: MergedTree, environment: Mapping[str, str], lenient: bool
 ) -> tuple[dict[str, Any], dict[Place, Origin]]:
-    """The merged tree over the defaults, with `${...}` replaced: an interpolation may refer to a default. And the
-    origins of what came from variables of `environment`."""
+    """The merged tree over the defaults, with `${...}` replaced, and the origins of what came from variables. An
+    interpolation may refer to a default."""
     tree = {
         name: section.annotation.model_construct().model_dump(mode="json")  # type: ignore[union-attr]
         for name, section in Config.model_fields.items()
@@ -358,7 +354,7 @@ def _missing(key: str, variable: str, merged: MergedTree) -> str:
 
 
 def _multiplied(section: Any) -> Any:
-    """`section` with its products worked out; what is no whole number stays, to be refused as such."""
+    """`section` with its products worked out; what is no whole number stays, to be refused."""
     if not isinstance(section, dict):
         return section
     section = dict(section)
@@ -393,12 +389,11 @@ def _validate(merged: MergedTree, environment: Mapping[str, str], lenient: bool)
 
 
 def _above(place: tuple[int | str, ...]) -> Iterator[tuple[int | str, ...]]:
-    """The place and all that it is in."""
     return (place[:end] for end in range(len(place), 0, -1))
 
 
 def _within(loc: Sequence[int | str], tree: Any, kind: str) -> tuple[int | str, ...]:
-    """The place of an error in `tree`, without pydantic's words for which of several forms of a value it tried."""
+    """The place of an error in `tree`, without pydantic's words for the form of a value that it tried."""
     place: list[int | str] = []
     for number, part in enumerate(loc):
         here = isinstance(tree, dict) and (part in tree or (kind == "missing" and number == len(loc) - 1))
@@ -409,7 +404,7 @@ def _within(loc: Sequence[int | str], tree: Any, kind: str) -> tuple[int | str, 
 
 
 def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: MergedTree) -> dict[str, str]:
-    """A pydantic error as lines for people, by dotted key; several for an unknown section."""
+    """A pydantic error as lines by dotted key; several for an unknown section."""
     loc, above = ".".join(map(str, place)), ".".join(map(str, place[:2]))
     if kind == "extra_forbidden":
         within = isinstance(value, dict) and value and len(place) < 3  # else it is a key of an entry
@@ -435,5 +430,4 @@ def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: Merge
 
 
 def _literal(text: str) -> str:
-    """`text` with `${` escaped, so that OmegaConf reads it back as it is."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)

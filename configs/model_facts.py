@@ -1,7 +1,6 @@
 """Facts of a model read from its folder without loading it: parameters, attention heads, longest context, disk space.
 
-Used by `explain.py` and `checks.py` for the arithmetic. A model given by its hub name has no folder here, so nothing is
-known of it. Reads `config.json` and the headers of the weights that count (`model_folder.py`), never a tensor.
+Nothing is known of a model given by its hub name. Reads `config.json` and the headers of the weights, never a tensor.
 """
 
 import json
@@ -32,16 +31,16 @@ TOWER = re.compile(r"\.(visual|vision_tower|multi_modal_projector)\.")
 TEXT_PARTS = re.compile(
     r"(^|\.)(language_model|text_model|text_decoder|lm_head)\.|^(model\.)?(layers|embed_tokens|norm)\."
 )
-"""What the names of the text model's weights contain, in files of multimodal models that are trained on text alone."""
+"""In the names of the text model's weights, in files of multimodal models that are trained on text alone."""
 UNREAD = "mtp."
-"""How names of weights begin that files of Qwen3.5 have and transformers leaves out: they predict further tokens."""
+"""Beginning of names of weights in files of Qwen3.5 that transformers leaves out: they predict further tokens."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
 """The name of a block's weight, and the last word of its layer's; routers and experts are no linear layers here."""
 BYTES = {"bfloat16": 2, "float32": 4}
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-"""Keys of a config that count the experts of a layer: transformers writes Qwen3-MoE's under the third."""
+"""Keys that count the experts of a layer: transformers writes Qwen3-MoE's under the third."""
 SPARE_BYTES = 64 << 20
-"""Disk space to leave free besides what checkpoints take."""
+"""Disk space to leave free besides checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -55,76 +54,69 @@ class ModelFacts:
     heads: int | None = None
     positions: int | None = None
     tower: int | None = None
-    """Parameters of the vision tower; None for a text model, and for one that is trained on text alone."""
+    """Parameters of the vision tower; None for a model that is trained on text alone."""
     linear: Mapping[str, int] = field(default_factory=dict)
-    """Rows and columns of all linear layers in the text model's blocks, by the last word of their names; empty where
-    unknown."""
+    """Rows and columns of all linear layers in the text model's blocks, by the last word of their names."""
     kind: str | None = None
     """`model_type`, as `qwen3_moe`."""
     experts: int = 0
-    """Experts of a layer that has some; 0 for a dense model, and where nothing is known."""
+    """Experts of a layer that has some; 0 for a dense model or if unknown."""
     route_bytes: int = 0
-    """What the experts chosen for one token take in a sample (`Sample.routes`)."""
+    """Bytes of the experts chosen for one token in a sample (`Sample.routes`)."""
     kv_heads: int | None = None
     kv_numbers: int | None = None
-    """Numbers that a server keeps of one token, its keys and values in all layers; None where not every layer attends
-    to the whole sequence."""
+    """Numbers that a server keeps of one token: keys and values of all layers. None if not every layer attends to the
+    whole sequence."""
     unsupported: tuple[str, ...] = ()
     """Reasons in config.json why the learner would not train the model exactly."""
     head_size: int | None = None
-    """Size of an attention head."""
     vocabulary: int | None = None
-    """Tokens, counted from 0."""
     routed: tuple[int, int] | None = None
     """Layers with experts, and the experts that a token takes in each; None for a dense model."""
     image_token: int | None = None
-    """Token that stands for a token of an image; None for a model whose images are not trained."""
+    """The token of an image; None for a model whose images are not trained."""
     idle: int = 0
-    """Parameters beside the text model, of a multimodal model that is trained on text alone: never trained."""
+    """Parameters of a multimodal model beside its text model, if that alone is trained."""
     proven: bool = False
     """Whether the tests cover models of this type."""
     delta_rule: bool = False
-    """Whether some of its layers are gated delta rules."""
+    """Whether some layers are gated delta rules."""
     text_alone: bool = False
-    """Whether it is a multimodal model of which the text model alone is trained."""
+    """Whether it is multimodal and only its text model is trained."""
     mutual: bool = False
-    """Whether images are trained whose tokens see each other, those after them too."""
+    """Whether images are trained whose tokens see each other, later ones too."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
-        """Parameters of the adapter `model.lora`."""
         assert model.lora is not None
         wanted = self.linear if model.lora.targets == "all" else model.lora.targets
         return model.lora.rank * sum(self.linear.get(name, 0) for name in wanted) or None
 
     def saved_parameters(self, model: ModelConfig) -> int | None:
-        """Parameters in a checkpoint: all, or those of the adapter."""
+        """Parameters in a checkpoint: all, or the adapter's."""
         return self.adapter_parameters(model) if model.lora else self.parameters
 
     def sent_bytes(self, model: ModelConfig) -> int:
-        """Bytes that the learner needs for the servers' copies, on all ranks together: two copies of trained weights,
-        one of frozen weights.
-
-        With an adapter only the adapter is sent. 0 if unknown.
-        """
+        """Bytes of the servers' copies on all learner ranks together: two copies of trained weights, one of frozen
+        weights; 0 if unknown. With an adapter only the adapter is sent."""
         frozen = self.idle + ((self.tower or 0) if "vision" in model.freeze else 0)
         saved = self.saved_parameters(model) or 0
         return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
 
     def state_bytes(self, model: ModelConfig) -> int:
-        """Memory of the learner's state: weight, gradient and two moments in float32 of all that is trained, the rest
-        in `model.dtype`, or in float32 without an adapter; 0 where unknown."""
+        """Bytes of the learner's state: weight, gradient and two moments in float32 of what is trained, the rest in
+        `model.dtype`, or in float32 without an adapter; 0 if unknown."""
         frozen = (self.parameters or 0) * BYTES[model.dtype] if model.lora else -12 * self.idle
         return 16 * (self.saved_parameters(model) or 0) + frozen
 
     def optimizer_bytes(self, model: ModelConfig) -> int:
-        """Host memory with `learner.cpu_offload: optimizer`: weight and two moments in float32 of all that is trained;
-        0 where unknown."""
+        """Bytes in host memory with `learner.cpu_offload: optimizer`: weight and two moments in float32 of what is
+        trained; 0 if unknown."""
         return 12 * ((self.saved_parameters(model) or 0) - self.idle)
 
 
 def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
     """Facts of the model in folder `path`; all None for a hub name or a folder that cannot be read. `text_alone`:
-    `model.text_alone`, where the facts that are asked for depend on it (`facts_of`)."""
+    `model.text_alone`, for facts that depend on it."""
     folder = Path(path)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -180,7 +172,6 @@ def facts_of(model: ModelConfig) -> ModelFacts:
 
 
 def _kept_of_a_token(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """`kv_heads` and `kv_numbers`, of a text config."""
     heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
     kv_heads = config.get("num_key_value_heads") or heads
     others = {kind for key in LAYER_KEYS for kind in config.get(key) or ()} - {"full_attention"}
@@ -197,8 +188,8 @@ def _head_size(config: Mapping[str, Any]) -> int | None:
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Experts of a layer, of a text config; 0 for a dense model, or one expert. Configs of dense models of doge and
-    nemotron_h count some too."""
+    """Experts of a layer, by a text config; 0 for a dense model. Configs of dense models of doge and nemotron_h count
+    some too."""
     blocks = config.get("layers_block_type") or ()
     if config.get("is_moe") is False or ("mlp" in blocks and "moe" not in blocks):
         return 0
@@ -207,14 +198,14 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:
-    """Indices of the layers with experts, of a text config in the words of Qwen's."""
+    """Indices of the layers with experts, by a text config in the words of Qwen's."""
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config.get("num_hidden_layers") or 0)
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
 
 
 def checkpoint_bytes(parameters: int, model: ModelConfig, exported: bool) -> int:
-    """Disk that one checkpoint takes: weight and two moments in float32, and the export in `model.dtype` if it has one;
-    of an adapter each has one, in float32."""
+    """Bytes of one checkpoint: weight and two moments in float32, and the export, in `model.dtype`; each checkpoint of
+    an adapter has one, in float32."""
     export = 4 if model.lora else exported * BYTES[model.dtype]
     return parameters * (12 + export)

@@ -1,10 +1,9 @@
 """Which values of a run came from environment variables, and how they and credentials are kept out of what is written.
 
 A value of `${oc.env:KEY}` is written as that text into `config.yaml`, ledger, page, report and trackers, and each
-process resolves it again at its start. So a rotated key needs no change of the run. Texts that are shown (logs, errors)
-have it in place of the value too, where the key of the run file may hold a credential: see `may_hold_credentials`. A
-credential that the run file holds in plain text is recognised by its key, stands in `config.yaml` only, and is MASK
-elsewhere. Pure functions; `load.py` calls `traced`.
+process resolves it again at its start. So a rotated key needs no change of the run. Logs and errors show that text too
+where the key may hold a credential (`may_hold_credentials`). A credential that stands in the run file in plain text is
+recognised by its key, stands in `config.yaml` only, and is MASK elsewhere.
 """
 
 import hashlib
@@ -30,8 +29,8 @@ CREDENTIAL = re.compile(
 )
 """Names, in small letters with underscores, of keys and variables that hold a credential."""
 SHORTEST, SHORTEST_GUESSED = 6, 16
-"""Fewest characters of a value that is searched in shown texts: of `${oc.env:KEY}`, and of one that is a credential by
-its name only. A shorter value would hide parts of other words."""
+"""Fewest characters of a value that is replaced in shown texts: of `${oc.env:KEY}`, and of a credential by its name
+only. A shorter value would hide parts of other words."""
 DIGEST = re.compile(r" sha256:([0-9a-f]{16})$")
 LISTED = ("rollout.agent.command",)
 """Keys beside free maps that may hold a credential."""
@@ -42,15 +41,12 @@ class Origin(NamedTuple):
     """Where a value came from. Example: `Origin("Bearer ${oc.env:KEY}", "Bearer 123", ("KEY",))`"""
 
     text: str
-    """As it was written."""
     value: Any
-    """As it was read."""
     variables: tuple[str, ...]
 
 
 class Resolving:
-    """One value that is being resolved: from which variables, `seen`, and which of them were `missing`. With `lenient`
-    a missing one is MASK."""
+    """One value that is being resolved: the variables that it has `seen` and those that are `missing`."""
 
     def __init__(self, environment: Mapping[str, str], lenient: bool) -> None:
         self.environment, self.lenient = environment, lenient
@@ -82,10 +78,10 @@ OmegaConf.register_resolver("oc.env", _variable, replace=True, annotation_valida
 def resolved(
     tree: Mapping[str, Any], environment: Mapping[str, str], lenient: bool = False
 ) -> tuple[Any, dict[Place, Origin]]:
-    """The `tree` with its interpolations replaced, and the origins of values from variables of `environment`.
+    """The `tree` with its interpolations replaced, and the origins of values from `environment`.
 
-    `lenient`: a credential whose variable is missing is MASK, for commands that only look at a run. Raises
-    MissingVariable for others then, and what OmegaConf raises.
+    `lenient`: a credential whose variable is missing is MASK. Raises MissingVariable for other values, and what
+    OmegaConf raises.
     """
     whole = OmegaConf.create(deepcopy(dict(tree)))
     token = _RESOLVING.set(Resolving(environment, lenient))
@@ -109,7 +105,7 @@ def resolved(
 
 
 def traced(config: Config, origins: Mapping[Place, Origin], environment: Mapping[str, str]) -> Config:
-    """The `config` with its origins. What `visible` shows from now on has none of its credentials."""
+    """The `config` with its origins. From now on `visible` shows none of its credentials."""
     tree = config.model_dump(mode="json") if origins else {}
     config._origins.update(
         {place: each._replace(value=at(tree, place)) for place, each in origins.items() if has(tree, place)}
@@ -125,14 +121,14 @@ def traced(config: Config, origins: Mapping[Place, Origin], environment: Mapping
 
 
 def _named_variables(config: Config) -> Iterator[str]:
-    """Variables that keys such as `api_key_env` of a judge or a teacher name."""
+    """Variables that keys such as `api_key_env` name."""
     for part in config.reward.parts:
         yield from (value for key, value in part.kwargs.items() if key.endswith("_env") and isinstance(value, str))
     yield from (each.api_key_env for each in config.teacher.teachers.values() if each.api_key_env)
 
 
 def variables(config: Config) -> list[str]:
-    """Environment variables that the run file names, which every process needs."""
+    """Environment variables that the run file names."""
     named = (name for origin in config._origins.values() for name in origin.variables)
     return list(dict.fromkeys([*named, *_named_variables(config)]))
 
@@ -154,7 +150,7 @@ def disclosed(config: Config) -> dict[str, Any]:
 
 
 def shared(config: Config) -> str:
-    """The config as JSON for another machine, which has no credentials to make a run of it."""
+    """The config as JSON, without credentials, for another machine."""
     tree = masked(config.model_dump(mode="json"))
     for place, _ in _kept(config):
         if may_hold_credentials(place):
@@ -176,8 +172,8 @@ def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
 
 
 def comparable(key: str, known: Any, now: Any, config: Config) -> tuple[Any, Any]:
-    """The recorded value `known` of `key` and the present one, so that they are equal if no setting has changed: older
-    releases recorded the values themselves, and credentials may be rotated."""
+    """The recorded value `known` of `key` and the present one, equal if no setting has changed: older releases recorded
+    the values themselves, and credentials may be rotated."""
     known = masked({key.rpartition(".")[2]: known})[key.rpartition(".")[2]]
     below = tuple(key.split("."))
     for place, origin in _kept(config):
@@ -207,7 +203,7 @@ def may_hold_credentials(place: Place) -> bool:
 
 
 def is_credential(name: Any) -> bool:
-    """Whether a key or variable of this name holds a credential. Example: `X-Api-Key`"""
+    """Whether a key or variable of this name, such as `X-Api-Key`, holds a credential."""
     return isinstance(name, str) and bool(CREDENTIAL.search(name.strip("-").lower().replace("-", "_")))
 
 
@@ -255,12 +251,11 @@ def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """The texts in a value."""
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, str))
 
 
 def mapped(tree: Any, change: Callable[[str], str]) -> Any:
-    """The tree with `change` of each text, names apart."""
+    """The tree with `change` of each text but names."""
     if isinstance(tree, dict):
         return {key: mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -269,7 +264,6 @@ def mapped(tree: Any, change: Callable[[str], str]) -> Any:
 
 
 def has(tree: Any, place: Sequence[int | str]) -> bool:
-    """Whether there is something at `place`."""
     for part in place:
         inside = part in tree if isinstance(tree, dict) else isinstance(tree, list) and part in range(len(tree))
         if not inside:
@@ -279,14 +273,13 @@ def has(tree: Any, place: Sequence[int | str]) -> bool:
 
 
 def at(tree: Any, place: Sequence[int | str]) -> Any:
-    """The value at `place` in a tree of maps and lists."""
     for part in place:
         tree = tree[part]
     return tree
 
 
 def put(tree: Any, place: Place, value: Any, only: bool = False) -> Any:
-    """Put `value` at `place` of `tree`; `only`: if there is something. Returns the tree."""
+    """Put `value` at `place` of `tree`; `only`: if there is something already."""
     if not only or has(tree, place):
         at(tree, place[:-1])[place[-1]] = value
     return tree

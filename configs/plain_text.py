@@ -1,9 +1,8 @@
 """Makes text of users, policies and peers safe to show in a terminal, a log or a page, and bounds figures.
 
-Each text passes through `visible` just before it leaves the process: in the log's formatter, in `print_visible`, which
-prints for all commands (a test refuses `print`), in the keeper's and the warden's log files, rich's texts, the page's
-JSON and Prometheus. Before that point it may hold any character. `visible` also replaces the credentials that
-`conceal` was given, so that none of these places shows one.
+Text may hold any character until it passes through `visible`, just before it leaves the process: in the log's
+formatter, in `print_visible` (a test refuses `print`), in the log files of keeper and warden, rich's texts, the page's
+JSON and Prometheus.
 """
 
 import json
@@ -39,11 +38,10 @@ MOST_LOGGED = 1 << 15
 MOST_PRINTED = 1 << 22
 """Most characters of a printed text: a command's whole answer."""
 MOST_DIGITS = 14
-"""Most characters of a figure."""
 
 
 def conceal(table: Mapping[str, str]) -> None:
-    """Show each text of `table` as its value from now on, in this process: credentials, as `${oc.env:KEY}`."""
+    """Show each text of `table`, such as a credential, as its value from now on, in this process."""
     new = {secret: shown for secret, shown in table.items() if secret not in _GIVEN}
     _GIVEN.update(new)
     for secret, shown in new.items():
@@ -55,12 +53,12 @@ def conceal(table: Mapping[str, str]) -> None:
 
 
 def concealed() -> dict[str, str]:
-    """What `conceal` was given, without the forms that it made: for another process, or for this one again."""
+    """What `conceal` was given: for another process, or for this one again."""
     return dict(_GIVEN)
 
 
 def without_credentials(text: str) -> str:
-    """Return `text` without the texts that `conceal` was given, and without user and password in URLs."""
+    """`text` without what `conceal` was given, and without user and password in URLs."""
     for secrets in _SECRETS:
         text = secrets.sub(lambda found: _CONCEALED[found[0]], text)
     return USER_OF_URL.sub("***", text) if "://" in text else text
@@ -82,8 +80,7 @@ def visible_line(text: str, most: int = MOST_CHARS) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """`visible`, with all lines after the first indented: for a message of several lines, of which none may look like
-    another message."""
+    """`visible`, with all lines after the first indented, so that none looks like another message."""
     first, *others = visible(text).splitlines() or [""]
     return "\n".join([first, *(f"  {line.strip()}" for line in others)])
 
@@ -91,8 +88,10 @@ def visible_lines(text: str) -> str:
 def print_visible(
     text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED, ends: bool = False
 ) -> None:
-    """Print `text`, made visible, on stdout or `stream`, and flush: the only print of Headrace's processes. Raises
-    BrokenPipeError where nobody reads it any more and `ends` says that the command ends then."""
+    """Print `text`, made visible, on stdout or `stream`, and flush.
+
+    `ends`: the command ends with its reader; raise BrokenPipeError then.
+    """
     stream = sys.stdout if stream is None else stream
     try:
         print(visible(str(text), most), end=end, file=stream)
@@ -105,26 +104,25 @@ def print_visible(
 
 
 def output(reported: bool = True) -> IO[str]:
-    """Stdout for rich, whose prints raise where the disk beneath is full or the terminal is gone. Writes as
-    `print_visible` does: the command goes on, and its end reports it unless `reported` is false. A reader that has
-    left still raises BrokenPipeError."""
+    """Stdout for rich, whose prints raise where the disk is full or the terminal is gone.
+
+    As after `print_visible`, the command goes on, and its end reports the loss unless `reported` is false. A reader
+    that has left still raises BrokenPipeError.
+    """
     return cast(IO[str], _Output(reported))
 
 
 class _Output:
-    """What `output` returns; all but two methods are those of stdout."""
-
     def __init__(self, reported: bool) -> None:
         self._stream, self._reported = sys.stdout, reported
 
     def write(self, text: str) -> int:
-        """Write, or lose, `text`. Returns its length."""
+        """Write, or lose, `text`."""
         with self._losing():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Write, or lose, what is in the buffer."""
         with self._losing():
             self._stream.flush()
 
@@ -143,7 +141,7 @@ class _Output:
 
 
 def lost_output() -> OSError | None:
-    """The first error that kept a printed text from its stream, but for a reader that has left; None: there is none."""
+    """The first error that kept a printed text from its stream, other than a reader that left."""
     return next(iter(_LOST), None)
 
 
@@ -177,8 +175,8 @@ def figure(value: float, form: str) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Log records as `visible` text: whatever a user's function or a policy wrote, a log stays a text file. Further
-    lines of a record are indented, so that no text can look like a record of its own."""
+    """Log records as `visible` text. Further lines of a record are indented, so that none can look like a record of its
+    own."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(FURTHER.sub("\n  ", super().format(record).rstrip("\n")), MOST_LOGGED)

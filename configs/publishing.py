@@ -1,8 +1,4 @@
-"""Who of the learner's ranks publishes what, and the memory that its copies for the servers take.
-
-`learner/__main__.py` acts as `publishes_rows` decides; `checks.py`, `explain.py` and the learner's memory estimate
-count as `copies_over` says.
-"""
+"""Which of the learner's ranks publish what, and the memory of their copies for the servers."""
 
 from collections.abc import Iterator
 
@@ -19,7 +15,7 @@ GROUP_BYTES = 700 << 20
 
 
 def shards_of(config: Config) -> int:
-    """Ranks that share a copy of the model, as the run file says."""
+    """Ranks that share a copy of the model."""
     return config.learner.shard or max(1, config.learner.ranks // config.learner.nodes)
 
 
@@ -27,8 +23,8 @@ def publishes_rows(config: Config, shards: int) -> bool:
     """Whether each of `shards` ranks sends its own rows; else rank 0 gathers and sends everything.
 
     `auto` takes rows if rank 0 then saves more bytes than a server's worker needs for a group of each further rank. It
-    takes `gather` if the size of the model is unknown, and for a model whose files may hold weights in another form,
-    which cannot be sent by rows.
+    takes `gather` if the model's size is unknown, or if its files may hold weights in another form, which cannot be
+    sent by rows.
     """
     if not _may_publish_rows(config, shards):
         return False
@@ -36,26 +32,25 @@ def publishes_rows(config: Config, shards: int) -> bool:
 
 
 def _plain(config: Config) -> bool:
-    """Whether it is known from config.json that servers take the model's weights as the learner holds them: those of
-    its files, or all experts of a layer in one."""
+    """Whether config.json shows that servers take the model's weights as the learner holds them: those of its files, or
+    all experts of a layer in one."""
     facts = facts_of(config.model)
     return facts.proven and facts.image_token is None and not facts.text_alone
 
 
 def _saved(config: Config, shards: int) -> int:
-    """Bytes that rank 0 saves if each of `shards` ranks holds its share of the copies; 0 if the size is unknown."""
+    """Bytes that rank 0 saves if each of `shards` ranks holds its share of the copies; 0 if unknown."""
     sent = facts_of(config.model).sent_bytes(config.model)
     return sent - sent // shards
 
 
 def _may_publish_rows(config: Config, shards: int) -> bool:
-    """Whether each of `shards` ranks would send its own rows of a model that is large enough."""
     wanted = config.weights.publish == "rows" or (config.weights.publish == "auto" and _plain(config))
     return shards > 1 and wanted and not _rank_0_alone(config, shards)
 
 
 def choice(config: Config, shards: int) -> str:
-    """What `weights.publish: auto` takes, and why, for a learner with servers; empty if it is not `auto`."""
+    """What `weights.publish: auto` takes, and why; empty if it is not `auto`."""
     if config.weights.publish != "auto":
         return ""
     if publishes_rows(config, shards):
@@ -77,8 +72,7 @@ def _rank_0_alone(config: Config, shards: int) -> str:
 
 
 def copies_over(config: Config, shards: int, rank: int) -> int:
-    """Over how many ranks the two copies for the servers are spread of which `rank` holds a share; 0: it holds none.
-    Supervised fine-tuning has no servers."""
+    """Over how many ranks the two copies for the servers are spread of which `rank` holds a share; 0: it holds none."""
     if config.sft.rows is not None:
         return 0
     if publishes_rows(config, shards):
@@ -95,14 +89,14 @@ def copies(config: Config) -> tuple[int, str]:
 
 
 def most_parameters(config: Config, gpu_bytes: int) -> int:
-    """Parameters of the largest full model whose copies for the servers fit GPUs of `gpu_bytes`, all of it trained."""
+    """Parameters of the largest model, trained in full, whose copies for the servers fit GPUs of `gpu_bytes`."""
     shards = shards_of(config)
     over = shards if _may_publish_rows(config, shards) else 1
     return int(COPIES_SHARE * gpu_bytes) * over // (2 * BYTES[config.model.dtype])
 
 
 def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
-    """Yield a line if the policy's copies for the servers do not fit a learner's GPU of `gpu_bytes` (None: no GPU)."""
+    """Yield a line if the copies for the servers do not fit a learner's GPU of `gpu_bytes` (None: no GPU)."""
     sent, who = copies(config)
     if gpu_bytes and config.learner.device != "cpu" and sent > COPIES_SHARE * gpu_bytes:
         needed = f"{who} holds {held(config)} for the servers, {sent / 2**30:,.1f} GiB"
@@ -111,13 +105,11 @@ def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
 
 
 def held(config: Config) -> str:
-    """What a rank holds for the servers."""
     rows = publishes_rows(config, shards_of(config))
     return "two copies of its rows of trained weights" if rows else "two copies of trained weights"
 
 
 def remedy(config: Config, shards: int) -> str:
-    """What makes the copies smaller, or room for them."""
     smaller = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
     if publishes_rows(config, shards):
         return f"raise learner.ranks or learner.shard, {smaller}"
@@ -128,12 +120,12 @@ def remedy(config: Config, shards: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the text of `host` says that nothing outside this machine can reach it; no name is looked up."""
+    """Whether the text of `host` says that only this machine can reach it; no name is looked up."""
     return host in ("localhost", "[::1]", "::1") or host.startswith("127.")
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """What of `weights.publish` cannot be."""
+    """Yield why `weights.publish` cannot be as the run file says."""
     why = _rank_0_alone(config, shards_of(config))
     if config.weights.publish == "rows" and why:
         yield f"weights.publish: rows, but {why}; change that, or leave weights.publish out"

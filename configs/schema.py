@@ -216,7 +216,8 @@ class DataConfig(Section):
         return {} if alone is None else alone
 
     def sources(self) -> dict[str, Path | list[MixedSource]]:
-        """What is read, by key below `data`: `train`, and `eval.NAME` for each set, or `eval` for the one of that name."""
+        """What is read, by key below `data`: `train`, and `eval.NAME` for each set (`eval` for the one of that
+        name)."""
         sets = {"eval" if name == "eval" else f"eval.{name}": each.path for name, each in self.eval.items()}
         return {"train": self.train, **sets}
 

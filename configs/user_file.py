@@ -1,13 +1,12 @@
-"""Imports a user's file as Python would: `load_function(key, "path/to/file.py:function")`, for rewards, tasks, losses
-and advantages.
+"""Imports a user's file as Python would: `load_function(key, "path/to/file.py:function")`.
 
 The module is in `sys.modules` under a name that child processes can import too, so that dataclasses, pydantic, pickle
 and process pools work. The name is the file's own unless another module has it (`json.py`, `rollout.py`, a second
 `score.py`). Then it is PREFIX and the quoted path: an import of that name imports this module first, which finds the
 path.
 
-A user's repository may have packages `configs`, `actors` or `buffer` of its own. What a user's file imports by such a
-name is the user's (`OwnNames`), and what Headrace's files import is Headrace's, in one process.
+In one process, what a user's file imports by the name of a Headrace package is the user's (`OwnNames`), and what
+Headrace's files import is Headrace's.
 """
 
 import builtins
@@ -33,10 +32,7 @@ __path__: list[str] = []  # makes Python look for modules "within" this one, by 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
     """Load the user's function `path/to/file.py:function`, the value of config key `key`. Raises ValueError with one
-    line.
-
-    The file is imported as Python would import it, so it can import modules from its folder and from the current one.
-    """
+    line."""
     path, _, attribute = name.rpartition(":")
     try:
         module = module_of(path)
@@ -49,8 +45,7 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def module_of(file: str) -> ModuleType:
-    """Import `file`, relative to the current folder, once; later calls return the same module. Raises what the file
-    raises.
+    """Import `file`, relative to the current folder, once. Raises what the file raises.
 
     The file's folder comes first in `sys.path`, the current folder last. A file in a package may use relative imports.
     """
@@ -72,7 +67,6 @@ def module_of(file: str) -> ModuleType:
 
 
 def loaded(spec: ModuleSpec) -> ModuleType:
-    """Run the module of `spec`; it is in `sys.modules` meanwhile, as in Python."""
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
     assert spec.loader is not None
@@ -85,10 +79,10 @@ def loaded(spec: ModuleSpec) -> ModuleType:
 
 
 def package_of(path: Path) -> tuple[Path, list[str]]:
-    """Return the file, or the folder of the outermost package with the file, and the names from there to the file.
+    """The file, or the folder of its outermost package, and the names from there to the file.
 
-    Example: `/my/score.py` -> `(/my/score.py, [])`; `/my/tools/score.py` beside a `__init__.py` ->
-    `(/my/tools, ["score"])`
+    Example: `/my/score.py` -> `(/my/score.py, [])`; `/my/tools/score.py` beside a `__init__.py` -> `(/my/tools,
+    ["score"])`
     """
     top, inner = (path.parent, []) if path.name == INIT else (path, list[str]())
     while (top.parent / INIT).is_file() and top.parent != top:
@@ -144,7 +138,6 @@ class Neighbours(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find only top-level modules."""
         if path is not None or fullname == self.taken:
             return None
         found = PathFinder.find_spec(fullname, [self.folder])
@@ -174,14 +167,13 @@ class QuotedPaths(MetaPathFinder):
 class OwnNames:
     """Gives a user's files the user's modules where these have names of Headrace's packages.
 
-    Example: `from configs.prompts import SYSTEM` in `/my/reward.py` imports `/my/configs/prompts.py` under the name
-    PREFIX and the quoted path; `from configs.load import load` in a file of Headrace imports Headrace's. A submodule
-    that the user's package does not have is Headrace's too, so that `from rollout.tasks import Trajectory` works.
+    Example: `from configs.prompts import SYSTEM` in `/my/reward.py` imports `/my/configs/prompts.py` under PREFIX and
+    the quoted path. A submodule that the user's package does not have is Headrace's, so that `from rollout.tasks import
+    Trajectory` works.
     """
 
     def __init__(self) -> None:
         self._places: dict[str, Path] = {}
-        """The user's package or module, by name."""
         self._import, self._import_module = builtins.__import__, importlib.import_module
 
     def add(self, *folders: Path) -> None:
@@ -207,7 +199,6 @@ class OwnNames:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        """As `builtins.__import__`."""
         own = None if level else self._own_name(name, globals)
         if own is None:
             return self._import(name, globals, locals, fromlist, level)
@@ -218,7 +209,6 @@ class OwnNames:
         return sys.modules[top] if "." in name else module
 
     def import_module(self, name: str, package: str | None = None) -> ModuleType:
-        """As `importlib.import_module`."""
         own = self._own_name(name, sys._getframe(1).f_globals)
         return self._import_module(own or name, package)
 
@@ -234,7 +224,7 @@ class OwnNames:
 
 
 def is_ours(module: Mapping[str, Any]) -> bool:
-    """Whether these are the names of a module of Headrace, and not of a user's under PREFIX."""
+    """Whether these are the names of a module of Headrace."""
     name = str(module.get("__name__"))
     if name == "__main__":  # `python -m learner`
         name = str(module.get("__package__"))
@@ -242,7 +232,6 @@ def is_ours(module: Mapping[str, Any]) -> bool:
 
 
 def place_of_inner(package: Path, name: str) -> Path | None:
-    """The module or package `name` in `package`; None if there is none, or if `package` is a file."""
     return next((path for path in (package / f"{name}.py", package / name) if path.exists()), None)
 
 

@@ -1,9 +1,7 @@
 """Environment variables of a run's processes: which are dropped, set and refused.
 
-A pod, a shell or a scheduler sets variables for other programs. `for_children` drops variables that would make a
-launched process a member of another job. `prepare` makes this process's own environment safe at its start. `problems`
-lists bad variables, one line each with value and remedy. Reads the machine (interfaces, folders), imports only the
-standard library, waits for nothing.
+A pod, a shell or a scheduler sets variables for other programs, which could make a launched process a member of another
+job. Imports only the standard library.
 """
 
 import io
@@ -27,7 +25,7 @@ PLACE = (
     *(*RANK, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_NAME"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
 )
-"""Names and patterns of the variables that give a process its place in a job of torchrun, PyTorchJob or vLLM."""
+"""Variables that give a process its place in a job of torchrun, PyTorchJob or vLLM."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Set by torchrun, which forwards signals to its ranks and kills ranks that do not end."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -43,7 +41,6 @@ and Ray `/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store`."""
 VLLM_BYTES = SOCKET_BYTES - 37
 """Longest folder for vLLM's sockets. vLLM appends a slash and a UUID."""
 WEIGHTS_BYTES = SOCKET_BYTES - len("/headrace-12345678/weights")
-"""Longest folder for the socket of the weights wire."""
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 RPC_PATH = "VLLM_RPC_BASE_PATH"
 RUN_UMASK = "HEADRACE_RUN_UMASK"
@@ -52,7 +49,7 @@ MASK = re.compile("0?[0-7]{3}")
 
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """Return the environment for processes that the launcher starts: like `prepare`, without variables of PLACE.
+    """The environment for processes that the launcher starts: like `prepare`, without variables of PLACE.
 
     `hosts` of the run are reached without a proxy. Processes print UTF-8, which their keepers read.
     """
@@ -61,7 +58,6 @@ def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> d
 
 
 def has_place(name: str) -> bool:
-    """Whether a variable is one of PLACE."""
     return any(fnmatch(name, pattern) for pattern in PLACE)
 
 
@@ -69,8 +65,8 @@ def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.en
     """Make this process's environment safe.
 
     Afterwards output works in any locale and with closed streams, this machine is reached without a proxy, the user has
-    a name, and the kernel keeps the exit codes of children even if a shell has SIGCHLD ignored (`trap '' CHLD`).
-    Variables of PLACE are removed unless this process `is_rank`.
+    a name, and the kernel keeps exit codes of children even if a shell has SIGCHLD ignored. Variables of PLACE are
+    removed unless this process `is_rank`.
     """
     open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
@@ -83,7 +79,7 @@ def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.en
 def open_streams() -> None:
     """Open /dev/null in place of closed standard streams, and let stdout escape characters that its encoding lacks.
 
-    Without this, the next opened file would get the number of the closed stream, and output would go to that file.
+    Otherwise the next opened file would get the number of the closed stream, and receive its output.
     """
     for number in range(3):
         try:
@@ -101,10 +97,8 @@ def open_streams() -> None:
 
 
 def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """Return `no_proxy` and `NO_PROXY` with loopback and `hosts` added; empty if no proxy is set.
-
-    Both names are set because libraries differ in which one they read first.
-    """
+    """`no_proxy` and `NO_PROXY` with loopback and `hosts` added; empty if no proxy is set. Libraries differ in which
+    one they read first."""
     if not any(environment.get(name) for name in PROXIES):
         return {}
     given = [word.strip() for name in NO_PROXY for word in environment.get(name, "").split(",")]
@@ -113,11 +107,8 @@ def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> d
 
 
 def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the proxy for `url` by the environment; None if `url` is reached directly.
-
-    Loopback never goes through a proxy. Nor does anything in `no_proxy`: a host, a domain with its subdomains, a
-    network such as 10.0.0.0/8, or `*`.
-    """
+    """The proxy for `url`; None if it is reached directly, as loopback and everything in `no_proxy`: hosts, domains
+    with their subdomains, networks such as 10.0.0.0/8, or `*`."""
     at = urlsplit(url)
     host = at.hostname or ""
     names = [f"{at.scheme}_proxy", f"{at.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY"]
@@ -131,7 +122,6 @@ def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | Non
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback name or address."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -151,11 +141,8 @@ def _is_named(host: str, port: int | None, word: str) -> bool:
 
 
 def user(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return USER and a writable HOME for a user id without an entry on this machine, as in containers; empty if both
-    exist.
-
-    torch and vLLM need both when they are imported.
-    """
+    """USER and a writable HOME for a user id without an entry on this machine, as in containers. torch and vLLM need
+    both when they are imported."""
     found = {}
     try:
         pwd.getpwuid(os.getuid())
@@ -168,10 +155,7 @@ def user(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a writable folder for Unix sockets, of at most `longest` bytes; None if there is none.
-
-    Tries the temporary folder, then XDG_RUNTIME_DIR, then SHORT.
-    """
+    """A writable folder for Unix sockets, of at most `longest` bytes; None if there is none."""
     for folder in (temporary(), environment.get("XDG_RUNTIME_DIR"), *SHORT):
         if folder and len(os.fsencode(folder)) <= longest and can_write(folder):
             return folder
@@ -179,7 +163,7 @@ def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def temporary() -> str | None:
-    """Return Python's folder for temporary files; None if no folder is writable."""
+    """Python's folder for temporary files; None if no folder is writable."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -187,13 +171,12 @@ def temporary() -> str | None:
 
 
 def can_write(folder: str | Path) -> bool:
-    """Whether this process can create a file in `folder`."""
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def unwritable(file: Path) -> str:
-    """Why a command cannot write `file` at its end, with the remedy; empty if it can. A file there is replaced, a
-    folder or a device must not be."""
+    """Why a command cannot write `file`, with the remedy; empty if it can. A file there is replaced, a folder or a
+    device must not be."""
     folder = file.absolute().parent
     if file.exists() and not file.is_file():
         return "a folder; name a file in it" if file.is_dir() else "no regular file; name another"
@@ -212,7 +195,7 @@ def apply_umask(folder: Path) -> None:
 
 
 def run_umask(environment: Mapping[str, str] = os.environ) -> int:
-    """The umask of a run's own files: 077, unless RUN_UMASK is set. Downloads and exports have the process's umask."""
+    """The umask of a run's own files: 077, unless RUN_UMASK is set."""
     value = environment.get(RUN_UMASK, "")
     return int(value, 8) & 0o077 if MASK.fullmatch(value) else 0o077
 
@@ -228,7 +211,7 @@ def private_folder(path: Path) -> None:
 
 
 def run_folder(path: Path) -> None:
-    """Make a run's folder, unless it is there. Whom the umask admits may pass through it to exports, not list it."""
+    """Make a run's folder, unless it is there. Users whom the umask admits may pass through it, not list it."""
     _make_folder(path, 0o711 | 0o777 & ~run_umask())
 
 
@@ -242,10 +225,10 @@ def _make_folder(path: Path, mode: int) -> None:
 
 
 def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True, own_ray: bool = False) -> list[str]:
-    """Return a line for each variable with which a process of a run cannot work, with value and remedy.
+    """A line for each variable with which a process of a run cannot work, with value and remedy.
 
     `interfaces`: check network interfaces, which are this machine's unless a cluster is used. `own_ray`: the launcher
-    starts Ray, whose sockets have longer names than all others.
+    starts Ray, whose sockets have the longest names.
     """
     found = [*_folders(environment, own_ray), *_threads(environment), *_proxies(environment)]
     if (mask := environment.get(RUN_UMASK)) is not None and not MASK.fullmatch(mask):
@@ -254,10 +237,7 @@ def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = Tru
 
 
 def warnings(environment: Mapping[str, str], model: str) -> list[str]:
-    """Return a line for each variable that names a cache folder that is not writable, or that is no longer read.
-
-    `model`: the run's model, by folder or by name on the hub; its files are downloaded into HF_HOME.
-    """
+    """A line for each variable that names a cache folder that is not writable, or that is no longer read."""
     home = environment.get("HOME") or os.path.expanduser("~")
     caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     named = {
@@ -305,7 +285,7 @@ def _threads(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def has_host(url: str) -> bool:
-    """Whether `url` names a host and, if any, a port that there can be."""
+    """Whether `url` names a host and, if any, a possible port."""
     try:
         at = urlsplit(url)
         return bool(at.hostname) and at.port != 0
@@ -314,7 +294,6 @@ def has_host(url: str) -> bool:
 
 
 def is_http(url: str) -> bool:
-    """Whether `url` is the address of an HTTP server."""
     return url.startswith(("http://", "https://")) and has_host(url)
 
 
