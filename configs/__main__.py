@@ -1,11 +1,11 @@
 """`python -m configs RUN.yaml [MORE.yaml ...] [--gpu NAME] [--section.key=value ...]`: explains and checks a run file.
 
-Prints the run's arithmetic, notes and facts, its memory, speed and cost on the card `--gpu` or that of this machine,
-then `valid`, or everything that is wrong on stderr with exit code 2. The checks are those of `actors launch` and
-`doctor`; checks and forecast run in processes of their own, because this package imports no other one.
+Prints the run's arithmetic, its memory, speed and cost on the card `--gpu` or that of this machine, then `valid`, or
+everything that is wrong on stderr with exit code 2. Checks and forecast run in processes of their own, because this
+package imports no other one.
 
-`python -m configs --keys [SECTION]` lists every key with its type, default and meaning. `python -m configs --from FILE
-[--out RUN.yaml]` writes a run file for the settings of another system (`configs/migration/convert.py`).
+`--keys [SECTION]` lists every key with its type, default and meaning. `--from FILE [--out RUN.yaml]` writes a run file
+for the settings of another system (`configs/migration/convert.py`).
 """
 
 import logging
@@ -33,7 +33,6 @@ PROG = "python -m configs"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 for a run that may start, 2 for one that may not."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
     keys = {"nargs": "?", "const": ""}
     flags, rest = split_flags(argv, PROG, gpu={}, keys=keys, **{"from": {"type": Path}}, out={"type": Path})
@@ -53,7 +52,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_keys(section: str) -> int:
-    """Exit code of `--keys [SECTION]`."""
     try:
         print_visible(text(text_width(), section).lstrip("\n"))
     except ValueError as error:
@@ -63,7 +61,6 @@ def _print_keys(section: str) -> int:
 
 
 def _convert(source: Path | None, out: Path | None, rest: Sequence[str]) -> int:
-    """Exit code of `--from FILE [--out RUN.yaml]`."""
     if source is None or rest:
         wrong = (
             f"--out: {out}: name the file to convert with --from" if source is None else f"{rest[0]}: not with --from"
@@ -74,7 +71,6 @@ def _convert(source: Path | None, out: Path | None, rest: Sequence[str]) -> int:
 
 
 def _judge(config: Config, *module: str) -> int:
-    """Exit code of `python -m MODULE ...` with the config on stdin."""
     return subprocess.run(command(*module), input=dump(config), encoding="utf-8").returncode
 
 

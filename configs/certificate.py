@@ -1,8 +1,4 @@
-"""The certificate of a model, `certificate.json`: what was compared before training, with figures and limits.
-
-Made by `learner/certify/`, which writes it into the run's folder; `python -m actors certify`, `status` and the page
-show it. Pure but for `read` and `write`.
-"""
+"""The certificate of a model, `certificate.json`: what was compared before training (`learner/certify/`)."""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -32,11 +28,9 @@ class Check(BaseModel):
 
     @property
     def verdict(self) -> str:
-        """`holds`, `FAULT` or `not compared`."""
         return "FAULT" if self.fault else "not compared" if self.figure is None else "holds"
 
     def cells(self) -> tuple[str, ...]:
-        """A row of COLUMNS."""
         figure, limit = ("" if x is None else f"{x:.1e}" for x in (self.figure, self.limit))
         unit = f" {self.unit}" if self.unit and figure else ""
         return self.what, f"{figure}{unit}", limit, self.verdict, self.fault or self.note
@@ -46,7 +40,7 @@ COLUMNS = ("compared", "largest difference", "limit", "", "why")
 
 
 def judged(what: str, figure: float, limit: float, unit: str = "nat", fault: str = "", note: str = "") -> Check:
-    """Return a check that holds if `figure` is at most `limit`; `fault` says why not."""
+    """A check that holds if `figure` is at most `limit`; `fault` says why not."""
     if isfinite(figure):
         why = "" if figure <= limit else fault or "the difference is above the limit"
         return Check(what=what, figure=figure, limit=limit, unit=unit, fault=why, note=note)
@@ -54,15 +48,11 @@ def judged(what: str, figure: float, limit: float, unit: str = "nat", fault: str
 
 
 class Certificate(BaseModel):
-    """What was compared of a model, and with which software."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
     model: str
-    """`model.path`."""
     kind: str
-    """Its `model_type`."""
     copy_of: str = ""
-    """The small copy that was compared. Example: `2 layers, hidden size 256, 0.2 M parameters`."""
+    """The small copy that was compared, as `2 layers, hidden size 256, 0.2 M parameters`."""
     key: str = ""
     """Digest of all that the result depends on: config.json, software and code."""
     versions: dict[str, str] = {}
@@ -76,7 +66,6 @@ class Certificate(BaseModel):
 
     @property
     def faults(self) -> list[str]:
-        """A line for each reason why the model must not be trained."""
         if self.refused:
             return [self.refused]
         ending = f"; {self.remedy}" if self.remedy else ""
@@ -84,11 +73,10 @@ class Certificate(BaseModel):
 
     @property
     def holds(self) -> bool:
-        """Whether everything that was compared agrees."""
         return not self.faults
 
     def summary(self) -> str:
-        """One line. Example: `certificate: 11 of 11 comparisons of qwen2 hold (2026-11-27, cpu, ...)`"""
+        """One line, as `certificate: 11 of 11 comparisons of qwen2 hold (2026-11-27, cpu, ...)`."""
         done = [check for check in self.checks if check.verdict != "not compared"]
         software = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         when = f"({', '.join(filter(None, (self.date, self.device, software)))})"
@@ -98,13 +86,12 @@ class Certificate(BaseModel):
         return f"certificate: {held} of {len(done)} comparisons of {self.kind} hold {when}"
 
     def lines(self) -> Iterator[str]:
-        """The summary and a line for each fault, for `status` and the page."""
         yield self.summary()
         yield from (f"certificate: {line}" for line in (self.faults if not self.refused else ()))
 
 
 def read(file: Path) -> Certificate | None:
-    """Return the certificate in `file`; None if there is none, or none that this release can read."""
+    """The certificate in `file`; None without one that this release can read."""
     try:
         return Certificate.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):

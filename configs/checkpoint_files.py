@@ -1,8 +1,7 @@
 """Which checkpoints a run's folder has, and whether their files are those that were written. Reads only.
 
 A manifest, `manifest.json`, is written last and makes a folder a checkpoint. It names all files with their sizes and
-their CRC32C, and has a CRC32C of itself; manifests of earlier releases have sizes alone. Used by the learner, which
-writes checkpoints (`learner/saved/manifest.py`), by the launcher and by `python -m buffer scrub`.
+CRC32C, and has a CRC32C of itself; manifests of earlier releases have sizes alone.
 """
 
 import json
@@ -19,13 +18,12 @@ KEYS = {"reward", "adapter", "files"}
 SUMS, OWN_SUM = "crc32c", "manifest_crc32c"
 """Keys of a manifest: CRC32C of each file, and of the manifest without this key."""
 CHUNK_BYTES = 1 << 20
-"""Read at a time."""
 REPLACED, DAMAGED = ".old", ".damaged"
-"""Endings of the folder of a checkpoint: while another one takes its place, and once its files were found damaged."""
+"""Endings of a checkpoint's folder: while another one takes its place, and once its files were found damaged."""
 
 
 class Listed(NamedTuple):
-    """What a manifest says of the files, by their paths in the checkpoint. Example: `Listed({"state/a": 5}, {})`"""
+    """What a manifest says of the files, by their paths in the checkpoint."""
 
     sizes: Mapping[str, int]
     sums: Mapping[str, int]
@@ -33,12 +31,10 @@ class Listed(NamedTuple):
 
 
 def folder_of(folder: Path, version: int) -> Path:
-    """The folder of the checkpoint of `version`."""
     return folder / f"v{version:06d}"
 
 
 def crc32c_of(file: Path) -> int:
-    """CRC32C of a file's bytes."""
     crc = 0
     with open(file, "rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK_BYTES):
@@ -47,7 +43,7 @@ def crc32c_of(file: Path) -> int:
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises OSError or ValueError, with one line, if it cannot be read or is damaged."""
+    """The manifest of a checkpoint. Raises OSError or ValueError, with one line, if it is unreadable or damaged."""
     manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(manifest, dict):
         raise ValueError(f"a map is needed, and this is a {type(manifest).__name__}")
@@ -62,7 +58,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def sum_of(manifest: Mapping[str, Any]) -> int:
-    """CRC32C of what a manifest says, `OWN_SUM` apart."""
+    """CRC32C of a manifest without `OWN_SUM`."""
     return int(value(json.dumps(manifest, sort_keys=True).encode()))
 
 
@@ -76,7 +72,7 @@ def listed(checkpoint: Path) -> Listed:
 
 
 def fault(checkpoint: Path) -> str | None:
-    """Describe what is wrong with a checkpoint; None if all its files are there with their sizes."""
+    """What is wrong with a checkpoint; None if all its files are there with their sizes."""
     try:
         files = listed(checkpoint).sizes.items()
     except (OSError, ValueError) as error:
@@ -92,8 +88,8 @@ def fault(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
-    """Describe damaged bytes in these files of a complete checkpoint, or in all; None: nothing that a checksum
-    could show. Reads them."""
+    """What is damaged in these files of a complete checkpoint, or in all, by their bytes; None: nothing that a checksum
+    shows."""
     for name, crc in listed(checkpoint).sums.items():
         if names is not None and name not in names:
             continue
@@ -112,7 +108,7 @@ def complete(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> int:
-    """Version of the newest complete checkpoint, 0 if there is none; logs a warning for each newer incomplete one."""
+    """Version of the newest complete checkpoint, or 0; logs a warning for each newer incomplete one."""
     for version, path in sorted(_found(folder).items(), reverse=True):
         if (why := fault(path)) is None:
             return version
@@ -121,6 +117,6 @@ def newest(folder: Path) -> int:
 
 
 def _found(folder: Path) -> dict[int, Path]:
-    """Folders of checkpoints, by version. One that was being replaced when the learner was killed is among them."""
+    """Folders of checkpoints by version, one that was being replaced when the learner was killed included."""
     replaced = {int(path.stem[1:]): path for path in folder.glob(f"v*{REPLACED}") if path.stem[1:].isdigit()}
     return replaced | {int(path.name[1:]): path for path in folder.glob("v*") if path.name[1:].isdigit()}

@@ -1,7 +1,6 @@
 """What `learner.context_parallel` must satisfy, as far as the run file and config.json say.
 
-Used by `checks.py`; `learner/model/context.py` asks `why_not` again for every layer of the built model, before its
-weights are loaded. Pure but for reading config.json.
+`learner/model/context.py` asks `why_not` again for every layer of the built model.
 """
 
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ def parts_of(learner: LearnerConfig) -> int:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield why ranks cannot share rows as the run file says."""
     size, shards, facts = config.learner.context_parallel, shards_of(config), facts_of(config.model)
     if size == 1:
         return

@@ -1,7 +1,4 @@
-"""What a run file with a critic (`algorithm.advantage: gae`) must satisfy, and what a critic costs.
-
-Used by `checks.check`, and so before anything starts. Each rule yields lines as those of `checks.py` do.
-"""
+"""What a run file with a critic (`algorithm.advantage: gae`) must satisfy, and what a critic costs."""
 
 from collections.abc import Iterator
 
@@ -9,11 +6,10 @@ from configs.model_facts import facts_of
 from configs.schema import Config, CriticConfig
 
 GAE = "gae"
-"""The value of `algorithm.advantage` that trains a critic."""
 WHOLE_SAMPLE_LOSSES = ("topr",)
-"""Values of `algorithm.loss` that weight a sample by the sign of its one advantage."""
+"""Losses that weight a sample by the sign of its one advantage."""
 STATE_BYTES = 12
-"""Bytes of a parameter of the critic between steps, and in a checkpoint: weight and two moments in float32."""
+"""Bytes of a critic's parameter between steps, and in a checkpoint: weight and two moments in float32."""
 
 
 def keeps_critic(config: Config) -> bool:
@@ -22,7 +18,6 @@ def keeps_critic(config: Config) -> bool:
 
 
 def rules(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the critic's keys, or with others because there is a critic."""
     algorithm, critic = config.algorithm, config.algorithm.critic
     if not keeps_critic(config):
         for name in critic.model_dump(exclude_defaults=True):

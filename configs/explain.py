@@ -1,7 +1,7 @@
 """The arithmetic of a run in words, as printed by `python -m configs RUN.yaml` and by the launcher at its start.
 
 `explain` never fails and reads nothing but the model's folder. Lines that begin with `note:` say what makes the run
-slow or odd; what makes it impossible is refused by `checks.py`.
+slow or odd.
 """
 
 from collections.abc import Iterator
@@ -30,9 +30,7 @@ MIXTURES = {
     "70 % are never and 10 % always solved": {"unsolved": 0.7, "between": 0.2, "solved": 0.1},
     "10 % are never and 70 % always solved": {"unsolved": 0.1, "between": 0.2, "solved": 0.7},
 }
-"""Data sets of known solved shares, in words."""
 USUAL_GPU_BYTES = 80 * 10**9
-"""Assumed if no GPU is found."""
 AS_FAST = 0.96
 """Share of the versions from which on fewer sequences count as being as fast: simulations differ by that much."""
 
@@ -40,8 +38,8 @@ AS_FAST = 0.96
 def explain(
     config: Config, problems: int | None = None, gpu_bytes: int | None = None, card: str = "as this machine's"
 ) -> list[str]:
-    """The run in lines for people; `problems` is the number of rows in data.train, `gpu_bytes` the memory of a GPU that
-    serves, where they are known; `card` describes that GPU."""
+    """The run in lines for people. `problems`: rows in data.train; `gpu_bytes`: memory of a GPU that serves, which
+    `card` describes."""
     room = kv_room(config, gpu_bytes, card)
     most = most_running(config) if room.sequences is None else max(1, min(most_running(config), room.sequences))
     flow = expected(config, admitted_staleness(config), most)
@@ -90,7 +88,6 @@ def _data(config: Config, problems: int | None) -> Iterator[str]:
 
 
 def _demonstrations(config: Config) -> Iterator[str]:
-    """With `data.demonstrations`."""
     given, samples = config.data.demonstrations, config.batch.groups * config.batch.samples
     if given is not None:
         rows = given.rows(samples)
@@ -101,7 +98,6 @@ def _demonstrations(config: Config) -> Iterator[str]:
 
 
 def _difficulty(config: Config, problems: int | None) -> Iterator[str]:
-    """With `data.difficulty`."""
     given, groups, versions = config.data.difficulty, config.batch.groups, config.run.versions
     if given is None:
         return
@@ -121,7 +117,6 @@ def _difficulty(config: Config, problems: int | None) -> Iterator[str]:
 
 
 def _images(config: Config) -> Iterator[str]:
-    """For a multimodal model."""
     facts, frozen = facts_of(config.model), config.model.freeze
     if facts.idle:
         size = f"{_with_prefix(4 * facts.idle)}B of the learner's state, sent once to each server"
@@ -207,7 +202,6 @@ def _machines(config: Config) -> Iterator[str]:
 
 
 def _teachers(config: Config) -> Iterator[str]:
-    """Each teacher: who has it, where it is, and what its log-probabilities are worth."""
     alone = config.reward.function == NO_REWARD
     for source, teacher in config.teacher.teachers.items():
         rows = f"rows of {source}" if source else "rows of no other teacher" if config.teacher.by_source else "all rows"
@@ -299,7 +293,7 @@ def _notes_on_flow(config: Config, problems: int | None, flow: Flow, runs: int) 
 
 
 def _as_fast(config: Config, flow: Flow, runs: int) -> int | None:
-    """The fewest sequences a server, in steps of 16, that make as many versions as `flow`; None for all it runs."""
+    """The fewest sequences a server, in steps of 16, that make as many versions as `flow`."""
     each, staleness = flow.running / config.rollout.most_servers, admitted_staleness(config)
     tried = (max(1, round(share * each / 16)) * 16 for share in (0.75, 1, 1.25, 1.5))
     fewer = (number for number in tried if number < runs)
@@ -367,6 +361,6 @@ def _notes_on_addresses(config: Config) -> Iterator[str]:
 
 
 def _with_prefix(amount: int) -> str:
-    """`amount` with a decimal prefix: 1543714304 -> `1.54 G`."""
+    """1543714304 -> `1.54 G`"""
     exponent = min(int(log10(amount)) // 3, 4)
     return f"{amount / 1000**exponent:.3g} {('', 'k', 'M', 'G', 'T')[exponent]}"

@@ -1,7 +1,6 @@
 """Every key of the run file in words: type, default, meaning, and the key that a misspelt one was meant to be.
 
-Derived from the JSON schema of `schema.Config`, so it cannot differ from what is validated. `load.py` uses it for
-`--help` and for its errors, `python -m configs --keys` prints all of it. Pure functions, no files.
+Derived from the JSON schema of `schema.Config`, so it cannot differ from what is validated.
 """
 
 import difflib
@@ -32,7 +31,7 @@ EXAMPLES = {
 """Example values of the required keys."""
 
 RENAMED_KEYS = {"weights.deadline_s": "weights.timeout_s", "rollout.groups_in_flight": "rollout.sequences"}
-"""Old keys of the run file, which are accepted with a warning, and their new names."""
+"""Old keys, which are accepted with a warning, and their new names."""
 
 FACTORS = {"rollout.groups_in_flight": "batch.samples"}
 """Old keys whose value times that of another key is the new one's."""
@@ -86,7 +85,7 @@ VALUES_ELSEWHERE = {
         "seq-mean-token-sum": "verl's seq-mean-token-sum is constant with algorithm.constant_length: 1",
     },
 }
-"""Values that other systems have, and where they are here; docs/from-other-systems.md has tables."""
+"""Values that other systems have, and where they are here."""
 
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "true or false", "null": "null", "object": "a map"}
@@ -131,7 +130,7 @@ def keys() -> dict[str, Key]:
 
 
 def _entries(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The models of the entries of a list or map, as a key's schema names them."""
+    """The models of the entries of a list or map."""
     if "$ref" in field:
         yield field
     inner = [*field.get("anyOf", ()), *field.get("patternProperties", {}).values()]
@@ -141,8 +140,8 @@ def _entries(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def key_of(place: Sequence[int | str]) -> str:
-    """The name in `keys` of the key that holds `place`, which may be in an entry of a list or map; section and key
-    where there is none. Example: `key_of(["data", "eval", "aime", "k", 0])` -> `data.eval.NAME.k`"""
+    """The name in `keys` of the key that holds `place`; section and key where there is none. Example: `key_of(["data",
+    "eval", "aime", "k", 0])` -> `data.eval.NAME.k`"""
     parts = [str(part) for part in place]
     for end in range(len(parts), 1, -1):
         for each in (parts[:end], [*parts[:2], NAME, *parts[3:end]]):
@@ -152,7 +151,6 @@ def key_of(place: Sequence[int | str]) -> str:
 
 
 def sections() -> tuple[str, ...]:
-    """Names of the sections, in the order of the schema."""
     return tuple(Config.model_fields)
 
 
@@ -185,7 +183,7 @@ def suggest(wrong: str) -> str:
 
 
 def overview(width: int) -> str:
-    """The names of all keys, grouped by section: what `--help` prints."""
+    """The names of all keys by section: what `--help` prints."""
     lines = []
     for section, its_keys in groupby(keys().values(), lambda key: key.name.partition(".")[0]):
         own = ", ".join(_without_groups(key.name.partition(".")[2] for key in its_keys))
@@ -194,7 +192,7 @@ def overview(width: int) -> str:
 
 
 def _without_groups(names: Iterable[str]) -> Iterator[str]:
-    """Yield names, without the group where the name before has it: `lora.rank`, `.alpha`."""
+    """Names without the group of the name before: `lora.rank`, `.alpha`."""
     before = ""
     for name in names:
         group, _, leaf = name.rpartition(".")
@@ -203,10 +201,7 @@ def _without_groups(names: Iterable[str]) -> Iterator[str]:
 
 
 def text(width: int, only: str = "") -> str:
-    """All keys grouped by section, or those of section `only`, with type, default and meaning.
-
-    Raises ValueError for a section that is none.
-    """
+    """All keys by section, or those of section `only`, with type, default and meaning. Raises ValueError."""
     if only and only not in sections():
         raise ValueError(f"{only}: no section of the run file; the sections are {', '.join(sections())}")
     lines = []
@@ -222,7 +217,7 @@ def text(width: int, only: str = "") -> str:
 
 
 def _wrap(words: str, width: int, indent: str) -> list[str]:
-    """Lines of at most `width`. A word is never broken, however long, so that a search finds every key."""
+    """A word is never broken, however long, so that a search finds every key."""
     return textwrap.TextWrapper(width, indent, "      ", break_long_words=False, break_on_hyphens=False).wrap(words)
 
 

@@ -1,4 +1,4 @@
-"""Limits and headers of the HTTP servers: the door of a rollout server and the live page of a run. Used by both.
+"""Limits and headers of the HTTP servers: the door of a rollout server and the live page of a run.
 
 aiohttp closes a connection that has not sent a whole request head within `keepalive_timeout`, and bounds the head's
 lines and fields. This module adds a limit of connections, a check of names, and headers for browsers.
@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 HEADER_S = 75.0
-"""Time in which a connection has to send the head of a request: longer than a gateway keeps one idle."""
+"""Time for the head of a request: longer than a gateway keeps a connection idle."""
 BODY_S = 60.0
-"""Time in which it has to send the body."""
+"""Time for the body."""
 MOST_FIELDS = 64
 """Header fields of a request; each has at most 8190 bytes."""
 SHARE_OF_FILES = 0.5
-"""Connections take at most this share of the open files of the process."""
+"""Share of the process's open files that connections may take."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -53,11 +53,9 @@ class LimitedSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """Its URL."""
         return f"http://{self._host}:{self._port}"
 
     async def start(self) -> None:
-        """Listen. Raises OSError."""
         await super().start()
         server = self._runner.server
         assert isinstance(server, web.Server)
@@ -69,16 +67,13 @@ class LimitedSite(web.BaseSite):
 
 
 class Refusal(asyncio.Protocol):
-    """A connection that is closed at once."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close it."""
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """A signal for `app.on_response_prepare`: headers that keep browsers from misusing a response."""
+    """Add headers that keep browsers from misusing a response; for `app.on_response_prepare`."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     response.headers.setdefault("Cache-Control", "no-store")
@@ -113,7 +108,6 @@ def name_of(url: str) -> str:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
     name = host.strip("[]")
     try:
         return name == "localhost" or ip_address(name).is_loopback

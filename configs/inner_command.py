@@ -1,7 +1,4 @@
-"""The command line of a module that other processes of Headrace start: fixed words, no flags.
-
-Called below `if __name__ == "__main__":`.
-"""
+"""The command line of a module that other processes of Headrace start: fixed words, no flags."""
 
 import sys
 from collections.abc import Sequence
@@ -12,8 +9,8 @@ from configs.plain_text import print_visible
 def inner_words(*names: str, optional: Sequence[str] = (), further: str = "") -> list[str]:
     """The words of the command line: one for each of `names`, then of `optional`, then any number of `further`.
 
-    `--help` prints the docstring of the module that runs and ends the process with exit code 0; another number of
-    words, or a flag, with exit code 2 and one line.
+    `--help` prints the docstring of the module that runs. Another number of words, or a flag, ends the process with
+    exit code 2.
     """
     main, given = sys.modules["__main__"], sys.argv[1:]
     prog = f"python -m {main.__spec__.name.removesuffix('.__main__')}" if main.__spec__ else f"python {main.__file__}"

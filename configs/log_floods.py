@@ -1,6 +1,6 @@
-"""Summarises floods in a process's log: what peers or users' code can have it write many times must not fill the disk.
+"""Summarises floods in a process's log, so that peers or users' code cannot fill the disk.
 
-A filter of the log's handler, set by `configure_logging`. Lines with one format are alike, whatever their values.
+Lines with one format are alike, whatever their values.
 """
 
 import logging
@@ -12,7 +12,7 @@ MOST_LINES, MOST_NEWS, WINDOW_S = 100, 1000, 60.0
 MOST_FORMATS = 1000
 """Formats that are counted separately; a format is a constant of the code."""
 MOST_CHARACTERS = 16_000
-"""Most characters of a line without its traceback; the rest is left out."""
+"""Most characters of a line without its traceback."""
 
 
 class FloodFilter(logging.Filter):
@@ -26,7 +26,6 @@ class FloodFilter(logging.Filter):
         """By format: when its window began, and the lines in it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is written; adds the number of lines that were left out before it."""
         key, now = (record.name, record.levelno, record.msg if record.args else record.lineno), self._monotonic()
         began, number = self._windows.pop(key, (now, 0))
         most = MOST_LINES if record.levelno >= logging.WARNING else MOST_NEWS

@@ -1,7 +1,7 @@
-"""What `learner.matmul: fp8` must satisfy, as far as the run file and config.json say; and what it costs, for people.
+"""What `learner.matmul: fp8` must satisfy, as far as the run file and config.json say, and what it costs.
 
-Used by `checks.py` and `explain.py`. The launcher asks the driver for GPUs that multiply in FP8 (`actors/doctor/
-fp8_gpus.py`), the learner asks torch and the built model (`learner/model/float8.py`).
+The launcher asks the driver (`actors/doctor/fp8_gpus.py`), the learner asks torch and the built model
+(`learner/model/float8.py`).
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,6 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def lines(config: Config) -> Iterator[str]:
-    """Yield what `explain` prints of `learner.matmul`; nothing with bfloat16."""
     if config.learner.matmul == "fp8":
         stays = "head, embeddings, norms, attention, and layers with a size that 16 does not divide"
         yield f"matmul: the blocks' linear layers multiply in FP8, forward and both gradients; in bfloat16 stay {stays}"
@@ -55,10 +54,7 @@ PRICE = "each product is off by 4 %, and gradients ten times as far as in bfloat
 
 
 def too_old(where: str, capability: tuple[int, int] | None) -> str | None:
-    """Why the GPU `where` cannot multiply in FP8; None if it can. `capability`: None for a CPU.
-
-    Example: `too_old("GPU 0, NVIDIA A100", (8, 0))` names 8.0 and 8.9.
-    """
+    """Why the GPU `where` cannot multiply in FP8; None if it can. `capability`: None for a CPU."""
     if capability is not None and capability >= LEAST:
         return None
     has = "" if capability is None else f" has {capability[0]}.{capability[1]}"

@@ -1,7 +1,6 @@
 """Finds what a model's folder lacks before anything reads its weights: files, shards, the ends of files.
 
-Reads `config.json`, the index of the shards and the headers of the safetensors files, never a tensor. Used by
-`checks.py`, by `model_facts.py` for the files that count, and by `python -m rollout evaluate`.
+Reads `config.json`, the index of the shards and the headers of the safetensors files, never a tensor.
 """
 
 import json
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-"""Ends of the names of weights in forms that are not read."""
 POINTER = b"version https://git-lfs"
 """The beginning of the file that Git LFS leaves in place of a large one."""
 MOST_HEADER = 100_000_000
@@ -26,17 +24,14 @@ class FolderError(ValueError):
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of itself."""
-
     shapes: dict[str, list[int]]
-    """Shape of each tensor."""
     num_bytes: int
     """Length of the whole file."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that are read: one file, or the shards of the index; without either all there are. Raises
-    FolderError for an index that is none."""
+    """The safetensors files that are read: one file, the shards of the index, or without either all there are. Raises
+    FolderError."""
     if os.path.lexists(folder / WHOLE):  # a link whose target is gone too
         return [folder / WHOLE]
     if os.path.lexists(folder / INDEX):
@@ -66,8 +61,8 @@ def header_of(file: Path) -> Header:
 
 
 def faults(folder: Path, weights: bool = True, served: bool = False) -> Iterator[str]:
-    """Yield what is wrong with a model's folder, a line each, without its name. `weights`: those too, not only
-    `config.json`. `served`: vLLM alone reads them, and takes other forms too."""
+    """Yield what is wrong with a model's folder, without its name. `served`: vLLM alone reads the weights, and takes
+    other forms too."""
     if not (folder / "config.json").is_file():
         if (folder / ADAPTER).is_file():
             yield f"has an adapter and no model; name the model beneath it, {_base(folder)}, or merge the two"
@@ -113,7 +108,6 @@ def _weights(folder: Path, served: bool) -> Iterator[str]:
 
 
 def _without(folder: Path, files: list[Path]) -> str:
-    """What a folder has in place of weights that can be read."""
     if files:
         return f"has {files[0].name}, and neither {WHOLE} nor {INDEX}, by which weights are found; {AGAIN}"
     if others := _other_forms(folder):
@@ -123,7 +117,6 @@ def _without(folder: Path, files: list[Path]) -> str:
 
 
 def _other_forms(folder: Path) -> list[str]:
-    """Names of files with weights in other forms."""
     return sorted(
         file.name for file in folder.iterdir() if file.suffix in OTHER_FORMS and file.name != "training_args.bin"
     )
@@ -139,7 +132,6 @@ def _whole_header(file: Path) -> Header:
 
 
 def _shards(folder: Path) -> dict[str, str]:
-    """File of each tensor, by the index. Raises FolderError."""
     given = _json(folder / INDEX).get("weight_map")
     if not isinstance(given, dict) or not given or not all(isinstance(name, str) for name in given.values()):
         raise FolderError(f"{INDEX} has no weight_map of tensors and files; {AGAIN}")
@@ -147,7 +139,6 @@ def _shards(folder: Path) -> dict[str, str]:
 
 
 def _base(folder: Path) -> str:
-    """The model beneath an adapter, as its settings name it."""
     try:
         named = _json(folder / ADAPTER).get("base_model_name_or_path")
     except FolderError:
@@ -156,7 +147,6 @@ def _base(folder: Path) -> str:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises FolderError."""
     try:
         data = file.read_bytes()
         if data.startswith(POINTER):

@@ -1,10 +1,9 @@
-"""Headrace's own packages, wherever a process is started: keeps a user's `configs` or `buffer` from taking their place.
+"""Keeps a user's `configs` or `buffer` from taking the place of Headrace's own packages.
 
 `python -m actors` searches the current folder first, and nearly every repository of the field has a package `configs`.
 So the command `headrace` (`headrace/__main__.py`) runs Python with `-P`, which leaves the current folder out, and
 imports the five packages from the folder of this one (PIN): once imported, they are found whatever `sys.path` holds.
-A process that was started in this way starts its children in this way (`command`), and names commands in its messages
-as the user calls them (`named_as_called`). Imports only the standard library.
+Its children are started in the same way (`command`). Imports only the standard library.
 """
 
 import os
@@ -15,7 +14,6 @@ from pathlib import Path
 
 PACKAGES = ("actors", "buffer", "configs", "learner", "rollout")
 ROOT = str(Path(__file__).absolute().parents[1])
-"""The folder that the packages are in."""
 ENTRY = str(Path(ROOT) / "headrace" / "__main__.py")
 PIN = f"import sys; sys.path.insert(0, {ROOT!r}); import {', '.join(PACKAGES)}; del sys.path[0]"
 """Statements that import Headrace's packages, in a process that may find others of these names."""
@@ -24,7 +22,7 @@ SHORT = re.compile(
     r"\bheadrace (?:buffer (?=(?:tail|show|export|problems|quarantine|scrub)\b)"
     r"|rollout (?=evaluate\b)|learner (?=(?:merge|sft)\b))"
 )
-"""Commands of these packages that `headrace` has under their own names, up to the name."""
+"""Commands that `headrace` has under their own names, up to the name."""
 
 
 def is_front() -> bool:
@@ -33,23 +31,20 @@ def is_front() -> bool:
 
 
 def command(module: str, *words: str) -> tuple[str, ...]:
-    """The command line of `python -m MODULE WORDS`, which runs Headrace's module in any folder if this process does.
-
-    Example: `("/venv/bin/python", "-m", "buffer", "run.yaml")`
-    """
+    """The command line of `python -m MODULE WORDS`, which runs Headrace's module in any folder if this process does."""
     if is_front():
         return (sys.executable, "-P", ENTRY, module, *words)
     return (sys.executable, "-m", module, *words)
 
 
 def of_this_machine(argv: Iterable[str]) -> tuple[str, ...]:
-    """Return a command line of another machine with the path that ENTRY has here."""
+    """A command line of another machine with the path that ENTRY has here."""
     ending = os.sep + os.path.join("headrace", "__main__.py")
     return tuple(ENTRY if word.endswith(ending) else word for word in argv)
 
 
 def named_as_called(text: str) -> str:
-    """Return `text` with commands under the names that work here: `python -m actors status` -> `headrace status`."""
+    """`text` with commands under the names that work here: `python -m actors status` -> `headrace status`."""
     if not is_front() or "python -m" not in text:
         return text
     named = CALLED.sub(lambda found: "headrace " + ("" if found[1] == "actors " else found[1]), text)
@@ -57,7 +52,7 @@ def named_as_called(text: str) -> str:
 
 
 def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
-    """Yield packages and modules in `folders` that have the name of one of PACKAGES and are not Headrace's."""
+    """Packages and modules in `folders` that have a name of PACKAGES and are not Headrace's."""
     for folder in dict.fromkeys(os.path.abspath(folder) for folder in folders):
         for name in () if is_headrace(folder) else PACKAGES:
             if place := place_of(folder, name):
@@ -65,7 +60,7 @@ def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def place_of(folder: str | Path, name: str) -> Path | None:
-    """The file `NAME.py`, or the folder NAME with Python files, in `folder`; None if there is neither."""
+    """The file `NAME.py`, or the folder NAME with Python files, in `folder`."""
     inner, file = Path(folder, name), Path(folder, f"{name}.py")
     if (inner / "__init__.py").is_file():
         return inner

@@ -1,8 +1,7 @@
-"""prctl(2): has the kernel end a process with its parent, or hand it the orphans below it.
+"""prctl(2): has the kernel end a process with its parent, or hand it the orphans below it. Only on Linux.
 
-Used by everything that starts processes: `entrypoint.py`, the guard, the warden and its workers. Does nothing on other
-systems than Linux. Imports only the standard library. The C library is looked up at import, because a process that has
-just been forked must not wait for the loader's lock.
+Imports only the standard library. The C library is looked up at import, because a process that has just been forked
+must not wait for the loader's lock.
 """
 
 import ctypes
@@ -23,7 +22,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of each process below this one that loses its own, as the subreaper. Raises OSError."""
+    """Become the parent of each process below this one that loses its own. Raises OSError."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,8 +1,7 @@
-"""Which keys of the run file may differ when a run is started again, and which may not.
+"""Which keys of the run file may differ when a run is started again.
 
-`CHANGEABLE` is the only table of it: a key that it does not name is fixed for the life of a run. The fixed keys make
-the fingerprint that all processes of a run must share. Used by the launcher before it writes anything, by the buffer
-before it opens its ledger, and by every process for its Hello.
+A key that `CHANGEABLE` does not name is fixed for the life of a run. The fixed keys make the fingerprint that all
+processes of a run must share.
 """
 
 import hashlib
@@ -41,11 +40,9 @@ CHANGEABLE = (
     *("buffer.address", "buffer.fsync", "buffer.keep", "buffer.max_*"),
     *("weights.*", "eval.*", "log.*", "cluster.*"),
 )
-"""Keys, as patterns: how far and how fast the run goes, where things are, what is kept and shown. None of them decides
-which problem is dispatched next, or what a stored sample means."""
+"""Keys, as patterns. None of them decides which problem is dispatched next, or what a stored sample means."""
 
 FORK = " and --fork-from"
-"""How a run of reinforcement learning begins where another one is."""
 
 Settings = dict[str, Any]
 """A config as `{"run.versions": 100, ...}`, with values as JSON has them."""
@@ -63,7 +60,7 @@ class Change(NamedTuple):
 
 
 def fingerprint(config: Config) -> str:
-    """16 hex digits over the fixed keys, which all processes of a run must share.
+    """16 hex digits over the fixed keys.
 
     Only what differs from the defaults counts: a release that adds a key goes on with the runs of the one before.
     """
@@ -73,19 +70,19 @@ def fingerprint(config: Config) -> str:
 
 
 def settings(config: Config) -> Settings:
-    """Every key with its value, as the ledger has it: without credentials (`origins.py`)."""
+    """Every key with its value, as the ledger has it: without credentials."""
     return dict(_flat(recorded(config)))
 
 
 def is_changeable(key: str) -> bool:
-    """Whether the value may differ from that of the launch before."""
     return any(fnmatch(key, pattern) for pattern in CHANGEABLE)
 
 
 def changes(before: Settings | None, config: Config) -> list[Change]:
-    """What differs from the settings `before`; raises ConfigError with a line for each fixed key that does.
+    """What differs from the settings `before` (None: a new run). Raises ConfigError with a line for each fixed key that
+    does.
 
-    A key that the release of `before` did not have counts as one with its default. None: a new run.
+    A key that the release of `before` did not have counts as one with its default.
     """
     if before is None:
         return []
@@ -113,13 +110,12 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
 
 
 def written(run: Path) -> Settings | None:
-    """The settings in the `config.yaml` of a run's folder, None without one. Raises ConfigError as `load` does."""
+    """The settings in the `config.yaml` of a run's folder, None without one. Raises ConfigError."""
     file = run / "config.yaml"
     return settings(load([str(file)], lenient=True)) if file.exists() else None
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys in `tree` with their values, those of sections within sections too."""
     for name, value in tree.items():
         if (key := f"{above}{name}") in keys():
             yield key, value

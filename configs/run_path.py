@@ -1,7 +1,7 @@
 """`python -m configs.run_path RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: prints where a run's folder is.
 
 The answer is JSON, `{"folder": "runs", "path": "runs/my"}`, for the module `headrace`, which imports nothing of this
-package. Exit code 2 for a run file that cannot be read, with its lines on stderr.
+package.
 """
 
 import json
@@ -14,7 +14,6 @@ from configs.plain_text import print_visible
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code."""
     run = read(argv, "headrace.launch").run
     print_visible(json.dumps({"folder": str(run.folder), "path": str(run.path)}))
     return DONE

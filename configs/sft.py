@@ -1,9 +1,7 @@
-"""What a run file of supervised fine-tuning must satisfy beyond the rules that all run files share, and one of
-reinforcement learning with demonstrations beside its batches (`beside`).
+"""What a run file of supervised fine-tuning must satisfy beyond the rules that all run files share. `beside` judges
+demonstrations in reinforcement learning.
 
-Used by `checks.check_sft` and `checks.check`, and so before anything starts. Each rule yields lines as those of
-`checks.py` do. In supervised fine-tuning, sections that only reinforcement learning reads must be absent: whoever
-writes a key there expects an effect.
+Sections that only reinforcement learning reads must be absent: whoever writes a key there expects an effect.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,11 +12,10 @@ from configs.model_facts import facts_of
 from configs.schema import NO_REWARD, Config
 
 LOCK = "sft.lock"
-"""The file in the run's folder that the process holds which trains it."""
+"""The file in the run's folder that the training process holds."""
 WITHOUT = ("reward", "teacher", "sampling", "batch", "algorithm", "rollout", "weights", "buffer", "cluster")
 """Sections that only reinforcement learning reads."""
 READ_HERE = ("rollout.chat.template_kwargs", "rollout.chat.thinking")
-"""Keys of WITHOUT that supervised fine-tuning reads too."""
 UNREAD = (
     *(
         "data.demonstrations",
@@ -32,13 +29,11 @@ UNREAD = (
 )
 """Keys of the other sections that it does not read."""
 UNREAD_OF_SETS = ("samples", "k", "temperature", "max_tokens")
-"""The same below `data.eval.NAME`."""
 LONGEST = 32768
 """`sft.max_tokens: auto` for a model whose positions are not known."""
 
 
 def rules(config: Config, rows: int | None = None) -> Iterator[str]:
-    """Yield what is wrong; `rows` of data.train, where known."""
     batch, ranks = config.sft.rows, config.learner.ranks
     if batch is None:
         yield "sft.rows: null; set it to the rows of a batch, e.g. sft.rows: 32, and let data.train name demonstrations"
@@ -76,7 +71,7 @@ def beside(config: Config) -> Iterator[str]:
 
 
 def longest(config: Config) -> int:
-    """Tokens of the longest row that is trained, `auto` worked out as far as the run file and the model say."""
+    """Tokens of the longest row that is trained."""
     wanted, budget = config.sft.max_tokens, config.learner.tokens_per_microbatch
     if wanted != "auto":
         return wanted
@@ -85,7 +80,6 @@ def longest(config: Config) -> int:
 
 
 def _unread(config: Config) -> Iterator[str]:
-    """A line for each key that is written and has no effect."""
     given = config.model_dump(mode="json", exclude_defaults=True)
     for section in WITHOUT:
         for key in _leaves(given.get(section, {}), section):

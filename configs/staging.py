@@ -1,6 +1,6 @@
-"""What a worker of a server needs beside vLLM for a version that it does not generate with yet, and what of
-`weights.staging` cannot be. `checks.py` and `explain.py` use it; the workers measure the same when a learner's plan
-comes (`learner/weights/receiver/staging.py`).
+"""What a worker of a server needs beside vLLM for its next version, and what `weights.staging` cannot be.
+
+The workers measure the same when a learner's plan comes (`learner/weights/receiver/staging.py`).
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from configs.publishing import GROUP_BYTES, publishes_rows, shards_of
 from configs.schema import Config
 
 LARGER = 4
-"""With several ranks that send, buckets are as many times larger as there are ranks, but no more than this, so that a
-message is about `weights.bucket_mib`: each one costs operations of a thread that waits for the GIL, each bucket memory
-of a server where buckets pass through."""
+"""With several ranks that send, buckets are as many times larger as there are ranks, up to this, so that a message is
+about `weights.bucket_mib`. Each message costs operations of a thread that waits for the GIL, each bucket memory of a
+server."""
 
 
 class Room(NamedTuple):
@@ -26,7 +26,7 @@ class Room(NamedTuple):
 
 
 def room(config: Config) -> Room | None:
-    """None where the size of the model is unknown. A tensor larger than a bucket takes more: it is a bucket."""
+    """None if the size of the model is unknown. A tensor larger than a bucket takes more: it is a bucket."""
     facts, ranks = facts_of(config.model), shards_of(config)
     saved = (facts.saved_parameters(config.model) or 0) * BYTES[config.model.dtype]
     if not saved:
@@ -44,7 +44,6 @@ def room(config: Config) -> Room | None:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """What of `weights.staging` cannot be."""
     if config.weights.staging != "slices":
         return
     quantized = config.rollout.engine.get("quantization")
@@ -60,7 +59,6 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def lines(config: Config) -> Iterator[str]:
-    """What a worker of a server needs beside vLLM for the next version, in a line for people."""
     needs, wanted = room(config), config.weights.staging
     if needs is None or config.rollout.device == "cpu":
         return

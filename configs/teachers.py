@@ -1,7 +1,6 @@
-"""What a run file must satisfy about teachers (`teacher`), and about a run without a reward. Rules of `checks.py`.
+"""What a run file must satisfy about teachers (`teacher`), and about a run without a reward.
 
-Each rule yields lines as those of `checks.py` do. Whether a teacher has the policy's vocabulary takes two tokenizers:
-`rollout/teachers/vocabulary.py` compares them, in the doctor and when a rollout server starts.
+Whether a teacher has the policy's vocabulary takes two tokenizers: `rollout/teachers/vocabulary.py` compares them.
 """
 
 from collections.abc import Iterator
@@ -11,14 +10,13 @@ from configs.schema import NO_REWARD, Config, TeacherConfig, TeacherModel
 from configs.variables import is_http
 
 SET_BY_US = {"model", "runner", "host", "port", "middleware", "enable_lora", "max_logprobs"}
-"""Arguments of a teacher server's engine that have a key of their own, or that Headrace sets itself."""
 WHOLE_SAMPLE_LOSSES = ("gspo", "topr")
 """Losses of whole samples, which take the advantage of each token of a sample as one."""
 SET_REWARD = "set reward.function"
 
 
 def rules(config: Config, longest: int) -> Iterator[str]:
-    """Yield what is wrong; `longest`: tokens of the longest sample."""
+    """`longest`: tokens of the longest sample."""
     if config.reward.function == NO_REWARD:
         yield from _without_reward(config)
     teacher = config.teacher
@@ -43,7 +41,6 @@ def key_of(teacher: TeacherConfig, source: str) -> str:
 
 
 def tokenizer_of(teacher: TeacherModel) -> str | None:
-    """Folder or hub name of a teacher's tokenizer."""
     return teacher.tokenizer or teacher.model
 
 

@@ -1,7 +1,6 @@
 """What `data.train` and `data.eval` name: a file, a folder, a glob, a set of reasoning-gym, or several with weights.
 
-Looks at names and folders only; `buffer/problems.py` reads what is in the files. Used by `configs.checks` and by
-whoever reads problems, so that both judge a source alike.
+Looks at names and folders only; `buffer/problems.py` reads what is in the files.
 """
 
 import ast
@@ -21,15 +20,13 @@ import yaml
 from configs.schema import Config, MixedSource
 
 GENERATED = "reasoning_gym:"
-"""What the name of a set of reasoning-gym begins with."""
 INSTALL = 'pip install "reasoning-gym>=0.1.25,<0.2"'
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 GZIPPED = ".gz"
-"""Ends the names of text files that gzip has packed."""
 TRUTHLESS = ("none", "task", "judge", "reward_model", "reasoning_gym", "regex", "length")
 """Rewards that need no ground truth in the rows."""
 READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
-"""Parameters by which a reward function of a user gets the ground truth."""
+"""Parameters by which a user's reward function gets the ground truth."""
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """The beginning of a URL as a path has it, with one slash."""
@@ -42,14 +39,13 @@ class SourceError(ValueError):
 
 
 class GeneratedSet(NamedTuple):
-    """A set of reasoning-gym: its name and its config, `size` and `seed` among it."""
+    """A set of reasoning-gym; `size` and `seed` are in its config."""
 
     name: str
     config: dict[str, Any]
 
     @property
     def size(self) -> int:
-        """Its rows."""
         return int(self.config["size"])
 
     def __str__(self) -> str:
@@ -57,7 +53,7 @@ class GeneratedSet(NamedTuple):
 
 
 def parts_of(source: Source) -> list[MixedSource]:
-    """The parts of a source, in order: one without weight for a path or a name. Raises SourceError."""
+    """The parts of a source, in order. Raises SourceError."""
     parts = [MixedSource(path=Path(source))] if isinstance(source, Path | str) else list(source)
     unweighted = [part for part in parts if part.weight is None]
     if unweighted and len(unweighted) < len(parts):
@@ -66,18 +62,14 @@ def parts_of(source: Source) -> list[MixedSource]:
 
 
 def source_name(source: Source) -> str:
-    """A source in a few words. Example: `a.parquet and 2 more`"""
+    """A source in a few words, as `a.parquet and 2 more`."""
     parts = [source] if isinstance(source, Path | str) else [part.path for part in source]
     return f"{parts[0]}{f' and {len(parts) - 1} more' if len(parts) > 1 else ''}"
 
 
 def generated(source: Path | str) -> GeneratedSet | None:
-    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names; None for the path of a file. Values are YAML. Raises
-    SourceError for a name without `size` and `seed`.
-
-    Example: `generated("reasoning_gym:leg_counting?size=100&seed=1")` ->
-    `GeneratedSet("leg_counting", {"size": 100, "seed": 1})`
-    """
+    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names, with values as YAML; None for a path. Raises
+    SourceError."""
     text = str(source)
     if not text.startswith(GENERATED):
         return None
@@ -99,7 +91,7 @@ def generated(source: Path | str) -> GeneratedSet | None:
 
 
 def files_of(source: Path | str) -> list[Path]:
-    """The data files of a path, sorted: itself, those of a folder, or those that a glob matches. Raises SourceError."""
+    """The data files of a path, sorted: itself, a folder's, or a glob's. Raises SourceError."""
     path = Path(source)
     if path.is_file():
         _require_known(path)
@@ -125,7 +117,6 @@ def files_of(source: Path | str) -> list[Path]:
 
 
 def _found_elsewhere(path: Path) -> str:
-    """The remedy for the address of a file, or the name of a data set on the hub."""
     if URL.match(str(path)):
         return "files are read from this machine: download it and name the file"
     if len(path.parts) == 2 and not path.is_absolute() and not kind_of(path) and not path.parent.exists():
@@ -134,7 +125,7 @@ def _found_elsewhere(path: Path) -> str:
 
 
 def problems_with(source: Source) -> Iterator[str]:
-    """Why nothing can be read from `source`, a line without its key for each part; what is in the files is not read."""
+    """Why nothing can be read from `source`, a line without its key for each part; files are not opened."""
     try:
         parts = parts_of(source)
     except SourceError as error:
@@ -168,15 +159,15 @@ def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
 
 
 def needs_truth(config: Config) -> bool:
-    """Whether rows must have a ground truth: not where the reward never asks for one. That is so for TRUTHLESS, and for
-    a function of a user that names none of READS_TRUTH, as far as its file shows."""
+    """Whether rows must have a ground truth. A user's function needs none if its file shows that it names none of
+    READS_TRUTH."""
     function: Any = config.reward.function
     names = [function] if isinstance(function, str) else [each.function for each in function]
     return not all(name in TRUTHLESS or _is_blind(name) for name in names)
 
 
 def count_rows(source: Source) -> int | None:
-    """Rows of a source; None if they cannot be counted quickly, or not read, which the checks report."""
+    """Rows of a source; None if they cannot be counted quickly, or not read."""
     try:
         total = 0
         for part in parts_of(source):
@@ -219,7 +210,7 @@ def the_list(value: Any) -> list[Any]:
 
 
 def kind_of(file: Path) -> str:
-    """The suffix by which a data file is read, without .gz; nothing for any other file."""
+    """The suffix by which a data file is read, without .gz; empty for any other file."""
     packed = file.suffix == GZIPPED
     suffix = file.with_suffix("").suffix if packed else file.suffix
     return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""
@@ -232,7 +223,6 @@ def _require_known(file: Path) -> None:
 
 
 def _is_blind(name: str) -> bool:
-    """Whether the function `path.py:function` names nothing by which it could see the ground truth."""
     path, _, function = name.rpartition(":")
     with suppress(OSError, SyntaxError, ValueError):
         for node in ast.parse(Path(path).read_bytes()).body:

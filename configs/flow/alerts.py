@@ -1,7 +1,4 @@
-"""Signs of trouble in a version's metrics, with remedies. Pure.
-
-Used by the learner, whose log warns, and by the page and the screen of a run (`actors/watch/advice.py`).
-"""
+"""Signs of trouble in a version's metrics, with remedies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -9,13 +6,13 @@ from statistics import median
 Rule = Callable[[float, float], bool]
 """(value, median of the history) -> whether to warn."""
 COMPARED = 20
-"""Earlier values of a metric that its last value is compared with, at most."""
+"""Most earlier values of a metric that its last value is compared with."""
 LOOKED_BACK = 200
-"""Earlier versions among which they are sought: not every version has every metric."""
+"""Earlier versions that are searched for these values: not every version has every metric."""
 FRESH = "mismatch/k3_fresh"
-"""k3 on the tokens of age 0; where no such token was trained, there is none."""
+"""k3 on the tokens of age 0, if any were trained."""
 BUCKETS = ("1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
-"""Ages of tokens, in versions, by which k3 is recorded beside FRESH."""
+"""Ages of tokens, in versions."""
 K3_BY_AGE = {FRESH: "0"} | {f"offpolicy/k3_age_{ages}": ages for ages in BUCKETS}
 """Metrics with the k3 of tokens of one age, the youngest first, and the age."""
 FEW_TOKENS = 0.01
@@ -23,14 +20,12 @@ FEW_TOKENS = 0.01
 TAUGHT = "teacher/share"
 """The metric of a run with a teacher, which teaches groups whose rewards are equal too."""
 BY_REWARD_ALONE = ("groups/solved_all", "groups/solved_none")
-"""Metrics that are no sign of trouble where a teacher teaches."""
 
 
 def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]], least: int = 5) -> list[str]:
-    """One line, with a remedy, for each sign of trouble in training.
+    """One line, with a remedy, for each sign of trouble.
 
-    `history`: metrics of earlier versions. A rule relative to them takes the last COMPARED versions that have the
-    metric, and needs at least `least`.
+    `history`: metrics of earlier versions. A rule relative to them needs `least` versions that have the metric.
     """
     lines = []
     k3 = youngest_k3(metrics)
@@ -48,10 +43,8 @@ def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]],
 
 
 def youngest_k3(metrics: Mapping[str, float]) -> str | None:
-    """The one of K3_BY_AGE that measures the youngest tokens which the version trained; None without any.
-
-    An age with less than FEW_TOKENS of the tokens is passed over.
-    """
+    """The one of K3_BY_AGE for the youngest tokens that the version trained, FEW_TOKENS of them at least; None without
+    any."""
     found = (key for key, age in K3_BY_AGE.items() if metrics.get(f"age/share_{age}", 1.0) >= FEW_TOKENS)
     return next((key for key in found if key in metrics), None)
 
@@ -99,4 +92,4 @@ ALERTS: tuple[tuple[str, bool, Rule, str], ...] = (
     ("groups/solved_none", False, lambda now, usual: now > 0.8,
      "most problems teach nothing; take easier ones, or raise batch.samples"),
 )  # fmt: skip
-"""Metric, whether the rule is relative to its history, rule, remedy. docs/metrics.md says what to do."""
+"""Metric, whether the rule is relative to its history, rule, remedy."""

@@ -1,7 +1,4 @@
-"""What the buffer's process takes for a run of this size: connections, open files, memory. By the run file alone.
-
-Pure functions, for `explain.py`, `doctor` and the buffer's own start.
-"""
+"""What the buffer's process takes, by the run file alone: connections, open files, memory."""
 
 from configs.checks import max_group_bytes
 from configs.context_parallel import parts_of
@@ -11,15 +8,14 @@ from configs.schema import Config
 WATCHERS = 8
 """Connections of the launcher and of people who look at the run."""
 OWN_FILES = 96
-"""Open files of the buffer that are no connections: ledger, segments, libraries, and some left over to go on with."""
+"""Open files of the buffer that are no connections: ledger, segments, libraries, and some spare ones."""
 RESERVED_FILES = 16
 """Open files that connections do not get: the store opens its segments with them."""
 CACHE_BYTES = 480 * 2**20
-"""Bytes of samples that stay in memory until they are trained; others are read back from the store when their batch is
-taken, which takes ten times the processor time."""
+"""Bytes of samples that stay in memory until they are trained; others are read back from the store, which takes ten
+times the processor time."""
 IN_FLIGHT_BYTES = 32 * 2**20
-"""Bytes of large answers on their way, above which further parts wait: what is put meanwhile shares their way and their
-processor."""
+"""Bytes of large answers on their way, above which further parts wait."""
 PARKED_BYTES = 256 * 2**20
 """Bytes of groups that wait in memory while the store is full; servers keep the others."""
 COMMIT_BYTES = 16 * 2**20
@@ -27,22 +23,20 @@ COMMIT_BYTES = 16 * 2**20
 BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512, 16
 RECORD_BYTES, PLACE_BYTES = 320, 320
 """Bytes of the record of each row that was drawn, and with `data.difficulty` of its place among those to be drawn."""
-"""The process itself; and for each connection, each open sample without its tokens, and each row besides its text."""
+"""The process itself, and each connection, open sample without tokens, and row without text."""
 
 
 def connections(config: Config) -> int:
-    """Processes that are connected to the buffer at a time."""
     return config.rollout.most_servers + config.learner.ranks + WATCHERS
 
 
 def open_files(config: Config) -> int:
-    """Files that the buffer has open then; a connection is one."""
     return connections(config) + OWN_FILES
 
 
 def memory_bytes(config: Config, problems: int = 0) -> int:
-    """Memory that the buffer takes at most, besides the text of the problems: two groups and a part beyond its bounds,
-    because the last one to come is taken whole."""
+    """Memory that the buffer takes at most, besides the text of the problems. It includes two groups and a part beyond
+    the bounds, because the last one to come is taken whole."""
     group, stored = max_group_bytes(config), open_groups(config) * max_group_bytes(config)
     batch = config.batch.groups * group
     bounds = min(CACHE_BYTES, stored) + min(IN_FLIGHT_BYTES, batch) + min(PARKED_BYTES, stored) + COMMIT_BYTES

@@ -1,7 +1,6 @@
-"""The GPUs that the forecast of a run knows: memory, FLOP/s and memory bandwidth of each, and where these are from.
+"""The GPUs that the forecast of a run knows: memory, FLOP/s and memory bandwidth of each, with sources.
 
-Pure data. `python -m configs --gpu NAME` and `actors doctor --gpu NAME` take a card by its name here; the learner takes
-the peak of its own card for its MFU. No card has a price: `log.price_per_gpu_hour` is the user's.
+No card has a price: `log.price_per_gpu_hour` is the user's.
 """
 
 import re
@@ -20,20 +19,17 @@ UNUSABLE = 1 << 30
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of GPU.
-
-    Example: `Card("H100", 81559 * MIB, 989e12, 3.35e12, "https://...").free` is what a process can allocate.
-    """
+    """One kind of GPU."""
 
     name: str
     total: int
     """Bytes, as `nvidia-smi` lists them."""
     peak: float | None
-    """Dense bfloat16 FLOP/s with float32 sums, None where unknown."""
+    """Dense bfloat16 FLOP/s with float32 sums."""
     bandwidth: float | None
-    """Bytes/s of the GPU's memory, None where unknown."""
+    """Bytes/s of the GPU's memory."""
     source: str = ""
-    """Page of the vendor with peak and bandwidth. It gives some peaks with sparsity: half of those are dense."""
+    """The vendor's page. It gives some peaks with sparsity: half of those are dense."""
 
     @property
     def free(self) -> int:
@@ -71,7 +67,7 @@ ALIASES = {"A100": "A100-80G", "A100-80GB": "A100-80G", "A100-40GB": "A100-40G"}
 
 
 def card_named(text: str) -> Card:
-    """The card that a user calls `text`, such as `H100`, `h100`, `RTX 4090` or `A100-80GB`. Raises ConfigError."""
+    """The card that a user calls `text`, such as `h100`, `RTX 4090` or `A100-80GB`. Raises ConfigError."""
     name = re.sub(r"^(NVIDIA)?[ _-]*(RTX)?[ _-]*", "", text.strip().upper()).replace(" ", "-").replace("_", "-")
     name = ALIASES.get(name, name)
     if name in CARDS:
@@ -82,7 +78,7 @@ def card_named(text: str) -> Card:
 
 
 def checked_card(name: str | None, prog: str) -> Card | None:
-    """The card of a command's `--gpu`, None without it. Ends the process with exit code 2 for one that is not known."""
+    """The card of a command's `--gpu`. Ends the process with exit code 2 for an unknown one."""
     try:
         return None if name is None else card_named(name)
     except ConfigError as error:
@@ -91,10 +87,8 @@ def checked_card(name: str | None, prog: str) -> Card | None:
 
 
 def card_of(name: str, total: int = 0) -> Card | None:
-    """The card that the driver calls `name`, with `total` bytes; None if unknown.
-
-    Example: `card_of("NVIDIA A100-SXM4-40GB", 40960 * MIB).name == "A100-40G"`
-    """
+    """The card that the driver calls `name`, with `total` bytes: `card_of("NVIDIA A100-SXM4-40GB", 40960 * MIB).name ==
+    "A100-40G"`."""
     words = name.replace("-", " ").split()
     found = [card for card in CARDS.values() if card.name.partition("-")[0] in words]
     return min(found, key=lambda card: abs(card.total - total), default=None)

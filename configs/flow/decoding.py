@@ -35,13 +35,11 @@ class StepTime:
     each: float
 
     def tokens_per_s(self, sequences: float) -> float:
-        """Tokens that a server samples in a second with so many sequences at a time."""
         return sequences / (self.fixed + sequences * self.each)
 
 
 def step_time(model: ServedModel, peak: float, bandwidth: float, gpus: int, context: float) -> StepTime:
-    """The step of a server of `gpus` GPUs whose sequences have `context` tokens in the mean. What the GPUs exchange is
-    not counted."""
+    """The step of a server whose sequences have `context` tokens in the mean. What the GPUs exchange is not counted."""
     fixed = STEP_S + model.read * model.width / gpus / bandwidth
     attention = context * model.kv_numbers * model.width / gpus / bandwidth
     return StepTime(fixed, SEQUENCE_S + 2 * model.active / gpus / peak + attention)

@@ -1,6 +1,6 @@
-"""What `data.difficulty` does to a data set whose solved shares are known: how many draws each kind of problem gets.
+"""How many draws `data.difficulty` gives each kind of problem, for a data set whose solved shares are known.
 
-Pure functions, for `explain.py`. The draws of `buffer/ledger/difficulty.py` are followed as amounts, not one by one.
+The draws of `buffer/ledger/difficulty.py` are followed as amounts, not one by one.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,7 @@ MOST_STEPS = 2000
 def drawn_shares(
     difficulty: DifficultyConfig, problems: int, groups: int, versions: int, mixture: Mapping[str, float]
 ) -> dict[str, float]:
-    """Share of the run's draws that go to each of KINDS, if `mixture` has the share of the problems of each.
-
-    A band is drawn from as far as it has problems that do not rest; what is left of its share goes to the others.
-    """
+    """Share of the run's draws that go to each of KINDS; `mixture` has the problems' shares."""
     seen, unseen, drawn = dict.fromkeys(KINDS, 0.0), float(problems), dict.fromkeys(KINDS, 0.0)
     step = max(1, versions // MOST_STEPS)
     rests = dict.fromkeys(KINDS, max(1, difficulty.rest))

@@ -1,8 +1,4 @@
-"""How many sequences the KV cache of a server will hold, estimated before it starts, for `explain.py`.
-
-By the run file, the model's folder and the size of a GPU, where `nvidia-smi` lists one. vLLM measures what is left of
-a GPU when it starts; `rollout.concurrency` goes by that.
-"""
+"""How many sequences the KV cache of a server will hold, estimated before it starts."""
 
 import shutil
 import subprocess
@@ -14,7 +10,7 @@ from configs.schema import Config
 
 KEY = "rollout.engine.kv_cache_memory_bytes"
 CPU_KV_BYTES = 256 << 20
-"""What a server on a CPU gets unless the run file says otherwise."""
+"""A server's KV cache on a CPU unless the run file sets it."""
 UTILIZATION = 0.92
 """vLLM's own `gpu_memory_utilization`."""
 HALF_A_BLOCK = 8
@@ -22,22 +18,20 @@ HALF_A_BLOCK = 8
 
 
 class KvRoom(NamedTuple):
-    """Sequences of the mean length that a server's cache holds, None where unknown, and how that is known."""
+    """Sequences of the mean length that a server's cache holds, and how that is known."""
 
     sequences: int | None
     basis: str
     tokens: int | None = None
-    """Tokens that it holds."""
 
 
 def kv_room(
     config: Config, gpu_bytes: int | None, card: str = "as this machine's", parameters: int | None = None
 ) -> KvRoom:
-    """`gpu_bytes`: memory of a GPU that serves, None where none is known; `card` describes that GPU. `parameters`:
-    where model.path has no weights to count them by.
+    """Estimate by the keys and values of layers with full attention, each GPU of a server holding its share of the
+    heads. A prompt that a group shares counts for each of its samples.
 
-    Counted are the keys and values of layers with full attention, each GPU of a server holding its share of the heads;
-    a prompt that a group shares counts for each of its samples.
+    `gpu_bytes`: memory of a GPU that serves, which `card` describes. `parameters`: for a model.path without weights.
     """
     facts, given = model_facts(config.model.path), config.rollout.engine
     room, shards = given.get("kv_cache_memory_bytes"), config.rollout.tensor_parallel
@@ -64,7 +58,7 @@ def kv_room(
 
 
 def gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine, as the driver lists them; None without one, or an answer."""
+    """Memory of the smallest GPU of this machine by the driver; None without one, or an answer."""
     if not shutil.which("nvidia-smi"):
         return None
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

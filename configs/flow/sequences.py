@@ -1,7 +1,5 @@
-"""How many sequences a server may work on at a time, and how many groups of a run may be open: by the run file alone.
-
-Pure functions, for `explain.py` and `simulation.py`, and for the server, which has them at its start.
-"""
+"""How many sequences a server may work on at a time, and how many groups of a run may be open, by the run file
+alone."""
 
 from math import ceil
 
@@ -11,21 +9,19 @@ from configs.schema import Config
 MEAN_SHARE = 1 / 4
 """Mean length of a sample, as a share of the longest possible one. Lengths are taken as geometric, cut there."""
 GPU_SEQUENCES, MOST_GPU_SEQUENCES, CPU_SEQUENCES = 512, 1024, 256
-"""How many sequences `rollout.sequences: auto` may reach on a server. By the cost of a step (`simulation.STEP_COST`),
-512 are nine tenths as fast as 1,024, with half the CUDA graphs to capture and half the logits: 0.6 MB a sequence in
-float32, of which the sampler makes copies, and a GPU of 16 GiB has no room for more. A server whose share of a batch is
-more gets up to 1,024.
-"""
+"""Most sequences of `rollout.sequences: auto` on a server. By the cost of a step (`simulation.STEP_COST`), 512 are nine
+tenths as fast as 1,024, with half the CUDA graphs to capture and half the logits: 0.6 MB a sequence in float32, of
+which the sampler makes copies. A server whose share of a batch is more gets up to 1,024."""
 
 
 def share_of_batch(config: Config) -> int:
-    """Samples of a batch that one server makes, in whole groups: where their number changes, one of the most."""
+    """Samples of a batch that one server makes, in whole groups, at most."""
     return ceil(config.batch.groups / config.rollout.most_servers) * config.batch.samples
 
 
 def max_sequences(config: Config, cpu: bool) -> int:
-    """Sequences that a server lets vLLM run: `max_num_seqs` as the run file has it, or `rollout.sequences` rounded up
-    to 16, as CUDA graphs are. `engine_arguments` adds room for the rest of the last group."""
+    """Sequences that a server lets vLLM run. They are rounded up to 16, as CUDA graphs are. `engine_arguments` adds
+    room for the rest of the last group."""
     given, wanted = config.rollout.engine.get("max_num_seqs"), config.rollout.sequences
     if isinstance(given, int):
         return given
@@ -46,11 +42,10 @@ def mean_tokens(config: Config) -> float:
 
 
 def admitted_staleness(config: Config) -> int:
-    """The bound that admission keeps."""
     target = config.batch.target_staleness
     return config.batch.max_staleness if target is None else target
 
 
 def open_groups(config: Config) -> int:
-    """How many groups may be leased or stored at once: admission lets (staleness + 1) batches be open."""
+    """Groups that may be leased or stored at once: admission lets (staleness + 1) batches be open."""
     return (admitted_staleness(config) + 1) * config.batch.groups

@@ -1,7 +1,6 @@
-"""How many sequences will run at a time, at what age and speed: a run played in milliseconds, for `explain.py`.
+"""How many sequences will run at a time, at what age and speed: a run played in milliseconds, the same each time.
 
-No clock, no files, the same numbers each time. Nothing is known of lengths and speeds before a run, so they are
-assumed, by the constants below and `MEAN_SHARE`, and `explain.py` says so.
+Lengths and speeds are assumed, by the constants below and `MEAN_SHARE`.
 """
 
 import heapq
@@ -19,17 +18,18 @@ LEARNER_SHARE = 1 / 2
 STEP_COST = 126
 """What a decode step costs beside its sequences, in sequences: 2.9 ms and 23 us a sequence for a 1.5B model on H200."""
 SIMULATED_SAMPLES, SIMULATED_VERSIONS, MOST_WARM = 256, 20, 24
-"""Samples of a version at most, larger batches are scaled down; versions that are measured, and before that at most."""
+"""Most samples of a version (larger batches are scaled down), versions that are measured, and most versions before
+these."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast servers and learner are, where that is estimated: in the unit of time of `simulate`."""
+    """Speed of servers and learner, in the unit of time of `simulate`."""
 
     step_cost: float
     """What a decode step costs beside its sequences, in sequences."""
     learner: float
-    """How long a batch is trained."""
+    """Time of training a batch."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,11 @@ class Flow:
 
 
 def most_running(config: Config) -> int:
-    """Sequences that one server can run at a time: its places, or vLLM's `max_num_seqs` if that is fewer."""
     return min(places(config), max_sequences(config, config.rollout.device == "cpu"))
 
 
 def expected(config: Config, staleness: int, fewer: int | None = None, pace: Pace | None = None) -> Flow:
-    """The run as simulated, with this bound on age; `fewer` sequences a server with the same learner, where given.
-    Without `pace` the constants above hold."""
+    """The run as simulated with this bound on age; `fewer`: sequences a server with the same learner."""
     batch, servers, most = config.batch, config.rollout.most_servers, most_running(config)
     scale = max(1.0, batch.groups * batch.samples / SIMULATED_SAMPLES)
     groups = max(1, round(batch.groups / scale))
@@ -67,7 +65,7 @@ def expected(config: Config, staleness: int, fewer: int | None = None, pace: Pac
 def simulate(
     groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int, pace: Pace
 ) -> Flow:
-    """A run of batches of `groups` x `samples`, `num_places` on `servers` servers together, answers up to `longest`.
+    """A run of batches of `groups` x `samples`, with `num_places` on all `servers` together.
 
     The unit of time is what one sequence adds to a step. Groups are admitted as `buffer.ledger` does it.
     """

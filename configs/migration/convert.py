@@ -1,7 +1,7 @@
 """`python -m configs --from FILE [--out RUN.yaml]`: writes a run file for settings of verl, TRL, EasyR1 or OpenRLHF.
 
-Prints the run file, or writes it to `--out`, and lists on stderr what became of settings and what has no counterpart.
-Exit code 2 for a file that cannot be read, or is none of these systems'. Never runs what it reads.
+Prints the run file, or writes it to `--out`, and lists on stderr what has no counterpart. Exit code 2 for a file that
+cannot be read, or is none of these systems'.
 """
 
 import sys
@@ -21,8 +21,6 @@ from configs.schema import Config
 
 
 class System(NamedTuple):
-    """A system whose settings are known."""
-
     recognises: Callable[[Given], bool]
     convert: Callable[[Given, Draft], None]
 
@@ -38,11 +36,10 @@ REQUIRED = {
     "data.train": "data/train.parquet",
     "reward.function": "math",
 }
-"""Keys that a run file must have, with what stands there if the settings do not say it."""
+"""Required keys, with what stands there if the settings do not say it."""
 
 
 def main(file: Path, out: Path | None) -> int:
-    """Exit code: 0 once the run file is written."""
     try:
         system, draft = convert(file)
         text = run_file(file, system, draft)
@@ -82,7 +79,6 @@ def convert(file: Path) -> tuple[str, Draft]:
 
 
 def run_file(file: Path, system: str, draft: Draft) -> str:
-    """The text of the run file, its sections in the order of the schema."""
     ordered = {name: draft.tree[name] for name in Config.model_fields if draft.tree.get(name)}
     head = [f"From {file.name}, settings of {system}. docs/from-other-systems.md explains.", *draft.notes]
     comment = "\n".join(f"# {' '.join(line.split())}" for line in head)
@@ -90,7 +86,6 @@ def run_file(file: Path, system: str, draft: Draft) -> str:
 
 
 def report(system: str, draft: Draft) -> list[str]:
-    """Lines for people."""
     found = [f"settings of {system}:", *(f"  {line}" for line in draft.notes)]
     if draft.missing:
         found += ["without a counterpart, or to be set by you:", *(f"  {line}" for line in draft.missing)]

@@ -1,4 +1,4 @@
-"""A run file that is being written from the settings of another system, with lines about it for people.
+"""A run file that is being written from the settings of another system.
 
 `Given` notices which settings were used: what is left at the end has no counterpart, and is listed.
 """
@@ -30,7 +30,6 @@ class Given:
         return next((self.settings[key] for key in keys if self.settings.get(key) is not None), default)
 
     def left(self) -> list[str]:
-        """Keys with a value that nobody took."""
         return [key for key, value in self.settings.items() if key not in self.used and value is not None]
 
 
@@ -40,12 +39,11 @@ class Draft:
 
     tree: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What a setting became where that is not its mere name."""
+    """What a setting became, if more than its name changed."""
     missing: list[str] = field(default_factory=list)
     """`key: value: why it has no counterpart, what to do`."""
 
     def set(self, key: str, value: Any) -> None:
-        """Set a dotted key; null is left out."""
         if value is None:
             return
         *sections, leaf = key.split(".")
@@ -55,11 +53,9 @@ class Draft:
         below[leaf] = value
 
     def note(self, line: str) -> None:
-        """Say what a setting became."""
         self.notes.append(line)
 
     def lacks(self, key: str, value: Any, why: str) -> None:
-        """Say that a setting has no counterpart."""
         self.missing.append(f"{key}: {value}: {why}")
 
 
@@ -70,8 +66,8 @@ def rename(given: Given, draft: Draft, table: Mapping[str, str]) -> None:
 
 
 def list_the_rest(given: Given, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """List every setting that nobody took; `reasons` has their text by key, or by the beginning of keys (`critic.`). A
-    text that begins with `=` is about settings that need none: those become one note each."""
+    """List every setting that nobody took. `reasons`: texts by key, or by the beginning of keys (`critic.`); a text
+    that begins with `=` makes a note, for a setting that needs no counterpart."""
     for key in given.left():
         reason = next((reasons[start] for start in _beginnings(key) if start in reasons), UNKNOWN)
         if reason.startswith("="):
@@ -101,7 +97,6 @@ def data_path(draft: Draft, key: str, value: Any, split: str = "train") -> Any:
 
 
 def run_name(value: Any) -> str | None:
-    """`run.name` for the name of an experiment."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-") or None if value else None
 
 
@@ -110,7 +105,7 @@ class Steps:
     """How a step of another system becomes versions.
 
     A system generates for `prompts` prompts, then makes `updates` optimizer steps with them. A version is one optimizer
-    step: so a batch has the prompts of one update, and a step is `updates` versions.
+    step: so a batch has the prompts of one update.
     """
 
     prompts: int
@@ -133,7 +128,7 @@ def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
 
 
 def set_versions(draft: Draft, steps: int | None, epochs: Any, updates: int, rows: int | None, prompts: int) -> None:
-    """Set `run.versions`: by a number of their steps, or by epochs of `rows` problems where those are known."""
+    """Set `run.versions` by a number of their steps, or by epochs of `rows` problems."""
     if steps and steps > 0:
         draft.set("run.versions", int(steps) * updates)
     elif epochs and rows:
@@ -150,11 +145,9 @@ SCHEDULES = {
     **{name: name for name in ("constant", "linear", "cosine")},
     **{"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
 }
-"""`learner.schedule` for the name of a schedule of the learning rate."""
 
 
 def rows_of(draft: Draft) -> int | None:
-    """Rows of `data.train`; None if they cannot be counted here."""
     train = draft.tree.get("data", {}).get("train")
     return count_rows(train) if isinstance(train, str) and "${" not in train else None
 
@@ -179,7 +172,6 @@ def set_warmup(draft: Draft, key: str, ratio: float) -> None:
 
 
 def set_schedule(draft: Draft, key: str, name: Any) -> None:
-    """Set the schedule of the learning rate, the value of `key`."""
     draft.set("learner.schedule", SCHEDULES.get(name, "constant"))
     if name not in SCHEDULES:
         draft.lacks(key, name, "learner.schedule: constant is taken")
@@ -202,7 +194,6 @@ def split_gpus(draft: Draft, gpus: int, nodes: int, tensor_parallel: int) -> Non
 
 
 def set_trackers(given: Any, draft: Draft) -> None:
-    """`log.trackers` of a list of loggers; `console` needs none."""
     names = [given] if isinstance(given, str) else given or []
     known = [name for name in names if name in ("wandb", "tensorboard", "swanlab")]
     draft.set("log.trackers", known or None)
@@ -212,7 +203,7 @@ def set_trackers(given: Any, draft: Draft) -> None:
 
 
 def set_sampling(given: Given, draft: Draft, prefix: str) -> None:
-    """Temperature, and a line for what changes the distribution that is sampled from."""
+    """Set the temperature, and list what changes the distribution that is sampled from."""
     temperature = given.take(f"{prefix}temperature")
     if temperature is not None and temperature > 0:
         draft.set("sampling.temperature", temperature)

@@ -1,4 +1,4 @@
-"""The settings of EasyR1, as a run file. docs/from-other-systems.md has the table for people."""
+"""The settings of EasyR1, as a run file."""
 
 from configs.migration.draft import (
     Draft,
@@ -47,7 +47,6 @@ NAMES = {
     f"{ROLLOUT}max_model_len": "rollout.engine.max_model_len",
     "worker.reward.reward_function_kwargs": "reward.kwargs",
 }
-"""Settings that have another name and the same meaning."""
 DEFAULTS = {
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
@@ -94,12 +93,10 @@ REASONS = {
 
 
 def recognises(given: Given) -> bool:
-    """Whether these are EasyR1's settings."""
     return any(key.startswith("worker.actor.") for key in given.settings)
 
 
 def convert(given: Given, draft: Draft) -> None:
-    """Write the run file."""
     given.settings = DEFAULTS | given.settings
     rename(given, draft, NAMES)
     samples = int(given.take(f"{ROLLOUT}n", default=1))

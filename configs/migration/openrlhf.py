@@ -1,4 +1,4 @@
-"""The settings of OpenRLHF's `train_ppo_ray`, as a run file. docs/from-other-systems.md has the table for people."""
+"""The settings of OpenRLHF's `train_ppo_ray`, as a run file."""
 
 from configs.migration.draft import (
     Draft,
@@ -35,7 +35,6 @@ NAMES = {
     "entropy_loss_coef": "algorithm.entropy_bonus",
     "max_ckpt_num": "learner.keep_checkpoints",
 }
-"""Settings that have another name and the same meaning."""
 DEFAULTS = {"prompt_max_len": 1024, "generate_max_len": 1024, "actor_learning_rate": 1e-6}
 ADVANTAGES = {
     "group_norm": "group_std",
@@ -101,16 +100,14 @@ REASONS = {
     "runtime-env-json": "= cluster.ship and cluster.env",
     "no-wait": "= launch ends with the run",
 }
-"""Settings without a counterpart, and why; with `=`: those that need none."""
+"""Why settings have no counterpart; `=`: they need none."""
 
 
 def recognises(given: Given) -> bool:
-    """Whether these are OpenRLHF's settings."""
     return {"pretrain", "prompt_data"} <= set(given.settings) or "n_samples_per_prompt" in given.settings
 
 
 def convert(given: Given, draft: Draft) -> None:
-    """Write the run file."""
     given.settings = DEFAULTS | given.settings
     rename(given, draft, NAMES)
     samples = int(given.take("n_samples_per_prompt", default=1))

@@ -1,7 +1,6 @@
 """Reads the settings of another system: a YAML file, a shell script or command line, or a Python script of TRL.
 
-Returns a flat dict, `{"data.train_batch_size": 1024, "--rollout_batch_size": ...}` without the dashes, and never runs
-what it reads. Raises ConfigError for a file that has no settings.
+Returns a flat dict, `{"data.train_batch_size": 1024, ...}`, and never runs what it reads. Raises ConfigError.
 """
 
 import ast
@@ -27,7 +26,6 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
-"""Of whole numbers in `$((1024 * 2))`."""
 OVERRIDE = re.compile(r"^[+]{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)$", re.S)
 CALLS = ("GRPOConfig", "ModelConfig", "LoraConfig", "GRPOTrainer", "load_dataset")
 """Calls of a Python script whose literal arguments are settings."""
@@ -36,7 +34,7 @@ Settings = dict[str, Any]
 
 
 def read_settings(file: Path) -> Settings:
-    """The settings in `file`, by its suffix: `.yaml`, `.yml`, `.json`; `.py`; else a shell script."""
+    """The settings in `file`, by its suffix; without a known one it is a shell script."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -51,7 +49,6 @@ def read_settings(file: Path) -> Settings:
 
 
 def from_yaml(text: str, file: Path) -> Settings:
-    """A tree of sections, flattened to dotted keys."""
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -68,8 +65,8 @@ def _flat(tree: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def from_shell(text: str, file: Path) -> Settings:
-    """`key=value` and `--key value` of the commands in a script. Its own variables are replaced, and those with a
-    default by that; others stay as `${oc.env:NAME}`. `$((1024 * 2))` is computed."""
+    """`key=value` and `--key value` of the commands in a script. Variables of others stay as `${oc.env:NAME}`; `$((1024
+    * 2))` is computed."""
     lines = re.sub(r"\\\r?\n", " ", text).splitlines()
     variables: dict[str, str] = {}
     found: Settings = {}
@@ -88,7 +85,6 @@ def from_shell(text: str, file: Path) -> Settings:
 
 
 def _words(words: list[str]) -> Settings:
-    """The settings among the words of one command."""
     found: Settings = {}
     for place, word in enumerate(words):
         if word.startswith("--") and len(word) > 2:
@@ -103,7 +99,6 @@ def _words(words: list[str]) -> Settings:
 
 
 def _values(rest: list[str]) -> list[str]:
-    """The words up to the next flag."""
     end = next((place for place, word in enumerate(rest) if word.startswith("--")), len(rest))
     return rest[:end]
 
@@ -118,7 +113,7 @@ def _substituted(word: str, variables: dict[str, str]) -> str:
 
 
 def _computed(match: re.Match[str], variables: dict[str, str]) -> str:
-    """The value of `$((...))`, or its text where that holds more than whole numbers and the script's own variables."""
+    """The value of `$((...))`, or its text where it holds more than whole numbers and the script's own variables."""
     text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: variables.get(name[1], name[0]), match[1])
     try:
         return str(_whole(ast.parse(text.strip(), mode="eval").body))
@@ -127,7 +122,6 @@ def _computed(match: re.Match[str], variables: dict[str, str]) -> str:
 
 
 def _whole(node: ast.expr) -> int:
-    """The value of an expression of whole numbers. Raises ValueError for another one."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp) and (compute := OPERATORS.get(type(node.op))):
@@ -136,7 +130,7 @@ def _whole(node: ast.expr) -> int:
 
 
 def _hydra(text: str) -> Any:
-    """The value of an override; a list may be written `['a','b']` or `[a,b]`."""
+    """A list may be written `['a','b']` or `[a,b]`."""
     if text.startswith("["):
         return [number(each.strip().strip("'\"")) for each in text.strip("[]").split(",") if each.strip()]
     return number(text)

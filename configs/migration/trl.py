@@ -1,4 +1,4 @@
-"""The settings of TRL's GRPOTrainer, as a run file. docs/from-other-systems.md has the table for people."""
+"""The settings of TRL's GRPOTrainer, as a run file."""
 
 from configs.migration.draft import (
     Draft,
@@ -34,7 +34,6 @@ NAMES = {
     "chat_template_kwargs": "rollout.chat.template_kwargs",
     "vllm_max_model_length": "rollout.engine.max_model_len",
 }
-"""Settings that have another name and the same meaning."""
 DEFAULTS = {"max_completion_length": 256, "learning_rate": 1e-6}
 """TRL's own defaults where ours differ."""
 SCALES = {"group": "group_std", "batch": "batch_std", "none": "group_mean", "true": "group_std", "false": "group_mean"}
@@ -45,7 +44,6 @@ LOSSES = {
     "dr_grpo": ("ppo", "constant"),
     "cispo": ("cispo", "token"),
 }
-"""Loss and aggregation of each `loss_type`."""
 REWARDS = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math"}
 OWN_GPUS = "= servers have GPUs of their own"
 REASONS = {
@@ -91,17 +89,15 @@ REASONS = {
     "model_init_kwargs": "the model is built in model.dtype with learner.attention",
     "dataset_config": "= downloaded with the data set",
 }
-"""Settings without a counterpart, and why; with `=`: those that need none."""
+"""Why settings have no counterpart; `=`: they need none."""
 
 
 def recognises(given: Given) -> bool:
-    """Whether these are settings of TRL's GRPO."""
     known = {"num_generations", "max_completion_length", "scale_rewards", "per_device_train_batch_size", "reward_funcs"}
     return len(known & set(given.settings)) > 0
 
 
 def convert(given: Given, draft: Draft) -> None:
-    """Write the run file."""
     given.settings = DEFAULTS | given.settings
     rename(given, draft, NAMES)
     samples = int(given.take("num_generations", default=8))

@@ -1,7 +1,6 @@
 """The critic of another system's PPO, as `algorithm.advantage: gae` and `algorithm.critic`.
 
-Used by the modules of the systems that have one. Their lambda and gamma are over tokens, ours over turns: both are the
-same where they are 1.
+Their lambda and gamma are over tokens, ours over turns: both are the same where they are 1.
 """
 
 from typing import NamedTuple
@@ -14,12 +13,9 @@ SHARED = "= the critic is sharded, packed, clipped and saved with the keys of le
 """Reason for settings of a critic that have no key of their own here."""
 
 UNUSED = "= it is for a critic, which only algorithm.advantage: gae has"
-"""Reason for settings of a critic where the estimator needs none."""
 
 
 class CriticNames(NamedTuple):
-    """The names of one system's settings."""
-
     lr: str
     lr_default: float
     clip: str

@@ -1,4 +1,4 @@
-"""The settings of verl's `main_ppo`, as a run file. docs/from-other-systems.md has the table for people."""
+"""The settings of verl's `main_ppo`, as a run file."""
 
 from configs.migration.draft import (
     Draft,
@@ -41,7 +41,6 @@ NAMES = {
     f"{ROLLOUT}max_model_len": "rollout.engine.max_model_len",
     "trainer.max_actor_ckpt_to_keep": "learner.keep_checkpoints",
 }
-"""Settings that have another name and the same meaning."""
 DEFAULTS = {
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
@@ -108,16 +107,14 @@ REASONS = {
     "trainer.balance_batch": "= parts are always balanced by tokens",
     "ray_kwargs.": "= cluster.address names a Ray cluster",
 }
-"""Settings without a counterpart, and why; with `=`: those that need none."""
+"""Why settings have no counterpart; `=`: they need none."""
 
 
 def recognises(settings: Given) -> bool:
-    """Whether these are verl's settings."""
     return any(key.startswith("actor_rollout_ref.") for key in settings.settings)
 
 
 def convert(given: Given, draft: Draft) -> None:
-    """Write the run file."""
     given.settings = DEFAULTS | given.settings
     rename(given, draft, NAMES)
     samples = int(given.take(f"{ROLLOUT}n", default=1))

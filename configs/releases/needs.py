@@ -1,9 +1,7 @@
 """What Headrace needs of a library, symbol by symbol, and the judgement of a release by it.
 
-A `Need` names one symbol with the reason why Headrace leans on it. `moved` compares it with the source of a release
-(`source.py`) and yields a line for each thing that is gone or has other parameters. `rewritten` names functions whose
-body Headrace's own code follows or replaces, and which differ between two releases: nothing has moved there, but
-somebody has to read them. Pure.
+`moved` compares needs with the source of a release (`source.py`). `rewritten` names functions whose body Headrace's own
+code follows or replaces, and which differ between two releases: somebody has to read them.
 """
 
 import ast
@@ -30,24 +28,21 @@ class Need:
     calls: tuple[str, ...] = ()
     """How Headrace calls a method, or the symbol itself: parameters in order, then `name=...` for those by name."""
     replaces: tuple[str, ...] = ()
-    """Methods that Headrace overrides or replaces, with all their parameters; a last `...` stands for any others."""
+    """Methods that Headrace overrides or replaces, with all parameters; a last `...` stands for any others."""
     implements: str = ""
-    """For a base class of Headrace's own: all methods that it leaves abstract; `a?` means only where it exists."""
+    """Methods that a base class of Headrace's own leaves abstract; `a?` means only where it exists."""
     follows: str = ""
-    """Methods whose body Headrace's own code follows, so that a new body has to be read."""
+    """Methods whose body Headrace's own code follows."""
     since: str = ""
-    """Older releases than this one do without it."""
+    """The first release that needs it."""
 
     def concerns(self, source: Source) -> bool:
-        """Whether a release has to meet this need."""
         return not source.number or numbers(source.number) >= numbers(self.since)
 
 
 def moved(needs: Iterable[Need], source: Source) -> Iterator[str]:
-    """Yield a line for each need that the release does not meet.
-
-    Example: `vllm.v1.request.Request has no num_tokens (requests as the scheduler keeps them)`
-    """
+    """Yield a line for each need that the release does not meet, such as `vllm.v1.request.Request has no num_tokens
+    (...)`."""
     for need in needs:
         found = source.find(need.path)
         if not need.concerns(source):
@@ -64,7 +59,6 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def problems(need: Need, found: Found, source: Source) -> Iterator[str]:
-    """Yield what a symbol lacks, as clauses."""
     names = source.attributes(found) if isinstance(found.node, ast.ClassDef) else set[str]()
     for wanted in need.has.split():
         either = wanted.split("|")
@@ -99,7 +93,6 @@ def differences(form: str, need: Need, found: Found, source: Source, exact: bool
 def unequal(
     name: str, parameters: Parameters, given: list[str], named: set[str], open_ended: bool, exact: bool
 ) -> Iterator[str]:
-    """Yield the first difference between parameters and a form."""
     places = list(parameters.positional)
     if places[: len(given)] != given and not (parameters.extra_positional and not places):
         yield f"has {name} with parameters {', '.join(places) or 'none'}, not {', '.join(given)}"
@@ -123,14 +116,12 @@ def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[
 
 
 def body(found: Found | None) -> list[str]:
-    """The lines of a definition without comments and docstrings; none of one that is not there."""
     if found is None:
         return []
     return ast.unparse(without_docstrings(found.node)).splitlines()
 
 
 def without_docstrings(node: Definition) -> Definition:
-    """The definition again, without the texts in it that do nothing."""
     again = ast.parse(ast.unparse(node))
     for each in ast.walk(again):
         lines = getattr(each, "body", None)

@@ -1,4 +1,4 @@
-"""What Headrace leans on in transformers beyond its plain interface, judged as vLLM's part is (`needs.py`).
+"""What Headrace leans on in transformers beyond its plain interface.
 
 The learner registers attentions of its own, calls the parts of vision-language models one by one and replaces the
 routers of experts (`learner/model/`). Whoever leans on more adds it here. `make next-vllm` judges a release by it.
@@ -11,7 +11,7 @@ from configs.releases.needs import Need
 from configs.releases.source import Source
 
 OLDEST, NEWEST_RUN, NEWEST_READ = "5.5.3", "5.19", "5.22"
-"""Releases from the first to the second were run; the third was judged from its wheel only, and not run."""
+"""Releases from the first to the second were run; the third was judged from its wheel only."""
 REMEDY = f"install a transformers that was run, {OLDEST} to {NEWEST_RUN}"
 MODELING = "transformers.models"
 ROW = "transformers' decoders take a packed row"
@@ -183,12 +183,10 @@ NEEDS = (
 
 
 def installed() -> Source | None:
-    """The source of the installed transformers; None without it."""
     return Source.installed("transformers", "transformers")
 
 
 @cache
 def lacking() -> tuple[str, ...]:
-    """Return a line for each thing that the installed transformers lack; none without them."""
     source = installed()
     return () if source is None else tuple(f"{source.number}: {line}" for line in needs.moved(NEEDS, source))

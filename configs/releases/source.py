@@ -1,8 +1,7 @@
 """Reads the source of a library's release without importing it: from an installed package, a folder or a wheel.
 
-`Source` finds classes, functions and tables by their dotted names and answers what they have: attributes, parameters,
-abstract methods, keys. It follows imports between the library's own modules, and base classes in them. A release that
-was never run is judged so (`needs.py`), and the installed one in a tenth of a second. Pure; waits for the disk only.
+`Source` finds definitions by their dotted names. It follows imports between the library's own modules, and base classes
+in them.
 """
 
 import ast
@@ -19,8 +18,6 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Found:
-    """A definition, with the module that it stands in."""
-
     module: str
     node: Definition
 
@@ -32,12 +29,9 @@ class Parameters:
 
     positional: tuple[str, ...]
     named: frozenset[str]
-    """What may be given by name."""
     required: frozenset[str]
     extra_positional: bool
-    """It takes `*args`."""
     extra_named: bool
-    """It takes `**kwargs`."""
 
 
 class Source:
@@ -59,7 +53,7 @@ class Source:
 
     @classmethod
     def of_wheel(cls, wheel: Path, package: str) -> "Source":
-        """The package in a wheel, which is not unpacked. Raises ValueError if it is no wheel of the package."""
+        """The package in a wheel, which is not unpacked. Raises ValueError."""
         if not zipfile.is_zipfile(wheel):
             raise ValueError(f"{wheel}: not a wheel")
         source = cls(zipfile.Path(wheel), package, wheel.name.split("-")[1] if "-" in wheel.name else "")
@@ -77,7 +71,6 @@ class Source:
         return self._trees[module]
 
     def is_package(self, module: str) -> bool:
-        """Whether a module is a folder of modules."""
         return self.root.joinpath(*module.split("."), "__init__.py").is_file()
 
     def find(self, path: str) -> Found | None:
@@ -129,7 +122,7 @@ class Source:
         return ".".join([*base, *([statement.module] if statement.module else [])])
 
     def ancestry(self, owner: Found) -> Iterator[Found]:
-        """The class and all classes of the library that it inherits from, nearest first."""
+        """The class and the library's classes that it inherits from, nearest first."""
         waiting, seen = [owner], set[int]()
         while waiting:
             each = waiting.pop(0)
@@ -144,11 +137,10 @@ class Source:
                     waiting.append(found)
 
     def attributes(self, owner: Found) -> set[str]:
-        """What objects of a class have: names in its body and its bases', and what their methods set on `self`."""
+        """Names in the bodies of a class and its bases, and what their methods set on `self`."""
         return {name for each in self.ancestry(owner) for name in attributes_of(each.node)}
 
     def abstract_methods(self, owner: Found) -> set[str]:
-        """Methods that a subclass has to implement."""
         found, made = set[str](), set[str]()
         for each in self.ancestry(owner):
             assert isinstance(each.node, ast.ClassDef)
@@ -183,7 +175,6 @@ class Source:
 
 
 def has_version(distribution: str) -> bool:
-    """Whether a distribution is installed."""
     try:
         return bool(version(distribution))
     except PackageNotFoundError:
@@ -201,7 +192,6 @@ def statements(tree: ast.AST) -> Iterator[ast.stmt]:
 
 
 def names_of(node: ast.stmt) -> Iterator[str]:
-    """The names that a statement defines."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -222,7 +212,6 @@ def last(tree: ast.AST, name: str) -> Definition | None:
 
 
 def attributes_of(node: ast.AST) -> Iterator[str]:
-    """Names in a class's body, and what its methods set on `self`."""
     for statement in statements(node):
         yield from names_of(statement)
         for each in ast.walk(statement) if isinstance(statement, FUNCTIONS) else ():
@@ -232,17 +221,14 @@ def attributes_of(node: ast.AST) -> Iterator[str]:
 
 
 def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """The last names of a function's decorators."""
     return {getattr(each, "attr", getattr(each, "id", "")) for each in node.decorator_list}
 
 
 def is_abstract(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a subclass has to implement the method."""
     return "abstractmethod" in decorators(node)
 
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
-    """The parameters of a function, without `self` or `cls`."""
     given = node.args
     by_place = [each.arg for each in (*given.posonlyargs, *given.args)]
     needed = by_place[: len(by_place) - len(given.defaults)]
