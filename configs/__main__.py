@@ -4,8 +4,7 @@ Prints the run's arithmetic, its memory, speed and cost on the card `--gpu` or t
 everything that is wrong on stderr with exit code 2. Checks and forecast run in processes of their own, because this
 package imports no other one.
 
-`--keys [SECTION]` lists every key with its type, default and meaning. `--from FILE [--out RUN.yaml]` writes a run file
-for the settings of another system (`configs/migration/convert.py`).
+`--keys [SECTION]` lists every key. `--from FILE [--out RUN.yaml]` writes a run file for the settings of another system.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """Finds what in a model's config.json prevents exact training, and how many positions the model has.
 
-Pure functions of config.json as transformers 4 or 5 writes it. `learner/model/exactness.py` tries what only the built
-model shows.
+Reads config.json as transformers 4 or 5 writes it. `learner/model/exactness.py` tries what only the built model shows.
 """
 
 import json
@@ -12,13 +11,11 @@ PROVEN = (
     *("llama", "qwen2", "qwen3", "qwen3_moe"),
     *("qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"),
 )
-"""Types of models whose packed rows the tests compare with transformers."""
+"""The tests compare packed rows of these types with transformers."""
 SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
-"""Types of models whose images are trained on, without `model.text_alone`. Other multimodal models are trained on text
-alone."""
+"""Images of these types are trained. Other multimodal models are trained on text alone."""
 MUTUAL = ("gemma3",)
-"""Models of SEEING in which the tokens of an image see each other, later ones too. All their images are squares of one
-size."""
+"""The tokens of an image see each other, later ones too. All images are squares of one size."""
 LAYER_TYPES = (
     *("full_attention", "sliding_attention", "attention"),
     *("linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"),
@@ -27,25 +24,24 @@ LAYER_TYPES = (
 """Types of layers whose documents in a packed row the learner keeps apart: attention, layers that keep a state
 (`learner/model/state.py`), and layers that see one token at a time."""
 QUANTISED = ("quantization_config", "compression_config")
-"""Keys of quantised weights: today's, and the first one of compressed-tensors."""
+"""The second is of early compressed-tensors."""
 LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 ROPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
 """Rotary embeddings whose frequencies depend only on the config."""
 FINAL = ("deepseek_llama_scaling", "deepseek_yarn", "llama3", "longrope", "su", "yarn")
-"""Rotary embeddings for which `max_position_embeddings` is final; with others vLLM multiplies it by `factor`."""
+"""With these `max_position_embeddings` is final; with others vLLM multiplies it by `factor`."""
 GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""Ends of the names of classes with a head that predicts the next token."""
+"""Ends of names of classes with a head that predicts the next token."""
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("vocab_size", "max_position_embeddings", "num_experts_per_tok", "decoder_sparse_step"),
 )
 """Keys whose values are whole numbers or null."""
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
-"""Keys of the rotary embedding in transformers 5 and 4."""
+"""In transformers 5 and 4."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a vision-language model's config, or the whole config."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
@@ -57,17 +53,16 @@ def trains_text_alone(config: Mapping[str, Any], wanted: bool = False) -> bool:
 
 
 def reads_images(config: Mapping[str, Any], text_alone: bool = False) -> bool:
-    """Whether the model's images are trained. `text_alone`: `model.text_alone`."""
+    """Whether images are trained. `text_alone`: `model.text_alone`."""
     return config.get("model_type") in SEEING and not text_alone
 
 
 def is_proven(config: Mapping[str, Any]) -> bool:
-    """Whether the tests cover models of this type, so that no trial is needed."""
     return config.get("model_type") in PROVEN and not any(unsupported(config))
 
 
 def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each reason in config.json why the learner would not train the model exactly, with a remedy."""
+    """Yield why the learner would not train the model exactly, with remedies."""
     text = text_config(config)
     if wrong := list(malformed(text)):
         yield from wrong
@@ -103,7 +98,6 @@ def malformed(text: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _not_generative(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the model does not predict the next token from those before it as learner and vLLM both compute it."""
     named = config.get("architectures") or ()
     named = [named] if isinstance(named, str) else named
     if named and not any(str(name).endswith(GENERATIVE) for name in named):
@@ -126,12 +120,11 @@ def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
-    """The type of a rotary embedding in the words of transformers 4, such as `yarn`."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def usable_positions(config: Mapping[str, Any]) -> int | None:
-    """Longest sample that vLLM serves for a text config; None if the config does not say.
+    """Longest sample that vLLM serves.
 
     vLLM multiplies `max_position_embeddings` by the rotary embedding's factor, except for FINAL and for Gemma 3, whose
     config has the product already.

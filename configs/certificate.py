@@ -12,17 +12,16 @@ FILE = "certificate.json"
 
 
 class Check(BaseModel):
-    """One comparison. Example: `Check(what="packed documents = alone", figure=3e-6, limit=1e-4, unit="nat")`"""
+    """One comparison: `Check(what="packed documents = alone", figure=3e-6, limit=1e-4, unit="nat")`"""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     what: str
     figure: float | None = None
     """Largest difference; None: nothing was compared."""
     limit: float | None = None
-    """The largest difference that holds."""
     unit: str = ""
     fault: str = ""
-    """The reason why it does not hold, with the type of the layer at fault; empty if it holds."""
+    """Why it does not hold, with the type of the layer at fault; empty if it holds."""
     note: str = ""
     """Why nothing was compared, or with what."""
 
@@ -40,7 +39,6 @@ COLUMNS = ("compared", "largest difference", "limit", "", "why")
 
 
 def judged(what: str, figure: float, limit: float, unit: str = "nat", fault: str = "", note: str = "") -> Check:
-    """A check that holds if `figure` is at most `limit`; `fault` says why not."""
     if isfinite(figure):
         why = "" if figure <= limit else fault or "the difference is above the limit"
         return Check(what=what, figure=figure, limit=limit, unit=unit, fault=why, note=note)
@@ -52,7 +50,7 @@ class Certificate(BaseModel):
     model: str
     kind: str
     copy_of: str = ""
-    """The small copy that was compared, as `2 layers, hidden size 256, 0.2 M parameters`."""
+    """The small copy that was compared: `2 layers, hidden size 256, 0.2 M parameters`."""
     key: str = ""
     """Digest of all that the result depends on: config.json, software and code."""
     versions: dict[str, str] = {}
@@ -60,7 +58,7 @@ class Certificate(BaseModel):
     device: str = "cpu"
     seconds: float = 0.0
     refused: str = ""
-    """Why the model is not trained at all; empty if it is."""
+    """Why the model is not trained at all."""
     remedy: str = ""
     checks: tuple[Check, ...] = ()
 
@@ -76,7 +74,7 @@ class Certificate(BaseModel):
         return not self.faults
 
     def summary(self) -> str:
-        """One line, as `certificate: 11 of 11 comparisons of qwen2 hold (2026-11-27, cpu, ...)`."""
+        """`certificate: 11 of 11 comparisons of qwen2 hold (2026-11-27, cpu, ...)`"""
         done = [check for check in self.checks if check.verdict != "not compared"]
         software = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         when = f"({', '.join(filter(None, (self.date, self.device, software)))})"
@@ -91,7 +89,7 @@ class Certificate(BaseModel):
 
 
 def read(file: Path) -> Certificate | None:
-    """The certificate in `file`; None without one that this release can read."""
+    """None without a certificate that this release can read."""
     try:
         return Certificate.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
@@ -99,7 +97,6 @@ def read(file: Path) -> Certificate | None:
 
 
 def write(certificate: Certificate, file: Path) -> None:
-    """Write the certificate whole or not at all."""
     draft = file.with_name(f"{file.name}.draft")
     with open(draft, "w", encoding="utf-8", opener=open_private) as made:
         made.write(certificate.model_dump_json(indent=1) + "\n")

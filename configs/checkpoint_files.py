@@ -1,7 +1,7 @@
 """Which checkpoints a run's folder has, and whether their files are those that were written. Reads only.
 
-A manifest, `manifest.json`, is written last and makes a folder a checkpoint. It names all files with their sizes and
-CRC32C, and has a CRC32C of itself; manifests of earlier releases have sizes alone.
+A manifest is written last and makes a folder a checkpoint. It names all files with their sizes and CRC32C, and has a
+CRC32C of itself; manifests of earlier releases have sizes alone.
 """
 
 import json
@@ -16,18 +16,18 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 KEYS = {"reward", "adapter", "files"}
 SUMS, OWN_SUM = "crc32c", "manifest_crc32c"
-"""Keys of a manifest: CRC32C of each file, and of the manifest without this key."""
+"""CRC32C of each file, and of the manifest without this key."""
 CHUNK_BYTES = 1 << 20
 REPLACED, DAMAGED = ".old", ".damaged"
-"""Endings of a checkpoint's folder: while another one takes its place, and once its files were found damaged."""
+"""Of a folder while another one takes its place, and once its files were found damaged."""
 
 
 class Listed(NamedTuple):
-    """What a manifest says of the files, by their paths in the checkpoint."""
+    """The files of a checkpoint, by their paths in it."""
 
     sizes: Mapping[str, int]
     sums: Mapping[str, int]
-    """CRC32C of each; empty for a checkpoint of an earlier release."""
+    """CRC32C; empty for an earlier release."""
 
 
 def folder_of(folder: Path, version: int) -> Path:
@@ -43,7 +43,7 @@ def crc32c_of(file: Path) -> int:
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises OSError or ValueError, with one line, if it is unreadable or damaged."""
+    """The manifest of a checkpoint. Raises OSError or ValueError."""
     manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(manifest, dict):
         raise ValueError(f"a map is needed, and this is a {type(manifest).__name__}")
@@ -58,12 +58,11 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def sum_of(manifest: Mapping[str, Any]) -> int:
-    """CRC32C of a manifest without `OWN_SUM`."""
     return int(value(json.dumps(manifest, sort_keys=True).encode()))
 
 
 def listed(checkpoint: Path) -> Listed:
-    """The files of a checkpoint. Raises OSError or ValueError as `manifest_of`."""
+    """The files of a checkpoint. Raises OSError or ValueError."""
     manifest = manifest_of(checkpoint)
     sizes = manifest.get("files", manifest)  # an earlier release wrote the files alone
     if not isinstance(sizes, dict):
@@ -72,7 +71,7 @@ def listed(checkpoint: Path) -> Listed:
 
 
 def fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None if all its files are there with their sizes."""
+    """What is wrong with a checkpoint; None if all its files have their sizes."""
     try:
         files = listed(checkpoint).sizes.items()
     except (OSError, ValueError) as error:
@@ -88,8 +87,7 @@ def fault(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
-    """What is damaged in these files of a complete checkpoint, or in all, by their bytes; None: nothing that a checksum
-    shows."""
+    """What is damaged by its checksum in these files of a complete checkpoint, or in all."""
     for name, crc in listed(checkpoint).sums.items():
         if names is not None and name not in names:
             continue
@@ -103,12 +101,12 @@ def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
 
 
 def complete(folder: Path) -> list[int]:
-    """Versions of the complete checkpoints in `folder`, oldest first."""
+    """Versions of the complete checkpoints, oldest first."""
     return sorted(version for version, path in _found(folder).items() if fault(path) is None)
 
 
 def newest(folder: Path) -> int:
-    """Version of the newest complete checkpoint, or 0; logs a warning for each newer incomplete one."""
+    """Version of the newest complete checkpoint, or 0."""
     for version, path in sorted(_found(folder).items(), reverse=True):
         if (why := fault(path)) is None:
             return version
@@ -117,6 +115,6 @@ def newest(folder: Path) -> int:
 
 
 def _found(folder: Path) -> dict[int, Path]:
-    """Folders of checkpoints by version, one that was being replaced when the learner was killed included."""
+    """One that was being replaced when the learner was killed is included."""
     replaced = {int(path.stem[1:]): path for path in folder.glob(f"v*{REPLACED}") if path.stem[1:].isdigit()}
     return replaced | {int(path.name[1:]): path for path in folder.glob("v*") if path.name[1:].isdigit()}

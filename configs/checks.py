@@ -1,8 +1,7 @@
 """Refuses a run file whose keys contradict each other or the machine, before any process starts.
 
-A rule yields lines: the key with its value, the other key with its value, the remedy. `check` runs all rules, so that
-one call reports everything. A rule reads the Config and at most looks at the files it names. Every process calls
-`check` at its start, and no package judges the run file a second time, except where torch, a GPU, the model or vLLM is
+A rule yields lines: the key and the other key with their values, and the remedy. `check` runs all rules, so that one
+call reports everything. No package judges the run file a second time, except where torch, a GPU, the model or vLLM is
 needed to know.
 """
 
@@ -27,16 +26,15 @@ from configs.own_packages import shadows
 from configs.schema import NO_REWARD, Config
 
 OWN_RAY = "local"
-"""The address with which the launcher starts a Ray on this machine."""
 TOKEN_BYTES = 13
-"""Bytes per token of a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
+"""Of a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
 TEACHER_BYTES = 4
-"""Further bytes per token with a teacher: float32 log-probability."""
+"""With a teacher: its float32 log-probability."""
 TOP_BYTES = 8
-"""Further bytes per sampled token for each of `teacher.top_k`: int32 token and float32 log-probability."""
+"""For each of `teacher.top_k` at a sampled token: int32 token and float32 log-probability."""
 
 WEIGHTS = "model.path: weights"
-"""The weights in `model.path`, which a server does not read if whole policies are pushed to it."""
+"""A server does not read the weights if whole policies are pushed to it."""
 FILES = (
     WEIGHTS,
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
@@ -57,12 +55,11 @@ REWARDS = (
     *("reasoning_gym", "task"),
 )
 BUILT_IN = {"reward.function": REWARDS, "rollout.task": ("single_turn", "agent", "environment")}
-"""Names in the registries REWARDS and TASKS of `rollout`, which this package may not import."""
+"""Names in registries of `rollout`, which this package may not import."""
 DEFINING = {"__getattr__", "exec", "globals", "setattr", "vars"}
-"""Names by whose use a file may define functions that its text does not show."""
+"""Names with which a file may define functions that its text does not show."""
 
 TEMPLATE_WORDS = ("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize")
-"""Arguments of a chat template that Headrace gives."""
 
 TURN_ADVANTAGES = ("group_mean", "leave_one_out")
 
@@ -75,7 +72,7 @@ ENGINE_KEYS_ELSEWHERE = {
     "enable_return_routed_experts": "rollout.routing_replay",
     "seed": "run.seed",
 }
-"""Engine arguments that have a key of their own. An equal value passes, another one is refused."""
+"""An equal value passes, another one is refused."""
 
 ENGINE_KEYS_SET = (
     *("worker_extension_cls", "logprobs_mode", "skip_tokenizer_init", "data_parallel_size"),
@@ -100,24 +97,23 @@ REWARD_KEYS = {"model", "runner", "host", "port", "middleware"}
 EXPERT_MODELS = ("qwen3_moe",)
 """Models with experts that the learner is known to train, and servers to load, right."""
 EXPERTS_ON_CPU = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe")
-"""Models that servers on a CPU were seen to load right. On a GPU no reload was compared."""
+"""Servers on a CPU were seen to load these right. On a GPU no reload was compared."""
 EXPERT_KERNELS = ("auto", "triton")
 SPREAD = ("enable_expert_parallel", "enable_eplb")
-"""Keys with which experts lie elsewhere than their names say."""
+"""With these, experts lie elsewhere than their names say."""
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
-"""Keys with which vLLM returns no routes, unless they are 1."""
+"""With these above 1, vLLM returns no routes."""
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
-"""Quantisations that vLLM computes anew for each policy that it loads."""
+"""vLLM computes these anew for each policy that it loads."""
 
 
 def check(
     config: Config, *, problems: int | None = None, files: Collection[str] = FILES, further: Iterable[str] = ()
 ) -> None:
-    """Raise ConfigError with every contradiction, one line each.
+    """Raise ConfigError with every contradiction.
 
-    `problems`: rows of data.train, where known. `files`: keys whose files must be on this machine. `further`: lines of
-    the caller, such as columns missing from the data.
+    `problems`: rows of data.train. `files`: keys whose files must be on this machine. `further`: lines of the caller.
     """
     refuse_sft(config)
     refuse_paths(config)
@@ -136,15 +132,14 @@ def check(
 
 
 def refuse_sft(config: Config) -> None:
-    """Raise ConfigError for a run file of supervised fine-tuning."""
     if config.sft.rows is not None:
         remedy = "run it with python -m learner sft, or remove the section sft"
         raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
 
 
 def refuse_paths(config: Config) -> None:
-    """Raise ConfigError for paths that the system cannot look at (too long, forbidden, links in a circle), and for a
-    run's folder that can be none. Rules that look for files may then rely on an answer."""
+    """Raise ConfigError for paths that the system cannot look at: too long, forbidden, links in a circle. Rules that
+    look for files may then rely on an answer."""
     lines = [f"{key}: {line}" for key, path in _paths(config) if path and (line := _unusable(path))]
     if lines := lines or [*_no_folder(config)]:
         raise ConfigError(lines)
@@ -173,7 +168,6 @@ def _paths(config: Config) -> Iterator[tuple[str, Path | str | None]]:
 
 
 def _unusable(path: Path | str) -> str:
-    """Why the system cannot say whether there is something at `path`; empty if it can."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -184,8 +178,7 @@ def _unusable(path: Path | str) -> str:
 
 
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
-    """Raise ConfigError with everything that contradicts supervised fine-tuning. `rows`: those of data.train, where
-    known."""
+    """`check` for supervised fine-tuning. `rows`: those of data.train."""
     refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
@@ -198,12 +191,12 @@ def check_sft(config: Config, *, rows: int | None = None, files: Collection[str]
 
 
 def _variables(config: Config) -> list[str]:
-    """Interfaces are not checked with a cluster: its nodes have their own."""
+    """The nodes of a cluster have interfaces of their own."""
     return variables.problems(os.environ, interfaces=not cluster_of(config), own_ray=starts_ray(config))
 
 
 def _shadows(config: Config) -> Iterator[str]:
-    """Ray's processes search the current folder and PYTHONPATH first, where a user's packages may have our names."""
+    """Ray's processes search the current folder and PYTHONPATH first."""
     folders = [os.curdir, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if cluster_of(config) or starts_ray(config):
         for place in shadows(folders):
@@ -217,7 +210,6 @@ def cluster_of(config: Config) -> str:
 
 
 def starts_ray(config: Config) -> bool:
-    """Whether the launcher starts a Ray of its own on this machine."""
     return _address(config) == OWN_RAY
 
 
@@ -230,7 +222,7 @@ def _address(config: Config) -> str:
 
 
 def own_hosts(config: Config) -> list[str]:
-    """Hosts of the run's own processes, which are never reached through a proxy."""
+    """Hosts that are never reached through a proxy."""
     given = [config.buffer.host or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
     given += [config.teacher.host] if config.teacher.served else []
@@ -238,8 +230,7 @@ def own_hosts(config: Config) -> list[str]:
 
 
 def max_sample_tokens(config: Config) -> int:
-    """Tokens of the longest sample, or of the longest row in supervised fine-tuning. The task `single_turn` makes a
-    prompt and an answer; your own task may fill `rollout.max_sample_tokens`, or else the engine."""
+    """Tokens of the longest sample or row. Your own task may fill `rollout.max_sample_tokens`, or else the engine."""
     if config.sft.rows is not None:
         return sft.longest(config)
     turn, held = config.data.max_prompt_tokens + config.sampling.max_tokens, config.rollout.engine.get("max_model_len")
@@ -264,7 +255,6 @@ def max_episode_tokens(config: Config) -> int:
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the lowest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
@@ -378,7 +368,7 @@ def _engine(config: Config) -> Iterator[str]:
 
 
 def _experts(config: Config) -> Iterator[str]:
-    """When a server starts, it asks vLLM itself."""
+    """A starting server asks vLLM itself."""
     facts, given = model_facts(config.model.path), config.rollout.engine
     if not facts.experts:
         return
@@ -642,7 +632,6 @@ def _files(config: Config, files: Collection[str]) -> Iterator[str]:
 
 
 def _reward_model(config: Config) -> Iterator[str]:
-    """A folder must hold a model with a head for classification, unless reward.engine.convert makes one of it."""
     path = str(config.reward.model)
     problems = list(_model("reward.model", path))
     yield from problems
@@ -657,7 +646,7 @@ def _reward_model(config: Config) -> Iterator[str]:
 
 
 def _model(key: str, path: str, weights: bool = True) -> Iterator[str]:
-    """A hub name is `name` or `organisation/name`; anything else must be a folder with all its files."""
+    """A hub name is `name` or `organisation/name`; anything else must be a folder."""
     folder = Path(path)
     depth = len(folder.parts)
     local = path.startswith(("/", ".", "~")) or depth > 2 or (depth == 2 and folder.parent.is_dir())

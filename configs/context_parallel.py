@@ -1,4 +1,4 @@
-"""What `learner.context_parallel` must satisfy, as far as the run file and config.json say.
+"""What `learner.context_parallel` must satisfy by the run file and config.json.
 
 `learner/model/context.py` asks `why_not` again for every layer of the built model.
 """
@@ -13,7 +13,7 @@ REMEDY = "set it to a number that does, or to 1"
 
 
 def parts_of(learner: LearnerConfig) -> int:
-    """Parts that a batch is cut into: one for each group of ranks that share their rows."""
+    """Parts of a batch: one for each group of ranks that share their rows."""
     return max(1, learner.ranks // learner.context_parallel)
 
 

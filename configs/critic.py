@@ -7,13 +7,12 @@ from configs.schema import Config, CriticConfig
 
 GAE = "gae"
 WHOLE_SAMPLE_LOSSES = ("topr",)
-"""Losses that weight a sample by the sign of its one advantage."""
+"""These weight a sample by the sign of its one advantage."""
 STATE_BYTES = 12
-"""Bytes of a critic's parameter between steps, and in a checkpoint: weight and two moments in float32."""
+"""Bytes of a parameter between steps and in a checkpoint: weight and two moments in float32."""
 
 
 def keeps_critic(config: Config) -> bool:
-    """Whether the learner trains a critic beside the policy."""
     return config.algorithm.advantage == GAE
 
 
@@ -35,7 +34,6 @@ def rules(config: Config) -> Iterator[str]:
 
 
 def _steps(config: Config, critic: CriticConfig) -> Iterator[str]:
-    """Yield keys of the critic that could have no effect, or leave no version to the policy."""
     if critic.clip is not None and critic.updates == 1:
         problem = f"algorithm.critic.clip: {critic.clip:g} has no effect with algorithm.critic.updates 1"
         yield f"{problem}: no value has moved before the first update; raise updates or set clip: null"

@@ -1,8 +1,8 @@
 """The outermost frame that all processes share: log format, command-line flags, signals, children, exit codes.
 
-Exit codes: 0 done or drained, 1 failed (the log says why), 2 input refused before anything was started, 3 the data
-ended before `run.versions`, 4 the learner of a run that was given up, whose last checkpoint could not be written, or
-whose steps changed nothing any more (`launch`: 1), 128 + N ended at once by the second signal, number N.
+Exit codes: 0 done or drained, 1 failed, 2 input refused before anything was started, 3 the data ended before
+`run.versions`, 4 the learner of a run that was given up, whose last checkpoint could not be written, or whose steps
+changed nothing any more (`launch`: 1), 128 + N ended at once by the second signal, number N.
 """
 
 import argparse
@@ -29,35 +29,35 @@ from configs.plain_text import PlainFormatter, lost_output, print_visible
 T = TypeVar("T")
 DONE, FAILED, BAD_INPUT, DATA_ENDED, GIVEN_UP = 0, 1, 2, 3, 4
 ENDINGS = {"versions": DONE, "data": DATA_ENDED, "failed": GIVEN_UP}
-"""With any of these endings the learner is not started again."""
+"""With these endings the learner is not started again."""
 PROCESS_NAME = re.compile(r"[A-Za-z0-9._-]+")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PARENT = "HEADRACE_PARENT"
-"""Variable of a child: the id of its parent, whose death it must not survive."""
+"""Of a child: the id of its parent, whose death it must not survive."""
 PROGRESS = "HEADRACE_PROGRESS"
-"""Variable of a kept process: the file it makes at its first progress."""
+"""Of a kept process: the file it makes at its first progress."""
 NOTICE = "HEADRACE_NOTICE"
-"""Variable of a kept process: the file in which its keeper says how long a drain may take, in seconds."""
+"""Of a kept process: the file in which its keeper says how many seconds a drain may take."""
 ABOVE = "HEADRACE_ABOVE"
-"""Variable of a process whose signals come from a process above it, which forces it with FORCING: the launcher below
-its front process, a kept process below its keeper, a rank below its node's learner."""
+"""Of a process whose signals come from a process above it, which forces it with FORCING: the launcher below its front
+process, a kept process below its keeper, a rank below its node's learner."""
 FORCING = signal.SIGQUIT
 TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 
 
 def configure_logging(tag: str = "") -> None:
-    """Log to stderr from INFO on, one line per record; `tag`, such as `[3]` for rank 3, follows the logger's name."""
+    """Log to stderr from INFO on, a record a line; `tag` is such as `[3]` for rank 3."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
     handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"))
-    # libraries that name a logger by its file, as huggingface_hub, write there where they have saved something
+    # huggingface_hub and others name a logger by its file and write there where they have saved something
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or "/" not in record.name)
     handler.addFilter(FloodFilter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Refuses a command line in one line, under the name that the user called. No flag may be abbreviated."""
+    """Refuses a command line in one line. No flag may be abbreviated."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"allow_abbrev": False} | options)
@@ -71,24 +71,20 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def process_name(text: str) -> str:
-    """`--name` of a process, which stands in names of files. Raises ArgumentTypeError."""
     if not PROCESS_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not letters, digits, '.', '_' and '-'")
     return text
 
 
 def quiet_hub() -> None:
-    """Silence what the hub's client logs of each try: this command's own line has the last one."""
+    """Silence the hub's client, which logs each try: this command's own line has the last one."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when the client is imported
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
-    """Split the values of the command's own `flags` from run files and their overrides.
-
-    The keywords are those of `ArgumentParser.add_argument`: `split_flags(argv, prog, models={"nargs": "+"})` takes
-    `--models A B`. A flag without its value ends the process with exit code 2.
-    """
+    """Split the values of the command's own `flags` from run files and overrides: `models={"nargs": "+"}` takes
+    `--models A B`. A flag without its value ends the process with exit code 2."""
     parser = CommandParser(prog, add_help=False)
     own = {f"--{name.replace('_', '-')}": options for name, options in flags.items()}
     for flag, options in own.items():
@@ -103,7 +99,7 @@ class StopSignals:
     """SIGINT and SIGTERM inside a `with`: the first calls `drain(number)`, each later one `force(number)`.
 
     Handlers run in the event loop if one is running, else in the main thread between two bytecodes, where they must not
-    print. `force` ends the process at once unless another one is given.
+    print.
 
     Slurm, systemd and others send SIGTERM to all processes of a job at once. A process below another one then gets it
     twice, directly and forwarded. It counts both as one, and only FORCING forces it. `last`: other processes need this
@@ -122,7 +118,6 @@ class StopSignals:
         self._notice = Path(given[NOTICE]) if last and NOTICE in given else None
         self._numbers = (*STOPPING, FORCING) if self.has_above else STOPPING
         self.count = 0
-        """Signals that count."""
 
     def __enter__(self) -> "StopSignals":
         try:
@@ -164,7 +159,7 @@ def blocked(*numbers: int) -> Iterator[None]:
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None once `stop` is set. `work` has been cancelled when this ends early."""
+    """The result of `work`; None once `stop` is set. Unfinished work has then been cancelled."""
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when="FIRST_COMPLETED")
@@ -176,15 +171,14 @@ async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
 
 
 def end_at_once(number: int) -> NoReturn:
-    """End the process without cleaning up: threads, collectives and engines may never end by themselves."""
+    """Threads, collectives and engines may never end by themselves."""
     os._exit(128 + number)
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGKILL to this process when its parent dies.
+    """Have the kernel send SIGKILL to this process when its parent dies, if the parent has set PARENT.
 
-    Does nothing unless the parent has set PARENT. The kernel means the thread that started this process, so that thread
-    must last. Ends the process (FAILED) if PARENT is not its parent.
+    The kernel means the thread that started this process, so that thread must last.
     """
     parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
     if parent is None or sys.platform != "linux":
@@ -197,10 +191,11 @@ def die_with_parent() -> None:
 
 
 def tie_children() -> None:
-    """Have every process that multiprocessing starts below this one die with its own parent.
+    """Have every process that multiprocessing starts below this one die with its own parent, vLLM's engine and workers
+    too.
 
-    This includes vLLM's engine and workers. A fork calls `die_with_parent` by itself. The command line of a spawned
-    process gets the call, because that process imports Headrace only when its parent may be long dead.
+    A spawned process gets the call in its command line, because it imports Headrace only when its parent may be long
+    dead.
     """
     os.environ[PARENT] = str(os.getpid())
     os.register_at_fork(after_in_child=die_with_parent)
@@ -217,21 +212,20 @@ def tie_children() -> None:
 
 @cache
 def made_progress() -> None:
-    """Show the keeper, if any, that this process made progress: its next failure counts as a first."""
+    """Show the keeper, if any, that the next failure counts as a first."""
     if file := os.environ.get(PROGRESS):
         with contextlib.suppress(OSError):
             Path(file).touch()
 
 
 def notice_s() -> float | None:
-    """Seconds from SIGTERM to SIGKILL by the keeper's notice; None without one."""
+    """Seconds that the keeper's notice gives this process from SIGTERM to SIGKILL."""
     with contextlib.suppress(OSError, ValueError):
         return float(Path(os.environ.get(NOTICE, "")).read_text(encoding="utf-8"))
     return None
 
 
 def _log_thread(log: logging.Logger, failed: threading.ExceptHookArgs) -> None:
-    """Python would print the exception as it is."""
     if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
         log.error("thread %s failed", failed.thread and failed.thread.name, exc_info=failed.exc_value)
 
@@ -239,8 +233,7 @@ def _log_thread(log: logging.Logger, failed: threading.ExceptHookArgs) -> None:
 def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_rank: bool = False) -> NoReturn:
     """Call `main(sys.argv[1:])` and end the process with its exit code, whatever threads still run.
 
-    An exception of `main` is logged with its traceback and becomes exit code 1. `is_rank`: keep variables that make
-    this process a rank.
+    `is_rank`: keep variables that make this process a rank.
     """
     variables.prepare(is_rank)
     threading.excepthook = partial(_log_thread, log)

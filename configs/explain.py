@@ -1,4 +1,4 @@
-"""The arithmetic of a run in words, as printed by `python -m configs RUN.yaml` and by the launcher at its start.
+"""The arithmetic of a run in words.
 
 `explain` never fails and reads nothing but the model's folder. Lines that begin with `note:` say what makes the run
 slow or odd.
@@ -23,7 +23,7 @@ from configs.publishing import copies, is_loopback, most_parameters, unpublishab
 from configs.schema import NO_REWARD, Config
 
 NEARLY_FULL = 0.85
-"""Share of its places with sequences from which on a server counts as full."""
+"""Share of its places from which on a server counts as full."""
 MAX_NUM_SEQS = "rollout.engine.max_num_seqs"
 MIXTURES = {
     "a third each is never, sometimes and always solved": {"unsolved": 1 / 3, "between": 1 / 3, "solved": 1 / 3},
@@ -32,14 +32,14 @@ MIXTURES = {
 }
 USUAL_GPU_BYTES = 80 * 10**9
 AS_FAST = 0.96
-"""Share of the versions from which on fewer sequences count as being as fast: simulations differ by that much."""
+"""Share of the versions from which on fewer sequences are as fast: simulations differ by that much."""
 
 
 def explain(
     config: Config, problems: int | None = None, gpu_bytes: int | None = None, card: str = "as this machine's"
 ) -> list[str]:
-    """The run in lines for people. `problems`: rows in data.train; `gpu_bytes`: memory of a GPU that serves, which
-    `card` describes."""
+    """The run in lines. `problems`: rows in data.train; `gpu_bytes`: memory of a GPU that serves, which `card`
+    describes."""
     room = kv_room(config, gpu_bytes, card)
     most = most_running(config) if room.sequences is None else max(1, min(most_running(config), room.sequences))
     flow = expected(config, admitted_staleness(config), most)
@@ -60,7 +60,7 @@ def explain(
 
 
 def disk_bytes(config: Config) -> int | None:
-    """Disk that the checkpoints of a run fill, one being written included; None for a model that is not in a folder."""
+    """Disk that the checkpoints of a run fill, one being written included."""
     parameters = facts_of(config.model).saved_parameters(config.model)
     return None if parameters is None else parameters * (_kept(config) * _each(config) + _last_export(config))
 
@@ -139,7 +139,6 @@ def _images(config: Config) -> Iterator[str]:
 
 
 def _flow(config: Config, flow: Flow, runs: int, room: KvRoom) -> Iterator[str]:
-    """`runs`: sequences that a server can run at a time."""
     rollout, staleness, each = config.rollout, admitted_staleness(config), places(config)
     most = rollout.most_servers * runs
     bound = f"no group older than {config.batch.max_staleness} versions is trained"
@@ -230,7 +229,7 @@ def _publishing(config: Config, gpu_bytes: int) -> Iterator[str]:
 
 
 def _kept(config: Config) -> int:
-    """Checkpoints on disk at once, one being written among them, at worst."""
+    """Most checkpoints on disk at once, one being written among them."""
     learner, versions = config.learner, config.run.versions
     every = versions // learner.keep_every if learner.keep_every else 0
     written = ceil(versions / learner.checkpoint_every) + every
@@ -244,7 +243,7 @@ def _each(config: Config) -> int:
 
 
 def _last_export(config: Config) -> int:
-    """Bytes per parameter of the export of `run.versions`, which may be written to a checkpoint that is complete."""
+    """Bytes per parameter of the last export, which may be written to a checkpoint that is complete."""
     return checkpoint_bytes(1, config.model, True) - checkpoint_bytes(1, config.model, False)
 
 
@@ -293,7 +292,7 @@ def _notes_on_flow(config: Config, problems: int | None, flow: Flow, runs: int) 
 
 
 def _as_fast(config: Config, flow: Flow, runs: int) -> int | None:
-    """The fewest sequences a server, in steps of 16, that make as many versions as `flow`."""
+    """The fewest sequences a server that make as many versions as `flow`."""
     each, staleness = flow.running / config.rollout.most_servers, admitted_staleness(config)
     tried = (max(1, round(share * each / 16)) * 16 for share in (0.75, 1, 1.25, 1.5))
     fewer = (number for number in tried if number < runs)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from configs.schema import Config
 
 NAME = "NAME"
-"""Stands in the names of keys for one that the user chooses."""
+"""Stands in keys for a name that the user chooses."""
 
 EXAMPLES = {
     "model.path": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -28,13 +28,12 @@ EXAMPLES = {
     f"teacher.by_source.{NAME}.data_source": "openai/gsm8k",
     "rollout.servers.max": "8",
 }
-"""Example values of the required keys."""
 
 RENAMED_KEYS = {"weights.deadline_s": "weights.timeout_s", "rollout.groups_in_flight": "rollout.sequences"}
-"""Old keys, which are accepted with a warning, and their new names."""
+"""Old keys, accepted with a warning."""
 
 FACTORS = {"rollout.groups_in_flight": "batch.samples"}
-"""Old keys whose value times that of another key is the new one's."""
+"""The value of such an old key times that of another key is the new one's."""
 
 ELSEWHERE = {
     "eval_files": "data.eval",
@@ -61,7 +60,7 @@ ELSEWHERE = {
     "train_files": "data.train",
     "val_files": "data.eval",
 }
-"""Names that other systems have for our keys."""
+"""Names in other systems."""
 
 VALUES_ELSEWHERE = {
     "algorithm.loss": {
@@ -85,7 +84,7 @@ VALUES_ELSEWHERE = {
         "seq-mean-token-sum": "verl's seq-mean-token-sum is constant with algorithm.constant_length: 1",
     },
 }
-"""Values that other systems have, and where they are here."""
+"""Values in other systems."""
 
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "true or false", "null": "null", "object": "a map"}
@@ -130,7 +129,6 @@ def keys() -> dict[str, Key]:
 
 
 def _entries(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The models of the entries of a list or map."""
     if "$ref" in field:
         yield field
     inner = [*field.get("anyOf", ()), *field.get("patternProperties", {}).values()]
@@ -140,8 +138,7 @@ def _entries(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def key_of(place: Sequence[int | str]) -> str:
-    """The name in `keys` of the key that holds `place`; section and key where there is none. Example: `key_of(["data",
-    "eval", "aime", "k", 0])` -> `data.eval.NAME.k`"""
+    """The key that holds `place`, else section and key: `["data", "eval", "aime", "k", 0]` -> `data.eval.NAME.k`"""
     parts = [str(part) for part in place]
     for end in range(len(parts), 1, -1):
         for each in (parts[:end], [*parts[:2], NAME, *parts[3:end]]):
@@ -155,13 +152,12 @@ def sections() -> tuple[str, ...]:
 
 
 def show(value: Any) -> str:
-    """`value` as YAML on one line, cut when long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def suggest(wrong: str) -> str:
-    """The remedy for the unknown key `wrong`, e.g. `did you mean learner.lr?`"""
+    """The remedy for an unknown key, e.g. `did you mean learner.lr?`"""
     above, _, leaf = wrong.rpartition(".")
     section = f"{above.rpartition('.')[0]}.{NAME}" if above.count(".") == 2 else above
     names = list(keys())
@@ -183,7 +179,7 @@ def suggest(wrong: str) -> str:
 
 
 def overview(width: int) -> str:
-    """The names of all keys by section: what `--help` prints."""
+    """What `--help` prints."""
     lines = []
     for section, its_keys in groupby(keys().values(), lambda key: key.name.partition(".")[0]):
         own = ", ".join(_without_groups(key.name.partition(".")[2] for key in its_keys))
@@ -192,7 +188,7 @@ def overview(width: int) -> str:
 
 
 def _without_groups(names: Iterable[str]) -> Iterator[str]:
-    """Names without the group of the name before: `lora.rank`, `.alpha`."""
+    """`lora.rank`, `.alpha`"""
     before = ""
     for name in names:
         group, _, leaf = name.rpartition(".")
@@ -201,7 +197,7 @@ def _without_groups(names: Iterable[str]) -> Iterator[str]:
 
 
 def text(width: int, only: str = "") -> str:
-    """All keys by section, or those of section `only`, with type, default and meaning. Raises ValueError."""
+    """Every key, or those of section `only`, with type, default and meaning. Raises ValueError."""
     if only and only not in sections():
         raise ValueError(f"{only}: no section of the run file; the sections are {', '.join(sections())}")
     lines = []
@@ -217,12 +213,12 @@ def text(width: int, only: str = "") -> str:
 
 
 def _wrap(words: str, width: int, indent: str) -> list[str]:
-    """A word is never broken, however long, so that a search finds every key."""
+    """A word is never broken, so that a search finds every key."""
     return textwrap.TextWrapper(width, indent, "      ", break_long_words=False, break_on_hyphens=False).wrap(words)
 
 
 def _type(schema: dict[str, Any], forms: dict[str, Any]) -> str:
-    """A JSON schema in words, e.g. `a whole number >= 1 or null`; `forms`: the models that it names."""
+    """A JSON schema in words, e.g. `a whole number >= 1 or null`."""
     if "$ref" in schema:
         return f"a map of {', '.join(forms[schema['$ref'].rpartition('/')[2]]['properties'])}"
     if "anyOf" in schema:

@@ -1,7 +1,7 @@
 """Limits and headers of the HTTP servers: the door of a rollout server and the live page of a run.
 
-aiohttp closes a connection that has not sent a whole request head within `keepalive_timeout`, and bounds the head's
-lines and fields. This module adds a limit of connections, a check of names, and headers for browsers.
+aiohttp bounds a request's head and the time for it. This module adds a limit of connections, a check of names, and
+headers for browsers.
 """
 
 import asyncio
@@ -14,13 +14,12 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 HEADER_S = 75.0
-"""Time for the head of a request: longer than a gateway keeps a connection idle."""
+"""For the head of a request: longer than a gateway keeps a connection idle."""
 BODY_S = 60.0
-"""Time for the body."""
 MOST_FIELDS = 64
-"""Header fields of a request; each has at most 8190 bytes."""
+"""Each has at most 8190 bytes."""
 SHARE_OF_FILES = 0.5
-"""Share of the process's open files that connections may take."""
+"""Of the process's open files, for connections."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -73,7 +72,7 @@ class Refusal(asyncio.Protocol):
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Add headers that keep browsers from misusing a response; for `app.on_response_prepare`."""
+    """Keep browsers from misusing a response."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     response.headers.setdefault("Cache-Control", "no-store")
@@ -100,7 +99,6 @@ def only_for(host: str, others: Collection[str] = ()) -> Any:
 
 
 def name_of(url: str) -> str:
-    """The host of a URL, in lower case and without port and brackets; "" where there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

@@ -7,7 +7,7 @@ from configs.plain_text import print_visible
 
 
 def inner_words(*names: str, optional: Sequence[str] = (), further: str = "") -> list[str]:
-    """The words of the command line: one for each of `names`, then of `optional`, then any number of `further`.
+    """One word for each of `names`, then of `optional`, then any number of `further`.
 
     `--help` prints the docstring of the module that runs. Another number of words, or a flag, ends the process with
     exit code 2.

@@ -1,8 +1,7 @@
 """Reads the run file: YAML files and `--section.key=value` overrides become one validated Config, or a ConfigError.
 
-Cheap: no torch, no sockets. Files are merged left to right, then the overrides; OmegaConf reads them (so `1e-6` is a
-number) and resolves `${section.key}`, pydantic validates. All problems are reported at once, each with key, value,
-file, line and what is allowed.
+OmegaConf reads the files (so `1e-6` is a number) and resolves `${section.key}`, pydantic validates. All problems are
+reported at once, each with key, value, file, line and what is allowed. Imports no torch.
 """
 
 import logging
@@ -43,15 +42,14 @@ from configs.variables import open_private, run_folder
 log = logging.getLogger(__name__)
 KEYS = "python -m configs --keys"
 TIMES = "times"
-"""Stands in the merged tree for a product: `{"times": [32, "${batch.samples}"]}`."""
+"""A product in the merged tree: `{"times": [32, "${batch.samples}"]}`."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's choice: the two differ in what they accept
 
 CHECKED = "# crc32c {:08x} of the lines above; if you edit them, remove this line\n"
-"""The last line of a file that `write` made."""
 
 
 class ConfigError(ValueError):
-    """The run file is wrong. `problems` has one line each."""
+    """The run file is wrong, for one reason a line."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(dict.fromkeys(problems))  # two checks may find the same
@@ -66,19 +64,19 @@ class MergedTree:
         self.places: dict[str, str] = {}
 
     def add(self, tree: dict[str, Any], place: Callable[[str], str]) -> None:
-        """Lay `tree` over what is there: maps are merged, everything else is replaced."""
+        """Merge maps, replace everything else."""
         _lay(self.tree, tree)
         new = {key: place(key) for key in _leaves(tree)}
         replaced = [old for old in self.places if any(key.startswith(f"{old}.") for key in new)]
         self.places = {old: where for old, where in self.places.items() if old not in replaced} | new
 
     def where(self, key: str) -> str:
-        """` (run.yaml:12)` for a key that is written somewhere, else nothing."""
+        """` (run.yaml:12)` if the key is written somewhere."""
         place = next((self.places[known] for known in self.places if known == key or known.startswith(f"{key}.")), None)
         return f" ({place})" if place else ""
 
     def rename(self, renamed: Mapping[str, str]) -> None:
-        """Move values of old keys to their new ones, with a warning. Raises ConfigError where both are written."""
+        """Move values of old keys to their new ones. Raises ConfigError where both are written."""
         for old, new in renamed.items():
             (section, leaf), (new_section, new_leaf) = old.split("."), new.split(".")
             below = self.tree.get(section)
@@ -104,10 +102,10 @@ def load(
     lenient: bool = False,
     warn: Callable[[str], object] | None = None,
 ) -> Config:
-    """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", "--learner.lr", "4e-4", ...]`.
+    """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", ...]`. Raises ConfigError with every problem found.
 
-    `lenient`: variables of credentials may be missing from `environment`. `warn` gets a line about each file that does
-    not fit its checksum; None: such a file is refused. Raises ConfigError with every problem found.
+    `lenient`: variables of credentials may be missing. `warn` gets a line about each file that does not fit its
+    checksum; None: such a file is refused.
     """
     files, overrides = _split(argv)
     merged = MergedTree()
@@ -127,7 +125,7 @@ def load(
 
 
 def parse(text: str) -> Config:
-    """The config that another process of this machine gave as `dump`. Raises ConfigError."""
+    """The config that another process of this machine gave as `dump`."""
     merged = MergedTree()
     merged.add(_parse(text, "the run file"), lambda key: "")
     return _validate(merged, os.environ, False)
@@ -141,10 +139,9 @@ def dump(config: Config) -> str:
 def read(
     argv: Sequence[str], prog: str, checks: Callable[[Config], object] = lambda config: None, lenient: bool = False
 ) -> Config:
-    """`load` for an entry point: problems go to stderr, then exit code 2.
+    """`load` for an entry point: problems, also of `checks`, go to stderr, then exit code 2.
 
-    `checks` may raise ConfigError too. `lenient`: for commands that only look at a run, which need no credentials and
-    only warn of an edited `config.yaml`.
+    `lenient`: for commands that only look at a run.
     """
     usage = f"usage: {prog} RUN.yaml [MORE.yaml ...] [--section.key=value ...]"
     if "-h" in argv or "--help" in argv:
@@ -173,11 +170,8 @@ def text_width() -> int:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write every key of `config` as YAML that `load` reads back to an equal Config. Atomic.
-
-    Only the user can read a file that holds credentials; for another one RUN_UMASK holds. The last line is a comment
-    with the checksum of the lines above.
-    """
+    """Write every key of `config`, atomically, as YAML that `load` reads back to an equal Config. Only the user can
+    read a file that holds credentials."""
     run_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8", opener=open_private) as file:
@@ -197,7 +191,6 @@ def _warn(line: str) -> None:
 
 
 def _check_sum(file: str, source: str, warn: Callable[[str], object] | None) -> None:
-    """Raise ConfigError, or `warn`, if `source` ends with a checksum and has changed since."""
     above, line = source.rpartition("\n# crc32c ")[::2]
     if not above or f"# crc32c {line}" == CHECKED.format(_crc32c(above + "\n")):
         return
@@ -231,7 +224,6 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _read_file(file: str, warn: Callable[[str], object] | None) -> tuple[dict[str, Any], Callable[[str], str]]:
-    """The tree of a YAML file, and a function from a dotted key to its file and line."""
     if os.path.isdir(file):
         raise ConfigError([f"{file}: a folder; name a run file, such as {Path(file) / 'config.yaml'}"])
     try:
@@ -251,7 +243,6 @@ def _read_file(file: str, warn: Callable[[str], object] | None) -> tuple[dict[st
 
 
 def _parse(source: str, name: str) -> dict[str, Any]:
-    """YAML to a plain tree with its interpolations unresolved."""
     try:
         parsed = OmegaConf.to_container(OmegaConf.create(source), resolve=False) if source.strip() else {}
     except yaml.MarkedYAMLError as error:
@@ -270,7 +261,7 @@ def _parse(source: str, name: str) -> dict[str, Any]:
 
 
 def _refuse_empty(key: str, where: str) -> None:
-    """Raise ConfigError if an empty value after `key` would switch off what the key switches on."""
+    """Raise ConfigError if an empty value would switch off what the key switches on."""
     if key in keys() and keys()[key].default == "null" and any(name.startswith(f"{key}.") for name in keys()):
         remedy = f"write {key.rpartition('.')[2]}: {{}} for all its defaults, null to do without, or keys below it"
         if keys()[key].required:
@@ -317,7 +308,6 @@ def _values(tree: Any, place: tuple[int | str, ...] = ()) -> Iterator[tuple[tupl
 
 
 def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int, bool]]:
-    """Each key with its line, and whether nothing is written after it."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             empty = value.value == "" and value.tag.endswith(":null")
@@ -328,8 +318,7 @@ def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int,
 def _resolve(
     merged: MergedTree, environment: Mapping[str, str], lenient: bool
 ) -> tuple[dict[str, Any], dict[Place, Origin]]:
-    """The merged tree over the defaults, with `${...}` replaced, and the origins of what came from variables. An
-    interpolation may refer to a default."""
+    """An interpolation may refer to a default."""
     tree = {
         name: section.annotation.model_construct().model_dump(mode="json")  # type: ignore[union-attr]
         for name, section in Config.model_fields.items()
@@ -354,7 +343,7 @@ def _missing(key: str, variable: str, merged: MergedTree) -> str:
 
 
 def _multiplied(section: Any) -> Any:
-    """`section` with its products worked out; what is no whole number stays, to be refused."""
+    """What is no whole number stays, to be refused."""
     if not isinstance(section, dict):
         return section
     section = dict(section)
@@ -404,7 +393,6 @@ def _within(loc: Sequence[int | str], tree: Any, kind: str) -> tuple[int | str, 
 
 
 def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: MergedTree) -> dict[str, str]:
-    """A pydantic error as lines by dotted key; several for an unknown section."""
     loc, above = ".".join(map(str, place)), ".".join(map(str, place[:2]))
     if kind == "extra_forbidden":
         within = isinstance(value, dict) and value and len(place) < 3  # else it is a key of an entry

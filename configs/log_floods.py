@@ -1,7 +1,4 @@
-"""Summarises floods in a process's log, so that peers or users' code cannot fill the disk.
-
-Lines with one format are alike, whatever their values.
-"""
+"""Summarises floods in a process's log, so that peers or users' code cannot fill the disk."""
 
 import logging
 import time
@@ -10,9 +7,9 @@ from collections.abc import Callable
 MOST_LINES, MOST_NEWS, WINDOW_S = 100, 1000, 60.0
 """Warnings of one format, and lines below a warning, that are written within so many seconds."""
 MOST_FORMATS = 1000
-"""Formats that are counted separately; a format is a constant of the code."""
+"""A format is a constant of the code."""
 MOST_CHARACTERS = 16_000
-"""Most characters of a line without its traceback."""
+"""Of a line without its traceback."""
 
 
 class FloodFilter(logging.Filter):

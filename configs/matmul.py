@@ -1,4 +1,4 @@
-"""What `learner.matmul: fp8` must satisfy, as far as the run file and config.json say, and what it costs.
+"""What `learner.matmul: fp8` must satisfy by the run file and config.json, and what it costs.
 
 The launcher asks the driver (`actors/doctor/fp8_gpus.py`), the learner asks torch and the built model
 (`learner/model/float8.py`).
@@ -12,7 +12,7 @@ from configs.schema import Config
 
 KEY = "learner.matmul: fp8"
 LEAST = (8, 9)
-"""Compute capability from which on a GPU multiplies in FP8: Ada, Hopper and later."""
+"""Compute capability of GPUs that multiply in FP8: Ada, Hopper and later."""
 REMEDY = "set learner.matmul: bfloat16"
 
 
@@ -54,7 +54,7 @@ PRICE = "each product is off by 4 %, and gradients ten times as far as in bfloat
 
 
 def too_old(where: str, capability: tuple[int, int] | None) -> str | None:
-    """Why the GPU `where` cannot multiply in FP8; None if it can. `capability`: None for a CPU."""
+    """`capability`: None for a CPU."""
     if capability is not None and capability >= LEAST:
         return None
     has = "" if capability is None else f" has {capability[0]}.{capability[1]}"

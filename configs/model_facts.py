@@ -1,6 +1,6 @@
 """Facts of a model read from its folder without loading it: parameters, attention heads, longest context, disk space.
 
-Nothing is known of a model given by its hub name. Reads `config.json` and the headers of the weights, never a tensor.
+Nothing is known of a model given by its hub name. Reads `config.json` and the headers of the weights.
 """
 
 import json
@@ -27,64 +27,60 @@ from configs.model_folder import header_of, weight_files
 from configs.schema import ModelConfig
 
 TOWER = re.compile(r"\.(visual|vision_tower|multi_modal_projector)\.")
-"""In the names of the weights that read images, in every release of the models in SEEING."""
+"""In names of weights that read images, in every release of SEEING."""
 TEXT_PARTS = re.compile(
     r"(^|\.)(language_model|text_model|text_decoder|lm_head)\.|^(model\.)?(layers|embed_tokens|norm)\."
 )
-"""In the names of the text model's weights, in files of multimodal models that are trained on text alone."""
+"""In names of the text model's weights, in files of models that are trained on text alone."""
 UNREAD = "mtp."
-"""Beginning of names of weights in files of Qwen3.5 that transformers leaves out: they predict further tokens."""
+"""Weights of Qwen3.5 that transformers leaves out: they predict further tokens."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
-"""The name of a block's weight, and the last word of its layer's; routers and experts are no linear layers here."""
+"""A block's weight, and the last word of its layer's name; routers and experts are no linear layers here."""
 BYTES = {"bfloat16": 2, "float32": 4}
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-"""Keys that count the experts of a layer: transformers writes Qwen3-MoE's under the third."""
+"""transformers writes Qwen3-MoE's under the third key."""
 SPARE_BYTES = 64 << 20
-"""Disk space to leave free besides checkpoints."""
+"""Disk space to leave free."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of one model folder, None where unknown.
-
-    Example: `ModelFacts(1_543_714_304, 12, 32_768)` for Qwen2.5-1.5B.
-    """
+    """Facts of one model folder, None where unknown."""
 
     parameters: int | None = None
     heads: int | None = None
     positions: int | None = None
     tower: int | None = None
-    """Parameters of the vision tower; None for a model that is trained on text alone."""
+    """Parameters of the vision tower."""
     linear: Mapping[str, int] = field(default_factory=dict)
     """Rows and columns of all linear layers in the text model's blocks, by the last word of their names."""
     kind: str | None = None
-    """`model_type`, as `qwen3_moe`."""
     experts: int = 0
-    """Experts of a layer that has some; 0 for a dense model or if unknown."""
+    """Experts of a layer that has some; 0 for a dense model."""
     route_bytes: int = 0
-    """Bytes of the experts chosen for one token in a sample (`Sample.routes`)."""
+    """Bytes of the experts chosen for one token (`Sample.routes`)."""
     kv_heads: int | None = None
     kv_numbers: int | None = None
     """Numbers that a server keeps of one token: keys and values of all layers. None if not every layer attends to the
     whole sequence."""
     unsupported: tuple[str, ...] = ()
-    """Reasons in config.json why the learner would not train the model exactly."""
+    """Reasons why the learner would not train the model exactly."""
     head_size: int | None = None
     vocabulary: int | None = None
     routed: tuple[int, int] | None = None
-    """Layers with experts, and the experts that a token takes in each; None for a dense model."""
+    """Layers with experts, and the experts that a token takes in each."""
     image_token: int | None = None
-    """The token of an image; None for a model whose images are not trained."""
+    """None for a model whose images are not trained."""
     idle: int = 0
     """Parameters of a multimodal model beside its text model, if that alone is trained."""
     proven: bool = False
-    """Whether the tests cover models of this type."""
+    """The tests cover models of this type."""
     delta_rule: bool = False
-    """Whether some layers are gated delta rules."""
+    """Some layers are gated delta rules."""
     text_alone: bool = False
-    """Whether it is multimodal and only its text model is trained."""
+    """It is multimodal, and only its text model is trained."""
     mutual: bool = False
-    """Whether images are trained whose tokens see each other, later ones too."""
+    """Images are trained whose tokens see each other, later ones too."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         assert model.lora is not None
@@ -92,31 +88,28 @@ class ModelFacts:
         return model.lora.rank * sum(self.linear.get(name, 0) for name in wanted) or None
 
     def saved_parameters(self, model: ModelConfig) -> int | None:
-        """Parameters in a checkpoint: all, or the adapter's."""
         return self.adapter_parameters(model) if model.lora else self.parameters
 
     def sent_bytes(self, model: ModelConfig) -> int:
-        """Bytes of the servers' copies on all learner ranks together: two copies of trained weights, one of frozen
-        weights; 0 if unknown. With an adapter only the adapter is sent."""
+        """Bytes of the servers' copies on all ranks together: two of trained weights, one of frozen weights. With an
+        adapter only the adapter is sent."""
         frozen = self.idle + ((self.tower or 0) if "vision" in model.freeze else 0)
         saved = self.saved_parameters(model) or 0
         return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
 
     def state_bytes(self, model: ModelConfig) -> int:
-        """Bytes of the learner's state: weight, gradient and two moments in float32 of what is trained, the rest in
-        `model.dtype`, or in float32 without an adapter; 0 if unknown."""
+        """Bytes of the learner's state: weight, gradient and two moments in float32 of what is trained; the rest is in
+        `model.dtype`, or in float32 without an adapter."""
         frozen = (self.parameters or 0) * BYTES[model.dtype] if model.lora else -12 * self.idle
         return 16 * (self.saved_parameters(model) or 0) + frozen
 
     def optimizer_bytes(self, model: ModelConfig) -> int:
-        """Bytes in host memory with `learner.cpu_offload: optimizer`: weight and two moments in float32 of what is
-        trained; 0 if unknown."""
+        """Bytes in host memory with `learner.cpu_offload: optimizer`: weight and two moments in float32."""
         return 12 * ((self.saved_parameters(model) or 0) - self.idle)
 
 
 def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
-    """Facts of the model in folder `path`; all None for a hub name or a folder that cannot be read. `text_alone`:
-    `model.text_alone`, for facts that depend on it."""
+    """Facts of the model in folder `path`; all None if it cannot be read."""
     folder = Path(path)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -167,7 +160,7 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
 
 
 def facts_of(model: ModelConfig) -> ModelFacts:
-    """Facts of the model as it is trained, with images or on text alone."""
+    """Facts of the model as it is trained."""
     return model_facts(model.path, model.text_alone)
 
 
@@ -188,8 +181,7 @@ def _head_size(config: Mapping[str, Any]) -> int | None:
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Experts of a layer, by a text config; 0 for a dense model. Configs of dense models of doge and nemotron_h count
-    some too."""
+    """Experts of a layer; 0 for a dense model. Configs of dense models of doge and nemotron_h count some too."""
     blocks = config.get("layers_block_type") or ()
     if config.get("is_moe") is False or ("mlp" in blocks and "moe" not in blocks):
         return 0
@@ -198,14 +190,14 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:
-    """Indices of the layers with experts, by a text config in the words of Qwen's."""
+    """Indices of the layers with experts, in the words of Qwen's config."""
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config.get("num_hidden_layers") or 0)
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
 
 
 def checkpoint_bytes(parameters: int, model: ModelConfig, exported: bool) -> int:
-    """Bytes of one checkpoint: weight and two moments in float32, and the export, in `model.dtype`; each checkpoint of
-    an adapter has one, in float32."""
+    """Weight and two moments in float32, and the export in `model.dtype`; each checkpoint of an adapter has one, in
+    float32."""
     export = 4 if model.lora else exported * BYTES[model.dtype]
     return parameters * (12 + export)

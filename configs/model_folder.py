@@ -1,7 +1,4 @@
-"""Finds what a model's folder lacks before anything reads its weights: files, shards, the ends of files.
-
-Reads `config.json`, the index of the shards and the headers of the safetensors files, never a tensor.
-"""
+"""Finds what a model's folder lacks before anything reads its weights: files, shards, the ends of files."""
 
 import json
 import os
@@ -13,14 +10,14 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 POINTER = b"version https://git-lfs"
-"""The beginning of the file that Git LFS leaves in place of a large one."""
+"""Git LFS leaves such a file in place of a large one."""
 MOST_HEADER = 100_000_000
-"""Longest header of a safetensors file in bytes, by the format's own rule."""
+"""By the format's own rule."""
 AGAIN = "download the model again"
 
 
 class FolderError(ValueError):
-    """A file of a model's folder cannot be used; one line with its name and the remedy, without the folder."""
+    """One line with the file's name and the remedy, without the folder."""
 
 
 class Header(NamedTuple):
@@ -30,8 +27,7 @@ class Header(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that are read: one file, the shards of the index, or without either all there are. Raises
-    FolderError."""
+    """The safetensors files that are read. Raises FolderError."""
     if os.path.lexists(folder / WHOLE):  # a link whose target is gone too
         return [folder / WHOLE]
     if os.path.lexists(folder / INDEX):
@@ -40,7 +36,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def header_of(file: Path) -> Header:
-    """The header of a safetensors file: 8 bytes of length, then JSON. Raises FolderError."""
+    """8 bytes of length, then JSON. Raises FolderError."""
     try:
         with file.open("rb") as stream:
             first = stream.read(8)
@@ -61,8 +57,7 @@ def header_of(file: Path) -> Header:
 
 
 def faults(folder: Path, weights: bool = True, served: bool = False) -> Iterator[str]:
-    """Yield what is wrong with a model's folder, without its name. `served`: vLLM alone reads the weights, and takes
-    other forms too."""
+    """Yield what is wrong with a model's folder. `served`: vLLM alone reads the weights, and takes other forms too."""
     if not (folder / "config.json").is_file():
         if (folder / ADAPTER).is_file():
             yield f"has an adapter and no model; name the model beneath it, {_base(folder)}, or merge the two"
@@ -123,7 +118,6 @@ def _other_forms(folder: Path) -> list[str]:
 
 
 def _whole_header(file: Path) -> Header:
-    """The header of a file that is as long as it says. Raises FolderError."""
     header, size = header_of(file), file.stat().st_size
     if size != header.num_bytes:
         how = "is cut off" if size < header.num_bytes else "is too long"

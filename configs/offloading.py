@@ -1,4 +1,4 @@
-"""What `learner.cpu_offload` must satisfy, as far as the run file and config.json say."""
+"""What `learner.cpu_offload` must satisfy by the run file and config.json."""
 
 from collections.abc import Iterator
 

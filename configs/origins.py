@@ -1,9 +1,8 @@
 """Which values of a run came from environment variables, and how they and credentials are kept out of what is written.
 
-A value of `${oc.env:KEY}` is written as that text into `config.yaml`, ledger, page, report and trackers, and each
-process resolves it again at its start. So a rotated key needs no change of the run. Logs and errors show that text too
-where the key may hold a credential (`may_hold_credentials`). A credential that stands in the run file in plain text is
-recognised by its key, stands in `config.yaml` only, and is MASK elsewhere.
+A value of `${oc.env:KEY}` is written as that text everywhere, and each process resolves it at its start. So a rotated
+key needs no change of the run. Logs and errors show that text too where the key may hold a credential. A credential
+that stands in the run file in plain text is recognised by its key, stands in `config.yaml` only, and is MASK elsewhere.
 """
 
 import hashlib
@@ -27,18 +26,17 @@ CREDENTIAL = re.compile(
     r"(^|_)(api_?keys?|(access|secret|private|signing|encryption)_?key|secret|passw(or)?d|passphrase|credentials?|"
     r"authorization|bearer|(hf|hub|auth|access|refresh|bearer|api|github|wandb|session)_?token)$|^token$"
 )
-"""Names, in small letters with underscores, of keys and variables that hold a credential."""
+"""Names, in small letters with underscores, of what holds a credential."""
 SHORTEST, SHORTEST_GUESSED = 6, 16
-"""Fewest characters of a value that is replaced in shown texts: of `${oc.env:KEY}`, and of a credential by its name
-only. A shorter value would hide parts of other words."""
+"""Fewest characters of a value that is replaced in shown texts: from a variable, and by its key's name only. A shorter
+value would hide parts of other words."""
 DIGEST = re.compile(r" sha256:([0-9a-f]{16})$")
 LISTED = ("rollout.agent.command",)
-"""Keys beside free maps that may hold a credential."""
 _RESOLVING: ContextVar["Resolving | None"] = ContextVar("resolving", default=None)
 
 
 class Origin(NamedTuple):
-    """Where a value came from. Example: `Origin("Bearer ${oc.env:KEY}", "Bearer 123", ("KEY",))`"""
+    """Where a value came from: `Origin("Bearer ${oc.env:KEY}", "Bearer 123", ("KEY",))`"""
 
     text: str
     value: Any
@@ -46,7 +44,7 @@ class Origin(NamedTuple):
 
 
 class Resolving:
-    """One value that is being resolved: the variables that it has `seen` and those that are `missing`."""
+    """One value that is being resolved."""
 
     def __init__(self, environment: Mapping[str, str], lenient: bool) -> None:
         self.environment, self.lenient = environment, lenient
@@ -55,11 +53,10 @@ class Resolving:
 
 
 class MissingVariable(Exception):
-    """A variable that a key needs is not set. Arguments: the key and the variable."""
+    """A key's variable is not set. Arguments: key, variable."""
 
 
 def _variable(name: str, *default: Any) -> Any:
-    """OmegaConf's `oc.env`, which notes that it was asked."""
     now = _RESOLVING.get() or Resolving(os.environ, False)
     now.seen.append(name)
     if name in now.environment:
@@ -78,10 +75,10 @@ OmegaConf.register_resolver("oc.env", _variable, replace=True, annotation_valida
 def resolved(
     tree: Mapping[str, Any], environment: Mapping[str, str], lenient: bool = False
 ) -> tuple[Any, dict[Place, Origin]]:
-    """The `tree` with its interpolations replaced, and the origins of values from `environment`.
+    """The `tree` with its interpolations replaced, and the origins of values from `environment`. Raises
+    MissingVariable.
 
-    `lenient`: a credential whose variable is missing is MASK. Raises MissingVariable for other values, and what
-    OmegaConf raises.
+    `lenient`: a credential whose variable is missing is MASK.
     """
     whole = OmegaConf.create(deepcopy(dict(tree)))
     token = _RESOLVING.set(Resolving(environment, lenient))
@@ -121,20 +118,18 @@ def traced(config: Config, origins: Mapping[Place, Origin], environment: Mapping
 
 
 def _named_variables(config: Config) -> Iterator[str]:
-    """Variables that keys such as `api_key_env` name."""
     for part in config.reward.parts:
         yield from (value for key, value in part.kwargs.items() if key.endswith("_env") and isinstance(value, str))
     yield from (each.api_key_env for each in config.teacher.teachers.values() if each.api_key_env)
 
 
 def variables(config: Config) -> list[str]:
-    """Environment variables that the run file names."""
     named = (name for origin in config._origins.values() for name in origin.variables)
     return list(dict.fromkeys([*named, *_named_variables(config)]))
 
 
 def written(config: Config, literal: Callable[[str], str] = str) -> dict[str, Any]:
-    """All keys as `config.yaml` has them: interpolations as they were written, each other text by `literal`."""
+    """All keys as `config.yaml` has them; `literal` changes texts that are no interpolations."""
     tree: dict[str, Any] = mapped(config.model_dump(mode="json"), literal)
     for place, origin in _kept(config):
         put(tree, place, origin.text)
@@ -142,7 +137,7 @@ def written(config: Config, literal: Callable[[str], str] = str) -> dict[str, An
 
 
 def disclosed(config: Config) -> dict[str, Any]:
-    """All keys as page, report and trackers show them: without values from variables and without credentials."""
+    """All keys for page, report and trackers: no values from variables, no credentials."""
     tree: dict[str, Any] = masked(config.model_dump(mode="json"))
     for place, origin in _kept(config):
         put(tree, place, origin.text)
@@ -150,7 +145,7 @@ def disclosed(config: Config) -> dict[str, Any]:
 
 
 def shared(config: Config) -> str:
-    """The config as JSON, without credentials, for another machine."""
+    """JSON without credentials, for another machine."""
     tree = masked(config.model_dump(mode="json"))
     for place, _ in _kept(config):
         if may_hold_credentials(place):
@@ -160,8 +155,8 @@ def shared(config: Config) -> str:
 
 
 def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
-    """All keys as ledger and fingerprint have them: `disclosed`, but a value from a variable that can be no credential,
-    such as `model.path`, has its digest behind it, so that another value is a change."""
+    """All keys for ledger and fingerprint: `disclosed`, but with a digest behind a value from a variable that can be no
+    credential, so that another value is a change."""
     plain = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
     tree: dict[str, Any] = masked(plain)
     for place, origin in _kept(config):
@@ -172,8 +167,8 @@ def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
 
 
 def comparable(key: str, known: Any, now: Any, config: Config) -> tuple[Any, Any]:
-    """The recorded value `known` of `key` and the present one, equal if no setting has changed: older releases recorded
-    the values themselves, and credentials may be rotated."""
+    """Make the recorded and the present value equal if no setting has changed: older releases recorded the values
+    themselves, and credentials may be rotated."""
     known = masked({key.rpartition(".")[2]: known})[key.rpartition(".")[2]]
     below = tuple(key.split("."))
     for place, origin in _kept(config):
@@ -189,7 +184,7 @@ def comparable(key: str, known: Any, now: Any, config: Config) -> tuple[Any, Any
 
 
 def _kept(config: Config) -> Iterator[tuple[Place, Origin]]:
-    """The origins of values that are still in the config: the launcher replaces some addresses."""
+    """The launcher may have replaced a value, such as an address."""
     tree = config.model_dump(mode="json") if config._origins else {}
     for place, origin in config._origins.items():
         if has(tree, place) and at(tree, place) == origin.value:
@@ -197,13 +192,12 @@ def _kept(config: Config) -> Iterator[tuple[Place, Origin]]:
 
 
 def may_hold_credentials(place: Place) -> bool:
-    """Whether the key that holds `place` takes any text: a map of arguments, or a program's command line."""
+    """Whether the key takes any text: a map of arguments, or a command line."""
     name = key_of(place)
     return name in LISTED or (name in keys() and keys()[name].type == TYPES["object"])
 
 
 def is_credential(name: Any) -> bool:
-    """Whether a key or variable of this name, such as `X-Api-Key`, holds a credential."""
     return isinstance(name, str) and bool(CREDENTIAL.search(name.strip("-").lower().replace("-", "_")))
 
 
@@ -216,7 +210,7 @@ def credentials(config: Config) -> Iterator[tuple[Place, str]]:
 
 
 def masked(tree: Any) -> Any:
-    """The tree with MASK for credentials, by the names of their keys or options, and none in URLs."""
+    """MASK credentials, by the names of their keys or options, and in URLs."""
     if isinstance(tree, dict):
         return {
             key: MASK if is_credential(key) and isinstance(value, str) and value else masked(value)
@@ -237,12 +231,10 @@ def masked(tree: Any) -> Any:
 
 
 def digest(value: Any) -> str:
-    """16 hex digits over a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Everything in `tree` that is no map and no list, with its place."""
     if isinstance(tree, dict | list) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(value, (*place, key))
@@ -255,7 +247,6 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def mapped(tree: Any, change: Callable[[str], str]) -> Any:
-    """The tree with `change` of each text but names."""
     if isinstance(tree, dict):
         return {key: mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -279,7 +270,6 @@ def at(tree: Any, place: Sequence[int | str]) -> Any:
 
 
 def put(tree: Any, place: Place, value: Any, only: bool = False) -> Any:
-    """Put `value` at `place` of `tree`; `only`: if there is something already."""
     if not only or has(tree, place):
         at(tree, place[:-1])[place[-1]] = value
     return tree

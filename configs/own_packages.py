@@ -1,9 +1,9 @@
 """Keeps a user's `configs` or `buffer` from taking the place of Headrace's own packages.
 
 `python -m actors` searches the current folder first, and nearly every repository of the field has a package `configs`.
-So the command `headrace` (`headrace/__main__.py`) runs Python with `-P`, which leaves the current folder out, and
-imports the five packages from the folder of this one (PIN): once imported, they are found whatever `sys.path` holds.
-Its children are started in the same way (`command`). Imports only the standard library.
+So the command `headrace` runs Python with `-P`, which leaves the current folder out, and imports the five packages from
+the folder of this one (PIN): once imported, they are found whatever `sys.path` holds. Its children are started in the
+same way (`command`). Imports only the standard library.
 """
 
 import os
@@ -16,22 +16,21 @@ PACKAGES = ("actors", "buffer", "configs", "learner", "rollout")
 ROOT = str(Path(__file__).absolute().parents[1])
 ENTRY = str(Path(ROOT) / "headrace" / "__main__.py")
 PIN = f"import sys; sys.path.insert(0, {ROOT!r}); import {', '.join(PACKAGES)}; del sys.path[0]"
-"""Statements that import Headrace's packages, in a process that may find others of these names."""
 CALLED = re.compile(rf"\bpython -m (actors (?!COMMAND)|(?:{'|'.join(PACKAGES)})\b)")
 SHORT = re.compile(
     r"\bheadrace (?:buffer (?=(?:tail|show|export|problems|quarantine|scrub)\b)"
     r"|rollout (?=evaluate\b)|learner (?=(?:merge|sft)\b))"
 )
-"""Commands that `headrace` has under their own names, up to the name."""
+"""Commands that `headrace` has under their own names."""
 
 
 def is_front() -> bool:
-    """Whether this process does not search the current folder for modules, as all below the command `headrace`."""
+    """Whether this process does not search the current folder for modules, as all below `headrace`."""
     return sys.flags.safe_path
 
 
 def command(module: str, *words: str) -> tuple[str, ...]:
-    """The command line of `python -m MODULE WORDS`, which runs Headrace's module in any folder if this process does."""
+    """The command line of `python -m MODULE WORDS`."""
     if is_front():
         return (sys.executable, "-P", ENTRY, module, *words)
     return (sys.executable, "-m", module, *words)
@@ -44,7 +43,7 @@ def of_this_machine(argv: Iterable[str]) -> tuple[str, ...]:
 
 
 def named_as_called(text: str) -> str:
-    """`text` with commands under the names that work here: `python -m actors status` -> `headrace status`."""
+    """Name commands as the user calls them: `python -m actors status` -> `headrace status`."""
     if not is_front() or "python -m" not in text:
         return text
     named = CALLED.sub(lambda found: "headrace " + ("" if found[1] == "actors " else found[1]), text)
@@ -60,7 +59,7 @@ def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def place_of(folder: str | Path, name: str) -> Path | None:
-    """The file `NAME.py`, or the folder NAME with Python files, in `folder`."""
+    """The file `NAME.py`, or the folder NAME with Python files."""
     inner, file = Path(folder, name), Path(folder, f"{name}.py")
     if (inner / "__init__.py").is_file():
         return inner
@@ -70,5 +69,4 @@ def place_of(folder: str | Path, name: str) -> Path | None:
 
 
 def is_headrace(folder: str | Path) -> bool:
-    """Whether Headrace's packages are in `folder`: these, or those of another copy."""
     return Path(folder, "configs", Path(__file__).name).is_file()

@@ -1,7 +1,6 @@
 """prctl(2): has the kernel end a process with its parent, or hand it the orphans below it. Only on Linux.
 
-Imports only the standard library. The C library is looked up at import, because a process that has just been forked
-must not wait for the loader's lock.
+The C library is looked up at import, because a process that has just been forked must not wait for the loader's lock.
 """
 
 import ctypes
@@ -16,7 +15,7 @@ LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel send a signal to this process when the thread that started it ends. Raises OSError.
 
-    The caller compares its parent's id afterwards: a parent that ended before this call is not noticed.
+    The caller compares its parent's id afterwards: a parent that ended before is not noticed.
     """
     _prctl(PR_SET_PDEATHSIG, number)
 

@@ -1,8 +1,8 @@
 """Makes text of users, policies and peers safe to show in a terminal, a log or a page, and bounds figures.
 
 Text may hold any character until it passes through `visible`, just before it leaves the process: in the log's
-formatter, in `print_visible` (a test refuses `print`), in the log files of keeper and warden, rich's texts, the page's
-JSON and Prometheus.
+formatter, in `print_visible` (a test refuses `print`), in other log files, rich's texts, the page's JSON and
+Prometheus.
 """
 
 import json
@@ -32,16 +32,14 @@ _CONCEALED: dict[str, str] = {}
 _LOST: deque[OSError] = deque(maxlen=1)
 _SECRETS: list[re.Pattern[str]] = []
 MOST_CHARS = 4000
-"""Most characters of a shown text, unless a place has its own limit."""
 MOST_LOGGED = 1 << 15
-"""Most characters of a log record, with its traceback."""
 MOST_PRINTED = 1 << 22
-"""Most characters of a printed text: a command's whole answer."""
+"""A command's whole answer."""
 MOST_DIGITS = 14
 
 
 def conceal(table: Mapping[str, str]) -> None:
-    """Show each text of `table`, such as a credential, as its value from now on, in this process."""
+    """Show each text of `table`, such as a credential, as its value from now on."""
     new = {secret: shown for secret, shown in table.items() if secret not in _GIVEN}
     _GIVEN.update(new)
     for secret, shown in new.items():
@@ -53,12 +51,10 @@ def conceal(table: Mapping[str, str]) -> None:
 
 
 def concealed() -> dict[str, str]:
-    """What `conceal` was given: for another process, or for this one again."""
     return dict(_GIVEN)
 
 
 def without_credentials(text: str) -> str:
-    """`text` without what `conceal` was given, and without user and password in URLs."""
     for secrets in _SECRETS:
         text = secrets.sub(lambda found: _CONCEALED[found[0]], text)
     return USER_OF_URL.sub("***", text) if "://" in text else text
@@ -75,12 +71,12 @@ def visible(text: str, most: int = MOST_CHARS) -> str:
 
 
 def visible_line(text: str, most: int = MOST_CHARS) -> str:
-    """`visible`, with line feeds written as numbers too: for a text that must not begin another line."""
+    """For a text that must not begin another line."""
     return visible(text, most).replace("\n", "\\u000a")
 
 
 def visible_lines(text: str) -> str:
-    """`visible`, with all lines after the first indented, so that none looks like another message."""
+    """For a message of several lines, of which none may look like another message."""
     first, *others = visible(text).splitlines() or [""]
     return "\n".join([first, *(f"  {line.strip()}" for line in others)])
 
@@ -88,7 +84,7 @@ def visible_lines(text: str) -> str:
 def print_visible(
     text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED, ends: bool = False
 ) -> None:
-    """Print `text`, made visible, on stdout or `stream`, and flush.
+    """Print `text`, made visible, and flush.
 
     `ends`: the command ends with its reader; raise BrokenPipeError then.
     """
@@ -106,8 +102,8 @@ def print_visible(
 def output(reported: bool = True) -> IO[str]:
     """Stdout for rich, whose prints raise where the disk is full or the terminal is gone.
 
-    As after `print_visible`, the command goes on, and its end reports the loss unless `reported` is false. A reader
-    that has left still raises BrokenPipeError.
+    The command goes on, and its end reports the loss unless `reported` is false. A reader that has left still raises
+    BrokenPipeError.
     """
     return cast(IO[str], _Output(reported))
 
@@ -117,7 +113,6 @@ class _Output:
         self._stream, self._reported = sys.stdout, reported
 
     def write(self, text: str) -> int:
-        """Write, or lose, `text`."""
         with self._losing():
             self._stream.write(text)
         return len(text)
@@ -141,17 +136,16 @@ class _Output:
 
 
 def lost_output() -> OSError | None:
-    """The first error that kept a printed text from its stream, other than a reader that left."""
+    """The first error that lost output, other than a reader that left."""
     return next(iter(_LOST), None)
 
 
 def colourless(text: str) -> str:
-    """Remove the escape sequences of colours from `text`."""
     return COLOUR.sub("", text)
 
 
 def folded(text: str, most: int) -> str:
-    """Shorten `text` to `most` characters: a note replaces its middle."""
+    """A note replaces the middle of a text of more than `most` characters."""
     if len(text) <= most:
         return text
     said = f" [... {len(text) - most:,} or more characters left out ...] "
@@ -160,7 +154,6 @@ def folded(text: str, most: int) -> str:
 
 
 def all_visible(data: Any, most: int = MOST_CHARS) -> Any:
-    """Make each text of a JSON value visible, its keys included."""
     if isinstance(data, str):
         return visible(data, most)
     if isinstance(data, dict):
@@ -169,7 +162,7 @@ def all_visible(data: Any, most: int = MOST_CHARS) -> Any:
 
 
 def figure(value: float, form: str) -> str:
-    """Format `value` by `form`, or with three digits and an exponent if that is too wide: `"1e+41"`."""
+    """Format `value`, with three digits and an exponent if that is too wide: `"1e+41"`."""
     text = format(value, form)
     return text if len(text) <= MOST_DIGITS else format(value, ".3g")
 

@@ -6,12 +6,12 @@ from configs.model_facts import BYTES, facts_of
 from configs.schema import Config
 
 COPIES_SHARE = 0.9
-"""Share of a GPU that the copies for the servers may fill; the rest is for CUDA and NCCL. With 80 GB, the largest full
-model of one rank has about 17 G parameters in bfloat16."""
+"""Share of a GPU that the copies may fill; the rest is for CUDA and NCCL. With 80 GB, the largest full model of one
+rank has about 17 G parameters in bfloat16."""
 
 GROUP_BYTES = 700 << 20
-"""GPU memory that NCCL may take on a server's worker for the group of each further rank that sends. Others have seen
-544 to 688 MB."""
+"""GPU memory that NCCL may take on a server's worker for each further rank that sends. Others have seen 544 to 688
+MB."""
 
 
 def shards_of(config: Config) -> int:
@@ -20,11 +20,11 @@ def shards_of(config: Config) -> int:
 
 
 def publishes_rows(config: Config, shards: int) -> bool:
-    """Whether each of `shards` ranks sends its own rows; else rank 0 gathers and sends everything.
+    """Whether each of `shards` ranks sends its own rows; else rank 0 sends everything.
 
     `auto` takes rows if rank 0 then saves more bytes than a server's worker needs for a group of each further rank. It
-    takes `gather` if the model's size is unknown, or if its files may hold weights in another form, which cannot be
-    sent by rows.
+    never does if the model's size is unknown, or if its files may hold weights in another form, which cannot be sent by
+    rows.
     """
     if not _may_publish_rows(config, shards):
         return False
@@ -32,14 +32,13 @@ def publishes_rows(config: Config, shards: int) -> bool:
 
 
 def _plain(config: Config) -> bool:
-    """Whether config.json shows that servers take the model's weights as the learner holds them: those of its files, or
-    all experts of a layer in one."""
+    """Whether servers take the model's weights as the learner holds them."""
     facts = facts_of(config.model)
     return facts.proven and facts.image_token is None and not facts.text_alone
 
 
 def _saved(config: Config, shards: int) -> int:
-    """Bytes that rank 0 saves if each of `shards` ranks holds its share of the copies; 0 if unknown."""
+    """Bytes that rank 0 saves; 0 if unknown."""
     sent = facts_of(config.model).sent_bytes(config.model)
     return sent - sent // shards
 
@@ -50,7 +49,7 @@ def _may_publish_rows(config: Config, shards: int) -> bool:
 
 
 def choice(config: Config, shards: int) -> str:
-    """What `weights.publish: auto` takes, and why; empty if it is not `auto`."""
+    """What `weights.publish: auto` takes, and why; else empty."""
     if config.weights.publish != "auto":
         return ""
     if publishes_rows(config, shards):
@@ -62,7 +61,7 @@ def choice(config: Config, shards: int) -> str:
 
 
 def _rank_0_alone(config: Config, shards: int) -> str:
-    """Why no other of `shards` ranks could send; empty if they can."""
+    """Why no other rank could send; empty if they can."""
     weights, learner = config.weights, config.learner
     if weights.transport != "broadcast":
         return f"weights.transport is {weights.transport}, which rank 0 writes"
@@ -72,7 +71,7 @@ def _rank_0_alone(config: Config, shards: int) -> str:
 
 
 def copies_over(config: Config, shards: int, rank: int) -> int:
-    """Over how many ranks the two copies for the servers are spread of which `rank` holds a share; 0: it holds none."""
+    """Over how many ranks the two copies are spread of which `rank` holds a share; 0: it holds none."""
     if config.sft.rows is not None:
         return 0
     if publishes_rows(config, shards):
@@ -81,7 +80,7 @@ def copies_over(config: Config, shards: int, rank: int) -> int:
 
 
 def copies(config: Config) -> tuple[int, str]:
-    """Bytes of the servers' copies on a rank that holds some, 0 if unknown, and who that is."""
+    """Bytes of the copies on a rank that holds some, 0 if unknown, and who that is."""
     sent, shards = facts_of(config.model).sent_bytes(config.model), shards_of(config)
     if publishes_rows(config, shards):
         return -(-sent // shards), f"each of {shards} learner ranks"
@@ -89,14 +88,14 @@ def copies(config: Config) -> tuple[int, str]:
 
 
 def most_parameters(config: Config, gpu_bytes: int) -> int:
-    """Parameters of the largest model, trained in full, whose copies for the servers fit GPUs of `gpu_bytes`."""
+    """Parameters of the largest model, trained in full, whose copies fit GPUs of `gpu_bytes`."""
     shards = shards_of(config)
     over = shards if _may_publish_rows(config, shards) else 1
     return int(COPIES_SHARE * gpu_bytes) * over // (2 * BYTES[config.model.dtype])
 
 
 def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
-    """Yield a line if the copies for the servers do not fit a learner's GPU of `gpu_bytes` (None: no GPU)."""
+    """Yield a line if the copies do not fit a learner's GPU of `gpu_bytes`."""
     sent, who = copies(config)
     if gpu_bytes and config.learner.device != "cpu" and sent > COPIES_SHARE * gpu_bytes:
         needed = f"{who} holds {held(config)} for the servers, {sent / 2**30:,.1f} GiB"
@@ -120,12 +119,11 @@ def remedy(config: Config, shards: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the text of `host` says that only this machine can reach it; no name is looked up."""
+    """No name is looked up."""
     return host in ("localhost", "[::1]", "::1") or host.startswith("127.")
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield why `weights.publish` cannot be as the run file says."""
     why = _rank_0_alone(config, shards_of(config))
     if config.weights.publish == "rows" and why:
         yield f"weights.publish: rows, but {why}; change that, or leave weights.publish out"

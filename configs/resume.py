@@ -1,7 +1,6 @@
 """Which keys of the run file may differ when a run is started again.
 
-A key that `CHANGEABLE` does not name is fixed for the life of a run. The fixed keys make the fingerprint that all
-processes of a run must share.
+The keys that `CHANGEABLE` does not name make the fingerprint that all processes of a run must share.
 """
 
 import hashlib
@@ -40,16 +39,16 @@ CHANGEABLE = (
     *("buffer.address", "buffer.fsync", "buffer.keep", "buffer.max_*"),
     *("weights.*", "eval.*", "log.*", "cluster.*"),
 )
-"""Keys, as patterns. None of them decides which problem is dispatched next, or what a stored sample means."""
+"""None of these keys decides which problem is dispatched next, or what a stored sample means."""
 
 FORK = " and --fork-from"
 
 Settings = dict[str, Any]
-"""A config as `{"run.versions": 100, ...}`, with values as JSON has them."""
+"""`{"run.versions": 100, ...}`, with values as JSON has them."""
 
 
 class Change(NamedTuple):
-    """A key whose value differs from that of the launch before, as `run.versions: 100 -> 200`."""
+    """A key whose value has changed since the launch before: `run.versions: 100 -> 200`."""
 
     key: str
     old: Any
@@ -79,8 +78,7 @@ def is_changeable(key: str) -> bool:
 
 
 def changes(before: Settings | None, config: Config) -> list[Change]:
-    """What differs from the settings `before` (None: a new run). Raises ConfigError with a line for each fixed key that
-    does.
+    """What differs from the settings `before`. Raises ConfigError if a fixed key does.
 
     A key that the release of `before` did not have counts as one with its default.
     """
@@ -110,7 +108,7 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
 
 
 def written(run: Path) -> Settings | None:
-    """The settings in the `config.yaml` of a run's folder, None without one. Raises ConfigError."""
+    """The settings in the `config.yaml` of a run's folder. Raises ConfigError."""
     file = run / "config.yaml"
     return settings(load([str(file)], lenient=True)) if file.exists() else None
 

@@ -1,5 +1,4 @@
-"""What a run file of supervised fine-tuning must satisfy beyond the rules that all run files share. `beside` judges
-demonstrations in reinforcement learning.
+"""What a run file of supervised fine-tuning must satisfy beyond the shared rules.
 
 Sections that only reinforcement learning reads must be absent: whoever writes a key there expects an effect.
 """
@@ -12,9 +11,8 @@ from configs.model_facts import facts_of
 from configs.schema import NO_REWARD, Config
 
 LOCK = "sft.lock"
-"""The file in the run's folder that the training process holds."""
+"""The training process holds this file in the run's folder."""
 WITHOUT = ("reward", "teacher", "sampling", "batch", "algorithm", "rollout", "weights", "buffer", "cluster")
-"""Sections that only reinforcement learning reads."""
 READ_HERE = ("rollout.chat.template_kwargs", "rollout.chat.thinking")
 UNREAD = (
     *(
@@ -27,10 +25,9 @@ UNREAD = (
     ),
     *("learner.share_prompts", "eval.share", "eval.keep_samples", "log.servers_every_s"),
 )
-"""Keys of the other sections that it does not read."""
 UNREAD_OF_SETS = ("samples", "k", "temperature", "max_tokens")
 LONGEST = 32768
-"""`sft.max_tokens: auto` for a model whose positions are not known."""
+"""For a model whose positions are not known."""
 
 
 def rules(config: Config, rows: int | None = None) -> Iterator[str]:
@@ -53,7 +50,7 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
 
 
 def beside(config: Config) -> Iterator[str]:
-    """Yield what is wrong with `data.demonstrations` in a run of reinforcement learning."""
+    """Yield what is wrong with `data.demonstrations` in reinforcement learning."""
     given, facts, path = config.data.demonstrations, facts_of(config.model), config.model.path
     if given is None:
         return
@@ -132,7 +129,7 @@ def _sources(config: Config) -> Iterator[str]:
 
 
 def _no_generated(key: str, source: Source) -> Iterator[str]:
-    """Answers of generated sets are results without the way to them: no demonstrations."""
+    """Answers of generated sets are results without the way to them."""
     try:
         made = [part.path for part in parts_of(source) if generated(part.path)]
     except SourceError as error:

@@ -1,6 +1,6 @@
 """What a worker of a server needs beside vLLM for its next version, and what `weights.staging` cannot be.
 
-The workers measure the same when a learner's plan comes (`learner/weights/receiver/staging.py`).
+The workers measure the same at a learner's plan (`learner/weights/receiver/staging.py`).
 """
 
 from collections.abc import Iterator
@@ -11,14 +11,13 @@ from configs.publishing import GROUP_BYTES, publishes_rows, shards_of
 from configs.schema import Config
 
 LARGER = 4
-"""With several ranks that send, buckets are as many times larger as there are ranks, up to this, so that a message is
-about `weights.bucket_mib`. Each message costs operations of a thread that waits for the GIL, each bucket memory of a
-server."""
+"""With several ranks that send, buckets are as many times larger as there are ranks, up to this. Each message costs
+operations of a thread that waits for the GIL, each bucket memory of a server."""
 
 
 class Room(NamedTuple):
-    """Bytes that a worker takes beside vLLM: for a copy of all weights, for one of what it loads, and for buckets that
-    are loaded one by one."""
+    """Bytes beside vLLM: for a copy of all weights, for one of what a worker loads, and for buckets that are loaded one
+    by one."""
 
     full: int
     slices: int
@@ -26,7 +25,7 @@ class Room(NamedTuple):
 
 
 def room(config: Config) -> Room | None:
-    """None if the size of the model is unknown. A tensor larger than a bucket takes more: it is a bucket."""
+    """None if the model's size is unknown. A tensor larger than a bucket is a bucket."""
     facts, ranks = facts_of(config.model), shards_of(config)
     saved = (facts.saved_parameters(config.model) or 0) * BYTES[config.model.dtype]
     if not saved:

@@ -1,4 +1,4 @@
-"""What a run file must satisfy about teachers (`teacher`), and about a run without a reward.
+"""What a run file must satisfy about teachers, and about a run without a reward.
 
 Whether a teacher has the policy's vocabulary takes two tokenizers: `rollout/teachers/vocabulary.py` compares them.
 """
@@ -11,7 +11,7 @@ from configs.variables import is_http
 
 SET_BY_US = {"model", "runner", "host", "port", "middleware", "enable_lora", "max_logprobs"}
 WHOLE_SAMPLE_LOSSES = ("gspo", "topr")
-"""Losses of whole samples, which take the advantage of each token of a sample as one."""
+"""These take the advantage of each token of a sample as one."""
 SET_REWARD = "set reward.function"
 
 
@@ -33,7 +33,7 @@ def rules(config: Config, longest: int) -> Iterator[str]:
 
 
 def key_of(teacher: TeacherConfig, source: str) -> str:
-    """The key of the run file below which the teacher of a `data_source` stands."""
+    """The key below which the teacher of a `data_source` stands."""
     for number, each in enumerate(teacher.by_source):
         if each.data_source == source:
             return f"teacher.by_source.{number}"
@@ -45,7 +45,7 @@ def tokenizer_of(teacher: TeacherModel) -> str | None:
 
 
 def _without_reward(config: Config) -> Iterator[str]:
-    """Without a reward all rewards are 0: what needs them has no effect, or an effect that nobody wants."""
+    """Without a reward all rewards are 0: what needs them has no effect, or an unwanted one."""
     none = f"reward.function is {NO_REWARD}, so all rewards are 0"
     if not config.teacher.teachers:
         yield f"reward.function: {NO_REWARD} leaves nothing to learn from; name a reward, or a teacher in teacher.model"
@@ -127,7 +127,7 @@ def _policy(config: Config) -> Iterator[str]:
 
 
 def _top_k(config: Config) -> Iterator[str]:
-    """With the teachers' most probable tokens the head differentiates the loss chunk by chunk."""
+    """The head differentiates this loss chunk by chunk."""
     top_k, loss, known = config.teacher.top_k, config.algorithm.loss, facts_of(config.model).vocabulary
     if top_k is None:
         return

@@ -1,9 +1,8 @@
 """Imports a user's file as Python would: `load_function(key, "path/to/file.py:function")`.
 
-The module is in `sys.modules` under a name that child processes can import too, so that dataclasses, pydantic, pickle
-and process pools work. The name is the file's own unless another module has it (`json.py`, `rollout.py`, a second
-`score.py`). Then it is PREFIX and the quoted path: an import of that name imports this module first, which finds the
-path.
+Child processes can import the module by its name in `sys.modules` too, so that dataclasses, pickle and process pools
+work. It is the file's own name unless another module has that (`json.py`, a second `score.py`). Then it is PREFIX and
+the quoted path.
 
 In one process, what a user's file imports by the name of a Headrace package is the user's (`OwnNames`), and what
 Headrace's files import is Headrace's.
@@ -25,18 +24,16 @@ from urllib.parse import quote, unquote
 from configs.own_packages import PACKAGES, ROOT, is_headrace, place_of
 
 PREFIX = f"{__name__}."
-"""Prefix of the module name of a file or outermost package whose own name is taken; the quoted path follows."""
 INIT = "__init__.py"
 __path__: list[str] = []  # makes Python look for modules "within" this one, by its finders
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
-    """Load the user's function `path/to/file.py:function`, the value of config key `key`. Raises ValueError with one
-    line."""
+    """Load the function that config key `key` names. Raises ValueError with one line."""
     path, _, attribute = name.rpartition(":")
     try:
         module = module_of(path)
-    except (Exception, SystemExit) as error:  # the user's file may raise anything: one line that names it
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
         raise ValueError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
@@ -45,7 +42,7 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def module_of(file: str) -> ModuleType:
-    """Import `file`, relative to the current folder, once. Raises what the file raises.
+    """Import `file` once. Raises what the file raises.
 
     The file's folder comes first in `sys.path`, the current folder last. A file in a package may use relative imports.
     """
@@ -79,11 +76,7 @@ def loaded(spec: ModuleSpec) -> ModuleType:
 
 
 def package_of(path: Path) -> tuple[Path, list[str]]:
-    """The file, or the folder of its outermost package, and the names from there to the file.
-
-    Example: `/my/score.py` -> `(/my/score.py, [])`; `/my/tools/score.py` beside a `__init__.py` -> `(/my/tools,
-    ["score"])`
-    """
+    """`/my/score.py` -> `(/my/score.py, [])`; `/my/tools/score.py` in a package `tools` -> `(/my/tools, ["score"])`"""
     top, inner = (path.parent, []) if path.name == INIT else (path, list[str]())
     while (top.parent / INIT).is_file() and top.parent != top:
         inner.insert(0, top.stem if top == path else top.name)
@@ -92,7 +85,6 @@ def package_of(path: Path) -> tuple[Path, list[str]]:
 
 
 def is_taken(top: Path) -> bool:
-    """Whether another module has the name of this file or package."""
     if top.stem in sys.modules:
         known = getattr(sys.modules[top.stem], "__file__", None)
         return known is None or not same(known, top)
@@ -101,19 +93,18 @@ def is_taken(top: Path) -> bool:
 
 
 def is_folder(found: ModuleSpec) -> bool:
-    """Whether it is a folder without `__init__.py`: Python prefers any file of that name."""
+    """Python prefers any file of that name to a folder without `__init__.py`."""
     return found.loader is None or isinstance(found.loader, NamespaceLoader)
 
 
 def same(known: str, top: Path) -> bool:
-    """Whether the module's file `known` is the file or package `top`."""
     file = top if top.is_file() else top / INIT
     return os.path.realpath(known) == os.path.realpath(file)
 
 
 def make_importable(folder: Path, top: Path, taken: bool) -> None:
-    """Make the other modules in the file's folder importable, before all others and in child processes too, which get
-    `sys.path`. A taken name keeps its module: `json` stays Python's."""
+    """Make the other modules in the folder importable before all others, in child processes too. A taken name keeps its
+    module: `json` stays Python's."""
     if taken and str(folder) not in sys.path:
         sys.path.append(str(folder))
         sys.meta_path.insert(0, Neighbours(str(folder), top.stem))
@@ -125,7 +116,7 @@ def make_importable(folder: Path, top: Path, taken: bool) -> None:
 
 
 def quoted(path: Path) -> str:
-    """Quote the path for a module's name, which has no dots."""
+    """A module's name has no dots."""
     return quote(str(path)).replace(".", "%2E")
 
 
@@ -150,7 +141,7 @@ class QuotedPaths(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the file or package itself; Python finds the modules inside the package."""
+        """Python finds the modules inside a package."""
         name = fullname.removeprefix(PREFIX)
         if name == fullname or "." in name:
             return None
@@ -167,9 +158,8 @@ class QuotedPaths(MetaPathFinder):
 class OwnNames:
     """Gives a user's files the user's modules where these have names of Headrace's packages.
 
-    Example: `from configs.prompts import SYSTEM` in `/my/reward.py` imports `/my/configs/prompts.py` under PREFIX and
-    the quoted path. A submodule that the user's package does not have is Headrace's, so that `from rollout.tasks import
-    Trajectory` works.
+    Example: `from configs.prompts import SYSTEM` in `/my/reward.py` imports `/my/configs/prompts.py`. A submodule that
+    the user's package does not have is Headrace's, so that `from rollout.tasks import Trajectory` works.
     """
 
     def __init__(self) -> None:
@@ -213,7 +203,6 @@ class OwnNames:
         return self._import_module(own or name, package)
 
     def _own_name(self, name: str, importer: Mapping[str, Any] | None) -> str | None:
-        """The full name of the user's module that `name` means to the module `importer`; None: the usual one."""
         top, _, inner = name.partition(".")
         place = self._places.get(top)
         if place is None or is_ours(importer or {}):
@@ -224,7 +213,6 @@ class OwnNames:
 
 
 def is_ours(module: Mapping[str, Any]) -> bool:
-    """Whether these are the names of a module of Headrace."""
     name = str(module.get("__name__"))
     if name == "__main__":  # `python -m learner`
         name = str(module.get("__package__"))

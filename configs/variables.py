@@ -1,7 +1,7 @@
 """Environment variables of a run's processes: which are dropped, set and refused.
 
 A pod, a shell or a scheduler sets variables for other programs, which could make a launched process a member of another
-job. Imports only the standard library.
+job.
 """
 
 import io
@@ -20,14 +20,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Variables in which torchrun gives a rank its number."""
 PLACE = (
     *(*RANK, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_NAME"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
 )
-"""Variables that give a process its place in a job of torchrun, PyTorchJob or vLLM."""
+"""Variables of a process's place in a job of torchrun, PyTorchJob or vLLM."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Set by torchrun, which forwards signals to its ranks and kills ranks that do not end."""
+"""torchrun forwards signals to its ranks and kills ranks that do not end."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 NO_PROXY = ("no_proxy", "NO_PROXY")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
@@ -36,23 +35,20 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 SOCKET_BYTES = 107
 """Longest path of a Unix socket in Linux."""
 RAY_BYTES = 23
-"""Longest folder for Ray's sockets. We append `/headrace-12345678/r`, because Ray opens its own folder to all users,
-and Ray `/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store`."""
+"""We append `/headrace-12345678/r`, because Ray opens its own folder to all users, and Ray
+`/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store`."""
 VLLM_BYTES = SOCKET_BYTES - 37
-"""Longest folder for vLLM's sockets. vLLM appends a slash and a UUID."""
+"""vLLM appends a slash and a UUID."""
 WEIGHTS_BYTES = SOCKET_BYTES - len("/headrace-12345678/weights")
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 RPC_PATH = "VLLM_RPC_BASE_PATH"
 RUN_UMASK = "HEADRACE_RUN_UMASK"
-"""The umask of a run's own files, which a user may set."""
 MASK = re.compile("0?[0-7]{3}")
 
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """The environment for processes that the launcher starts: like `prepare`, without variables of PLACE.
-
-    `hosts` of the run are reached without a proxy. Processes print UTF-8, which their keepers read.
-    """
+    """`environment` without PLACE and with UTF-8, for processes that the launcher starts. They reach `hosts` without a
+    proxy."""
     kept = {key: value for key, value in environment.items() if not has_place(key) and key != "PYTHONIOENCODING"}
     return kept | {"PYTHONUTF8": "1"} | around_proxy(kept, hosts) | user(kept)
 
@@ -62,12 +58,8 @@ def has_place(name: str) -> bool:
 
 
 def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make this process's environment safe.
-
-    Afterwards output works in any locale and with closed streams, this machine is reached without a proxy, the user has
-    a name, and the kernel keeps exit codes of children even if a shell has SIGCHLD ignored. Variables of PLACE are
-    removed unless this process `is_rank`.
-    """
+    """Make output work in any locale and with closed streams, reach this machine without a proxy, and keep exit codes
+    of children even if a shell has SIGCHLD ignored. Variables of PLACE are removed unless this process `is_rank`."""
     open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -77,10 +69,8 @@ def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.en
 
 
 def open_streams() -> None:
-    """Open /dev/null in place of closed standard streams, and let stdout escape characters that its encoding lacks.
-
-    Otherwise the next opened file would get the number of the closed stream, and receive its output.
-    """
+    """Open /dev/null in place of closed standard streams, whose numbers the next opened files would get. Let stdout
+    escape characters that its encoding lacks."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -97,8 +87,7 @@ def open_streams() -> None:
 
 
 def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """`no_proxy` and `NO_PROXY` with loopback and `hosts` added; empty if no proxy is set. Libraries differ in which
-    one they read first."""
+    """`no_proxy` and `NO_PROXY` with loopback and `hosts`. Libraries differ in which one they read first."""
     if not any(environment.get(name) for name in PROXIES):
         return {}
     given = [word.strip() for name in NO_PROXY for word in environment.get(name, "").split(",")]
@@ -107,8 +96,7 @@ def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> d
 
 
 def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The proxy for `url`; None if it is reached directly, as loopback and everything in `no_proxy`: hosts, domains
-    with their subdomains, networks such as 10.0.0.0/8, or `*`."""
+    """The proxy for `url`; None for loopback and `no_proxy`: hosts, domains with subdomains, networks, or `*`."""
     at = urlsplit(url)
     host = at.hostname or ""
     names = [f"{at.scheme}_proxy", f"{at.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY"]
@@ -141,8 +129,8 @@ def _is_named(host: str, port: int | None, word: str) -> bool:
 
 
 def user(environment: Mapping[str, str]) -> dict[str, str]:
-    """USER and a writable HOME for a user id without an entry on this machine, as in containers. torch and vLLM need
-    both when they are imported."""
+    """USER and HOME for a user id without an entry on this machine, as in containers. torch and vLLM need both when
+    they are imported."""
     found = {}
     try:
         pwd.getpwuid(os.getuid())
@@ -155,7 +143,6 @@ def user(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """A writable folder for Unix sockets, of at most `longest` bytes; None if there is none."""
     for folder in (temporary(), environment.get("XDG_RUNTIME_DIR"), *SHORT):
         if folder and len(os.fsencode(folder)) <= longest and can_write(folder):
             return folder
@@ -163,7 +150,6 @@ def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def temporary() -> str | None:
-    """Python's folder for temporary files; None if no folder is writable."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -175,8 +161,7 @@ def can_write(folder: str | Path) -> bool:
 
 
 def unwritable(file: Path) -> str:
-    """Why a command cannot write `file`, with the remedy; empty if it can. A file there is replaced, a folder or a
-    device must not be."""
+    """Why a command cannot write `file`; empty if it can. It may replace a file, never a folder or a device."""
     folder = file.absolute().parent
     if file.exists() and not file.is_file():
         return "a folder; name a file in it" if file.is_dir() else "no regular file; name another"
@@ -186,7 +171,7 @@ def unwritable(file: Path) -> str:
 
 
 def apply_umask(folder: Path) -> None:
-    """Set the mode of the files in `folder` by the umask: safetensors always creates files with 0600."""
+    """safetensors creates files with 0600, whatever the umask."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")  # `os.umask` would change it for all threads
     umask = next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
     for path in folder.iterdir():
@@ -195,23 +180,20 @@ def apply_umask(folder: Path) -> None:
 
 
 def run_umask(environment: Mapping[str, str] = os.environ) -> int:
-    """The umask of a run's own files: 077, unless RUN_UMASK is set."""
     value = environment.get(RUN_UMASK, "")
     return int(value, 8) & 0o077 if MASK.fullmatch(value) else 0o077
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """An `opener` for a run's own files."""
     return os.open(path, flags, 0o666 & ~run_umask())
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder for a run's own files, unless it is there. Raises FileExistsError if something else is."""
     _make_folder(path, 0o777 & ~run_umask())
 
 
 def run_folder(path: Path) -> None:
-    """Make a run's folder, unless it is there. Users whom the umask admits may pass through it, not list it."""
+    """Users whom the umask admits may pass through the folder, not list it."""
     _make_folder(path, 0o711 | 0o777 & ~run_umask())
 
 
@@ -225,10 +207,10 @@ def _make_folder(path: Path, mode: int) -> None:
 
 
 def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True, own_ray: bool = False) -> list[str]:
-    """A line for each variable with which a process of a run cannot work, with value and remedy.
+    """A line for each variable with which a process of a run cannot work.
 
-    `interfaces`: check network interfaces, which are this machine's unless a cluster is used. `own_ray`: the launcher
-    starts Ray, whose sockets have the longest names.
+    `interfaces`: check network interfaces, which are this machine's. `own_ray`: Ray is started, whose sockets have the
+    longest names.
     """
     found = [*_folders(environment, own_ray), *_threads(environment), *_proxies(environment)]
     if (mask := environment.get(RUN_UMASK)) is not None and not MASK.fullmatch(mask):
@@ -237,7 +219,7 @@ def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = Tru
 
 
 def warnings(environment: Mapping[str, str], model: str) -> list[str]:
-    """A line for each variable that names a cache folder that is not writable, or that is no longer read."""
+    """A line for each variable that names an unwritable cache folder, or is no longer read."""
     home = environment.get("HOME") or os.path.expanduser("~")
     caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     named = {
@@ -285,7 +267,6 @@ def _threads(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def has_host(url: str) -> bool:
-    """Whether `url` names a host and, if any, a possible port."""
     try:
         at = urlsplit(url)
         return bool(at.hostname) and at.port != 0

@@ -1,6 +1,6 @@
 """What `data.train` and `data.eval` name: a file, a folder, a glob, a set of reasoning-gym, or several with weights.
 
-Looks at names and folders only; `buffer/problems.py` reads what is in the files.
+Looks at names only; `buffer/problems.py` reads what is in the files.
 """
 
 import ast
@@ -24,12 +24,12 @@ INSTALL = 'pip install "reasoning-gym>=0.1.25,<0.2"'
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 GZIPPED = ".gz"
 TRUTHLESS = ("none", "task", "judge", "reward_model", "reasoning_gym", "regex", "length")
-"""Rewards that need no ground truth in the rows."""
+"""Rewards that need no ground truth."""
 READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
 """Parameters by which a user's reward function gets the ground truth."""
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""The beginning of a URL as a path has it, with one slash."""
+"""A path has one slash."""
 
 Source = Path | str | Sequence[MixedSource]
 
@@ -53,7 +53,6 @@ class GeneratedSet(NamedTuple):
 
 
 def parts_of(source: Source) -> list[MixedSource]:
-    """The parts of a source, in order. Raises SourceError."""
     parts = [MixedSource(path=Path(source))] if isinstance(source, Path | str) else list(source)
     unweighted = [part for part in parts if part.weight is None]
     if unweighted and len(unweighted) < len(parts):
@@ -62,14 +61,12 @@ def parts_of(source: Source) -> list[MixedSource]:
 
 
 def source_name(source: Source) -> str:
-    """A source in a few words, as `a.parquet and 2 more`."""
     parts = [source] if isinstance(source, Path | str) else [part.path for part in source]
     return f"{parts[0]}{f' and {len(parts) - 1} more' if len(parts) > 1 else ''}"
 
 
 def generated(source: Path | str) -> GeneratedSet | None:
-    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names, with values as YAML; None for a path. Raises
-    SourceError."""
+    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names; None for a path. Raises SourceError."""
     text = str(source)
     if not text.startswith(GENERATED):
         return None
@@ -91,7 +88,7 @@ def generated(source: Path | str) -> GeneratedSet | None:
 
 
 def files_of(source: Path | str) -> list[Path]:
-    """The data files of a path, sorted: itself, a folder's, or a glob's. Raises SourceError."""
+    """The data files of a path, sorted. Raises SourceError."""
     path = Path(source)
     if path.is_file():
         _require_known(path)
@@ -125,7 +122,7 @@ def _found_elsewhere(path: Path) -> str:
 
 
 def problems_with(source: Source) -> Iterator[str]:
-    """Why nothing can be read from `source`, a line without its key for each part; files are not opened."""
+    """Why nothing can be read from `source`; files are not opened."""
     try:
         parts = parts_of(source)
     except SourceError as error:
@@ -142,8 +139,7 @@ def problems_with(source: Source) -> Iterator[str]:
 
 
 def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
-    """A line for each set of reasoning-gym in `held_out` that shares entries with one in `train`. Both must be
-    readable."""
+    """A line for each set of reasoning-gym in `held_out` that shares entries with one in `train`."""
     known = [found for part in parts_of(train) if (found := generated(part.path))]
     for part in parts_of(held_out):
         theirs = generated(part.path)
@@ -159,15 +155,14 @@ def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
 
 
 def needs_truth(config: Config) -> bool:
-    """Whether rows must have a ground truth. A user's function needs none if its file shows that it names none of
-    READS_TRUTH."""
+    """Whether rows must have a ground truth, as far as the file of a user's function shows."""
     function: Any = config.reward.function
     names = [function] if isinstance(function, str) else [each.function for each in function]
     return not all(name in TRUTHLESS or _is_blind(name) for name in names)
 
 
 def count_rows(source: Source) -> int | None:
-    """Rows of a source; None if they cannot be counted quickly, or not read."""
+    """Rows of a source; None if they cannot be counted quickly."""
     try:
         total = 0
         for part in parts_of(source):
@@ -210,7 +205,7 @@ def the_list(value: Any) -> list[Any]:
 
 
 def kind_of(file: Path) -> str:
-    """The suffix by which a data file is read, without .gz; empty for any other file."""
+    """The suffix by which a data file is read; empty for any other file."""
     packed = file.suffix == GZIPPED
     suffix = file.with_suffix("").suffix if packed else file.suffix
     return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""

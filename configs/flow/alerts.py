@@ -6,26 +6,26 @@ from statistics import median
 Rule = Callable[[float, float], bool]
 """(value, median of the history) -> whether to warn."""
 COMPARED = 20
-"""Most earlier values of a metric that its last value is compared with."""
+"""Most earlier values of a metric that enter the median."""
 LOOKED_BACK = 200
-"""Earlier versions that are searched for these values: not every version has every metric."""
+"""Earlier versions that are searched for them: not every version has every metric."""
 FRESH = "mismatch/k3_fresh"
 """k3 on the tokens of age 0, if any were trained."""
 BUCKETS = ("1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 """Ages of tokens, in versions."""
 K3_BY_AGE = {FRESH: "0"} | {f"offpolicy/k3_age_{ages}": ages for ages in BUCKETS}
-"""Metrics with the k3 of tokens of one age, the youngest first, and the age."""
+"""The youngest first."""
 FEW_TOKENS = 0.01
-"""Share of the batch's tokens below which the k3 of an age is chance."""
+"""Share of a batch's tokens below which the k3 of an age is chance."""
 TAUGHT = "teacher/share"
-"""The metric of a run with a teacher, which teaches groups whose rewards are equal too."""
+"""A teacher teaches groups whose rewards are equal too."""
 BY_REWARD_ALONE = ("groups/solved_all", "groups/solved_none")
 
 
 def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]], least: int = 5) -> list[str]:
     """One line, with a remedy, for each sign of trouble.
 
-    `history`: metrics of earlier versions. A rule relative to them needs `least` versions that have the metric.
+    A rule relative to `history` needs `least` versions that have the metric.
     """
     lines = []
     k3 = youngest_k3(metrics)
@@ -43,8 +43,7 @@ def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]],
 
 
 def youngest_k3(metrics: Mapping[str, float]) -> str | None:
-    """The one of K3_BY_AGE for the youngest tokens that the version trained, FEW_TOKENS of them at least; None without
-    any."""
+    """The one of K3_BY_AGE for the youngest trained tokens, FEW_TOKENS at least."""
     found = (key for key, age in K3_BY_AGE.items() if metrics.get(f"age/share_{age}", 1.0) >= FEW_TOKENS)
     return next((key for key in found if key in metrics), None)
 

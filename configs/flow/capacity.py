@@ -6,23 +6,23 @@ from configs.flow.sequences import open_groups
 from configs.schema import Config
 
 WATCHERS = 8
-"""Connections of the launcher and of people who look at the run."""
+"""The launcher and people who look at the run."""
 OWN_FILES = 96
-"""Open files of the buffer that are no connections: ledger, segments, libraries, and some spare ones."""
+"""Ledger, segments, libraries, and some spare ones."""
 RESERVED_FILES = 16
-"""Open files that connections do not get: the store opens its segments with them."""
+"""Connections do not get these: the store opens its segments with them."""
 CACHE_BYTES = 480 * 2**20
-"""Bytes of samples that stay in memory until they are trained; others are read back from the store, which takes ten
-times the processor time."""
+"""Samples that stay in memory until they are trained; others are read back, which takes ten times the processor
+time."""
 IN_FLIGHT_BYTES = 32 * 2**20
-"""Bytes of large answers on their way, above which further parts wait."""
+"""Large answers on their way, above which further parts wait."""
 PARKED_BYTES = 256 * 2**20
-"""Bytes of groups that wait in memory while the store is full; servers keep the others."""
+"""Groups that wait in memory while the store is full; servers keep the others."""
 COMMIT_BYTES = 16 * 2**20
-"""Bytes of messages that are gathered for one commit."""
+"""Messages that are gathered for one commit."""
 BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512, 16
 RECORD_BYTES, PLACE_BYTES = 320, 320
-"""Bytes of the record of each row that was drawn, and with `data.difficulty` of its place among those to be drawn."""
+"""For each row that was drawn, and for its place among those to be drawn with `data.difficulty`."""
 """The process itself, and each connection, open sample without tokens, and row without text."""
 
 
@@ -35,8 +35,8 @@ def open_files(config: Config) -> int:
 
 
 def memory_bytes(config: Config, problems: int = 0) -> int:
-    """Memory that the buffer takes at most, besides the text of the problems. It includes two groups and a part beyond
-    the bounds, because the last one to come is taken whole."""
+    """Most memory of the buffer besides the text of the problems. Two groups and a part go beyond the bounds, because
+    the last one to come is taken whole."""
     group, stored = max_group_bytes(config), open_groups(config) * max_group_bytes(config)
     batch = config.batch.groups * group
     bounds = min(CACHE_BYTES, stored) + min(IN_FLIGHT_BYTES, batch) + min(PARKED_BYTES, stored) + COMMIT_BYTES

@@ -1,7 +1,4 @@
-"""The GPUs that the forecast of a run knows: memory, FLOP/s and memory bandwidth of each, with sources.
-
-No card has a price: `log.price_per_gpu_hour` is the user's.
-"""
+"""The GPUs that the forecast of a run knows, with sources."""
 
 import re
 import sys
@@ -14,13 +11,11 @@ from configs.plain_text import print_visible
 
 MIB = 1 << 20
 UNUSABLE = 1 << 30
-"""Memory that no process can allocate: CUDA's context and the driver. 0.7 to 1.1 GiB were measured on H100 and H200."""
+"""CUDA's context and the driver: 0.7 to 1.1 GiB were measured on H100 and H200."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of GPU."""
-
     name: str
     total: int
     """Bytes, as `nvidia-smi` lists them."""
@@ -67,7 +62,7 @@ ALIASES = {"A100": "A100-80G", "A100-80GB": "A100-80G", "A100-40GB": "A100-40G"}
 
 
 def card_named(text: str) -> Card:
-    """The card that a user calls `text`, such as `h100`, `RTX 4090` or `A100-80GB`. Raises ConfigError."""
+    """The card that a user calls `text`, such as `h100` or `RTX 4090`. Raises ConfigError."""
     name = re.sub(r"^(NVIDIA)?[ _-]*(RTX)?[ _-]*", "", text.strip().upper()).replace(" ", "-").replace("_", "-")
     name = ALIASES.get(name, name)
     if name in CARDS:
@@ -78,7 +73,7 @@ def card_named(text: str) -> Card:
 
 
 def checked_card(name: str | None, prog: str) -> Card | None:
-    """The card of a command's `--gpu`. Ends the process with exit code 2 for an unknown one."""
+    """An unknown card ends the process with exit code 2."""
     try:
         return None if name is None else card_named(name)
     except ConfigError as error:
@@ -87,8 +82,7 @@ def checked_card(name: str | None, prog: str) -> Card | None:
 
 
 def card_of(name: str, total: int = 0) -> Card | None:
-    """The card that the driver calls `name`, with `total` bytes: `card_of("NVIDIA A100-SXM4-40GB", 40960 * MIB).name ==
-    "A100-40G"`."""
+    """The card that the driver calls `name`, such as `NVIDIA A100-SXM4-40GB`, with `total` bytes."""
     words = name.replace("-", " ").split()
     found = [card for card in CARDS.values() if card.name.partition("-")[0] in words]
     return min(found, key=lambda card: abs(card.total - total), default=None)

@@ -10,15 +10,15 @@ are what processors and launches cost. They were fitted to the servers of `bench
 from dataclasses import dataclass
 
 STEP_S, SEQUENCE_S = 2.5e-3, 2.5e-6
-"""Seconds that a step and each of its sequences cost beside the GPU's arithmetic and memory."""
+"""Seconds that a step and each of its sequences cost on processors and in launches."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the servers' time depends on. Example: Qwen2.5-7B has 7.07 G `active` and 28,672 `kv_numbers`."""
+    """Example: Qwen2.5-7B has 7.07 G `active` and 28,672 `kv_numbers`."""
 
     read: int
-    """Parameters that a step reads: all matrices without the input embedding."""
+    """Parameters that a step reads."""
     active: int
     """Parameters that one token is multiplied by: with experts fewer than `read`."""
     kv_numbers: int
@@ -39,7 +39,7 @@ class StepTime:
 
 
 def step_time(model: ServedModel, peak: float, bandwidth: float, gpus: int, context: float) -> StepTime:
-    """The step of a server whose sequences have `context` tokens in the mean. What the GPUs exchange is not counted."""
+    """Sequences have `context` tokens in the mean. What the GPUs exchange is not counted."""
     fixed = STEP_S + model.read * model.width / gpus / bandwidth
     attention = context * model.kv_numbers * model.width / gpus / bandwidth
     return StepTime(fixed, SEQUENCE_S + 2 * model.active / gpus / peak + attention)

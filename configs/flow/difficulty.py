@@ -1,6 +1,6 @@
 """How many draws `data.difficulty` gives each kind of problem, for a data set whose solved shares are known.
 
-The draws of `buffer/ledger/difficulty.py` are followed as amounts, not one by one.
+Draws are followed as amounts, not one by one.
 """
 
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from configs.schema import DifficultyConfig
 
 KINDS = ("unsolved", "between", "solved")
-"""Problems whose samples are never, sometimes and always solved."""
+"""Samples are never, sometimes and always solved."""
 MOST_STEPS = 2000
-"""Steps in which a run is followed; a longer one takes several versions a step."""
+"""A longer run takes several versions a step."""
 
 
 def drawn_shares(

@@ -10,9 +10,9 @@ from configs.schema import Config
 
 KEY = "rollout.engine.kv_cache_memory_bytes"
 CPU_KV_BYTES = 256 << 20
-"""A server's KV cache on a CPU unless the run file sets it."""
+"""A server's KV cache on a CPU by default."""
 UTILIZATION = 0.92
-"""vLLM's own `gpu_memory_utilization`."""
+"""vLLM's own default."""
 HALF_A_BLOCK = 8
 """Tokens that a sequence leaves unused of its last block, in the mean."""
 
@@ -28,8 +28,8 @@ class KvRoom(NamedTuple):
 def kv_room(
     config: Config, gpu_bytes: int | None, card: str = "as this machine's", parameters: int | None = None
 ) -> KvRoom:
-    """Estimate by the keys and values of layers with full attention, each GPU of a server holding its share of the
-    heads. A prompt that a group shares counts for each of its samples.
+    """Count keys and values of full attention, of which each GPU of a server holds its share of the heads. A prompt
+    that a group shares counts for each of its samples.
 
     `gpu_bytes`: memory of a GPU that serves, which `card` describes. `parameters`: for a model.path without weights.
     """
@@ -58,7 +58,7 @@ def kv_room(
 
 
 def gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine by the driver; None without one, or an answer."""
+    """Memory of the smallest GPU of this machine."""
     if not shutil.which("nvidia-smi"):
         return None
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

@@ -9,9 +9,9 @@ from configs.schema import Config
 MEAN_SHARE = 1 / 4
 """Mean length of a sample, as a share of the longest possible one. Lengths are taken as geometric, cut there."""
 GPU_SEQUENCES, MOST_GPU_SEQUENCES, CPU_SEQUENCES = 512, 1024, 256
-"""Most sequences of `rollout.sequences: auto` on a server. By the cost of a step (`simulation.STEP_COST`), 512 are nine
-tenths as fast as 1,024, with half the CUDA graphs to capture and half the logits: 0.6 MB a sequence in float32, of
-which the sampler makes copies. A server whose share of a batch is more gets up to 1,024."""
+"""Most sequences of `rollout.sequences: auto` on a server. By `simulation.STEP_COST`, 512 are nine tenths as fast as
+1,024, with half the CUDA graphs to capture and half the logits: 0.6 MB a sequence in float32, of which the sampler
+makes copies. A server whose share of a batch is more gets up to 1,024."""
 
 
 def share_of_batch(config: Config) -> int:
@@ -20,8 +20,8 @@ def share_of_batch(config: Config) -> int:
 
 
 def max_sequences(config: Config, cpu: bool) -> int:
-    """Sequences that a server lets vLLM run. They are rounded up to 16, as CUDA graphs are. `engine_arguments` adds
-    room for the rest of the last group."""
+    """`max_num_seqs` of vLLM, in steps of 16, as CUDA graphs are. `engine_arguments` adds room for the rest of the last
+    group."""
     given, wanted = config.rollout.engine.get("max_num_seqs"), config.rollout.sequences
     if isinstance(given, int):
         return given
@@ -31,7 +31,7 @@ def max_sequences(config: Config, cpu: bool) -> int:
 
 
 def places(config: Config) -> int:
-    """Sequences that one server has places for; with `auto`, at most."""
+    """Most sequences that one server has places for."""
     most = max_sequences(config, config.rollout.device == "cpu")
     return most if config.rollout.sequences == "auto" else config.rollout.sequences
 
@@ -47,5 +47,5 @@ def admitted_staleness(config: Config) -> int:
 
 
 def open_groups(config: Config) -> int:
-    """Groups that may be leased or stored at once: admission lets (staleness + 1) batches be open."""
+    """Groups that may be leased or stored at once."""
     return (admitted_staleness(config) + 1) * config.batch.groups

@@ -14,12 +14,11 @@ from configs.flow.sequences import MEAN_SHARE, max_sequences, places
 from configs.schema import Config
 
 LEARNER_SHARE = 1 / 2
-"""Time in which the learner trains a batch, as a share of the time in which full servers generate one."""
+"""Time of training a batch, as a share of the time in which full servers generate it."""
 STEP_COST = 126
 """What a decode step costs beside its sequences, in sequences: 2.9 ms and 23 us a sequence for a 1.5B model on H200."""
 SIMULATED_SAMPLES, SIMULATED_VERSIONS, MOST_WARM = 256, 20, 24
-"""Most samples of a version (larger batches are scaled down), versions that are measured, and most versions before
-these."""
+"""Most samples of a version (larger batches are scaled down), measured versions, and most versions before these."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Pace:
     """Speed of servers and learner, in the unit of time of `simulate`."""
 
     step_cost: float
-    """What a decode step costs beside its sequences, in sequences."""
+    """In sequences."""
     learner: float
     """Time of training a batch."""
 
@@ -37,11 +36,11 @@ class Flow:
     """A run in steady state."""
 
     running: float
-    """Sequences that run at a time on all servers, in the mean."""
+    """Mean number of sequences that run on all servers."""
     age: float
     """Mean age of the groups, in versions."""
     speed: float
-    """Versions in a unit of time, which is the same for all simulations of one run."""
+    """Versions in a unit of time, the same for all simulations of one run."""
 
 
 def most_running(config: Config) -> int:
@@ -49,7 +48,7 @@ def most_running(config: Config) -> int:
 
 
 def expected(config: Config, staleness: int, fewer: int | None = None, pace: Pace | None = None) -> Flow:
-    """The run as simulated with this bound on age; `fewer`: sequences a server with the same learner."""
+    """The run as simulated; `fewer`: sequences a server with the same learner."""
     batch, servers, most = config.batch, config.rollout.most_servers, most_running(config)
     scale = max(1.0, batch.groups * batch.samples / SIMULATED_SAMPLES)
     groups = max(1, round(batch.groups / scale))
@@ -65,10 +64,8 @@ def expected(config: Config, staleness: int, fewer: int | None = None, pace: Pac
 def simulate(
     groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int, pace: Pace
 ) -> Flow:
-    """A run of batches of `groups` x `samples`, with `num_places` on all `servers` together.
-
-    The unit of time is what one sequence adds to a step. Groups are admitted as `buffer.ledger` does it.
-    """
+    """`num_places` are on all `servers` together. The unit of time is what one sequence adds to a step. Groups are
+    admitted as `buffer.ledger` does it."""
     draw, mean = random.Random(0), MEAN_SHARE * longest
     now, steps, version, trained, done = 0.0, 0, 0, inf, 0
     running: list[tuple[int, int]] = []  # (step of the end, group)

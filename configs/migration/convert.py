@@ -1,7 +1,6 @@
 """`python -m configs --from FILE [--out RUN.yaml]`: writes a run file for settings of verl, TRL, EasyR1 or OpenRLHF.
 
-Prints the run file, or writes it to `--out`, and lists on stderr what has no counterpart. Exit code 2 for a file that
-cannot be read, or is none of these systems'.
+Lists on stderr what has no counterpart. Exit code 2 for a file that cannot be read, or is none of these systems'.
 """
 
 import sys
@@ -55,7 +54,6 @@ def main(file: Path, out: Path | None) -> int:
 
 
 def convert(file: Path) -> tuple[str, Draft]:
-    """The system whose settings `file` has, and the draft of a run file. Raises ConfigError."""
     given, draft = Given(read_settings(file)), Draft()
     name = next((name for name, system in SYSTEMS.items() if system.recognises(given)), None)
     if name is None:
@@ -93,7 +91,6 @@ def report(system: str, draft: Draft) -> list[str]:
 
 
 def write_new(out: Path, text: str) -> None:
-    """Write a file that is not there yet. Raises ConfigError."""
     try:
         with out.open("x", encoding="utf-8") as stream:
             stream.write(text)

@@ -13,19 +13,17 @@ from configs.data.sources import count_rows
 
 UNKNOWN = "no counterpart is known"
 HUB = re.compile(r"^[\w.-]+/[\w.-]+(@[\w.-]+)?$")
-"""A data set on the hub, `owner/name` or `owner/name@split`; a path to a file has a suffix."""
+"""A data set on the hub, `owner/name` or `owner/name@split`."""
 FILES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".gz")
 
 
 class Given:
-    """The settings of another system."""
-
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = dict(settings)
         self.used: set[str] = set()
 
     def take(self, *keys: str, default: Any = None) -> Any:
-        """The value of the first of `keys` that is there and not null, else `default`. All of them count as used."""
+        """The first of `keys` that is not null. All of them count as used."""
         self.used.update(keys)
         return next((self.settings[key] for key in keys if self.settings.get(key) is not None), default)
 
@@ -60,14 +58,13 @@ class Draft:
 
 
 def rename(given: Given, draft: Draft, table: Mapping[str, str]) -> None:
-    """Set the keys of `table` (theirs: ours) that are given, as they are."""
     for theirs, ours in table.items():
         draft.set(ours, given.take(theirs))
 
 
 def list_the_rest(given: Given, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """List every setting that nobody took. `reasons`: texts by key, or by the beginning of keys (`critic.`); a text
-    that begins with `=` makes a note, for a setting that needs no counterpart."""
+    """List every setting that nobody took. `reasons` are by key, or by the beginning of keys (`critic.`); a text that
+    begins with `=` makes a note, for a setting that needs no counterpart."""
     for key in given.left():
         reason = next((reasons[start] for start in _beginnings(key) if start in reasons), UNKNOWN)
         if reason.startswith("="):
@@ -83,7 +80,7 @@ def _beginnings(key: str) -> list[str]:
 
 
 def data_path(draft: Draft, key: str, value: Any, split: str = "train") -> Any:
-    """What `data.train` takes for a file, several files or a data set of the hub, which must be downloaded first."""
+    """A data set of the hub must be downloaded first."""
     if isinstance(value, list):
         paths = [data_path(draft, key, each, split) for each in value]
         return paths[0] if len(paths) == 1 else [{"path": path} for path in paths]
@@ -102,18 +99,14 @@ def run_name(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Steps:
-    """How a step of another system becomes versions.
-
-    A system generates for `prompts` prompts, then makes `updates` optimizer steps with them. A version is one optimizer
-    step: so a batch has the prompts of one update.
-    """
+    """Another system generates for `prompts` prompts, then makes `updates` optimizer steps with them. A version is one
+    optimizer step: so a batch has the prompts of one update."""
 
     prompts: int
     updates: int
 
 
 def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
-    """Set batch and staleness. `counted`: their keys and values, for people."""
     groups = max(1, steps.prompts // steps.updates)
     draft.set("batch.groups", groups)
     draft.set("batch.samples", samples)
@@ -128,7 +121,6 @@ def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
 
 
 def set_versions(draft: Draft, steps: int | None, epochs: Any, updates: int, rows: int | None, prompts: int) -> None:
-    """Set `run.versions` by a number of their steps, or by epochs of `rows` problems."""
     if steps and steps > 0:
         draft.set("run.versions", int(steps) * updates)
     elif epochs and rows:
@@ -153,7 +145,6 @@ def rows_of(draft: Draft) -> int | None:
 
 
 def set_every(given: Given, draft: Draft, updates: int, checkpoint: str, evaluation: str) -> None:
-    """Set how often checkpoints and evaluations come, by two of their keys, which count steps."""
     for theirs, ours in ((checkpoint, "learner.checkpoint_every"), (evaluation, "eval.every")):
         every = given.take(theirs, default=-1)
         draft.set(ours, every * updates if every > 0 else None)
@@ -162,7 +153,6 @@ def set_every(given: Given, draft: Draft, updates: int, checkpoint: str, evaluat
 
 
 def set_warmup(draft: Draft, key: str, ratio: float) -> None:
-    """Set the warm-up by its share of all versions, the value of `key`."""
     if versions := draft.tree.get("run", {}).get("versions"):
         draft.set("learner.warmup_versions", round(ratio * versions))
     elif ratio:
@@ -178,7 +168,7 @@ def set_schedule(draft: Draft, key: str, name: Any) -> None:
 
 
 def split_gpus(draft: Draft, gpus: int, nodes: int, tensor_parallel: int) -> None:
-    """Give half of the GPUs to the learner and half to the servers: here they do not share GPUs."""
+    """Here learner and servers do not share GPUs."""
     half = max(1, gpus // 2)
     servers = max(1, half // tensor_parallel)
     draft.set("learner.ranks", half)
@@ -203,7 +193,6 @@ def set_trackers(given: Any, draft: Draft) -> None:
 
 
 def set_sampling(given: Given, draft: Draft, prefix: str) -> None:
-    """Set the temperature, and list what changes the distribution that is sampled from."""
     temperature = given.take(f"{prefix}temperature")
     if temperature is not None and temperature > 0:
         draft.set("sampling.temperature", temperature)

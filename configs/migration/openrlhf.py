@@ -100,7 +100,6 @@ REASONS = {
     "runtime-env-json": "= cluster.ship and cluster.env",
     "no-wait": "= launch ends with the run",
 }
-"""Why settings have no counterpart; `=`: they need none."""
 
 
 def recognises(given: Given) -> bool:

@@ -17,7 +17,7 @@ from configs.load import ConfigError
 
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S.*)$")
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\}|([A-Za-z_]\w*))")
-"""`$NAME`, `${NAME}`, and with a default `${NAME:-1024}`, in which other variables may stand."""
+"""`$NAME`, `${NAME}`, and with a default `${NAME:-1024}`."""
 ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -34,7 +34,6 @@ Settings = dict[str, Any]
 
 
 def read_settings(file: Path) -> Settings:
-    """The settings in `file`, by its suffix; without a known one it is a shell script."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -65,8 +64,7 @@ def _flat(tree: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def from_shell(text: str, file: Path) -> Settings:
-    """`key=value` and `--key value` of the commands in a script. Variables of others stay as `${oc.env:NAME}`; `$((1024
-    * 2))` is computed."""
+    """`key=value` and `--key value` of the commands in a script. Variables of others stay as `${oc.env:NAME}`."""
     lines = re.sub(r"\\\r?\n", " ", text).splitlines()
     variables: dict[str, str] = {}
     found: Settings = {}
@@ -113,7 +111,6 @@ def _substituted(word: str, variables: dict[str, str]) -> str:
 
 
 def _computed(match: re.Match[str], variables: dict[str, str]) -> str:
-    """The value of `$((...))`, or its text where it holds more than whole numbers and the script's own variables."""
     text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: variables.get(name[1], name[0]), match[1])
     try:
         return str(_whole(ast.parse(text.strip(), mode="eval").body))
@@ -137,7 +134,7 @@ def _hydra(text: str) -> Any:
 
 
 def number(value: Any) -> Any:
-    """`value` as a number, truth value or None if its text is one: YAML leaves `1e-6` text."""
+    """YAML leaves `1e-6` text."""
     if not isinstance(value, str):
         return value
     words = {"true": True, "false": False, "null": None, "none": None}
@@ -152,7 +149,6 @@ def number(value: Any) -> Any:
 
 
 def from_python(text: str, file: Path) -> Settings:
-    """Literal arguments of TRL's calls in a script, which is parsed and never run."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:

@@ -89,7 +89,7 @@ REASONS = {
     "model_init_kwargs": "the model is built in model.dtype with learner.attention",
     "dataset_config": "= downloaded with the data set",
 }
-"""Why settings have no counterpart; `=`: they need none."""
+"""With `=`: settings that need no counterpart."""
 
 
 def recognises(given: Given) -> bool:

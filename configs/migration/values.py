@@ -1,4 +1,4 @@
-"""The critic of another system's PPO, as `algorithm.advantage: gae` and `algorithm.critic`.
+"""The critic of another system's PPO, as `algorithm.critic`.
 
 Their lambda and gamma are over tokens, ours over turns: both are the same where they are 1.
 """
@@ -8,9 +8,7 @@ from typing import NamedTuple
 from configs.migration.draft import Draft, Given
 
 GAE = "gae"
-"""The name of the estimator, there and here."""
 SHARED = "= the critic is sharded, packed, clipped and saved with the keys of learner"
-"""Reason for settings of a critic that have no key of their own here."""
 
 UNUSED = "= it is for a critic, which only algorithm.advantage: gae has"
 
@@ -26,7 +24,7 @@ class CriticNames(NamedTuple):
 
 
 def set_critic(given: Given, draft: Draft, names: CriticNames, updates: int) -> None:
-    """Set the keys of `algorithm.critic`. `updates`: versions of one of their steps."""
+    """`updates`: versions of one of their steps."""
     draft.set("algorithm.advantage", GAE)
     draft.set("algorithm.critic.learning_rate", given.take(names.lr, default=names.lr_default))
     draft.note("PPO with a critic is algorithm.loss: ppo with algorithm.advantage: gae, see docs/critic.md")

@@ -107,7 +107,6 @@ REASONS = {
     "trainer.balance_batch": "= parts are always balanced by tokens",
     "ray_kwargs.": "= cluster.address names a Ray cluster",
 }
-"""Why settings have no counterpart; `=`: they need none."""
 
 
 def recognises(settings: Given) -> bool:

@@ -1,7 +1,7 @@
 """What Headrace needs of a library, symbol by symbol, and the judgement of a release by it.
 
-`moved` compares needs with the source of a release (`source.py`). `rewritten` names functions whose body Headrace's own
-code follows or replaces, and which differ between two releases: somebody has to read them.
+`rewritten` shows functions whose body Headrace's own code follows or replaces, and which differ between two releases:
+somebody has to read them.
 """
 
 import ast
@@ -21,14 +21,13 @@ class Need:
     """
 
     path: str
-    """The module, and a name in it."""
     why: str
     has: str = ""
-    """Attributes that are read or set: `a|b` means either, `a?` means only where it exists."""
+    """Attributes: `a|b` means either, `a?` means only where it exists."""
     calls: tuple[str, ...] = ()
-    """How Headrace calls a method, or the symbol itself: parameters in order, then `name=...` for those by name."""
+    """Calls of a method, or of the symbol itself: parameters in order, then `name=...` for those by name."""
     replaces: tuple[str, ...] = ()
-    """Methods that Headrace overrides or replaces, with all parameters; a last `...` stands for any others."""
+    """Methods that Headrace overrides, with all parameters; a last `...` stands for any others."""
     implements: str = ""
     """Methods that a base class of Headrace's own leaves abstract; `a?` means only where it exists."""
     follows: str = ""
@@ -41,8 +40,7 @@ class Need:
 
 
 def moved(needs: Iterable[Need], source: Source) -> Iterator[str]:
-    """Yield a line for each need that the release does not meet, such as `vllm.v1.request.Request has no num_tokens
-    (...)`."""
+    """Yield a line for each need that the release does not meet."""
     for need in needs:
         found = source.find(need.path)
         if not need.concerns(source):
@@ -75,7 +73,6 @@ def problems(need: Need, found: Found, source: Source) -> Iterator[str]:
 
 
 def differences(form: str, need: Need, found: Found, source: Source, exact: bool) -> Iterator[str]:
-    """Yield how a function differs from the form in which Headrace calls it, or, if `exact`, replaces it."""
     call = ast.parse(form, mode="eval").body
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     name, itself = call.func.id, call.func.id == need.path.rpartition(".")[2]
@@ -105,7 +102,7 @@ def unequal(
 
 
 def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[str]:
-    """Yield a unified diff of each function that Headrace follows or replaces and that differs between two releases."""
+    """Yield a unified diff of each function that Headrace follows or replaces and that differs."""
     for need in needs:
         for name in dict.fromkeys([*need.follows.split(), *(form.partition("(")[0] for form in need.replaces)]):
             path = need.path if name == need.path.rpartition(".")[2] else f"{need.path}.{name}"

@@ -1,7 +1,6 @@
 """What Headrace leans on in transformers beyond its plain interface.
 
-The learner registers attentions of its own, calls the parts of vision-language models one by one and replaces the
-routers of experts (`learner/model/`). Whoever leans on more adds it here. `make next-vllm` judges a release by it.
+Whoever leans on more adds it here. `make next-vllm` judges a release by it.
 """
 
 from functools import cache
@@ -11,11 +10,10 @@ from configs.releases.needs import Need
 from configs.releases.source import Source
 
 OLDEST, NEWEST_RUN, NEWEST_READ = "5.5.3", "5.19", "5.22"
-"""Releases from the first to the second were run; the third was judged from its wheel only."""
+"""The third was judged from its wheel only, the others were run."""
 REMEDY = f"install a transformers that was run, {OLDEST} to {NEWEST_RUN}"
 MODELING = "transformers.models"
 ROW = "transformers' decoders take a packed row"
-"""Why the forward passes of decoders are listed."""
 DECODER = "forward(input_ids, attention_mask, position_ids, ..., inputs_embeds=..., use_cache=...)"
 
 NEEDS = (

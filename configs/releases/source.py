@@ -1,7 +1,6 @@
 """Reads the source of a library's release without importing it: from an installed package, a folder or a wheel.
 
-`Source` finds definitions by their dotted names. It follows imports between the library's own modules, and base classes
-in them.
+It follows imports between the library's own modules, and base classes in them.
 """
 
 import ast
@@ -35,7 +34,7 @@ class Parameters:
 
 
 class Source:
-    """The Python files of one release. `root` is the folder that holds the package, or a wheel."""
+    """The Python files of one release. `root` holds the package."""
 
     def __init__(self, root: Path | zipfile.Path, package: str, number: str = "") -> None:
         self.root, self.package, self.number = root, package, number
@@ -43,7 +42,6 @@ class Source:
 
     @classmethod
     def installed(cls, package: str, *distributions: str) -> "Source | None":
-        """The installed package; None if it is not installed. `distributions` may have installed it."""
         found = find_spec(package)
         if found is None or found.origin is None:
             return None
@@ -53,7 +51,7 @@ class Source:
 
     @classmethod
     def of_wheel(cls, wheel: Path, package: str) -> "Source":
-        """The package in a wheel, which is not unpacked. Raises ValueError."""
+        """The wheel is not unpacked. Raises ValueError."""
         if not zipfile.is_zipfile(wheel):
             raise ValueError(f"{wheel}: not a wheel")
         source = cls(zipfile.Path(wheel), package, wheel.name.split("-")[1] if "-" in wheel.name else "")
@@ -62,7 +60,6 @@ class Source:
         return source
 
     def tree(self, module: str) -> ast.Module | None:
-        """The parsed module; None if there is no such file."""
         if module not in self._trees:
             parts = module.split(".")
             files = (self.root.joinpath(*parts[:-1], f"{parts[-1]}.py"), self.root.joinpath(*parts, "__init__.py"))
@@ -74,7 +71,7 @@ class Source:
         return self.root.joinpath(*module.split("."), "__init__.py").is_file()
 
     def find(self, path: str) -> Found | None:
-        """The definition of `module.Name`, `module.Class.method` or `module`; None if there is none."""
+        """The definition of `module.Name`, `module.Class.method` or `module`."""
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             module, names = ".".join(parts[:length]), parts[length:]
@@ -88,7 +85,7 @@ class Source:
         return None
 
     def member(self, owner: Found, name: str) -> Found | None:
-        """A name that a module or a class defines or imports, or that a class inherits."""
+        """A name that a module or a class defines, imports or inherits."""
         if isinstance(owner.node, ast.ClassDef):
             for each in self.ancestry(owner):
                 if (node := last(each.node, name)) is not None:
@@ -114,7 +111,6 @@ class Source:
         return None
 
     def _home(self, module: str, statement: ast.ImportFrom) -> str:
-        """The absolute name of the module that a statement in `module` imports from."""
         if not statement.level:
             return statement.module or ""
         parts = module.split(".") if self.is_package(module) else module.split(".")[:-1]
@@ -150,7 +146,6 @@ class Source:
         return found
 
     def parameters(self, found: Found) -> Parameters | None:
-        """Parameters of a function, or of a class's constructor; None of anything else."""
         if isinstance(found.node, FUNCTIONS):
             return parameters_of(found.node)
         if not isinstance(found.node, ast.ClassDef):
@@ -163,7 +158,7 @@ class Source:
         return Parameters(tuple(fields), frozenset(fields), required, False, False)
 
     def fields(self, owner: Found) -> dict[str, bool]:
-        """Annotated fields of a dataclass, a pydantic model or a msgspec structure, and whether each is required."""
+        """Fields of a dataclass, a pydantic model or a msgspec structure, and whether each is required."""
         fields: dict[str, bool] = {}
         for each in reversed([*self.ancestry(owner)]):
             assert isinstance(each.node, ast.ClassDef)
@@ -182,7 +177,7 @@ def has_version(distribution: str) -> bool:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """The statements of a module's or a class's body, also those under `if`, `try` and `with`."""
+    """Statements of a body, also those under `if`, `try` and `with`."""
     for field in ("body", "orelse", "handlers", "finalbody"):
         for node in getattr(tree, field, ()):
             if isinstance(node, ast.stmt):
@@ -203,7 +198,7 @@ def names_of(node: ast.stmt) -> Iterator[str]:
 
 
 def last(tree: ast.AST, name: str) -> Definition | None:
-    """The last definition of a name in a body: overloads and branches come before it."""
+    """Overloads and branches come before the last definition."""
     found = None
     for node in statements(tree):
         if name in names_of(node) and isinstance(node, ast.ClassDef | ast.Assign | ast.AnnAssign | FUNCTIONS):
