@@ -1,6 +1,6 @@
 """Finds what in a model's config.json prevents exact training, and how many positions the model has.
 
-Reads config.json as transformers 4 or 5 writes it. `learner/model/exactness.py` tries what only the built model shows.
+`learner/model/exactness.py` tries what only the built model shows.
 """
 
 import json
@@ -21,8 +21,8 @@ LAYER_TYPES = (
     *("linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"),
     *("mlp", "moe"),
 )
-"""Types of layers whose documents in a packed row the learner keeps apart: attention, layers that keep a state
-(`learner/model/state.py`), and layers that see one token at a time."""
+"""The learner keeps documents apart in attention, in layers that keep a state (`learner/model/state.py`), and in layers
+that see one token at a time."""
 QUANTISED = ("quantization_config", "compression_config")
 """The second is of early compressed-tensors."""
 LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
@@ -36,7 +36,7 @@ SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("vocab_size", "max_position_embeddings", "num_experts_per_tok", "decoder_sparse_step"),
 )
-"""Keys whose values are whole numbers or null."""
+"""Whole numbers or null."""
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 """In transformers 5 and 4."""
 
@@ -47,13 +47,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def trains_text_alone(config: Mapping[str, Any], wanted: bool = False) -> bool:
-    """Whether only the text model of this multimodal model is trained. `wanted`: `model.text_alone`."""
+    """Whether only the text model of a multimodal model is trained. `wanted`: `model.text_alone`."""
     seen = config.get("vision_config") is not None  # early files of Qwen2-VL nest their tower alone
     return (seen or text_config(config) is not config) and (wanted or config.get("model_type") not in SEEING)
 
 
 def reads_images(config: Mapping[str, Any], text_alone: bool = False) -> bool:
-    """Whether images are trained. `text_alone`: `model.text_alone`."""
     return config.get("model_type") in SEEING and not text_alone
 
 
@@ -62,7 +61,7 @@ def is_proven(config: Mapping[str, Any]) -> bool:
 
 
 def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the learner would not train the model exactly, with remedies."""
+    """Yield why the learner would not train the model exactly."""
     text = text_config(config)
     if wrong := list(malformed(text)):
         yield from wrong
@@ -86,7 +85,6 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def malformed(text: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each size of a text config that is no number."""
     remedy = "correct it or download the model again"
     for key in SIZES:
         if text.get(key) is not None and type(text[key]) is not int:
@@ -111,7 +109,7 @@ def _not_generative(config: Mapping[str, Any], text: Mapping[str, Any]) -> Itera
 
 
 def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary embeddings of a text config: one, or one for each type of layer."""
+    """Yield one rotary embedding, or one for each type of layer."""
     for key in ROPE_KEYS:
         given = config.get(key)
         if isinstance(given, Mapping) and given:
@@ -124,11 +122,8 @@ def rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def usable_positions(config: Mapping[str, Any]) -> int | None:
-    """Longest sample that vLLM serves.
-
-    vLLM multiplies `max_position_embeddings` by the rotary embedding's factor, except for FINAL and for Gemma 3, whose
-    config has the product already.
-    """
+    """vLLM multiplies `max_position_embeddings` by the rotary embedding's factor, except for FINAL and for Gemma 3,
+    whose config has the product already."""
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int):
         return None

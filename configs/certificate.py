@@ -21,7 +21,7 @@ class Check(BaseModel):
     limit: float | None = None
     unit: str = ""
     fault: str = ""
-    """Why it does not hold, with the type of the layer at fault; empty if it holds."""
+    """Why it does not hold, with the type of the layer at fault."""
     note: str = ""
     """Why nothing was compared, or with what."""
 
@@ -52,13 +52,12 @@ class Certificate(BaseModel):
     copy_of: str = ""
     """The small copy that was compared: `2 layers, hidden size 256, 0.2 M parameters`."""
     key: str = ""
-    """Digest of all that the result depends on: config.json, software and code."""
+    """Digest of config.json, software and code."""
     versions: dict[str, str] = {}
     date: str = ""
     device: str = "cpu"
     seconds: float = 0.0
     refused: str = ""
-    """Why the model is not trained at all."""
     remedy: str = ""
     checks: tuple[Check, ...] = ()
 
@@ -74,7 +73,6 @@ class Certificate(BaseModel):
         return not self.faults
 
     def summary(self) -> str:
-        """`certificate: 11 of 11 comparisons of qwen2 hold (2026-11-27, cpu, ...)`"""
         done = [check for check in self.checks if check.verdict != "not compared"]
         software = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         when = f"({', '.join(filter(None, (self.date, self.device, software)))})"

@@ -1,4 +1,4 @@
-"""Which checkpoints a run's folder has, and whether their files are those that were written. Reads only.
+"""Which checkpoints a run's folder has, and whether their files are those that were written.
 
 A manifest is written last and makes a folder a checkpoint. It names all files with their sizes and CRC32C, and has a
 CRC32C of itself; manifests of earlier releases have sizes alone.
@@ -19,15 +19,15 @@ SUMS, OWN_SUM = "crc32c", "manifest_crc32c"
 """CRC32C of each file, and of the manifest without this key."""
 CHUNK_BYTES = 1 << 20
 REPLACED, DAMAGED = ".old", ".damaged"
-"""Of a folder while another one takes its place, and once its files were found damaged."""
+"""Endings of folders while another checkpoint takes their place, and once files were found damaged."""
 
 
 class Listed(NamedTuple):
-    """The files of a checkpoint, by their paths in it."""
+    """Sizes and sums of files by their paths in the checkpoint."""
 
     sizes: Mapping[str, int]
     sums: Mapping[str, int]
-    """CRC32C; empty for an earlier release."""
+    """Empty for an earlier release."""
 
 
 def folder_of(folder: Path, version: int) -> Path:
@@ -43,7 +43,7 @@ def crc32c_of(file: Path) -> int:
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises OSError or ValueError."""
+    """Raises OSError or ValueError."""
     manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(manifest, dict):
         raise ValueError(f"a map is needed, and this is a {type(manifest).__name__}")
@@ -62,7 +62,7 @@ def sum_of(manifest: Mapping[str, Any]) -> int:
 
 
 def listed(checkpoint: Path) -> Listed:
-    """The files of a checkpoint. Raises OSError or ValueError."""
+    """Raises OSError or ValueError."""
     manifest = manifest_of(checkpoint)
     sizes = manifest.get("files", manifest)  # an earlier release wrote the files alone
     if not isinstance(sizes, dict):
@@ -101,7 +101,7 @@ def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
 
 
 def complete(folder: Path) -> list[int]:
-    """Versions of the complete checkpoints, oldest first."""
+    """Oldest first."""
     return sorted(version for version, path in _found(folder).items() if fault(path) is None)
 
 

@@ -1,8 +1,7 @@
 """Refuses a run file whose keys contradict each other or the machine, before any process starts.
 
-A rule yields lines: the key and the other key with their values, and the remedy. `check` runs all rules, so that one
-call reports everything. No package judges the run file a second time, except where torch, a GPU, the model or vLLM is
-needed to know.
+A rule yields lines: the key and the other key with their values, and the remedy. No package judges the run file a
+second time, except where torch, a GPU, the model or vLLM is needed to know.
 """
 
 import ast
@@ -27,11 +26,11 @@ from configs.schema import NO_REWARD, Config
 
 OWN_RAY = "local"
 TOKEN_BYTES = 13
-"""Of a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
+"""int32 token, uint8 sampled, float32 log-probability, int32 version."""
 TEACHER_BYTES = 4
-"""With a teacher: its float32 log-probability."""
+"""float32 log-probability."""
 TOP_BYTES = 8
-"""For each of `teacher.top_k` at a sampled token: int32 token and float32 log-probability."""
+"""Per sampled token for each of `teacher.top_k`: int32 token and float32 log-probability."""
 
 WEIGHTS = "model.path: weights"
 """A server does not read the weights if whole policies are pushed to it."""
@@ -57,7 +56,7 @@ REWARDS = (
 BUILT_IN = {"reward.function": REWARDS, "rollout.task": ("single_turn", "agent", "environment")}
 """Names in registries of `rollout`, which this package may not import."""
 DEFINING = {"__getattr__", "exec", "globals", "setattr", "vars"}
-"""Names with which a file may define functions that its text does not show."""
+"""A file may define functions with these that its text does not show."""
 
 TEMPLATE_WORDS = ("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize")
 
@@ -85,7 +84,7 @@ ENGINE_KEYS_SET = (
         "language_model_only",
     ),
 )
-"""Engine arguments that Headrace sets itself, or whose place it uses."""
+"""Headrace sets these itself, or uses their place."""
 
 LORA_ENGINE_KEYS = (
     *("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "lora_dtype", "default_mm_loras"),
@@ -95,7 +94,7 @@ LORA_ENGINE_KEYS = (
 REWARD_KEYS = {"model", "runner", "host", "port", "middleware"}
 
 EXPERT_MODELS = ("qwen3_moe",)
-"""Models with experts that the learner is known to train, and servers to load, right."""
+"""The learner is known to train these right, and servers to load them."""
 EXPERTS_ON_CPU = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe")
 """Servers on a CPU were seen to load these right. On a GPU no reload was compared."""
 EXPERT_KERNELS = ("auto", "triton")
@@ -113,7 +112,7 @@ def check(
 ) -> None:
     """Raise ConfigError with every contradiction.
 
-    `problems`: rows of data.train. `files`: keys whose files must be on this machine. `further`: lines of the caller.
+    `problems`: rows of data.train. `files`: keys whose files must be on this machine.
     """
     refuse_sft(config)
     refuse_paths(config)
@@ -138,8 +137,8 @@ def refuse_sft(config: Config) -> None:
 
 
 def refuse_paths(config: Config) -> None:
-    """Raise ConfigError for paths that the system cannot look at: too long, forbidden, links in a circle. Rules that
-    look for files may then rely on an answer."""
+    """Raise ConfigError for paths that the system cannot look at. Rules that look for files may then rely on an
+    answer."""
     lines = [f"{key}: {line}" for key, path in _paths(config) if path and (line := _unusable(path))]
     if lines := lines or [*_no_folder(config)]:
         raise ConfigError(lines)
@@ -178,7 +177,6 @@ def _unusable(path: Path | str) -> str:
 
 
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
-    """`check` for supervised fine-tuning. `rows`: those of data.train."""
     refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
@@ -191,7 +189,7 @@ def check_sft(config: Config, *, rows: int | None = None, files: Collection[str]
 
 
 def _variables(config: Config) -> list[str]:
-    """The nodes of a cluster have interfaces of their own."""
+    """The nodes of a cluster have their own interfaces."""
     return variables.problems(os.environ, interfaces=not cluster_of(config), own_ray=starts_ray(config))
 
 
@@ -222,7 +220,6 @@ def _address(config: Config) -> str:
 
 
 def own_hosts(config: Config) -> list[str]:
-    """Hosts that are never reached through a proxy."""
     given = [config.buffer.host or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
     given += [config.teacher.host] if config.teacher.served else []
@@ -230,7 +227,7 @@ def own_hosts(config: Config) -> list[str]:
 
 
 def max_sample_tokens(config: Config) -> int:
-    """Tokens of the longest sample or row. Your own task may fill `rollout.max_sample_tokens`, or else the engine."""
+    """Your own task may fill `rollout.max_sample_tokens`, or else the engine."""
     if config.sft.rows is not None:
         return sft.longest(config)
     turn, held = config.data.max_prompt_tokens + config.sampling.max_tokens, config.rollout.engine.get("max_model_len")
@@ -239,7 +236,7 @@ def max_sample_tokens(config: Config) -> int:
 
 
 def max_group_bytes(config: Config) -> int:
-    """Bytes of the largest possible group, as stored and sent."""
+    """As stored and sent."""
     routes = model_facts(config.model.path).route_bytes if config.rollout.routing_replay else 0
     taught = TEACHER_BYTES + TOP_BYTES * (config.teacher.top_k or 0) if config.teacher.teachers else 0
     return config.batch.samples * _stored_tokens(config) * (TOKEN_BYTES + routes + taught)
@@ -250,7 +247,7 @@ def _stored_tokens(config: Config) -> int:
 
 
 def max_episode_tokens(config: Config) -> int:
-    """Tokens of the longest episode that sends messages, over all its segments."""
+    """Over all segments."""
     return config.rollout.chat.max_tokens or 4 * max_sample_tokens(config)
 
 

@@ -13,7 +13,7 @@ REMEDY = "set it to a number that does, or to 1"
 
 
 def parts_of(learner: LearnerConfig) -> int:
-    """Parts of a batch: one for each group of ranks that share their rows."""
+    """One part of a batch for each group of ranks that share their rows."""
     return max(1, learner.ranks // learner.context_parallel)
 
 
@@ -34,7 +34,7 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def why_not(queries: int, keys: int, size: int) -> str:
-    """Why `size` ranks cannot share so many heads of queries and of keys; empty if they can."""
+    """Why `size` ranks cannot share so many heads; empty if they can."""
     if queries % size:
         return f"{size} does not divide the {queries} attention heads"
     if keys % size and size % keys:

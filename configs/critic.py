@@ -9,7 +9,7 @@ GAE = "gae"
 WHOLE_SAMPLE_LOSSES = ("topr",)
 """These weight a sample by the sign of its one advantage."""
 STATE_BYTES = 12
-"""Bytes of a parameter between steps and in a checkpoint: weight and two moments in float32."""
+"""Weight and two moments of a parameter in float32."""
 
 
 def keeps_critic(config: Config) -> bool:
@@ -43,7 +43,6 @@ def _steps(config: Config, critic: CriticConfig) -> Iterator[str]:
 
 
 def _unproven(config: Config) -> Iterator[str]:
-    """Yield what no test has shown to be right with a critic."""
     facts, key, without = facts_of(config.model), "algorithm.advantage: gae", "take another advantage"
     if config.model.lora is not None:
         yield f"{key} with model.lora: a critic is trained in full, beside full weights alone; {without} or lora: null"

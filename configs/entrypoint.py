@@ -33,24 +33,24 @@ ENDINGS = {"versions": DONE, "data": DATA_ENDED, "failed": GIVEN_UP}
 PROCESS_NAME = re.compile(r"[A-Za-z0-9._-]+")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PARENT = "HEADRACE_PARENT"
-"""Of a child: the id of its parent, whose death it must not survive."""
+"""A child must not survive the process with this id, which started it."""
 PROGRESS = "HEADRACE_PROGRESS"
-"""Of a kept process: the file it makes at its first progress."""
+"""A kept process makes this file at its first progress."""
 NOTICE = "HEADRACE_NOTICE"
-"""Of a kept process: the file in which its keeper says how many seconds a drain may take."""
+"""In this file its keeper says how many seconds a drain may take."""
 ABOVE = "HEADRACE_ABOVE"
-"""Of a process whose signals come from a process above it, which forces it with FORCING: the launcher below its front
-process, a kept process below its keeper, a rank below its node's learner."""
+"""Set if signals come from a process above, which forces with FORCING: the launcher below its front process, a kept
+process below its keeper, a rank below its node's learner."""
 FORCING = signal.SIGQUIT
 TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 
 
 def configure_logging(tag: str = "") -> None:
-    """Log to stderr from INFO on, a record a line; `tag` is such as `[3]` for rank 3."""
+    """Log to stderr from INFO on; `tag` is such as `[3]` for rank 3."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
     handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"))
-    # huggingface_hub and others name a logger by its file and write there where they have saved something
+    # huggingface_hub names a logger by its file and writes there where it has saved something
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or "/" not in record.name)
     handler.addFilter(FloodFilter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -77,19 +77,19 @@ def process_name(text: str) -> str:
 
 
 def quiet_hub() -> None:
-    """Silence the hub's client, which logs each try: this command's own line has the last one."""
+    """The hub's client logs each try; this command's own line has the last one."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when the client is imported
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
     """Split the values of the command's own `flags` from run files and overrides: `models={"nargs": "+"}` takes
-    `--models A B`. A flag without its value ends the process with exit code 2."""
+    `--models A B`."""
     parser = CommandParser(prog, add_help=False)
     own = {f"--{name.replace('_', '-')}": options for name, options in flags.items()}
     for flag, options in own.items():
         parser.add_argument(flag, **options)
-    # argparse takes an unknown --key=value for a value if there is a space in it: spaces are NUL meanwhile
+    # argparse takes an unknown --key=value with a space in it for a value: spaces are NUL meanwhile
     foreign = {word: word.replace(" ", "\0") for word in argv if word[:2] == "--" and word.partition("=")[0] not in own}
     values, rest = parser.parse_known_args([foreign.get(word, word) for word in argv])
     return values, [word.replace("\0", " ") for word in rest]
@@ -99,11 +99,8 @@ class StopSignals:
     """SIGINT and SIGTERM inside a `with`: the first calls `drain(number)`, each later one `force(number)`.
 
     Handlers run in the event loop if one is running, else in the main thread between two bytecodes, where they must not
-    print.
-
-    Slurm, systemd and others send SIGTERM to all processes of a job at once. A process below another one then gets it
-    twice, directly and forwarded. It counts both as one, and only FORCING forces it. `last`: other processes need this
-    one until they have ended, so it waits for the signal of its keeper, which first leaves a notice.
+    print. A process below another one gets a scheduler's SIGTERM twice, directly and forwarded: it counts both as one.
+    `last`: other processes need this one until they have ended, so it waits until its keeper leaves a notice.
     """
 
     def __init__(
@@ -159,7 +156,7 @@ def blocked(*numbers: int) -> Iterator[None]:
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None once `stop` is set. Unfinished work has then been cancelled."""
+    """The result of `work`; None once `stop` is set, which cancels `work`."""
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when="FIRST_COMPLETED")
@@ -176,10 +173,8 @@ def end_at_once(number: int) -> NoReturn:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGKILL to this process when its parent dies, if the parent has set PARENT.
-
-    The kernel means the thread that started this process, so that thread must last.
-    """
+    """Have the kernel send SIGKILL to this process when the thread that started it ends, if the parent has set
+    PARENT."""
     parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
     if parent is None or sys.platform != "linux":
         return
@@ -191,8 +186,7 @@ def die_with_parent() -> None:
 
 
 def tie_children() -> None:
-    """Have every process that multiprocessing starts below this one die with its own parent, vLLM's engine and workers
-    too.
+    """Have every process that multiprocessing starts below this one, vLLM's too, die with its own parent.
 
     A spawned process gets the call in its command line, because it imports Headrace only when its parent may be long
     dead.
@@ -212,14 +206,14 @@ def tie_children() -> None:
 
 @cache
 def made_progress() -> None:
-    """Show the keeper, if any, that the next failure counts as a first."""
+    """The next failure counts as a first for the keeper."""
     if file := os.environ.get(PROGRESS):
         with contextlib.suppress(OSError):
             Path(file).touch()
 
 
 def notice_s() -> float | None:
-    """Seconds that the keeper's notice gives this process from SIGTERM to SIGKILL."""
+    """Seconds that the keeper gives this process from SIGTERM to SIGKILL."""
     with contextlib.suppress(OSError, ValueError):
         return float(Path(os.environ.get(NOTICE, "")).read_text(encoding="utf-8"))
     return None
@@ -231,10 +225,7 @@ def _log_thread(log: logging.Logger, failed: threading.ExceptHookArgs) -> None:
 
 
 def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_rank: bool = False) -> NoReturn:
-    """Call `main(sys.argv[1:])` and end the process with its exit code, whatever threads still run.
-
-    `is_rank`: keep variables that make this process a rank.
-    """
+    """End the process with the exit code of `main(sys.argv[1:])`, whatever threads still run."""
     variables.prepare(is_rank)
     threading.excepthook = partial(_log_thread, log)
     try:

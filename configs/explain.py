@@ -32,14 +32,13 @@ MIXTURES = {
 }
 USUAL_GPU_BYTES = 80 * 10**9
 AS_FAST = 0.96
-"""Share of the versions from which on fewer sequences are as fast: simulations differ by that much."""
+"""Simulations differ by as much."""
 
 
 def explain(
     config: Config, problems: int | None = None, gpu_bytes: int | None = None, card: str = "as this machine's"
 ) -> list[str]:
-    """The run in lines. `problems`: rows in data.train; `gpu_bytes`: memory of a GPU that serves, which `card`
-    describes."""
+    """`problems`: rows in data.train; `gpu_bytes`: memory of a GPU that serves, which `card` describes."""
     room = kv_room(config, gpu_bytes, card)
     most = most_running(config) if room.sequences is None else max(1, min(most_running(config), room.sequences))
     flow = expected(config, admitted_staleness(config), most)
@@ -60,7 +59,6 @@ def explain(
 
 
 def disk_bytes(config: Config) -> int | None:
-    """Disk that the checkpoints of a run fill, one being written included."""
     parameters = facts_of(config.model).saved_parameters(config.model)
     return None if parameters is None else parameters * (_kept(config) * _each(config) + _last_export(config))
 
@@ -229,7 +227,7 @@ def _publishing(config: Config, gpu_bytes: int) -> Iterator[str]:
 
 
 def _kept(config: Config) -> int:
-    """Most checkpoints on disk at once, one being written among them."""
+    """One being written is among them."""
     learner, versions = config.learner, config.run.versions
     every = versions // learner.keep_every if learner.keep_every else 0
     written = ceil(versions / learner.checkpoint_every) + every
@@ -237,13 +235,13 @@ def _kept(config: Config) -> int:
 
 
 def _each(config: Config) -> int:
-    """Bytes per parameter of a checkpoint; each has an export at worst, or else only the last."""
+    """Each checkpoint has an export at worst, or else only the last."""
     critic = STATE_BYTES * keeps_critic(config)
     return checkpoint_bytes(1, config.model, bool(config.learner.export_every)) + critic
 
 
 def _last_export(config: Config) -> int:
-    """Bytes per parameter of the last export, which may be written to a checkpoint that is complete."""
+    """The last export may be written to a checkpoint that is complete."""
     return checkpoint_bytes(1, config.model, True) - checkpoint_bytes(1, config.model, False)
 
 
@@ -292,7 +290,7 @@ def _notes_on_flow(config: Config, problems: int | None, flow: Flow, runs: int) 
 
 
 def _as_fast(config: Config, flow: Flow, runs: int) -> int | None:
-    """The fewest sequences a server that make as many versions as `flow`."""
+    """The fewest sequences that make as many versions as `flow`."""
     each, staleness = flow.running / config.rollout.most_servers, admitted_staleness(config)
     tried = (max(1, round(share * each / 16)) * 16 for share in (0.75, 1, 1.25, 1.5))
     fewer = (number for number in tried if number < runs)

@@ -1,6 +1,6 @@
 """Every key of the run file in words: type, default, meaning, and the key that a misspelt one was meant to be.
 
-Derived from the JSON schema of `schema.Config`, so it cannot differ from what is validated.
+Derived from the JSON schema of `schema.Config`.
 """
 
 import difflib
@@ -33,7 +33,7 @@ RENAMED_KEYS = {"weights.deadline_s": "weights.timeout_s", "rollout.groups_in_fl
 """Old keys, accepted with a warning."""
 
 FACTORS = {"rollout.groups_in_flight": "batch.samples"}
-"""The value of such an old key times that of another key is the new one's."""
+"""The value of such an old key is to be multiplied by that of another key."""
 
 ELSEWHERE = {
     "eval_files": "data.eval",
@@ -91,10 +91,7 @@ TYPES = {"boolean": "true or false", "null": "null", "object": "a map"}
 
 
 class Key(NamedTuple):
-    """A key of the run file.
-
-    Example: `Key("batch.groups", "a whole number >= 1", "32", False, "Groups in a batch.")`
-    """
+    """`Key("batch.groups", "a whole number >= 1", "32", False, "Groups in a batch.")`"""
 
     name: str
     type: str
@@ -105,7 +102,7 @@ class Key(NamedTuple):
 
 @cache
 def keys() -> dict[str, Key]:
-    """All keys by dotted name, in the order of the schema."""
+    """By dotted name, in the order of the schema."""
     schema = Config.model_json_schema()
     table: dict[str, Key] = {}
     forms = schema["$defs"]
@@ -138,7 +135,7 @@ def _entries(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def key_of(place: Sequence[int | str]) -> str:
-    """The key that holds `place`, else section and key: `["data", "eval", "aime", "k", 0]` -> `data.eval.NAME.k`"""
+    """The key that holds `place`: `["data", "eval", "aime", "k", 0]` -> `data.eval.NAME.k`"""
     parts = [str(part) for part in place]
     for end in range(len(parts), 1, -1):
         for each in (parts[:end], [*parts[:2], NAME, *parts[3:end]]):
@@ -157,7 +154,7 @@ def show(value: Any) -> str:
 
 
 def suggest(wrong: str) -> str:
-    """The remedy for an unknown key, e.g. `did you mean learner.lr?`"""
+    """Such as `did you mean learner.lr?`"""
     above, _, leaf = wrong.rpartition(".")
     section = f"{above.rpartition('.')[0]}.{NAME}" if above.count(".") == 2 else above
     names = list(keys())
@@ -197,7 +194,7 @@ def _without_groups(names: Iterable[str]) -> Iterator[str]:
 
 
 def text(width: int, only: str = "") -> str:
-    """Every key, or those of section `only`, with type, default and meaning. Raises ValueError."""
+    """Raises ValueError for a section that is none."""
     if only and only not in sections():
         raise ValueError(f"{only}: no section of the run file; the sections are {', '.join(sections())}")
     lines = []
@@ -218,7 +215,7 @@ def _wrap(words: str, width: int, indent: str) -> list[str]:
 
 
 def _type(schema: dict[str, Any], forms: dict[str, Any]) -> str:
-    """A JSON schema in words, e.g. `a whole number >= 1 or null`."""
+    """Such as `a whole number >= 1 or null`."""
     if "$ref" in schema:
         return f"a map of {', '.join(forms[schema['$ref'].rpartition('/')[2]]['properties'])}"
     if "anyOf" in schema:

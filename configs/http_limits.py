@@ -1,7 +1,6 @@
 """Limits and headers of the HTTP servers: the door of a rollout server and the live page of a run.
 
-aiohttp bounds a request's head and the time for it. This module adds a limit of connections, a check of names, and
-headers for browsers.
+aiohttp itself bounds a request's head and the time for it.
 """
 
 import asyncio
@@ -14,12 +13,11 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 HEADER_S = 75.0
-"""For the head of a request: longer than a gateway keeps a connection idle."""
+"""A gateway keeps a connection idle for a shorter time."""
 BODY_S = 60.0
 MOST_FIELDS = 64
 """Each has at most 8190 bytes."""
 SHARE_OF_FILES = 0.5
-"""Of the process's open files, for connections."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -38,7 +36,7 @@ def settings() -> dict[str, Any]:
 
 
 def most_connections(most: int) -> int:
-    """`most`, or fewer where the process may have few files open."""
+    """Fewer where the process may have few files open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else max(16, min(most, int(SHARE_OF_FILES * soft)))
 

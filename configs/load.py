@@ -1,7 +1,6 @@
 """Reads the run file: YAML files and `--section.key=value` overrides become one validated Config, or a ConfigError.
 
-OmegaConf reads the files (so `1e-6` is a number) and resolves `${section.key}`, pydantic validates. All problems are
-reported at once, each with key, value, file, line and what is allowed. Imports no torch.
+OmegaConf reads the files (so `1e-6` is a number) and resolves `${section.key}`, pydantic validates. Imports no torch.
 """
 
 import logging
@@ -76,7 +75,7 @@ class MergedTree:
         return f" ({place})" if place else ""
 
     def rename(self, renamed: Mapping[str, str]) -> None:
-        """Move values of old keys to their new ones. Raises ConfigError where both are written."""
+        """Raises ConfigError where both keys are written."""
         for old, new in renamed.items():
             (section, leaf), (new_section, new_leaf) = old.split("."), new.split(".")
             below = self.tree.get(section)
@@ -104,8 +103,8 @@ def load(
 ) -> Config:
     """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", ...]`. Raises ConfigError with every problem found.
 
-    `lenient`: variables of credentials may be missing. `warn` gets a line about each file that does not fit its
-    checksum; None: such a file is refused.
+    `lenient`: variables of credentials may be missing. `warn` gets a line about a file that does not fit its checksum;
+    None refuses such a file.
     """
     files, overrides = _split(argv)
     merged = MergedTree()
@@ -132,17 +131,15 @@ def parse(text: str) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The text of `config.yaml`, with `${oc.env:KEY}` for values from environment variables."""
+    """Values from environment variables stand in it as `${oc.env:KEY}`."""
     return OmegaConf.to_yaml(OmegaConf.create(written(config, _literal)))
 
 
 def read(
     argv: Sequence[str], prog: str, checks: Callable[[Config], object] = lambda config: None, lenient: bool = False
 ) -> Config:
-    """`load` for an entry point: problems, also of `checks`, go to stderr, then exit code 2.
-
-    `lenient`: for commands that only look at a run.
-    """
+    """`load` for an entry point: problems go to stderr, then exit code 2. `lenient`: for commands that only look at a
+    run."""
     usage = f"usage: {prog} RUN.yaml [MORE.yaml ...] [--section.key=value ...]"
     if "-h" in argv or "--help" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
@@ -170,8 +167,8 @@ def text_width() -> int:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write every key of `config`, atomically, as YAML that `load` reads back to an equal Config. Only the user can
-    read a file that holds credentials."""
+    """Write every key, atomically, as YAML that `load` reads back to an equal Config. Only the user can read a file
+    with credentials."""
     run_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8", opener=open_private) as file:
@@ -382,7 +379,7 @@ def _above(place: tuple[int | str, ...]) -> Iterator[tuple[int | str, ...]]:
 
 
 def _within(loc: Sequence[int | str], tree: Any, kind: str) -> tuple[int | str, ...]:
-    """The place of an error in `tree`, without pydantic's words for the form of a value that it tried."""
+    """pydantic's `loc` also names the form of a value that it tried."""
     place: list[int | str] = []
     for number, part in enumerate(loc):
         here = isinstance(tree, dict) and (part in tree or (kind == "missing" and number == len(loc) - 1))

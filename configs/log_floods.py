@@ -5,22 +5,20 @@ import time
 from collections.abc import Callable
 
 MOST_LINES, MOST_NEWS, WINDOW_S = 100, 1000, 60.0
-"""Warnings of one format, and lines below a warning, that are written within so many seconds."""
+"""Warnings of one format, and lines below a warning, in so many seconds."""
 MOST_FORMATS = 1000
 """A format is a constant of the code."""
 MOST_CHARACTERS = 16_000
-"""Of a line without its traceback."""
 
 
 class FloodFilter(logging.Filter):
-    """Lets a number of lines of a format pass in each window; the first line of a later window says how many it left
-    out."""
+    """Lets a number of lines of a format pass in each window; a line of a later window counts those left out."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._monotonic = monotonic
         self._windows: dict[object, tuple[float, int]] = {}
-        """By format: when its window began, and the lines in it."""
+        """Begin of the window, and lines in it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         key, now = (record.name, record.levelno, record.msg if record.args else record.lineno), self._monotonic()

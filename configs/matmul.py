@@ -1,7 +1,6 @@
 """What `learner.matmul: fp8` must satisfy by the run file and config.json, and what it costs.
 
-The launcher asks the driver (`actors/doctor/fp8_gpus.py`), the learner asks torch and the built model
-(`learner/model/float8.py`).
+`actors/doctor/fp8_gpus.py` asks the driver, `learner/model/float8.py` asks torch and the built model.
 """
 
 from collections.abc import Iterator
@@ -12,12 +11,11 @@ from configs.schema import Config
 
 KEY = "learner.matmul: fp8"
 LEAST = (8, 9)
-"""Compute capability of GPUs that multiply in FP8: Ada, Hopper and later."""
+"""Compute capability: Ada, Hopper and later."""
 REMEDY = "set learner.matmul: bfloat16"
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield why linear layers cannot multiply in FP8, or why nobody has shown that they do so right."""
     if config.learner.matmul != "fp8":
         return
     learner, model, facts = config.learner, config.model, facts_of(config.model)

@@ -1,6 +1,6 @@
 """Facts of a model read from its folder without loading it: parameters, attention heads, longest context, disk space.
 
-Nothing is known of a model given by its hub name. Reads `config.json` and the headers of the weights.
+Nothing is known of a model given by its hub name.
 """
 
 import json
@@ -31,16 +31,15 @@ TOWER = re.compile(r"\.(visual|vision_tower|multi_modal_projector)\.")
 TEXT_PARTS = re.compile(
     r"(^|\.)(language_model|text_model|text_decoder|lm_head)\.|^(model\.)?(layers|embed_tokens|norm)\."
 )
-"""In names of the text model's weights, in files of models that are trained on text alone."""
+"""In names of weights of models that are trained on text alone."""
 UNREAD = "mtp."
-"""Weights of Qwen3.5 that transformers leaves out: they predict further tokens."""
+"""transformers leaves out these weights of Qwen3.5, which predict further tokens."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
-"""A block's weight, and the last word of its layer's name; routers and experts are no linear layers here."""
+"""A block's weight, and the last word of its layer's name, without routers and experts."""
 BYTES = {"bfloat16": 2, "float32": 4}
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """transformers writes Qwen3-MoE's under the third key."""
 SPARE_BYTES = 64 << 20
-"""Disk space to leave free."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +50,18 @@ class ModelFacts:
     heads: int | None = None
     positions: int | None = None
     tower: int | None = None
-    """Parameters of the vision tower."""
     linear: Mapping[str, int] = field(default_factory=dict)
     """Rows and columns of all linear layers in the text model's blocks, by the last word of their names."""
     kind: str | None = None
     experts: int = 0
-    """Experts of a layer that has some; 0 for a dense model."""
+    """In a layer; 0 for a dense model."""
     route_bytes: int = 0
-    """Bytes of the experts chosen for one token (`Sample.routes`)."""
+    """The experts chosen for one token (`Sample.routes`)."""
     kv_heads: int | None = None
     kv_numbers: int | None = None
-    """Numbers that a server keeps of one token: keys and values of all layers. None if not every layer attends to the
-    whole sequence."""
+    """Keys and values of one token in all layers; None if not every layer attends to the whole sequence."""
     unsupported: tuple[str, ...] = ()
-    """Reasons why the learner would not train the model exactly."""
+    """Why the learner would not train the model exactly."""
     head_size: int | None = None
     vocabulary: int | None = None
     routed: tuple[int, int] | None = None
@@ -72,11 +69,9 @@ class ModelFacts:
     image_token: int | None = None
     """None for a model whose images are not trained."""
     idle: int = 0
-    """Parameters of a multimodal model beside its text model, if that alone is trained."""
+    """Parameters beside the text model, if that alone is trained."""
     proven: bool = False
-    """The tests cover models of this type."""
     delta_rule: bool = False
-    """Some layers are gated delta rules."""
     text_alone: bool = False
     """It is multimodal, and only its text model is trained."""
     mutual: bool = False
@@ -98,18 +93,18 @@ class ModelFacts:
         return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
 
     def state_bytes(self, model: ModelConfig) -> int:
-        """Bytes of the learner's state: weight, gradient and two moments in float32 of what is trained; the rest is in
-        `model.dtype`, or in float32 without an adapter."""
+        """Weight, gradient and two moments in float32 of what is trained; the rest is in `model.dtype`, or in float32
+        without an adapter."""
         frozen = (self.parameters or 0) * BYTES[model.dtype] if model.lora else -12 * self.idle
         return 16 * (self.saved_parameters(model) or 0) + frozen
 
     def optimizer_bytes(self, model: ModelConfig) -> int:
-        """Bytes in host memory with `learner.cpu_offload: optimizer`: weight and two moments in float32."""
+        """Host memory with `learner.cpu_offload: optimizer`: weight and two moments in float32."""
         return 12 * ((self.saved_parameters(model) or 0) - self.idle)
 
 
 def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
-    """Facts of the model in folder `path`; all None if it cannot be read."""
+    """All facts are None if the folder cannot be read."""
     folder = Path(path)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -160,7 +155,6 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
 
 
 def facts_of(model: ModelConfig) -> ModelFacts:
-    """Facts of the model as it is trained."""
     return model_facts(model.path, model.text_alone)
 
 
@@ -181,7 +175,7 @@ def _head_size(config: Mapping[str, Any]) -> int | None:
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Experts of a layer; 0 for a dense model. Configs of dense models of doge and nemotron_h count some too."""
+    """Configs of dense models of doge and nemotron_h count experts too."""
     blocks = config.get("layers_block_type") or ()
     if config.get("is_moe") is False or ("mlp" in blocks and "moe" not in blocks):
         return 0
@@ -190,7 +184,6 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:
-    """Indices of the layers with experts, in the words of Qwen's config."""
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config.get("num_hidden_layers") or 0)
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]

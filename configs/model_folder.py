@@ -23,11 +23,9 @@ class FolderError(ValueError):
 class Header(NamedTuple):
     shapes: dict[str, list[int]]
     num_bytes: int
-    """Length of the whole file."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that are read. Raises FolderError."""
     if os.path.lexists(folder / WHOLE):  # a link whose target is gone too
         return [folder / WHOLE]
     if os.path.lexists(folder / INDEX):
@@ -57,7 +55,7 @@ def header_of(file: Path) -> Header:
 
 
 def faults(folder: Path, weights: bool = True, served: bool = False) -> Iterator[str]:
-    """Yield what is wrong with a model's folder. `served`: vLLM alone reads the weights, and takes other forms too."""
+    """`served`: vLLM alone reads the weights, and takes other forms too."""
     if not (folder / "config.json").is_file():
         if (folder / ADAPTER).is_file():
             yield f"has an adapter and no model; name the model beneath it, {_base(folder)}, or merge the two"

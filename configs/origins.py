@@ -1,8 +1,8 @@
 """Which values of a run came from environment variables, and how they and credentials are kept out of what is written.
 
-A value of `${oc.env:KEY}` is written as that text everywhere, and each process resolves it at its start. So a rotated
-key needs no change of the run. Logs and errors show that text too where the key may hold a credential. A credential
-that stands in the run file in plain text is recognised by its key, stands in `config.yaml` only, and is MASK elsewhere.
+A value of `${oc.env:KEY}` is written as that text, and each process resolves it at its start. So a rotated key needs no
+change of the run. A credential that stands in the run file in plain text is recognised by its key, stands in
+`config.yaml` only, and is MASK elsewhere.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ CREDENTIAL = re.compile(
     r"(^|_)(api_?keys?|(access|secret|private|signing|encryption)_?key|secret|passw(or)?d|passphrase|credentials?|"
     r"authorization|bearer|(hf|hub|auth|access|refresh|bearer|api|github|wandb|session)_?token)$|^token$"
 )
-"""Names, in small letters with underscores, of what holds a credential."""
+"""Names, in small letters with underscores."""
 SHORTEST, SHORTEST_GUESSED = 6, 16
 """Fewest characters of a value that is replaced in shown texts: from a variable, and by its key's name only. A shorter
 value would hide parts of other words."""
@@ -44,8 +44,6 @@ class Origin(NamedTuple):
 
 
 class Resolving:
-    """One value that is being resolved."""
-
     def __init__(self, environment: Mapping[str, str], lenient: bool) -> None:
         self.environment, self.lenient = environment, lenient
         self.seen: list[str] = []
@@ -53,7 +51,7 @@ class Resolving:
 
 
 class MissingVariable(Exception):
-    """A key's variable is not set. Arguments: key, variable."""
+    """Arguments: key, variable."""
 
 
 def _variable(name: str, *default: Any) -> Any:
@@ -75,8 +73,7 @@ OmegaConf.register_resolver("oc.env", _variable, replace=True, annotation_valida
 def resolved(
     tree: Mapping[str, Any], environment: Mapping[str, str], lenient: bool = False
 ) -> tuple[Any, dict[Place, Origin]]:
-    """The `tree` with its interpolations replaced, and the origins of values from `environment`. Raises
-    MissingVariable.
+    """The `tree` with interpolations replaced, and the origins of values. Raises MissingVariable.
 
     `lenient`: a credential whose variable is missing is MASK.
     """
@@ -102,7 +99,7 @@ def resolved(
 
 
 def traced(config: Config, origins: Mapping[Place, Origin], environment: Mapping[str, str]) -> Config:
-    """The `config` with its origins. From now on `visible` shows none of its credentials."""
+    """From now on `visible` shows none of the credentials."""
     tree = config.model_dump(mode="json") if origins else {}
     config._origins.update(
         {place: each._replace(value=at(tree, place)) for place, each in origins.items() if has(tree, place)}
@@ -137,7 +134,7 @@ def written(config: Config, literal: Callable[[str], str] = str) -> dict[str, An
 
 
 def disclosed(config: Config) -> dict[str, Any]:
-    """All keys for page, report and trackers: no values from variables, no credentials."""
+    """All keys for page, report and trackers."""
     tree: dict[str, Any] = masked(config.model_dump(mode="json"))
     for place, origin in _kept(config):
         put(tree, place, origin.text)
@@ -145,7 +142,6 @@ def disclosed(config: Config) -> dict[str, Any]:
 
 
 def shared(config: Config) -> str:
-    """JSON without credentials, for another machine."""
     tree = masked(config.model_dump(mode="json"))
     for place, _ in _kept(config):
         if may_hold_credentials(place):
@@ -155,8 +151,8 @@ def shared(config: Config) -> str:
 
 
 def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
-    """All keys for ledger and fingerprint: `disclosed`, but with a digest behind a value from a variable that can be no
-    credential, so that another value is a change."""
+    """All keys for ledger and fingerprint. A value from a variable that can be no credential has a digest behind it, so
+    that another value is a change."""
     plain = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
     tree: dict[str, Any] = masked(plain)
     for place, origin in _kept(config):
@@ -167,8 +163,8 @@ def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
 
 
 def comparable(key: str, known: Any, now: Any, config: Config) -> tuple[Any, Any]:
-    """Make the recorded and the present value equal if no setting has changed: older releases recorded the values
-    themselves, and credentials may be rotated."""
+    """Equal values if no setting has changed: older releases recorded the values themselves, and credentials may be
+    rotated."""
     known = masked({key.rpartition(".")[2]: known})[key.rpartition(".")[2]]
     below = tuple(key.split("."))
     for place, origin in _kept(config):
@@ -202,7 +198,7 @@ def is_credential(name: Any) -> bool:
 
 
 def credentials(config: Config) -> Iterator[tuple[Place, str]]:
-    """Credentials that stand in the run file in plain text, by their names."""
+    """Credentials in plain text, by their names."""
     tree, masks = config.model_dump(mode="json"), disclosed(config)
     for place, value in leaves(tree):
         if value != (shown := at(masks, place) if has(masks, place) else value) and MASK in str(shown):
@@ -210,7 +206,7 @@ def credentials(config: Config) -> Iterator[tuple[Place, str]]:
 
 
 def masked(tree: Any) -> Any:
-    """MASK credentials, by the names of their keys or options, and in URLs."""
+    """Mask credentials, by the names of keys or options, and in URLs."""
     if isinstance(tree, dict):
         return {
             key: MASK if is_credential(key) and isinstance(value, str) and value else masked(value)

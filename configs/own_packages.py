@@ -1,9 +1,8 @@
 """Keeps a user's `configs` or `buffer` from taking the place of Headrace's own packages.
 
-`python -m actors` searches the current folder first, and nearly every repository of the field has a package `configs`.
-So the command `headrace` runs Python with `-P`, which leaves the current folder out, and imports the five packages from
-the folder of this one (PIN): once imported, they are found whatever `sys.path` holds. Its children are started in the
-same way (`command`). Imports only the standard library.
+`python -m actors` searches the current folder first. So the command `headrace` runs Python with `-P`, which leaves that
+folder out, and imports the five packages from the folder of this one (PIN): once imported, they are found whatever
+`sys.path` holds. Its children are started in the same way (`command`).
 """
 
 import os
@@ -25,12 +24,11 @@ SHORT = re.compile(
 
 
 def is_front() -> bool:
-    """Whether this process does not search the current folder for modules, as all below `headrace`."""
+    """Whether this process, as all below `headrace`, does not search the current folder for modules."""
     return sys.flags.safe_path
 
 
 def command(module: str, *words: str) -> tuple[str, ...]:
-    """The command line of `python -m MODULE WORDS`."""
     if is_front():
         return (sys.executable, "-P", ENTRY, module, *words)
     return (sys.executable, "-m", module, *words)
@@ -43,7 +41,7 @@ def of_this_machine(argv: Iterable[str]) -> tuple[str, ...]:
 
 
 def named_as_called(text: str) -> str:
-    """Name commands as the user calls them: `python -m actors status` -> `headrace status`."""
+    """`python -m actors status` -> `headrace status`"""
     if not is_front() or "python -m" not in text:
         return text
     named = CALLED.sub(lambda found: "headrace " + ("" if found[1] == "actors " else found[1]), text)
@@ -51,7 +49,7 @@ def named_as_called(text: str) -> str:
 
 
 def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
-    """Packages and modules in `folders` that have a name of PACKAGES and are not Headrace's."""
+    """Packages and modules that have a name of PACKAGES and are not Headrace's."""
     for folder in dict.fromkeys(os.path.abspath(folder) for folder in folders):
         for name in () if is_headrace(folder) else PACKAGES:
             if place := place_of(folder, name):
@@ -59,7 +57,6 @@ def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def place_of(folder: str | Path, name: str) -> Path | None:
-    """The file `NAME.py`, or the folder NAME with Python files."""
     inner, file = Path(folder, name), Path(folder, f"{name}.py")
     if (inner / "__init__.py").is_file():
         return inner

@@ -13,15 +13,13 @@ LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send a signal to this process when the thread that started it ends. Raises OSError.
-
-    The caller compares its parent's id afterwards: a parent that ended before is not noticed.
-    """
+    """The kernel means the thread that started this process. The caller compares its parent's id afterwards: a parent
+    that ended before is not noticed."""
     _prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of each process below this one that loses its own. Raises OSError."""
+    """Become the parent of each process below this one that loses its own."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,8 +1,7 @@
 """Makes text of users, policies and peers safe to show in a terminal, a log or a page, and bounds figures.
 
-Text may hold any character until it passes through `visible`, just before it leaves the process: in the log's
-formatter, in `print_visible` (a test refuses `print`), in other log files, rich's texts, the page's JSON and
-Prometheus.
+Text may hold any character until it passes through `visible`, just before it leaves the process (a test refuses
+`print`).
 """
 
 import json
@@ -34,7 +33,6 @@ _SECRETS: list[re.Pattern[str]] = []
 MOST_CHARS = 4000
 MOST_LOGGED = 1 << 15
 MOST_PRINTED = 1 << 22
-"""A command's whole answer."""
 MOST_DIGITS = 14
 
 
@@ -102,7 +100,7 @@ def print_visible(
 def output(reported: bool = True) -> IO[str]:
     """Stdout for rich, whose prints raise where the disk is full or the terminal is gone.
 
-    The command goes on, and its end reports the loss unless `reported` is false. A reader that has left still raises
+    The command goes on, and its end reports the loss if `reported`. A reader that has left still raises
     BrokenPipeError.
     """
     return cast(IO[str], _Output(reported))
@@ -136,7 +134,7 @@ class _Output:
 
 
 def lost_output() -> OSError | None:
-    """The first error that lost output, other than a reader that left."""
+    """The first error other than a reader that left."""
     return next(iter(_LOST), None)
 
 
@@ -145,7 +143,7 @@ def colourless(text: str) -> str:
 
 
 def folded(text: str, most: int) -> str:
-    """A note replaces the middle of a text of more than `most` characters."""
+    """A note replaces the middle of a longer text."""
     if len(text) <= most:
         return text
     said = f" [... {len(text) - most:,} or more characters left out ...] "
@@ -162,14 +160,13 @@ def all_visible(data: Any, most: int = MOST_CHARS) -> Any:
 
 
 def figure(value: float, form: str) -> str:
-    """Format `value`, with three digits and an exponent if that is too wide: `"1e+41"`."""
+    """With an exponent if that is too wide: `"1e+41"`."""
     text = format(value, form)
     return text if len(text) <= MOST_DIGITS else format(value, ".3g")
 
 
 class PlainFormatter(logging.Formatter):
-    """Log records as `visible` text. Further lines of a record are indented, so that none can look like a record of its
-    own."""
+    """Further lines of a record are indented, so that none can look like a record of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(FURTHER.sub("\n  ", super().format(record).rstrip("\n")), MOST_LOGGED)

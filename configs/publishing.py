@@ -6,11 +6,10 @@ from configs.model_facts import BYTES, facts_of
 from configs.schema import Config
 
 COPIES_SHARE = 0.9
-"""Share of a GPU that the copies may fill; the rest is for CUDA and NCCL. With 80 GB, the largest full model of one
-rank has about 17 G parameters in bfloat16."""
+"""The copies may fill this share of a GPU; the rest is for CUDA and NCCL."""
 
 GROUP_BYTES = 700 << 20
-"""GPU memory that NCCL may take on a server's worker for each further rank that sends. Others have seen 544 to 688
+"""NCCL may take this much GPU memory on a server's worker for each further rank that sends. Others have seen 544 to 688
 MB."""
 
 
@@ -20,11 +19,10 @@ def shards_of(config: Config) -> int:
 
 
 def publishes_rows(config: Config, shards: int) -> bool:
-    """Whether each of `shards` ranks sends its own rows; else rank 0 sends everything.
+    """Whether each rank sends its own rows; else rank 0 sends everything.
 
     `auto` takes rows if rank 0 then saves more bytes than a server's worker needs for a group of each further rank. It
-    never does if the model's size is unknown, or if its files may hold weights in another form, which cannot be sent by
-    rows.
+    never does for a model whose files may hold weights in another form, which cannot be sent by rows.
     """
     if not _may_publish_rows(config, shards):
         return False
@@ -80,7 +78,7 @@ def copies_over(config: Config, shards: int, rank: int) -> int:
 
 
 def copies(config: Config) -> tuple[int, str]:
-    """Bytes of the copies on a rank that holds some, 0 if unknown, and who that is."""
+    """Bytes of the copies on a rank that holds some, and who that is."""
     sent, shards = facts_of(config.model).sent_bytes(config.model), shards_of(config)
     if publishes_rows(config, shards):
         return -(-sent // shards), f"each of {shards} learner ranks"
@@ -88,14 +86,14 @@ def copies(config: Config) -> tuple[int, str]:
 
 
 def most_parameters(config: Config, gpu_bytes: int) -> int:
-    """Parameters of the largest model, trained in full, whose copies fit GPUs of `gpu_bytes`."""
+    """The largest model, trained in full, whose copies fit GPUs of `gpu_bytes`."""
     shards = shards_of(config)
     over = shards if _may_publish_rows(config, shards) else 1
     return int(COPIES_SHARE * gpu_bytes) * over // (2 * BYTES[config.model.dtype])
 
 
 def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
-    """Yield a line if the copies do not fit a learner's GPU of `gpu_bytes`."""
+    """Yield a line if the copies do not fit a learner's GPU."""
     sent, who = copies(config)
     if gpu_bytes and config.learner.device != "cpu" and sent > COPIES_SHARE * gpu_bytes:
         needed = f"{who} holds {held(config)} for the servers, {sent / 2**30:,.1f} GiB"

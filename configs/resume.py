@@ -1,6 +1,6 @@
 """Which keys of the run file may differ when a run is started again.
 
-The keys that `CHANGEABLE` does not name make the fingerprint that all processes of a run must share.
+The other keys make the fingerprint that all processes of a run must share.
 """
 
 import hashlib
@@ -44,11 +44,11 @@ CHANGEABLE = (
 FORK = " and --fork-from"
 
 Settings = dict[str, Any]
-"""`{"run.versions": 100, ...}`, with values as JSON has them."""
+"""`{"run.versions": 100, ...}`"""
 
 
 class Change(NamedTuple):
-    """A key whose value has changed since the launch before: `run.versions: 100 -> 200`."""
+    """Shown as `run.versions: 100 -> 200`."""
 
     key: str
     old: Any
@@ -69,7 +69,7 @@ def fingerprint(config: Config) -> str:
 
 
 def settings(config: Config) -> Settings:
-    """Every key with its value, as the ledger has it: without credentials."""
+    """Every key as the ledger has it: without credentials."""
     return dict(_flat(recorded(config)))
 
 
@@ -78,10 +78,8 @@ def is_changeable(key: str) -> bool:
 
 
 def changes(before: Settings | None, config: Config) -> list[Change]:
-    """What differs from the settings `before`. Raises ConfigError if a fixed key does.
-
-    A key that the release of `before` did not have counts as one with its default.
-    """
+    """Raises ConfigError if a fixed key differs. A key that the release of `before` did not have counts as one with its
+    default."""
     if before is None:
         return []
     renamed = {
@@ -108,7 +106,6 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
 
 
 def written(run: Path) -> Settings | None:
-    """The settings in the `config.yaml` of a run's folder. Raises ConfigError."""
     file = run / "config.yaml"
     return settings(load([str(file)], lenient=True)) if file.exists() else None
 

@@ -50,7 +50,6 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
 
 
 def beside(config: Config) -> Iterator[str]:
-    """Yield what is wrong with `data.demonstrations` in reinforcement learning."""
     given, facts, path = config.data.demonstrations, facts_of(config.model), config.model.path
     if given is None:
         return
@@ -68,7 +67,6 @@ def beside(config: Config) -> Iterator[str]:
 
 
 def longest(config: Config) -> int:
-    """Tokens of the longest row that is trained."""
     wanted, budget = config.sft.max_tokens, config.learner.tokens_per_microbatch
     if wanted != "auto":
         return wanted

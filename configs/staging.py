@@ -1,4 +1,4 @@
-"""What a worker of a server needs beside vLLM for its next version, and what `weights.staging` cannot be.
+"""What a worker of a server needs beside vLLM for its next version.
 
 The workers measure the same at a learner's plan (`learner/weights/receiver/staging.py`).
 """
@@ -11,13 +11,12 @@ from configs.publishing import GROUP_BYTES, publishes_rows, shards_of
 from configs.schema import Config
 
 LARGER = 4
-"""With several ranks that send, buckets are as many times larger as there are ranks, up to this. Each message costs
-operations of a thread that waits for the GIL, each bucket memory of a server."""
+"""Buckets are at most so many times larger with several ranks that send. Each message costs operations of a thread that
+waits for the GIL, each bucket memory of a server."""
 
 
 class Room(NamedTuple):
-    """Bytes beside vLLM: for a copy of all weights, for one of what a worker loads, and for buckets that are loaded one
-    by one."""
+    """Bytes for a copy of all weights, for one of what a worker loads, and for buckets that are loaded one by one."""
 
     full: int
     slices: int

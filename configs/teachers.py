@@ -33,7 +33,6 @@ def rules(config: Config, longest: int) -> Iterator[str]:
 
 
 def key_of(teacher: TeacherConfig, source: str) -> str:
-    """The key below which the teacher of a `data_source` stands."""
     for number, each in enumerate(teacher.by_source):
         if each.data_source == source:
             return f"teacher.by_source.{number}"
@@ -45,7 +44,7 @@ def tokenizer_of(teacher: TeacherModel) -> str | None:
 
 
 def _without_reward(config: Config) -> Iterator[str]:
-    """Without a reward all rewards are 0: what needs them has no effect, or an unwanted one."""
+    """Without a reward all rewards are 0."""
     none = f"reward.function is {NO_REWARD}, so all rewards are 0"
     if not config.teacher.teachers:
         yield f"reward.function: {NO_REWARD} leaves nothing to learn from; name a reward, or a teacher in teacher.model"

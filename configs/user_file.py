@@ -1,11 +1,7 @@
 """Imports a user's file as Python would: `load_function(key, "path/to/file.py:function")`.
 
-Child processes can import the module by its name in `sys.modules` too, so that dataclasses, pickle and process pools
-work. It is the file's own name unless another module has that (`json.py`, a second `score.py`). Then it is PREFIX and
-the quoted path.
-
-In one process, what a user's file imports by the name of a Headrace package is the user's (`OwnNames`), and what
-Headrace's files import is Headrace's.
+Child processes can import the module by its name too, so that dataclasses, pickle and process pools work. It is the
+file's own name unless another module has that (`json.py`, a second `score.py`). Then it is PREFIX and the quoted path.
 """
 
 import builtins
@@ -29,7 +25,7 @@ __path__: list[str] = []  # makes Python look for modules "within" this one, by 
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
-    """Load the function that config key `key` names. Raises ValueError with one line."""
+    """Raises ValueError with one line."""
     path, _, attribute = name.rpartition(":")
     try:
         module = module_of(path)
@@ -42,7 +38,7 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def module_of(file: str) -> ModuleType:
-    """Import `file` once. Raises what the file raises.
+    """Import `file` once.
 
     The file's folder comes first in `sys.path`, the current folder last. A file in a package may use relative imports.
     """
@@ -56,7 +52,7 @@ def module_of(file: str) -> ModuleType:
     OWN_NAMES.add(path.parent, top.parent, Path.cwd())
     if name in sys.modules:
         return sys.modules[name]
-    # Not by `import_module`, which would run the packages around the file: only a relative import needs them.
+    # `import_module` would run the packages around the file, which only a relative import needs
     spec = spec_from_file_location(name, path)
     if spec is None:
         raise ImportError(f"{path.name} does not end in .py")
@@ -116,7 +112,6 @@ def make_importable(folder: Path, top: Path, taken: bool) -> None:
 
 
 def quoted(path: Path) -> str:
-    """A module's name has no dots."""
     return quote(str(path)).replace(".", "%2E")
 
 
@@ -158,8 +153,8 @@ class QuotedPaths(MetaPathFinder):
 class OwnNames:
     """Gives a user's files the user's modules where these have names of Headrace's packages.
 
-    Example: `from configs.prompts import SYSTEM` in `/my/reward.py` imports `/my/configs/prompts.py`. A submodule that
-    the user's package does not have is Headrace's, so that `from rollout.tasks import Trajectory` works.
+    A submodule that the user's package does not have is Headrace's, so that `from rollout.tasks import Trajectory`
+    works.
     """
 
     def __init__(self) -> None:
@@ -167,7 +162,7 @@ class OwnNames:
         self._import, self._import_module = builtins.__import__, importlib.import_module
 
     def add(self, *folders: Path) -> None:
-        """Look for such modules in `folders`. Replaces Python's functions of imports once there is one."""
+        """Replaces Python's functions of imports once a folder has such a module."""
         found = {
             name: place
             for folder in reversed(folders)
@@ -224,7 +219,7 @@ def place_of_inner(package: Path, name: str) -> Path | None:
 
 
 def _import_ours(package: str) -> None:
-    """Import a package of Headrace before a user's folder can hide it."""
+    """Import a package before a user's folder can hide it."""
     sys.path.insert(0, ROOT)
     try:
         importlib.import_module(package)

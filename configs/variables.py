@@ -1,7 +1,6 @@
 """Environment variables of a run's processes: which are dropped, set and refused.
 
-A pod, a shell or a scheduler sets variables for other programs, which could make a launched process a member of another
-job.
+Those of a pod, shell or scheduler could make a process a member of another job.
 """
 
 import io
@@ -24,7 +23,7 @@ PLACE = (
     *(*RANK, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_NAME"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
 )
-"""Variables of a process's place in a job of torchrun, PyTorchJob or vLLM."""
+"""A process's place in a job of torchrun, PyTorchJob or vLLM."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """torchrun forwards signals to its ranks and kills ranks that do not end."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -47,8 +46,7 @@ MASK = re.compile("0?[0-7]{3}")
 
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """`environment` without PLACE and with UTF-8, for processes that the launcher starts. They reach `hosts` without a
-    proxy."""
+    """For processes that the launcher starts, which reach `hosts` without a proxy."""
     kept = {key: value for key, value in environment.items() if not has_place(key) and key != "PYTHONIOENCODING"}
     return kept | {"PYTHONUTF8": "1"} | around_proxy(kept, hosts) | user(kept)
 
@@ -59,7 +57,7 @@ def has_place(name: str) -> bool:
 
 def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
     """Make output work in any locale and with closed streams, reach this machine without a proxy, and keep exit codes
-    of children even if a shell has SIGCHLD ignored. Variables of PLACE are removed unless this process `is_rank`."""
+    of children even if a shell ignores SIGCHLD. `is_rank`: keep PLACE."""
     open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -69,8 +67,7 @@ def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.en
 
 
 def open_streams() -> None:
-    """Open /dev/null in place of closed standard streams, whose numbers the next opened files would get. Let stdout
-    escape characters that its encoding lacks."""
+    """The next opened files would get the numbers of closed standard streams."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -87,7 +84,7 @@ def open_streams() -> None:
 
 
 def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """`no_proxy` and `NO_PROXY` with loopback and `hosts`. Libraries differ in which one they read first."""
+    """Libraries differ in which of `no_proxy` and `NO_PROXY` they read first."""
     if not any(environment.get(name) for name in PROXIES):
         return {}
     given = [word.strip() for name in NO_PROXY for word in environment.get(name, "").split(",")]
@@ -96,7 +93,7 @@ def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> d
 
 
 def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The proxy for `url`; None for loopback and `no_proxy`: hosts, domains with subdomains, networks, or `*`."""
+    """None for loopback and `no_proxy`: hosts, domains with subdomains, networks, or `*`."""
     at = urlsplit(url)
     host = at.hostname or ""
     names = [f"{at.scheme}_proxy", f"{at.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY"]
@@ -129,8 +126,7 @@ def _is_named(host: str, port: int | None, word: str) -> bool:
 
 
 def user(environment: Mapping[str, str]) -> dict[str, str]:
-    """USER and HOME for a user id without an entry on this machine, as in containers. torch and vLLM need both when
-    they are imported."""
+    """torch and vLLM need USER and HOME when they are imported. In containers a user id may have neither."""
     found = {}
     try:
         pwd.getpwuid(os.getuid())
@@ -209,8 +205,7 @@ def _make_folder(path: Path, mode: int) -> None:
 def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True, own_ray: bool = False) -> list[str]:
     """A line for each variable with which a process of a run cannot work.
 
-    `interfaces`: check network interfaces, which are this machine's. `own_ray`: Ray is started, whose sockets have the
-    longest names.
+    `interfaces`: check network interfaces. `own_ray`: Ray is started, whose sockets have the longest names.
     """
     found = [*_folders(environment, own_ray), *_threads(environment), *_proxies(environment)]
     if (mask := environment.get(RUN_UMASK)) is not None and not MASK.fullmatch(mask):

@@ -1,6 +1,6 @@
 """What `data.train` and `data.eval` name: a file, a folder, a glob, a set of reasoning-gym, or several with weights.
 
-Looks at names only; `buffer/problems.py` reads what is in the files.
+`buffer/problems.py` reads what is in the files.
 """
 
 import ast
@@ -24,9 +24,8 @@ INSTALL = 'pip install "reasoning-gym>=0.1.25,<0.2"'
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 GZIPPED = ".gz"
 TRUTHLESS = ("none", "task", "judge", "reward_model", "reasoning_gym", "regex", "length")
-"""Rewards that need no ground truth."""
 READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
-"""Parameters by which a user's reward function gets the ground truth."""
+"""A user's reward function gets the ground truth by these parameters."""
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """A path has one slash."""
@@ -35,7 +34,7 @@ Source = Path | str | Sequence[MixedSource]
 
 
 class SourceError(ValueError):
-    """A source that cannot be read; one line without the key that names it."""
+    """One line without the key that names the source."""
 
 
 class GeneratedSet(NamedTuple):
@@ -88,7 +87,7 @@ def generated(source: Path | str) -> GeneratedSet | None:
 
 
 def files_of(source: Path | str) -> list[Path]:
-    """The data files of a path, sorted. Raises SourceError."""
+    """Sorted. Raises SourceError."""
     path = Path(source)
     if path.is_file():
         _require_known(path)
@@ -139,7 +138,7 @@ def problems_with(source: Source) -> Iterator[str]:
 
 
 def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
-    """A line for each set of reasoning-gym in `held_out` that shares entries with one in `train`."""
+    """Entries of sets of reasoning-gym that are in both."""
     known = [found for part in parts_of(train) if (found := generated(part.path))]
     for part in parts_of(held_out):
         theirs = generated(part.path)
@@ -155,14 +154,14 @@ def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
 
 
 def needs_truth(config: Config) -> bool:
-    """Whether rows must have a ground truth, as far as the file of a user's function shows."""
+    """A user's function is judged as far as its file shows."""
     function: Any = config.reward.function
     names = [function] if isinstance(function, str) else [each.function for each in function]
     return not all(name in TRUTHLESS or _is_blind(name) for name in names)
 
 
 def count_rows(source: Source) -> int | None:
-    """Rows of a source; None if they cannot be counted quickly."""
+    """None if rows cannot be counted quickly."""
     try:
         total = 0
         for part in parts_of(source):
@@ -194,7 +193,7 @@ def _count(file: Path) -> int:
 
 
 def the_list(value: Any) -> list[Any]:
-    """The rows of a JSON file: a list, or the one list in an object. Raises ValueError."""
+    """The rows of a JSON file: a list, or the one list in an object."""
     lists = [value] if isinstance(value, list) else []
     if isinstance(value, dict):
         lists = [inner for inner in value.values() if isinstance(inner, list)]
@@ -205,7 +204,7 @@ def the_list(value: Any) -> list[Any]:
 
 
 def kind_of(file: Path) -> str:
-    """The suffix by which a data file is read; empty for any other file."""
+    """The suffix by which a data file is read."""
     packed = file.suffix == GZIPPED
     suffix = file.with_suffix("").suffix if packed else file.suffix
     return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""

@@ -6,9 +6,9 @@ from statistics import median
 Rule = Callable[[float, float], bool]
 """(value, median of the history) -> whether to warn."""
 COMPARED = 20
-"""Most earlier values of a metric that enter the median."""
+"""Most earlier values that enter the median."""
 LOOKED_BACK = 200
-"""Earlier versions that are searched for them: not every version has every metric."""
+"""Not every version has every metric."""
 FRESH = "mismatch/k3_fresh"
 """k3 on the tokens of age 0, if any were trained."""
 BUCKETS = ("1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
@@ -16,7 +16,7 @@ BUCKETS = ("1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 K3_BY_AGE = {FRESH: "0"} | {f"offpolicy/k3_age_{ages}": ages for ages in BUCKETS}
 """The youngest first."""
 FEW_TOKENS = 0.01
-"""Share of a batch's tokens below which the k3 of an age is chance."""
+"""An age with a smaller share of the tokens shows chance."""
 TAUGHT = "teacher/share"
 """A teacher teaches groups whose rewards are equal too."""
 BY_REWARD_ALONE = ("groups/solved_all", "groups/solved_none")

@@ -10,19 +10,18 @@ WATCHERS = 8
 OWN_FILES = 96
 """Ledger, segments, libraries, and some spare ones."""
 RESERVED_FILES = 16
-"""Connections do not get these: the store opens its segments with them."""
+"""The store opens its segments with these."""
 CACHE_BYTES = 480 * 2**20
-"""Samples that stay in memory until they are trained; others are read back, which takes ten times the processor
-time."""
+"""Samples in memory. Others are read back, which takes ten times the processor time."""
 IN_FLIGHT_BYTES = 32 * 2**20
-"""Large answers on their way, above which further parts wait."""
+"""Large answers on their way. Further parts wait."""
 PARKED_BYTES = 256 * 2**20
 """Groups that wait in memory while the store is full; servers keep the others."""
 COMMIT_BYTES = 16 * 2**20
 """Messages that are gathered for one commit."""
 BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512, 16
 RECORD_BYTES, PLACE_BYTES = 320, 320
-"""For each row that was drawn, and for its place among those to be drawn with `data.difficulty`."""
+"""Each row that was drawn, and its place among those to be drawn with `data.difficulty`."""
 """The process itself, and each connection, open sample without tokens, and row without text."""
 
 
@@ -35,8 +34,8 @@ def open_files(config: Config) -> int:
 
 
 def memory_bytes(config: Config, problems: int = 0) -> int:
-    """Most memory of the buffer besides the text of the problems. Two groups and a part go beyond the bounds, because
-    the last one to come is taken whole."""
+    """Two groups and a part go beyond the bounds, because the last one to come is taken whole. The text of the problems
+    is not counted."""
     group, stored = max_group_bytes(config), open_groups(config) * max_group_bytes(config)
     batch = config.batch.groups * group
     bounds = min(CACHE_BYTES, stored) + min(IN_FLIGHT_BYTES, batch) + min(PARKED_BYTES, stored) + COMMIT_BYTES

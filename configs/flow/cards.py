@@ -28,7 +28,6 @@ class Card:
 
     @property
     def free(self) -> int:
-        """Bytes that a process can allocate on an empty card."""
         return self.total - UNUSABLE
 
 
@@ -62,7 +61,7 @@ ALIASES = {"A100": "A100-80G", "A100-80GB": "A100-80G", "A100-40GB": "A100-40G"}
 
 
 def card_named(text: str) -> Card:
-    """The card that a user calls `text`, such as `h100` or `RTX 4090`. Raises ConfigError."""
+    """The card that a user calls `text`, such as `RTX 4090`. Raises ConfigError."""
     name = re.sub(r"^(NVIDIA)?[ _-]*(RTX)?[ _-]*", "", text.strip().upper()).replace(" ", "-").replace("_", "-")
     name = ALIASES.get(name, name)
     if name in CARDS:
@@ -73,7 +72,7 @@ def card_named(text: str) -> Card:
 
 
 def checked_card(name: str | None, prog: str) -> Card | None:
-    """An unknown card ends the process with exit code 2."""
+    """Exit code 2 for an unknown card."""
     try:
         return None if name is None else card_named(name)
     except ConfigError as error:
@@ -82,7 +81,7 @@ def checked_card(name: str | None, prog: str) -> Card | None:
 
 
 def card_of(name: str, total: int = 0) -> Card | None:
-    """The card that the driver calls `name`, such as `NVIDIA A100-SXM4-40GB`, with `total` bytes."""
+    """The card that the driver calls `name`, such as `NVIDIA A100-SXM4-40GB`."""
     words = name.replace("-", " ").split()
     found = [card for card in CARDS.values() if card.name.partition("-")[0] in words]
     return min(found, key=lambda card: abs(card.total - total), default=None)

@@ -1,16 +1,15 @@
-"""How long a decode step of a rollout server takes, by the model's size and the card: for the forecast of a run.
+"""How long a decode step of a rollout server takes, by the model's size and the card.
 
     step = read / bandwidth + n (FLOPs of a token / peak + context x bytes of a token / bandwidth + sequence) + step
 
 n sequences run at a time; `read` are the weights that a step reads, without the input embedding. The last two summands
-are what processors and launches cost. They were fitted to the servers of `benchmarks/results/rollout*.json`: 1.5B and
-7B, on H100 and H200, 128 and 512 sequences; the formula is within 6 % of each (`tests/actors/doctor/test_price.py`).
+are what processors and launches cost. They were fitted to the servers of `benchmarks/results/rollout*.json`, and the
+formula is within 6 % of each (`tests/actors/doctor/test_price.py`).
 """
 
 from dataclasses import dataclass
 
 STEP_S, SEQUENCE_S = 2.5e-3, 2.5e-6
-"""Seconds that a step and each of its sequences cost on processors and in launches."""
 
 
 @dataclass(frozen=True)
@@ -20,16 +19,16 @@ class ServedModel:
     read: int
     """Parameters that a step reads."""
     active: int
-    """Parameters that one token is multiplied by: with experts fewer than `read`."""
+    """Parameters that one token is multiplied by."""
     kv_numbers: int
-    """Numbers that are kept of one token."""
+    """Of one token, kept."""
     width: int
     """Bytes of a number."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a decode step: `fixed`, and `each` per sequence."""
+    """Seconds: `fixed`, and `each` per sequence."""
 
     fixed: float
     each: float

@@ -10,15 +10,14 @@ from configs.schema import Config
 
 KEY = "rollout.engine.kv_cache_memory_bytes"
 CPU_KV_BYTES = 256 << 20
-"""A server's KV cache on a CPU by default."""
 UTILIZATION = 0.92
 """vLLM's own default."""
 HALF_A_BLOCK = 8
-"""Tokens that a sequence leaves unused of its last block, in the mean."""
+"""A sequence leaves so many tokens of its last block unused, in the mean."""
 
 
 class KvRoom(NamedTuple):
-    """Sequences of the mean length that a server's cache holds, and how that is known."""
+    """Sequences of the mean length, and how that is known."""
 
     sequences: int | None
     basis: str
@@ -28,8 +27,7 @@ class KvRoom(NamedTuple):
 def kv_room(
     config: Config, gpu_bytes: int | None, card: str = "as this machine's", parameters: int | None = None
 ) -> KvRoom:
-    """Count keys and values of full attention, of which each GPU of a server holds its share of the heads. A prompt
-    that a group shares counts for each of its samples.
+    """Each GPU of a server holds its share of the heads. A prompt that a group shares counts for each of its samples.
 
     `gpu_bytes`: memory of a GPU that serves, which `card` describes. `parameters`: for a model.path without weights.
     """
@@ -58,7 +56,7 @@ def kv_room(
 
 
 def gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine."""
+    """The smallest GPU of this machine."""
     if not shutil.which("nvidia-smi"):
         return None
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

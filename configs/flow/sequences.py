@@ -9,19 +9,17 @@ from configs.schema import Config
 MEAN_SHARE = 1 / 4
 """Mean length of a sample, as a share of the longest possible one. Lengths are taken as geometric, cut there."""
 GPU_SEQUENCES, MOST_GPU_SEQUENCES, CPU_SEQUENCES = 512, 1024, 256
-"""Most sequences of `rollout.sequences: auto` on a server. By `simulation.STEP_COST`, 512 are nine tenths as fast as
-1,024, with half the CUDA graphs to capture and half the logits: 0.6 MB a sequence in float32, of which the sampler
-makes copies. A server whose share of a batch is more gets up to 1,024."""
+"""By `simulation.STEP_COST`, 512 are nine tenths as fast as 1,024, with half the CUDA graphs to capture and half the
+logits: 0.6 MB a sequence in float32, of which the sampler makes copies."""
 
 
 def share_of_batch(config: Config) -> int:
-    """Samples of a batch that one server makes, in whole groups, at most."""
+    """In whole groups, at most."""
     return ceil(config.batch.groups / config.rollout.most_servers) * config.batch.samples
 
 
 def max_sequences(config: Config, cpu: bool) -> int:
-    """`max_num_seqs` of vLLM, in steps of 16, as CUDA graphs are. `engine_arguments` adds room for the rest of the last
-    group."""
+    """In steps of 16, as CUDA graphs are. `engine_arguments` adds room for the rest of the last group."""
     given, wanted = config.rollout.engine.get("max_num_seqs"), config.rollout.sequences
     if isinstance(given, int):
         return given
@@ -37,7 +35,7 @@ def places(config: Config) -> int:
 
 
 def mean_tokens(config: Config) -> float:
-    """Tokens of a sample, prompt included, as assumed before any is finished."""
+    """As assumed before any sample is finished, prompt included."""
     return MEAN_SHARE * max_sample_tokens(config)
 
 

@@ -18,17 +18,16 @@ LEARNER_SHARE = 1 / 2
 STEP_COST = 126
 """What a decode step costs beside its sequences, in sequences: 2.9 ms and 23 us a sequence for a 1.5B model on H200."""
 SIMULATED_SAMPLES, SIMULATED_VERSIONS, MOST_WARM = 256, 20, 24
-"""Most samples of a version (larger batches are scaled down), measured versions, and most versions before these."""
+"""Larger batches are scaled down. The last is the most versions before those that are measured."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Speed of servers and learner, in the unit of time of `simulate`."""
+    """In the unit of time of `simulate`."""
 
     step_cost: float
     """In sequences."""
     learner: float
-    """Time of training a batch."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def most_running(config: Config) -> int:
 
 
 def expected(config: Config, staleness: int, fewer: int | None = None, pace: Pace | None = None) -> Flow:
-    """The run as simulated; `fewer`: sequences a server with the same learner."""
+    """`fewer`: sequences a server with the same learner."""
     batch, servers, most = config.batch, config.rollout.most_servers, most_running(config)
     scale = max(1.0, batch.groups * batch.samples / SIMULATED_SAMPLES)
     groups = max(1, round(batch.groups / scale))
@@ -64,8 +63,7 @@ def expected(config: Config, staleness: int, fewer: int | None = None, pace: Pac
 def simulate(
     groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int, pace: Pace
 ) -> Flow:
-    """`num_places` are on all `servers` together. The unit of time is what one sequence adds to a step. Groups are
-    admitted as `buffer.ledger` does it."""
+    """The unit of time is what one sequence adds to a step. Groups are admitted as `buffer.ledger` does it."""
     draw, mean = random.Random(0), MEAN_SHARE * longest
     now, steps, version, trained, done = 0.0, 0, 0, inf, 0
     running: list[tuple[int, int]] = []  # (step of the end, group)
@@ -113,7 +111,7 @@ def simulate(
 
 
 def feasible(opened: Counter[int], another: int | None, version: int, groups: int, staleness: int) -> bool:
-    """Whether no open group, with `another` of that date, will be too old, if `version` is the next batch."""
+    """Whether no open group will be too old, with `another` of that date, if `version` is the next batch."""
     before = 0
     for date in sorted({*opened, *([] if another is None else [another])}):
         before += opened[date] + (date == another)

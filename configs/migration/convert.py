@@ -35,7 +35,7 @@ REQUIRED = {
     "data.train": "data/train.parquet",
     "reward.function": "math",
 }
-"""Required keys, with what stands there if the settings do not say it."""
+"""What stands in for required keys that the settings do not say."""
 
 
 def main(file: Path, out: Path | None) -> int:

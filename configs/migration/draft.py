@@ -1,6 +1,6 @@
 """A run file that is being written from the settings of another system.
 
-`Given` notices which settings were used: what is left at the end has no counterpart, and is listed.
+`Given` notices which settings were used: what is left at the end has no counterpart.
 """
 
 import re
@@ -33,8 +33,6 @@ class Given:
 
 @dataclass
 class Draft:
-    """The run file, as a tree of sections, and lines for people."""
-
     tree: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """What a setting became, if more than its name changed."""
@@ -63,8 +61,8 @@ def rename(given: Given, draft: Draft, table: Mapping[str, str]) -> None:
 
 
 def list_the_rest(given: Given, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """List every setting that nobody took. `reasons` are by key, or by the beginning of keys (`critic.`); a text that
-    begins with `=` makes a note, for a setting that needs no counterpart."""
+    """`reasons` are by key, or by the beginning of keys (`critic.`). A text that begins with `=` makes a note, for a
+    setting that needs no counterpart."""
     for key in given.left():
         reason = next((reasons[start] for start in _beginnings(key) if start in reasons), UNKNOWN)
         if reason.startswith("="):

@@ -1,7 +1,5 @@
-"""Reads the settings of another system: a YAML file, a shell script or command line, or a Python script of TRL.
-
-Returns a flat dict, `{"data.train_batch_size": 1024, ...}`, and never runs what it reads. Raises ConfigError.
-"""
+"""Reads the settings of another system into a flat dict, `{"data.train_batch_size": 1024, ...}`, and never runs what it
+reads."""
 
 import ast
 import operator
@@ -28,7 +26,7 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 OVERRIDE = re.compile(r"^[+]{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)$", re.S)
 CALLS = ("GRPOConfig", "ModelConfig", "LoraConfig", "GRPOTrainer", "load_dataset")
-"""Calls of a Python script whose literal arguments are settings."""
+"""Their literal arguments are settings."""
 RENAMED = {"r": "lora_r", "target_modules": "lora_target_modules", "model": "model_name_or_path"}
 Settings = dict[str, Any]
 
@@ -64,7 +62,7 @@ def _flat(tree: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def from_shell(text: str, file: Path) -> Settings:
-    """`key=value` and `--key value` of the commands in a script. Variables of others stay as `${oc.env:NAME}`."""
+    """Variables that the script does not set stay as `${oc.env:NAME}`."""
     lines = re.sub(r"\\\r?\n", " ", text).splitlines()
     variables: dict[str, str] = {}
     found: Settings = {}

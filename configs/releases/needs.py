@@ -25,7 +25,7 @@ class Need:
     has: str = ""
     """Attributes: `a|b` means either, `a?` means only where it exists."""
     calls: tuple[str, ...] = ()
-    """Calls of a method, or of the symbol itself: parameters in order, then `name=...` for those by name."""
+    """Calls of a method, or of the symbol: parameters in order, then `name=...` for those by name."""
     replaces: tuple[str, ...] = ()
     """Methods that Headrace overrides, with all parameters; a last `...` stands for any others."""
     implements: str = ""
@@ -33,14 +33,12 @@ class Need:
     follows: str = ""
     """Methods whose body Headrace's own code follows."""
     since: str = ""
-    """The first release that needs it."""
 
     def concerns(self, source: Source) -> bool:
         return not source.number or numbers(source.number) >= numbers(self.since)
 
 
 def moved(needs: Iterable[Need], source: Source) -> Iterator[str]:
-    """Yield a line for each need that the release does not meet."""
     for need in needs:
         found = source.find(need.path)
         if not need.concerns(source):
@@ -102,7 +100,6 @@ def unequal(
 
 
 def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[str]:
-    """Yield a unified diff of each function that Headrace follows or replaces and that differs."""
     for need in needs:
         for name in dict.fromkeys([*need.follows.split(), *(form.partition("(")[0] for form in need.replaces)]):
             path = need.path if name == need.path.rpartition(".")[2] else f"{need.path}.{name}"

@@ -1,7 +1,4 @@
-"""Reads the source of a library's release without importing it: from an installed package, a folder or a wheel.
-
-It follows imports between the library's own modules, and base classes in them.
-"""
+"""Reads the source of a library's release without importing it: from an installed package, a folder or a wheel."""
 
 import ast
 import zipfile
@@ -23,8 +20,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Parameters:
-    """A function's parameters without `self`. Example: `def f(self, a, b=1, *, c)` has positional a and b, required a
-    and c, named a, b and c."""
+    """`def f(self, a, b=1, *, c)` has positional a and b, required a and c, named a, b and c."""
 
     positional: tuple[str, ...]
     named: frozenset[str]
@@ -51,7 +47,7 @@ class Source:
 
     @classmethod
     def of_wheel(cls, wheel: Path, package: str) -> "Source":
-        """The wheel is not unpacked. Raises ValueError."""
+        """Raises ValueError."""
         if not zipfile.is_zipfile(wheel):
             raise ValueError(f"{wheel}: not a wheel")
         source = cls(zipfile.Path(wheel), package, wheel.name.split("-")[1] if "-" in wheel.name else "")
@@ -118,7 +114,7 @@ class Source:
         return ".".join([*base, *([statement.module] if statement.module else [])])
 
     def ancestry(self, owner: Found) -> Iterator[Found]:
-        """The class and the library's classes that it inherits from, nearest first."""
+        """Nearest first."""
         waiting, seen = [owner], set[int]()
         while waiting:
             each = waiting.pop(0)
@@ -133,7 +129,7 @@ class Source:
                     waiting.append(found)
 
     def attributes(self, owner: Found) -> set[str]:
-        """Names in the bodies of a class and its bases, and what their methods set on `self`."""
+        """Names in the bodies of a class and its bases, and what methods set on `self`."""
         return {name for each in self.ancestry(owner) for name in attributes_of(each.node)}
 
     def abstract_methods(self, owner: Found) -> set[str]:
@@ -158,7 +154,7 @@ class Source:
         return Parameters(tuple(fields), frozenset(fields), required, False, False)
 
     def fields(self, owner: Found) -> dict[str, bool]:
-        """Fields of a dataclass, a pydantic model or a msgspec structure, and whether each is required."""
+        """Each field of a dataclass, a pydantic model or a msgspec structure, and whether it is required."""
         fields: dict[str, bool] = {}
         for each in reversed([*self.ancestry(owner)]):
             assert isinstance(each.node, ast.ClassDef)
@@ -177,7 +173,7 @@ def has_version(distribution: str) -> bool:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """Statements of a body, also those under `if`, `try` and `with`."""
+    """Also those under `if`, `try` and `with`."""
     for field in ("body", "orelse", "handlers", "finalbody"):
         for node in getattr(tree, field, ()):
             if isinstance(node, ast.stmt):
