@@ -1,7 +1,4 @@
-"""The run file: every key with its type, default, bound and meaning.
-
-`load.py` reads it, `checks.py` judges it across sections. This package imports no other package of Headrace.
-"""
+"""The run file: every key with its type, default, bound and meaning. This package imports no other one of Headrace."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,10 +18,10 @@ Address = Annotated[
     ),
 ]
 BUFFER_PORT = 5600
-"""Port of a buffer whose address a launch on a cluster chooses."""
+"""Port of a buffer whose address a launch chooses."""
 MOST_MESSAGE_MIB = 4096
 NO_REWARD = "none"
-"""`reward.function` of a run without a reward: supervised fine-tuning, or training by a teacher alone."""
+"""`reward.function` of a run without a reward: supervised fine-tuning, or a teacher alone."""
 PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 1.0
 
 
@@ -40,7 +37,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of problem order, sampling and the learner."""
     versions: Positive = 100
-    """Optimizer steps to take: the run ends at this policy version."""
+    """Optimizer steps: the run ends at this policy version."""
 
     @property
     def path(self) -> Path:
@@ -48,25 +45,21 @@ class RunConfig(Section):
 
 
 class LoraConfig(Section):
-    """An adapter of low rank beside linear layers of the text model."""
-
     rank: Annotated[int, Field(ge=1, le=512)] = 32
     """Rank of each layer's change."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """The change is `alpha / rank` times the product of the two matrices; null: `rank`, so that the factor is 1."""
+    """The change is `alpha / rank` times the product of the two matrices; null: `rank`, a factor of 1."""
     targets: Literal["all"] | list[str] = "all"
-    """Linear layers that get an adapter, by the last word of their names, such as `[q_proj, k_proj, v_proj, o_proj]`;
-    `all` of those in the text model's blocks."""
+    """Linear layers of the text model's blocks that get an adapter, by the last word of their names, such as `[q_proj,
+    v_proj]`, or `all`."""
 
     @field_validator("alpha")
     @classmethod
     def _null_for_one(cls, alpha: float | None, known: ValidationInfo) -> float | None:
-        """One value where two mean the same."""
         return None if alpha == known.data.get("rank") else alpha
 
     @property
     def scale(self) -> float:
-        """The factor of the change."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
@@ -74,71 +67,64 @@ class ModelConfig(Section):
     path: str
     """Folder of the initial model in Hugging Face format, or its name on the hub."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype of learner and servers, and dtype of weights on the wire. Master weights are always float32."""
+    """Compute dtype of learner and servers, also on the wire. Master weights are always float32."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with the model. Set it only if you have read that code."""
+    """Run Python code that comes with the model. Set it only if you have read that code."""
     freeze: list[Literal["vision", "projector"]] = []
-    """Parts of a vision-language model that are not trained: `vision`, the tower that reads images, or the `projector`,
-    which turns its features into the text model's. Frozen parts need no gradients and optimizer state, and are sent to
-    each server once."""
+    """Parts of a vision-language model that are not trained: `vision`, the tower that reads images, or the `projector`
+    behind it. Frozen parts need no gradients and optimizer state, and are sent to each server once."""
     text_alone: bool = False
     """Train a model that reads images on text alone: tower and projector are frozen and never computed, and servers
     build none (docs/text-alone.md)."""
     lora: LoraConfig | None = None
-    """Train an adapter of low rank in place of the model's weights: `{}` for all defaults, null trains the weights.
-    Only the adapter has gradients and optimizer state, is sent to the servers and is saved; the weights are held in
-    `dtype` (docs/lora.md)."""
+    """Train an adapter of low rank: `{}` for all defaults, null trains the weights. Only the adapter has gradients and
+    optimizer state, is sent to servers and is saved; the weights are held in `dtype` (docs/lora.md)."""
 
 
 class MixedSource(Section):
     path: Path
     """A file, folder, glob or set of reasoning-gym, as for `data.train`."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Its weight among the problems that are drawn; null for all sources: by number of rows."""
+    """Its weight among problems that are drawn; null for all sources: by number of rows."""
     columns: dict[str, str] | None = None
     """Its own `data.columns`; null: those of the run."""
 
 
 class EvalSet(Section):
-    """One set of problems to evaluate on."""
-
     path: Path
-    """Problems kept out of training: a file, folder, glob or set of reasoning-gym, as for `data.train`."""
+    """Problems kept out of training, as for `data.train`: a file, folder, glob or set of reasoning-gym."""
     samples: Positive = 1
     """Answers to each problem."""
     k: list[Positive] = []
-    """Numbers of attempts for which pass@k (one of k is solved) and pass^k (all k are) are estimated; at most
-    `samples`."""
+    """Attempts k for which pass@k (one of k is solved) and pass^k (all k are) are estimated; at most `samples`."""
     temperature: Annotated[float, Field(ge=0, le=10)] | None = None
     """Sampling temperature, 0 is greedy; null: greedy for one sample, `sampling.temperature` for several."""
     max_tokens: Positive | None = None
     """Longest answer in tokens; null: `sampling.max_tokens`."""
     limit: Positive | None = None
-    """Evaluate on the first so many problems; null: on all."""
+    """Evaluate on the first so many problems; null: all."""
 
     def temperature_of(self, run: "SamplingConfig") -> float:
         return (run.temperature if self.samples > 1 else 0.0) if self.temperature is None else self.temperature
 
 
 class DifficultyConfig(Section):
-    """Draw problems by the share of their samples that were solved (docs/difficulty.md)."""
-
     unseen: Weight = 0.3
     """Share of draws for problems without a group yet."""
     unsolved: Weight = 0.1
-    """Share of draws for problems of which no sample was solved."""
+    """Share of draws for problems with no solved sample."""
     between: Weight = 0.5
-    """Share of draws for problems of which some samples were solved."""
+    """Share of draws for problems with some solved samples."""
     solved: Weight = 0.1
-    """Share of draws for problems of which all samples were solved. The four shares are weights: their sum need not be
-    1. The draws of a band without a problem to draw go to the other bands."""
+    """Share of draws for problems with all samples solved. The four shares are weights: their sum need not be 1. A band
+    without a problem to draw leaves its draws to the others."""
     solved_at: float = 1.0
     """Least reward of a solved sample."""
     groups: Positive = 2
     """Groups in a row with all samples solved after which a problem is retired. Groups before them no longer count for
     its band, nor do those before as many groups without a solved sample."""
     rest: Annotated[int, Field(ge=0)] = 4
-    """Versions before a drawn problem is drawn again, as long as there are others."""
+    """Versions before a problem is drawn again, as long as there are others."""
     return_after: Positive = 50
     """Further versions before a retired problem may be drawn again, among the solved ones."""
 
@@ -148,21 +134,18 @@ class DifficultyConfig(Section):
 
 
 class DemonstrationsConfig(Section):
-    """Demonstrations trained beside the samples of each batch (docs/sft.md)."""
-
     path: Path | Annotated[list[MixedSource], Field(min_length=1)]
     """Rows as for `python -m learner sft`: prompt and answer, or messages."""
     share: Annotated[float, Field(gt=0, le=0.9)] = 0.1
     """Share of a batch that is demonstrations: 28 beside 256 samples are 0.1."""
     weight: Annotated[float, Field(gt=0)] = 0.1
-    """Factor of their loss, which is the mean of -log p over their trained tokens."""
+    """Factor of their loss, the mean of -log p over their trained tokens."""
     turns: Literal["all", "last", "flagged"] = "all"
     """Answers that are trained where a row has `messages`, as in `sft.turns`."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """Rows longer than the longest sample: refuse the run, or leave them out and count them."""
 
     def rows(self, samples: int) -> int:
-        """Rows beside a batch of so many samples."""
         return max(1, round(self.share / (1.0 - self.share) * samples))
 
 
@@ -175,12 +158,11 @@ class DataConfig(Section):
     """Sets of problems kept out of training, by name, for `python -m rollout evaluate` and `eval.every`. A path alone
     is one set named `eval`, with one greedy answer to each problem."""
     chat_template: Literal["none"] | Path | None = None
-    """Chat template: a Jinja file, or `none` for a base model (the messages' texts joined by blank lines); null: the
-    tokenizer's own."""
+    """Jinja file, or `none` for a base model (the messages' texts joined by blank lines); null: the tokenizer's own."""
     format_prompt: Path | None = None
-    """Jinja template around the problem text, as in EasyR1; `{{ content | trim }}` is the problem."""
+    """Jinja template around the problem text; `{{ content | trim }}` is the problem."""
     system_prompt: str | None = None
-    """System message prepended to every prompt that has none."""
+    """System message for every prompt that has none."""
     columns: dict[str, str] = {}
     """Names of columns, by Headrace's names: with `{problem: question}` the column `question` is the `problem`. For
     `data.eval` too."""
@@ -191,21 +173,20 @@ class DataConfig(Section):
     """Shuffle each epoch anew, seeded by `run.seed`; false keeps the files' order."""
     difficulty: DifficultyConfig | None = None
     """Draw problems by how hard they are: those solved by some samples most often, those solved by all seldom. `{}` for
-    all defaults; null draws each problem once an epoch (docs/difficulty.md)."""
+    all defaults; null draws each once an epoch (docs/difficulty.md)."""
     demonstrations: DemonstrationsConfig | None = None
-    """Train on demonstrations beside the samples of each batch; null: on samples only."""
+    """Train on demonstrations beside the samples of each batch (docs/sft.md); null: on samples only."""
     max_prompt_tokens: Positive = 1024
-    """Longest prompt in tokens, its images' included; a problem with a longer one is dropped with that reason."""
+    """Longest prompt in tokens, its images' included; a problem with a longer one is dropped."""
     image_dir: Path | None = None
-    """Folder that paths of images in the data are relative to; null: the data file's. The buffer reads each image when
-    its row is dispatched."""
+    """Folder that paths of images are relative to; null: the data file's. The buffer reads each image when its row is
+    dispatched."""
     min_pixels: Positive | None = None
-    """Fewest pixels of an image as the model sees it: a smaller one is enlarged. null: as the model's image processor
-    has it."""
+    """Fewest pixels of an image as the model sees it: a smaller one is enlarged. null: the image processor's value."""
     max_pixels: Positive | None = 1_048_576
     """Most pixels of an image as the model sees it: a larger one is made smaller. A token is 28 x 28 pixels with
-    Qwen2.5-VL, 32 x 32 with Qwen3-VL and Qwen3.5. Gemma 3 makes every image a square of 896 x 896 pixels, which is 256
-    tokens. null: as the model's image processor has it, often 16,384 tokens."""
+    Qwen2.5-VL, 32 x 32 with Qwen3-VL and Qwen3.5. Gemma 3 makes every image a square of 896 x 896 pixels, 256 tokens.
+    null: the image processor's value, often 16,384 tokens."""
     max_images: Positive = 8
     """Most images of one sample, later turns included; a row with more is refused."""
 
@@ -238,7 +219,6 @@ class RewardPart(Section):
 
     @property
     def uses_servers(self) -> bool:
-        """Whether the run's own reward servers score for it."""
         return self.function == "reward_model" and "url" not in self.kwargs
 
 
@@ -248,22 +228,22 @@ class RewardConfig(Section):
     `reward_model`) or your own, as `path/to/file.py:function`. Several: a list of `{function, weight, kwargs, name}`;
     the reward is the sum of their results times `weight` (1), and each is a metric by its `name`."""
     kwargs: dict[str, Any] = {}
-    """Further keyword arguments for the reward function. If there are several, write these into their list."""
+    """Further keyword arguments for one reward function; several have theirs in their list."""
     timeout_s: Seconds = 10.0
-    """Time limit of one call. At the limit its worker process is killed (an `async` call is cancelled) and the group
-    fails; it is never scored 0."""
+    """Time limit of one call. Then its worker process is killed (an `async` call is cancelled) and the group fails; it
+    is never scored 0."""
     concurrency: Positive = 64
-    """Calls of an `async` reward function that one worker runs at a time; of other functions it runs one."""
+    """Calls of an `async` reward function that one worker runs at a time, in place of one."""
     workers: Positive = 1
-    """Reward workers (processes) per rollout server, for each function."""
+    """Reward workers (processes) per rollout server and function."""
     model: str | None = None
-    """Reward model of the run's own reward servers: a sequence classification model, by folder or hub name."""
+    """Sequence classification model of the run's own reward servers, by folder or hub name."""
     servers: Annotated[int, Field(ge=0)] = 0
     """Reward servers that `python -m actors launch` starts for `reward_model`, each with a copy of `reward.model`."""
     host: str = "127.0.0.1"
     """Address of this machine on which reward servers listen and rollout servers reach them."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5700
-    """Port of the first reward server; each further one takes the next."""
+    """Port of the first reward server; further ones follow."""
     engine: dict[str, Any] = {}
     """Arguments of vLLM for the reward servers, e.g. `{max_model_len: 4096, gpu_memory_utilization: 0.9}`; each takes
     `tensor_parallel_size` GPUs."""
@@ -284,7 +264,6 @@ class RewardConfig(Section):
 
     @property
     def urls(self) -> list[str]:
-        """Addresses of the run's own reward servers."""
         return [f"http://{self.host}:{self.port + number}" for number in range(self.servers)]
 
 
@@ -292,7 +271,7 @@ class TeacherModel(Section):
     """A fixed model; the policy learns from its log-probabilities of the sampled tokens."""
 
     model: str | None = None
-    """The teacher: a folder in Hugging Face format, such as an earlier export of the policy, or its name on the hub.
+    """The teacher's folder in Hugging Face format, such as an earlier export of the policy, or its name on the hub.
     With `url`, the name under which that server knows it."""
     url: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Address of a vLLM server of the teacher, such as `http://127.0.0.1:8000` without `/v1`, or several of the same
@@ -316,19 +295,16 @@ class TeacherModel(Section):
 
     @property
     def named(self) -> bool:
-        """Whether a model or a server is named."""
         return self.model is not None or self.url is not None
 
 
 class SourceTeacher(TeacherModel):
-    """The teacher of some rows of the data."""
-
     data_source: Annotated[str, Field(pattern=r"^[!-~][ -~]{0,199}$", examples=["openai/gsm8k"])]
     """The rows whose column `data_source` has this value."""
 
 
 class TeacherConfig(TeacherModel):
-    """On-policy distillation from one or several teachers (docs/teachers.md)."""
+    """On-policy distillation (docs/teachers.md)."""
 
     by_source: list[SourceTeacher] = []
     """Teachers of the rows of one `data_source` each, as `{data_source: math, model: ..., servers: 1}`. Other rows have
@@ -340,15 +316,15 @@ class TeacherConfig(TeacherModel):
     host: str = "127.0.0.1"
     """Address of this machine on which teacher servers listen and rollout servers reach them."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5800
-    """Port of the first teacher server; each further one takes the next."""
+    """Port of the first teacher server; further ones follow."""
     timeout_s: Seconds = 300.0
-    """Time limit of one request, which scores a whole group; then it is tried again."""
+    """Time limit of one request, which scores a whole group."""
     retries: Annotated[int, Field(ge=0)] = 4
     """How often a request is tried again. Then the attempt at the group has failed; it never counts as 0."""
 
     @property
     def teachers(self) -> dict[str, TeacherModel]:
-        """All teachers by the `data_source` of their rows; "" is the teacher of all other rows."""
+        """All teachers by the `data_source` of their rows; "" for all other rows."""
         found: dict[str, TeacherModel] = {"": self} if self.named else {}
         found.update({each.data_source: each for each in self.by_source})
         return found
@@ -380,27 +356,27 @@ class SamplingConfig(Section):
 
 class BatchConfig(Section):
     groups: Positive = 32
-    """Groups (problems) per batch. One batch takes the policy from version v to v + 1."""
+    """Groups (problems) per batch, which takes the policy from version v to v + 1."""
     samples: Annotated[int, Field(ge=2)] = 8
-    """Samples per group: answers to one problem, generated together on one server."""
+    """Samples per group: answers to one problem, generated on one server."""
     max_staleness: Annotated[int, Field(ge=0)] = 4
     """Largest age in versions at which a group may be trained; 0 is synchronous. Admission enforces it: no group is
     dropped for its age."""
     target_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Admit work as if this were the bound, to train on fresher data than it requires; null: the bound."""
+    """Admit work as if this were the bound, for fresher data; null: the bound."""
     skip_zero_variance: bool = False
     """Leave groups whose rewards are all equal out of training; others take their place. The run is given up after
-    1,000 such groups in a row, or 10 batches of them if that is more. With `data.difficulty` there are fewer."""
+    1,000 such groups in a row, or 10 batches of them if that is more. `data.difficulty` makes them fewer."""
 
 
 class CriticConfig(Section):
-    """The critic of `algorithm.advantage: gae`: a second copy of `model.path` with a linear layer to one number. It is
-    trained beside the policy with the keys of `learner`, but for these."""
+    """The critic of `algorithm.advantage: gae`: a second copy of `model.path` with a linear layer to one number,
+    trained with the keys of `learner` but for these."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """Learning rate of the critic's AdamW, constant."""
     warmup_versions: Annotated[int, Field(ge=0)] = 0
-    """Versions in which the critic alone is trained. The policy's learning rate begins to rise after them."""
+    """Versions in which the critic alone is trained, before the policy's learning rate begins to rise."""
     updates: Annotated[int, Field(ge=1, le=16)] = 1
     """Optimizer steps of the critic on each batch; advantages are those before the first one."""
     clip: Annotated[float, Field(gt=0)] | None = None
@@ -411,7 +387,7 @@ class CriticConfig(Section):
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Lambda of GAE, over turns: 1 trusts the rewards that came, 0 the critic's value of the next turn's start."""
     whiten: bool = True
-    """Bring advantages to mean 0 and standard deviation 1 over all sampled tokens of the batch, as PPO does."""
+    """Bring advantages to mean 0 and standard deviation 1 over all sampled tokens of the batch."""
 
 
 class AlgorithmConfig(Section):
@@ -421,8 +397,8 @@ class AlgorithmConfig(Section):
     advantage: (
         Literal["group_mean", "group_std", "batch_std", "leave_one_out", "reinforce_baseline", "gae"] | OwnFunction
     ) = "group_mean"
-    """How a group's rewards become advantages, or your own as `path/to/file.py:function`. `gae` trains a critic beside
-    the policy instead (`critic`, docs/critic.md)."""
+    """How a group's rewards become advantages, or your own as `path/to/file.py:function`. `gae` trains a critic instead
+    (docs/critic.md)."""
     critic: CriticConfig = CriticConfig()
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
     """Credit a turn with the rewards from it on, those of k turns later times this to the power k, less the group's
@@ -434,11 +410,11 @@ class AlgorithmConfig(Section):
     """Length L in tokens: `aggregation: constant` divides by L times the number of samples; null:
     `sampling.max_tokens`."""
     is_cap: Annotated[float, Field(gt=0)] = 5.0
-    """Cap of the importance ratio learner/behaviour in `dppo` and `cispo` (the ratio itself)."""
+    """Cap of the importance ratio learner/behaviour in `dppo` and `cispo`."""
     tv_low: Annotated[float, Field(gt=0)] | None = 0.2
-    """`dppo` drops a token of negative advantage whose probability has fallen by more; null: never."""
+    """`dppo` drops a token of negative advantage whose probability has fallen by more than this; null: never."""
     tv_high: Annotated[float, Field(gt=0)] | None = 0.2
-    """`dppo` drops a token of positive advantage whose probability has risen by more; null: never."""
+    """`dppo` drops a token of positive advantage whose probability has risen by more than this; null: never."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
     """Lower clip range of `ppo` and `decoupled` (ratio 1 - clip_low). For `gspo` 3e-4 is usual."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
@@ -453,7 +429,7 @@ class AlgorithmConfig(Section):
     behaviour_cap: Annotated[float, Field(gt=0)] | None = 5.0
     """Largest proximal/behaviour ratio in `decoupled`; null: no cap."""
     m2_budget: Annotated[float, Field(gt=0)] = 0.04
-    """Second-moment budget of `m2po`: the largest mean squared log-ratio of the tokens it trains on."""
+    """Largest mean squared log-ratio of the tokens that `m2po` trains on."""
     opsm_delta: Annotated[float, Field(gt=0)] | None = None
     """Mask samples of negative advantage whose mean behaviour - learner log-probability exceeds this (OPSM); null: off.
     """
@@ -476,16 +452,16 @@ class SftConfig(Section):
     """Supervised fine-tuning, by `python -m learner sft`: `data.train` holds demonstrations."""
 
     rows: Positive | None = None
-    """Rows of `data.train` in a batch, which takes the policy from version v to v + 1. Supervised fine-tuning needs a
-    number; null: reinforcement learning."""
+    """Rows of `data.train` in a batch, which takes the policy from version v to v + 1; null: the run is reinforcement
+    learning."""
     turns: Literal["all", "last", "flagged"] = "all"
-    """Answers that are trained where a row has `messages`: all of them, the last one, or those whose message has
-    `train: true` (`flagged`). A row of prompt and answer has its answer trained."""
+    """Answers that are trained where a row has `messages`: all, the last one, or those with `train: true` (`flagged`).
+    A row of prompt and answer has its answer trained."""
     max_tokens: Positive | Literal["auto"] = "auto"
-    """Longest row in tokens; `auto`: as the model's positions, and `learner.tokens_per_microbatch` if that is a number,
+    """Longest row in tokens; `auto`: as the model's positions, and `learner.tokens_per_microbatch` if a number,
     allow."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """Longer rows: refuse the run, naming the first, or leave them out and count them."""
+    """Longer rows: refuse the run, or leave them out and count them."""
 
 
 class LearnerConfig(Section):
@@ -493,7 +469,7 @@ class LearnerConfig(Section):
     """Processes of the learner on all its nodes, one per GPU; the model is sharded over those of a node."""
     nodes: Positive = 1
     """Machines with an equal number of ranks each. Each replicates the model, and gradients are reduced between them
-    once a version; docs/several-nodes.md says how to start them."""
+    once a version (docs/several-nodes.md)."""
     shard: Positive | None = None
     """Ranks that share one copy of the model: fewer than a node's for small models, those of several nodes for one that
     does not fit a node; null: a node's."""
@@ -509,12 +485,12 @@ class LearnerConfig(Section):
     of a batch."""
     context_parallel: Positive = 1
     """Consecutive ranks that share each microbatch, each with an equal slice of its tokens, for documents longer than
-    one GPU holds. Around attention tokens and heads are exchanged (Ulysses), so the number divides the attention heads;
-    docs/long-documents.md says when it pays."""
+    one GPU holds. Around attention tokens and heads are exchanged (Ulysses), so the number divides the attention heads
+    (docs/long-documents.md)."""
     share_prompts: bool | Literal["prompts"] = True
     """Compute once what samples of a group in one microbatch have in common: their prompt and, where that saves more
-    tokens, each longer prefix, as turns and forks of an agent's episode have (`prompts`: prompts alone). It changes
-    results by rounding only; the learner's log says what a model or a setting does not allow."""
+    tokens, each longer prefix, as of an agent's turns and forks (`prompts`: prompts alone). It changes results by
+    rounding only; the learner's log says what a model or a setting does not allow."""
     gather: Literal["auto", "pass", "batch"] = "auto"
     """When shards of weights are gathered and gradients reduced: block by block in each forward and backward pass
     (`pass`, the least memory), or once a batch (`batch`: all weights in `model.dtype` and unsharded fp32 gradients
@@ -549,33 +525,30 @@ class LearnerConfig(Section):
     matmul: Literal["bfloat16", "fp8"] = "bfloat16"
     """Precision in which the blocks' linear layers multiply: forward and both gradients. `fp8` casts each factor to
     e4m3 with a scale for each row, which rounds more (docs/fp8.md); head, embeddings, norms and attention stay in
-    bfloat16. It needs a GPU with compute capability 8.9 or later (Ada, Hopper), and is compiled."""
+    bfloat16. It needs compute capability 8.9 or later (Ada, Hopper), and is compiled."""
     cpu_offload: bool | Literal["optimizer"] = False
-    """Keep master weights and optimizer state in host memory, from where each step brings them to the GPU in parts
-    (`optimizer`: 12 bytes a trained parameter; weights in `model.dtype` and gradients stay on the GPU), or weights,
-    gradients and optimizer state (`true`, the least GPU memory; each pass fetches the weights, and the processor
-    updates them)."""
+    """Keep in host memory master weights and optimizer state, which each step brings to the GPU in parts (`optimizer`:
+    12 bytes a trained parameter; weights in `model.dtype` and gradients stay on the GPU), or weights, gradients and
+    optimizer state (`true`, the least GPU memory; each pass fetches the weights, and the processor updates them)."""
     timeout_s: Seconds = 600.0
     """Timeout of every collective between ranks; on expiry all ranks exit and log which one was missing."""
     checkpoint_every: Positive = 20
     """Versions between checkpoints; the last version always gets one."""
     keep_checkpoints: Positive = 2
-    """Newest checkpoints to keep; older ones are removed unless `keep_every` or `keep_best` keeps them."""
+    """Newest checkpoints to keep, besides those of `keep_every` and `keep_best`."""
     keep_every: Positive | None = None
-    """Keep every checkpoint whose version is a multiple of this; null: none for that reason."""
+    """Keep every checkpoint whose version is a multiple of this; null: none for that."""
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Checkpoints with the highest mean reward to keep, in addition to the newest."""
     export_every: Positive | None = None
     """Versions between Hugging Face exports; null: the last version only."""
     checkpoint_on: Literal["shared", "first_node"] = "shared"
-    """Where checkpoints of several `nodes` are: in a `run.folder` that all nodes share, where each rank writes its
-    shards (`shared`), or on the disk of the first node, whose ranks write a whole copy and lose it with that machine
+    """Where checkpoints of several `nodes` are: in a `run.folder` that all share, where each rank writes its shards
+    (`shared`), or on the first node's disk, whose ranks write a whole copy and lose it with that machine
     (`first_node`)."""
 
 
 class ChatConfig(Section):
-    """Limits of one episode that sends messages, and how messages are read."""
-
     tool_parser: str | None = None
     """vLLM's parser of tool calls in an answer, such as `hermes` or `llama3_json`; `auto`: the one that fits chat
     template and model type; null: they stay text."""
@@ -591,15 +564,15 @@ class ChatConfig(Section):
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""
     max_tokens: Positive | None = None
-    """Tokens of one episode, sampled and given, over all its segments; null: four times the longest sample
-    (`rollout.max_sample_tokens`). One call never sees more."""
+    """Tokens of one episode, sampled and given, over all its segments; null: four times `rollout.max_sample_tokens`.
+    One call never sees more."""
     history: Literal["fork", "keep"] = "fork"
     """Where the chat template would write earlier turns anew, for instance without their thinking: `fork` begins a new
     segment, as a server of that model would see it; `keep` goes on with the tokens as they are."""
     timeout_s: Seconds | None = None
     """Wall-clock time of one episode; then it ends as truncated. null: none."""
     host: str = "127.0.0.1"
-    """Interface on which a server takes requests of agents that come by URL; `0.0.0.0`: all interfaces."""
+    """Interface on which a server takes requests of agents that come by URL; `0.0.0.0`: all."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port for them; 0: a free one, which several servers on one machine need."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
@@ -607,12 +580,9 @@ class ChatConfig(Section):
 
 
 class AgentConfig(Section):
-    """A program that knows an OpenAI base URL and nothing else."""
-
     command: list[str] = []
     """The program with its arguments, for `rollout.task: agent`. It gets the row as JSON on its standard input, and
-    `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment. The last line it prints is `{"score": ...}` or a number.
-    """
+    `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment. Its last line is `{"score": ...}` or a number."""
 
 
 class EnvironmentConfig(Section):
@@ -628,10 +598,8 @@ class EnvironmentConfig(Section):
 
 
 class ServerRange(Section):
-    """A number of servers that follows from who waits for whom."""
-
     min: Positive = 1
-    """Fewest servers: the run starts with them."""
+    """Fewest servers, with which the run starts."""
     max: Positive
     """Most servers, as far as Ray has GPUs for them."""
 
@@ -660,8 +628,8 @@ class RolloutConfig(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     """The environment of `rollout.task: environment`."""
     sample_attempts: Positive = 2
-    """How often a server tries one sample whose task failed, each time from the beginning, before the attempt at its
-    group has failed."""
+    """How often a server tries one sample whose task failed, from the beginning, before the attempt at its group has
+    failed."""
     max_sample_tokens: Positive | None = None
     """Longest whole sample of your own task in tokens: prompt, all turns, and what the task gave; null:
     `rollout.engine.max_model_len`, or one prompt and one answer if that is not set either."""
@@ -718,8 +686,7 @@ class WeightsConfig(Section):
     copy allocates two buckets. With `publish: rows` buckets are as many times larger as there are ranks, at most four
     times, and a server also allocates two of a rank's shares of them."""
     timeout_s: Seconds = 60.0
-    """Longest wait for a server to prepare for, receive and load a policy; a slower server is left out and may rejoin.
-    """
+    """Longest wait for a server to prepare for, receive and load a policy; a slower one is left out and may rejoin."""
     probe_every: Annotated[int, Field(ge=0)] = 10
     """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
@@ -729,7 +696,7 @@ class WeightsConfig(Section):
 
     @property
     def tolerance(self) -> float:
-        """`probe_tolerance`, or its default; `Config` has set that of an end that multiplies in FP8."""
+        """`Config` has set the default of an end that multiplies in FP8."""
         return self.probe_tolerance or PROBE_TOLERANCE
 
 
@@ -740,17 +707,14 @@ class BufferConfig(Section):
 
     @property
     def host(self) -> str | None:
-        """Host of a `tcp://` address, without the brackets of IPv6."""
         return self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]") if self.port else None
 
     @property
     def port(self) -> str | None:
-        """Port of a `tcp://` address; `*` is any free one."""
         return self.address.rpartition(":")[2] if self.address.startswith("tcp://") else None
 
     path: Path | None = Path("buffer.sqlite")
-    """SQLite file of the ledger, relative to the run's folder; null keeps the ledger in memory and loses it with the
-    process."""
+    """SQLite file of the ledger, relative to the run's folder; null: in memory, lost with the process."""
     fsync: bool = True
     """Wait for the disk at each commit, to survive a power cut as well as a killed process."""
     keep: Literal["checkpoints", "all"] = "checkpoints"
@@ -764,8 +728,8 @@ class BufferConfig(Section):
 class ClusterConfig(Section):
     address: str | None = None
     """Ray cluster on which `python -m actors launch` places the processes, such as `10.0.0.1:6379`, or `auto` for this
-    machine's; null: that of RAY_ADDRESS, else this machine without Ray. `local`: a Ray on this machine, started for the
-    run, for accelerators that only Ray counts."""
+    machine's; null: that of RAY_ADDRESS, else this machine without Ray. `local`: a Ray started on this machine, for
+    accelerators that only Ray counts."""
     ship: Literal["auto", "always", "never"] = "auto"
     """Whether Ray copies the working directory to the nodes (at most 512 MiB, `.gitignore` is obeyed): `auto` if a node
     does not see it; with `never` nodes must have a folder of the same path."""
@@ -779,17 +743,17 @@ class ClusterConfig(Section):
 class EvalConfig(Section):
     every: Positive | None = None
     """Versions between evaluations on `data.eval` while the run trains, version 0 and the last included; one server
-    holds newer policies back until it has evaluated. null: none while it trains."""
+    holds newer policies back until it has evaluated. null: none."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.25
     """Share of its places that a server gives to an evaluation while it has groups to make; if no group is admitted,
     the evaluation takes all free places."""
     keep_samples: Annotated[int, Field(ge=0)] = 32
-    """Answers of each set that the buffer keeps for reading, of the first and the 20 newest evaluations."""
+    """Answers of each set that the buffer keeps, of the first and the 20 newest evaluations."""
 
 
 class LogConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = []
-    """Trackers that receive the records of metrics.jsonl; one that fails costs a warning, never the run."""
+    """Trackers of the records in metrics.jsonl; one that fails costs a warning, never the run."""
     servers_every_s: Seconds = 15.0
     """Seconds between two lines of metrics.jsonl about servers and buffer."""
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
@@ -800,8 +764,6 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    """A whole run."""
-
     run: RunConfig = RunConfig()
     model: ModelConfig
     data: DataConfig
@@ -819,7 +781,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     _origins: dict[tuple[int | str, ...], Any] = PrivateAttr(default_factory=dict)
-    """What `origins.py` knows of values that came from environment variables, by place."""
+    """Values that came from environment variables, by place."""
 
     @model_validator(mode="before")
     @classmethod
@@ -836,7 +798,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _quantised_probe(cls, given: Any) -> Any:
-        """The default of `weights.probe_tolerance` where one end multiplies in FP8. `load` names every key."""
+        """The default of `weights.probe_tolerance` where one end multiplies in FP8."""
         match given:
             case {"learner": {"matmul": "fp8"}, "weights": {"probe_tolerance": None, **rest}}:
                 return {**given, "weights": {**rest, "probe_tolerance": QUANTISED_PROBE_TOLERANCE}}
