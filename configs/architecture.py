@@ -27,7 +27,7 @@ QUANTISED = ("quantization_config", "compression_config")
 """The second is of early compressed-tensors."""
 LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 ROPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
-"""Rotary embeddings whose frequencies depend only on the config."""
+"""Their frequencies depend only on the config."""
 FINAL = ("deepseek_llama_scaling", "deepseek_yarn", "llama3", "longrope", "su", "yarn")
 """With these `max_position_embeddings` is final; with others vLLM multiplies it by `factor`."""
 GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -47,7 +47,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def trains_text_alone(config: Mapping[str, Any], wanted: bool = False) -> bool:
-    """Whether only the text model of a multimodal model is trained. `wanted`: `model.text_alone`."""
+    """`wanted`: `model.text_alone`."""
     seen = config.get("vision_config") is not None  # early files of Qwen2-VL nest their tower alone
     return (seen or text_config(config) is not config) and (wanted or config.get("model_type") not in SEEING)
 
@@ -109,7 +109,7 @@ def _not_generative(config: Mapping[str, Any], text: Mapping[str, Any]) -> Itera
 
 
 def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield one rotary embedding, or one for each type of layer."""
+    """One, or one for each type of layer."""
     for key in ROPE_KEYS:
         given = config.get(key)
         if isinstance(given, Mapping) and given:

@@ -1,4 +1,4 @@
-"""The certificate of a model, `certificate.json`: what was compared before training (`learner/certify/`)."""
+"""The certificate of a model: what was compared before training (`learner/certify/`)."""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -50,7 +50,7 @@ class Certificate(BaseModel):
     model: str
     kind: str
     copy_of: str = ""
-    """The small copy that was compared: `2 layers, hidden size 256, 0.2 M parameters`."""
+    """`2 layers, hidden size 256, 0.2 M parameters`"""
     key: str = ""
     """Digest of config.json, software and code."""
     versions: dict[str, str] = {}
@@ -87,7 +87,7 @@ class Certificate(BaseModel):
 
 
 def read(file: Path) -> Certificate | None:
-    """None without a certificate that this release can read."""
+    """None without one that this release can read."""
     try:
         return Certificate.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):

@@ -1,7 +1,7 @@
 """Which checkpoints a run's folder has, and whether their files are those that were written.
 
-A manifest is written last and makes a folder a checkpoint. It names all files with their sizes and CRC32C, and has a
-CRC32C of itself; manifests of earlier releases have sizes alone.
+A manifest is written last and makes a folder a checkpoint. It has CRC32C of all files and of itself; manifests of
+earlier releases have sizes alone.
 """
 
 import json
@@ -23,7 +23,7 @@ REPLACED, DAMAGED = ".old", ".damaged"
 
 
 class Listed(NamedTuple):
-    """Sizes and sums of files by their paths in the checkpoint."""
+    """By paths in the checkpoint."""
 
     sizes: Mapping[str, int]
     sums: Mapping[str, int]
@@ -71,7 +71,7 @@ def listed(checkpoint: Path) -> Listed:
 
 
 def fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None if all its files have their sizes."""
+    """None if all files have their sizes."""
     try:
         files = listed(checkpoint).sizes.items()
     except (OSError, ValueError) as error:
@@ -87,7 +87,7 @@ def fault(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
-    """What is damaged by its checksum in these files of a complete checkpoint, or in all."""
+    """What is damaged, by its checksum, in a complete checkpoint."""
     for name, crc in listed(checkpoint).sums.items():
         if names is not None and name not in names:
             continue
@@ -106,7 +106,7 @@ def complete(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> int:
-    """Version of the newest complete checkpoint, or 0."""
+    """0 without a complete checkpoint."""
     for version, path in sorted(_found(folder).items(), reverse=True):
         if (why := fault(path)) is None:
             return version

@@ -33,7 +33,7 @@ TOP_BYTES = 8
 """Per sampled token for each of `teacher.top_k`: int32 token and float32 log-probability."""
 
 WEIGHTS = "model.path: weights"
-"""A server does not read the weights if whole policies are pushed to it."""
+"""A server does not read them if whole policies are pushed to it."""
 FILES = (
     WEIGHTS,
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
@@ -54,9 +54,9 @@ REWARDS = (
     *("reasoning_gym", "task"),
 )
 BUILT_IN = {"reward.function": REWARDS, "rollout.task": ("single_turn", "agent", "environment")}
-"""Names in registries of `rollout`, which this package may not import."""
+"""This package may not import `rollout`, which has these."""
 DEFINING = {"__getattr__", "exec", "globals", "setattr", "vars"}
-"""A file may define functions with these that its text does not show."""
+"""With these a file may define functions that its text does not show."""
 
 TEMPLATE_WORDS = ("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize")
 
@@ -137,8 +137,7 @@ def refuse_sft(config: Config) -> None:
 
 
 def refuse_paths(config: Config) -> None:
-    """Raise ConfigError for paths that the system cannot look at. Rules that look for files may then rely on an
-    answer."""
+    """Raise ConfigError for paths that the system cannot look at, so that later rules get an answer."""
     lines = [f"{key}: {line}" for key, path in _paths(config) if path and (line := _unusable(path))]
     if lines := lines or [*_no_folder(config)]:
         raise ConfigError(lines)
@@ -203,7 +202,7 @@ def _shadows(config: Config) -> Iterator[str]:
 
 
 def cluster_of(config: Config) -> str:
-    """The Ray cluster that the run is launched on; empty: this machine."""
+    """Empty: this machine."""
     return "" if starts_ray(config) else _address(config)
 
 
@@ -236,7 +235,6 @@ def max_sample_tokens(config: Config) -> int:
 
 
 def max_group_bytes(config: Config) -> int:
-    """As stored and sent."""
     routes = model_facts(config.model.path).route_bytes if config.rollout.routing_replay else 0
     taught = TEACHER_BYTES + TOP_BYTES * (config.teacher.top_k or 0) if config.teacher.teachers else 0
     return config.batch.samples * _stored_tokens(config) * (TOKEN_BYTES + routes + taught)
@@ -247,7 +245,6 @@ def _stored_tokens(config: Config) -> int:
 
 
 def max_episode_tokens(config: Config) -> int:
-    """Over all segments."""
     return config.rollout.chat.max_tokens or 4 * max_sample_tokens(config)
 
 
@@ -365,7 +362,6 @@ def _engine(config: Config) -> Iterator[str]:
 
 
 def _experts(config: Config) -> Iterator[str]:
-    """A starting server asks vLLM itself."""
     facts, given = model_facts(config.model.path), config.rollout.engine
     if not facts.experts:
         return
@@ -643,7 +639,6 @@ def _reward_model(config: Config) -> Iterator[str]:
 
 
 def _model(key: str, path: str, weights: bool = True) -> Iterator[str]:
-    """A hub name is `name` or `organisation/name`; anything else must be a folder."""
     folder = Path(path)
     depth = len(folder.parts)
     local = path.startswith(("/", ".", "~")) or depth > 2 or (depth == 2 and folder.parent.is_dir())

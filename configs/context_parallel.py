@@ -1,6 +1,6 @@
 """What `learner.context_parallel` must satisfy by the run file and config.json.
 
-`learner/model/context.py` asks `why_not` again for every layer of the built model.
+`learner/model/context.py` asks `why_not` again for every layer.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ REMEDY = "set it to a number that does, or to 1"
 
 
 def parts_of(learner: LearnerConfig) -> int:
-    """One part of a batch for each group of ranks that share their rows."""
+    """One for each group of ranks that share their rows."""
     return max(1, learner.ranks // learner.context_parallel)
 
 

@@ -39,8 +39,8 @@ PROGRESS = "HEADRACE_PROGRESS"
 NOTICE = "HEADRACE_NOTICE"
 """In this file its keeper says how many seconds a drain may take."""
 ABOVE = "HEADRACE_ABOVE"
-"""Set if signals come from a process above, which forces with FORCING: the launcher below its front process, a kept
-process below its keeper, a rank below its node's learner."""
+"""Set if a process above sends the signals, and forces with FORCING: a launcher's front process, a kept process's
+keeper, the learner above a rank."""
 FORCING = signal.SIGQUIT
 TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 
@@ -57,7 +57,7 @@ def configure_logging(tag: str = "") -> None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Refuses a command line in one line. No flag may be abbreviated."""
+    """No flag may be abbreviated."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"allow_abbrev": False} | options)
@@ -83,8 +83,7 @@ def quiet_hub() -> None:
 
 
 def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
-    """Split the values of the command's own `flags` from run files and overrides: `models={"nargs": "+"}` takes
-    `--models A B`."""
+    """Split the command's own `flags` from run files and overrides: `models={"nargs": "+"}` takes `--models A B`."""
     parser = CommandParser(prog, add_help=False)
     own = {f"--{name.replace('_', '-')}": options for name, options in flags.items()}
     for flag, options in own.items():
@@ -98,9 +97,9 @@ def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tupl
 class StopSignals:
     """SIGINT and SIGTERM inside a `with`: the first calls `drain(number)`, each later one `force(number)`.
 
-    Handlers run in the event loop if one is running, else in the main thread between two bytecodes, where they must not
-    print. A process below another one gets a scheduler's SIGTERM twice, directly and forwarded: it counts both as one.
-    `last`: other processes need this one until they have ended, so it waits until its keeper leaves a notice.
+    Handlers run in the event loop if one is running, else between two bytecodes, where they must not print. A process
+    below another one gets a scheduler's SIGTERM twice, directly and forwarded: it counts both as one. `last`: other
+    processes need this one to the end, so it waits until its keeper leaves a notice.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ def end_at_once(number: int) -> NoReturn:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGKILL to this process when the thread that started it ends, if the parent has set
+    """Have the kernel send SIGKILL to this process when the thread that started it ends, if its process has set
     PARENT."""
     parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
     if parent is None or sys.platform != "linux":
@@ -188,8 +187,7 @@ def die_with_parent() -> None:
 def tie_children() -> None:
     """Have every process that multiprocessing starts below this one, vLLM's too, die with its own parent.
 
-    A spawned process gets the call in its command line, because it imports Headrace only when its parent may be long
-    dead.
+    A spawned process gets the call in its command line: when it imports Headrace, its parent may be long dead.
     """
     os.environ[PARENT] = str(os.getpid())
     os.register_at_fork(after_in_child=die_with_parent)
@@ -213,7 +211,6 @@ def made_progress() -> None:
 
 
 def notice_s() -> float | None:
-    """Seconds that the keeper gives this process from SIGTERM to SIGKILL."""
     with contextlib.suppress(OSError, ValueError):
         return float(Path(os.environ.get(NOTICE, "")).read_text(encoding="utf-8"))
     return None

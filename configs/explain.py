@@ -23,7 +23,7 @@ from configs.publishing import copies, is_loopback, most_parameters, unpublishab
 from configs.schema import NO_REWARD, Config
 
 NEARLY_FULL = 0.85
-"""Share of its places from which on a server counts as full."""
+"""From this share of its places on a server counts as full."""
 MAX_NUM_SEQS = "rollout.engine.max_num_seqs"
 MIXTURES = {
     "a third each is never, sometimes and always solved": {"unsolved": 1 / 3, "between": 1 / 3, "solved": 1 / 3},
@@ -38,7 +38,7 @@ AS_FAST = 0.96
 def explain(
     config: Config, problems: int | None = None, gpu_bytes: int | None = None, card: str = "as this machine's"
 ) -> list[str]:
-    """`problems`: rows in data.train; `gpu_bytes`: memory of a GPU that serves, which `card` describes."""
+    """`gpu_bytes`: memory of a GPU that serves, which `card` describes."""
     room = kv_room(config, gpu_bytes, card)
     most = most_running(config) if room.sequences is None else max(1, min(most_running(config), room.sequences))
     flow = expected(config, admitted_staleness(config), most)
@@ -290,7 +290,6 @@ def _notes_on_flow(config: Config, problems: int | None, flow: Flow, runs: int) 
 
 
 def _as_fast(config: Config, flow: Flow, runs: int) -> int | None:
-    """The fewest sequences that make as many versions as `flow`."""
     each, staleness = flow.running / config.rollout.most_servers, admitted_staleness(config)
     tried = (max(1, round(share * each / 16)) * 16 for share in (0.75, 1, 1.25, 1.5))
     fewer = (number for number in tried if number < runs)

@@ -1,7 +1,4 @@
-"""Every key of the run file in words: type, default, meaning, and the key that a misspelt one was meant to be.
-
-Derived from the JSON schema of `schema.Config`.
-"""
+"""Every key of the run file in words, and the key that a misspelt one was meant to be."""
 
 import difflib
 import json
@@ -102,7 +99,6 @@ class Key(NamedTuple):
 
 @cache
 def keys() -> dict[str, Key]:
-    """By dotted name, in the order of the schema."""
     schema = Config.model_json_schema()
     table: dict[str, Key] = {}
     forms = schema["$defs"]
@@ -135,7 +131,7 @@ def _entries(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def key_of(place: Sequence[int | str]) -> str:
-    """The key that holds `place`: `["data", "eval", "aime", "k", 0]` -> `data.eval.NAME.k`"""
+    """`["data", "eval", "aime", "k", 0]` -> `data.eval.NAME.k`"""
     parts = [str(part) for part in place]
     for end in range(len(parts), 1, -1):
         for each in (parts[:end], [*parts[:2], NAME, *parts[3:end]]):
@@ -176,7 +172,6 @@ def suggest(wrong: str) -> str:
 
 
 def overview(width: int) -> str:
-    """What `--help` prints."""
     lines = []
     for section, its_keys in groupby(keys().values(), lambda key: key.name.partition(".")[0]):
         own = ", ".join(_without_groups(key.name.partition(".")[2] for key in its_keys))

@@ -1,7 +1,4 @@
-"""Limits and headers of the HTTP servers: the door of a rollout server and the live page of a run.
-
-aiohttp itself bounds a request's head and the time for it.
-"""
+"""Limits and headers of the HTTP servers: the door of a rollout server and the live page of a run."""
 
 import asyncio
 import resource
@@ -42,7 +39,7 @@ def most_connections(most: int) -> int:
 
 
 class LimitedSite(web.BaseSite):
-    """aiohttp's `TCPSite` with at most `most` connections at a time; a further one is closed at once."""
+    """A further connection than `most` is closed at once."""
 
     def __init__(self, runner: web.BaseRunner, host: str, port: int, most: int) -> None:
         super().__init__(runner)
@@ -70,7 +67,6 @@ class Refusal(asyncio.Protocol):
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Keep browsers from misusing a response."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     response.headers.setdefault("Cache-Control", "no-store")
@@ -79,8 +75,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def only_for(host: str, others: Collection[str] = ()) -> Any:
-    """A middleware. On loopback it refuses requests under another name than this machine's or `others`: a web site may
-    have made its name mean this machine. Everywhere it refuses requests that another site's page sends."""
+    """On loopback, refuse requests under another name than this machine's or `others`: a web site may have made its
+    name mean this machine. Everywhere, refuse requests that another site's page sends."""
     allowed = {other.lower() for other in others}
 
     @web.middleware

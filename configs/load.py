@@ -56,21 +56,19 @@ class ConfigError(ValueError):
 
 
 class MergedTree:
-    """The files and overrides merged, and where each leaf is written (`run.yaml:12`, `--batch.groups`)."""
+    """Files and overrides merged, and where each leaf is written (`run.yaml:12`, `--batch.groups`)."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
         self.places: dict[str, str] = {}
 
     def add(self, tree: dict[str, Any], place: Callable[[str], str]) -> None:
-        """Merge maps, replace everything else."""
         _lay(self.tree, tree)
         new = {key: place(key) for key in _leaves(tree)}
         replaced = [old for old in self.places if any(key.startswith(f"{old}.") for key in new)]
         self.places = {old: where for old, where in self.places.items() if old not in replaced} | new
 
     def where(self, key: str) -> str:
-        """` (run.yaml:12)` if the key is written somewhere."""
         place = next((self.places[known] for known in self.places if known == key or known.startswith(f"{key}.")), None)
         return f" ({place})" if place else ""
 
@@ -104,7 +102,7 @@ def load(
     """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", ...]`. Raises ConfigError with every problem found.
 
     `lenient`: variables of credentials may be missing. `warn` gets a line about a file that does not fit its checksum;
-    None refuses such a file.
+    None refuses it.
     """
     files, overrides = _split(argv)
     merged = MergedTree()
@@ -124,14 +122,14 @@ def load(
 
 
 def parse(text: str) -> Config:
-    """The config that another process of this machine gave as `dump`."""
+    """The config that another process gave as `dump`."""
     merged = MergedTree()
     merged.add(_parse(text, "the run file"), lambda key: "")
     return _validate(merged, os.environ, False)
 
 
 def dump(config: Config) -> str:
-    """Values from environment variables stand in it as `${oc.env:KEY}`."""
+    """With `${oc.env:KEY}` for values from variables."""
     return OmegaConf.to_yaml(OmegaConf.create(written(config, _literal)))
 
 
@@ -167,8 +165,7 @@ def text_width() -> int:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write every key, atomically, as YAML that `load` reads back to an equal Config. Only the user can read a file
-    with credentials."""
+    """Write YAML that `load` reads back to an equal Config. Only the user can read a file with credentials."""
     run_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8", opener=open_private) as file:
@@ -340,7 +337,6 @@ def _missing(key: str, variable: str, merged: MergedTree) -> str:
 
 
 def _multiplied(section: Any) -> Any:
-    """What is no whole number stays, to be refused."""
     if not isinstance(section, dict):
         return section
     section = dict(section)

@@ -1,7 +1,4 @@
-"""Facts of a model read from its folder without loading it: parameters, attention heads, longest context, disk space.
-
-Nothing is known of a model given by its hub name.
-"""
+"""Facts of a model read from its folder without loading it. Nothing is known of a model given by its hub name."""
 
 import json
 import re
@@ -35,7 +32,7 @@ TEXT_PARTS = re.compile(
 UNREAD = "mtp."
 """transformers leaves out these weights of Qwen3.5, which predict further tokens."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
-"""A block's weight, and the last word of its layer's name, without routers and experts."""
+"""A block's weight and the last word of its layer's name, without routers and experts."""
 BYTES = {"bfloat16": 2, "float32": 4}
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """transformers writes Qwen3-MoE's under the third key."""
@@ -44,24 +41,23 @@ SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of one model folder, None where unknown."""
+    """Facts of one folder, None where unknown."""
 
     parameters: int | None = None
     heads: int | None = None
     positions: int | None = None
     tower: int | None = None
     linear: Mapping[str, int] = field(default_factory=dict)
-    """Rows and columns of all linear layers in the text model's blocks, by the last word of their names."""
+    """Rows and columns of the text blocks' linear layers, by the last word of their names."""
     kind: str | None = None
     experts: int = 0
-    """In a layer; 0 for a dense model."""
     route_bytes: int = 0
     """The experts chosen for one token (`Sample.routes`)."""
     kv_heads: int | None = None
     kv_numbers: int | None = None
     """Keys and values of one token in all layers; None if not every layer attends to the whole sequence."""
     unsupported: tuple[str, ...] = ()
-    """Why the learner would not train the model exactly."""
+    """Why the learner would not train it exactly."""
     head_size: int | None = None
     vocabulary: int | None = None
     routed: tuple[int, int] | None = None
@@ -73,7 +69,7 @@ class ModelFacts:
     proven: bool = False
     delta_rule: bool = False
     text_alone: bool = False
-    """It is multimodal, and only its text model is trained."""
+    """Only its text model is trained."""
     mutual: bool = False
     """Images are trained whose tokens see each other, later ones too."""
 
@@ -86,8 +82,8 @@ class ModelFacts:
         return self.adapter_parameters(model) if model.lora else self.parameters
 
     def sent_bytes(self, model: ModelConfig) -> int:
-        """Bytes of the servers' copies on all ranks together: two of trained weights, one of frozen weights. With an
-        adapter only the adapter is sent."""
+        """The servers' copies on all ranks together: two of trained weights, one of frozen weights. With an adapter
+        only the adapter is sent."""
         frozen = self.idle + ((self.tower or 0) if "vision" in model.freeze else 0)
         saved = self.saved_parameters(model) or 0
         return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
@@ -99,12 +95,11 @@ class ModelFacts:
         return 16 * (self.saved_parameters(model) or 0) + frozen
 
     def optimizer_bytes(self, model: ModelConfig) -> int:
-        """Host memory with `learner.cpu_offload: optimizer`: weight and two moments in float32."""
+        """Weight and two moments in float32."""
         return 12 * ((self.saved_parameters(model) or 0) - self.idle)
 
 
 def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
-    """All facts are None if the folder cannot be read."""
     folder = Path(path)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Finds what a model's folder lacks before anything reads its weights: files, shards, the ends of files."""
+"""Finds what a model's folder lacks before anything reads its weights."""
 
 import json
 import os
@@ -17,7 +17,7 @@ AGAIN = "download the model again"
 
 
 class FolderError(ValueError):
-    """One line with the file's name and the remedy, without the folder."""
+    """One line with the file's name, without the folder."""
 
 
 class Header(NamedTuple):

@@ -1,8 +1,7 @@
 """Which values of a run came from environment variables, and how they and credentials are kept out of what is written.
 
-A value of `${oc.env:KEY}` is written as that text, and each process resolves it at its start. So a rotated key needs no
-change of the run. A credential that stands in the run file in plain text is recognised by its key, stands in
-`config.yaml` only, and is MASK elsewhere.
+Each process resolves `${oc.env:KEY}` at its start, so a rotated key needs no change of the run. A credential in plain
+text is recognised by its key, stands in `config.yaml` only, and is MASK elsewhere.
 """
 
 import hashlib
@@ -26,17 +25,17 @@ CREDENTIAL = re.compile(
     r"(^|_)(api_?keys?|(access|secret|private|signing|encryption)_?key|secret|passw(or)?d|passphrase|credentials?|"
     r"authorization|bearer|(hf|hub|auth|access|refresh|bearer|api|github|wandb|session)_?token)$|^token$"
 )
-"""Names, in small letters with underscores."""
+"""In small letters with underscores."""
 SHORTEST, SHORTEST_GUESSED = 6, 16
-"""Fewest characters of a value that is replaced in shown texts: from a variable, and by its key's name only. A shorter
-value would hide parts of other words."""
+"""Fewest characters of a value that is replaced in shown texts: from a variable, and by its key's name. A shorter value
+would hide parts of other words."""
 DIGEST = re.compile(r" sha256:([0-9a-f]{16})$")
 LISTED = ("rollout.agent.command",)
 _RESOLVING: ContextVar["Resolving | None"] = ContextVar("resolving", default=None)
 
 
 class Origin(NamedTuple):
-    """Where a value came from: `Origin("Bearer ${oc.env:KEY}", "Bearer 123", ("KEY",))`"""
+    """`Origin("Bearer ${oc.env:KEY}", "Bearer 123", ("KEY",))`"""
 
     text: str
     value: Any
@@ -73,10 +72,8 @@ OmegaConf.register_resolver("oc.env", _variable, replace=True, annotation_valida
 def resolved(
     tree: Mapping[str, Any], environment: Mapping[str, str], lenient: bool = False
 ) -> tuple[Any, dict[Place, Origin]]:
-    """The `tree` with interpolations replaced, and the origins of values. Raises MissingVariable.
-
-    `lenient`: a credential whose variable is missing is MASK.
-    """
+    """The `tree` with interpolations replaced, and the origins of values. `lenient`: MASK a credential whose variable
+    is missing."""
     whole = OmegaConf.create(deepcopy(dict(tree)))
     token = _RESOLVING.set(Resolving(environment, lenient))
     try:
@@ -126,7 +123,7 @@ def variables(config: Config) -> list[str]:
 
 
 def written(config: Config, literal: Callable[[str], str] = str) -> dict[str, Any]:
-    """All keys as `config.yaml` has them; `literal` changes texts that are no interpolations."""
+    """For `config.yaml`; `literal` changes texts that are no interpolations."""
     tree: dict[str, Any] = mapped(config.model_dump(mode="json"), literal)
     for place, origin in _kept(config):
         put(tree, place, origin.text)
@@ -134,7 +131,7 @@ def written(config: Config, literal: Callable[[str], str] = str) -> dict[str, An
 
 
 def disclosed(config: Config) -> dict[str, Any]:
-    """All keys for page, report and trackers."""
+    """For page, report and trackers."""
     tree: dict[str, Any] = masked(config.model_dump(mode="json"))
     for place, origin in _kept(config):
         put(tree, place, origin.text)
@@ -151,8 +148,8 @@ def shared(config: Config) -> str:
 
 
 def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
-    """All keys for ledger and fingerprint. A value from a variable that can be no credential has a digest behind it, so
-    that another value is a change."""
+    """For ledger and fingerprint. A value from a variable that can be no credential has a digest behind it, so that
+    another value is a change."""
     plain = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
     tree: dict[str, Any] = masked(plain)
     for place, origin in _kept(config):
@@ -206,7 +203,7 @@ def credentials(config: Config) -> Iterator[tuple[Place, str]]:
 
 
 def masked(tree: Any) -> Any:
-    """Mask credentials, by the names of keys or options, and in URLs."""
+    """Mask credentials by the names of keys or options, and in URLs."""
     if isinstance(tree, dict):
         return {
             key: MASK if is_credential(key) and isinstance(value, str) and value else masked(value)

@@ -2,7 +2,7 @@
 
 `python -m actors` searches the current folder first. So the command `headrace` runs Python with `-P`, which leaves that
 folder out, and imports the five packages from the folder of this one (PIN): once imported, they are found whatever
-`sys.path` holds. Its children are started in the same way (`command`).
+`sys.path` holds.
 """
 
 import os
@@ -20,7 +20,6 @@ SHORT = re.compile(
     r"\bheadrace (?:buffer (?=(?:tail|show|export|problems|quarantine|scrub)\b)"
     r"|rollout (?=evaluate\b)|learner (?=(?:merge|sft)\b))"
 )
-"""Commands that `headrace` has under their own names."""
 
 
 def is_front() -> bool:
@@ -35,7 +34,7 @@ def command(module: str, *words: str) -> tuple[str, ...]:
 
 
 def of_this_machine(argv: Iterable[str]) -> tuple[str, ...]:
-    """A command line of another machine with the path that ENTRY has here."""
+    """ENTRY has another path on another machine."""
     ending = os.sep + os.path.join("headrace", "__main__.py")
     return tuple(ENTRY if word.endswith(ending) else word for word in argv)
 
@@ -49,7 +48,6 @@ def named_as_called(text: str) -> str:
 
 
 def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
-    """Packages and modules that have a name of PACKAGES and are not Headrace's."""
     for folder in dict.fromkeys(os.path.abspath(folder) for folder in folders):
         for name in () if is_headrace(folder) else PACKAGES:
             if place := place_of(folder, name):

@@ -1,6 +1,6 @@
 """prctl(2): has the kernel end a process with its parent, or hand it the orphans below it. Only on Linux.
 
-The C library is looked up at import, because a process that has just been forked must not wait for the loader's lock.
+The C library is looked up at import, because a forked process must not wait for the loader's lock.
 """
 
 import ctypes

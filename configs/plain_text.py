@@ -1,4 +1,4 @@
-"""Makes text of users, policies and peers safe to show in a terminal, a log or a page, and bounds figures.
+"""Makes text of users, policies and peers safe to show in a terminal, a log or a page.
 
 Text may hold any character until it passes through `visible`, just before it leaves the process (a test refuses
 `print`).
@@ -59,10 +59,9 @@ def without_credentials(text: str) -> str:
 
 
 def visible(text: str, most: int = MOST_CHARS) -> str:
-    """Return `text` with control characters written as numbers: `"a\\x1b[2J"` -> `"a\\\\u001b[2J"`.
+    """Write control characters as numbers, `"a\\x1b[2J"` -> `"a\\\\u001b[2J"`, but keep tabs and line feeds.
 
-    Keeps tabs and line feeds. A text of more than `most` characters loses its middle. Credentials are replaced.
-    Commands have the names by which the user called this one.
+    Credentials are replaced. Commands have the names by which the user called this one.
     """
     text = named_as_called(without_credentials(text))
     return folded(UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", folded(text, 2 * most)), most)
@@ -82,10 +81,7 @@ def visible_lines(text: str) -> str:
 def print_visible(
     text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED, ends: bool = False
 ) -> None:
-    """Print `text`, made visible, and flush.
-
-    `ends`: the command ends with its reader; raise BrokenPipeError then.
-    """
+    """`ends`: the command ends with its reader; raise BrokenPipeError then."""
     stream = sys.stdout if stream is None else stream
     try:
         print(visible(str(text), most), end=end, file=stream)
@@ -134,7 +130,6 @@ class _Output:
 
 
 def lost_output() -> OSError | None:
-    """The first error other than a reader that left."""
     return next(iter(_LOST), None)
 
 
@@ -143,7 +138,7 @@ def colourless(text: str) -> str:
 
 
 def folded(text: str, most: int) -> str:
-    """A note replaces the middle of a longer text."""
+    """A note replaces the middle."""
     if len(text) <= most:
         return text
     said = f" [... {len(text) - most:,} or more characters left out ...] "
@@ -160,7 +155,7 @@ def all_visible(data: Any, most: int = MOST_CHARS) -> Any:
 
 
 def figure(value: float, form: str) -> str:
-    """With an exponent if that is too wide: `"1e+41"`."""
+    """`"1e+41"` for a number that is too wide."""
     text = format(value, form)
     return text if len(text) <= MOST_DIGITS else format(value, ".3g")
 

@@ -6,11 +6,10 @@ from configs.model_facts import BYTES, facts_of
 from configs.schema import Config
 
 COPIES_SHARE = 0.9
-"""The copies may fill this share of a GPU; the rest is for CUDA and NCCL."""
+"""The rest of a GPU is for CUDA and NCCL."""
 
 GROUP_BYTES = 700 << 20
-"""NCCL may take this much GPU memory on a server's worker for each further rank that sends. Others have seen 544 to 688
-MB."""
+"""NCCL takes this on a server's worker for each further rank that sends. Others have seen 544 to 688 MB."""
 
 
 def shards_of(config: Config) -> int:
@@ -21,8 +20,8 @@ def shards_of(config: Config) -> int:
 def publishes_rows(config: Config, shards: int) -> bool:
     """Whether each rank sends its own rows; else rank 0 sends everything.
 
-    `auto` takes rows if rank 0 then saves more bytes than a server's worker needs for a group of each further rank. It
-    never does for a model whose files may hold weights in another form, which cannot be sent by rows.
+    `auto` takes rows if rank 0 then saves more bytes than a server's worker needs for the groups of further ranks.
+    Files may hold weights in another form, which cannot be sent by rows.
     """
     if not _may_publish_rows(config, shards):
         return False
@@ -47,7 +46,6 @@ def _may_publish_rows(config: Config, shards: int) -> bool:
 
 
 def choice(config: Config, shards: int) -> str:
-    """What `weights.publish: auto` takes, and why; else empty."""
     if config.weights.publish != "auto":
         return ""
     if publishes_rows(config, shards):
@@ -86,14 +84,13 @@ def copies(config: Config) -> tuple[int, str]:
 
 
 def most_parameters(config: Config, gpu_bytes: int) -> int:
-    """The largest model, trained in full, whose copies fit GPUs of `gpu_bytes`."""
+    """The largest model, trained in full, whose copies fit `gpu_bytes`."""
     shards = shards_of(config)
     over = shards if _may_publish_rows(config, shards) else 1
     return int(COPIES_SHARE * gpu_bytes) * over // (2 * BYTES[config.model.dtype])
 
 
 def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
-    """Yield a line if the copies do not fit a learner's GPU."""
     sent, who = copies(config)
     if gpu_bytes and config.learner.device != "cpu" and sent > COPIES_SHARE * gpu_bytes:
         needed = f"{who} holds {held(config)} for the servers, {sent / 2**30:,.1f} GiB"

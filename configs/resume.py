@@ -44,7 +44,6 @@ CHANGEABLE = (
 FORK = " and --fork-from"
 
 Settings = dict[str, Any]
-"""`{"run.versions": 100, ...}`"""
 
 
 class Change(NamedTuple):
@@ -61,7 +60,7 @@ class Change(NamedTuple):
 def fingerprint(config: Config) -> str:
     """16 hex digits over the fixed keys.
 
-    Only what differs from the defaults counts: a release that adds a key goes on with the runs of the one before.
+    Defaults do not count, so that a release that adds a key goes on with earlier runs.
     """
     dumped = recorded(config, exclude_defaults=True)
     fixed = {key: value for key, value in _flat(dumped) if not is_changeable(key)}
@@ -69,7 +68,7 @@ def fingerprint(config: Config) -> str:
 
 
 def settings(config: Config) -> Settings:
-    """Every key as the ledger has it: without credentials."""
+    """As the ledger has it: without credentials."""
     return dict(_flat(recorded(config)))
 
 

@@ -24,7 +24,7 @@ class Room(NamedTuple):
 
 
 def room(config: Config) -> Room | None:
-    """None if the model's size is unknown. A tensor larger than a bucket is a bucket."""
+    """A tensor larger than a bucket is a bucket."""
     facts, ranks = facts_of(config.model), shards_of(config)
     saved = (facts.saved_parameters(config.model) or 0) * BYTES[config.model.dtype]
     if not saved:

@@ -1,6 +1,6 @@
 """What a run file must satisfy about teachers, and about a run without a reward.
 
-Whether a teacher has the policy's vocabulary takes two tokenizers: `rollout/teachers/vocabulary.py` compares them.
+Whether a teacher has the policy's vocabulary takes two tokenizers (`rollout/teachers/vocabulary.py`).
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,6 @@ def tokenizer_of(teacher: TeacherModel) -> str | None:
 
 
 def _without_reward(config: Config) -> Iterator[str]:
-    """Without a reward all rewards are 0."""
     none = f"reward.function is {NO_REWARD}, so all rewards are 0"
     if not config.teacher.teachers:
         yield f"reward.function: {NO_REWARD} leaves nothing to learn from; name a reward, or a teacher in teacher.model"

@@ -1,7 +1,7 @@
 """Imports a user's file as Python would: `load_function(key, "path/to/file.py:function")`.
 
-Child processes can import the module by its name too, so that dataclasses, pickle and process pools work. It is the
-file's own name unless another module has that (`json.py`, a second `score.py`). Then it is PREFIX and the quoted path.
+Child processes can import the module by its name too. It is the file's own name unless another module has that
+(`json.py`, a second `score.py`). Then it is PREFIX and the quoted path.
 """
 
 import builtins
@@ -38,10 +38,8 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def module_of(file: str) -> ModuleType:
-    """Import `file` once.
-
-    The file's folder comes first in `sys.path`, the current folder last. A file in a package may use relative imports.
-    """
+    """The file's folder comes first in `sys.path`, the current folder last. A file in a package may use relative
+    imports."""
     path = Path(os.path.abspath(file))
     top, inner = package_of(path)
     name = ".".join([top.stem, *inner])
@@ -72,7 +70,7 @@ def loaded(spec: ModuleSpec) -> ModuleType:
 
 
 def package_of(path: Path) -> tuple[Path, list[str]]:
-    """`/my/score.py` -> `(/my/score.py, [])`; `/my/tools/score.py` in a package `tools` -> `(/my/tools, ["score"])`"""
+    """`/my/score.py` -> `(/my/score.py, [])`; `/my/tools/score.py` in a package -> `(/my/tools, ["score"])`"""
     top, inner = (path.parent, []) if path.name == INIT else (path, list[str]())
     while (top.parent / INIT).is_file() and top.parent != top:
         inner.insert(0, top.stem if top == path else top.name)
@@ -99,7 +97,7 @@ def same(known: str, top: Path) -> bool:
 
 
 def make_importable(folder: Path, top: Path, taken: bool) -> None:
-    """Make the other modules in the folder importable before all others, in child processes too. A taken name keeps its
+    """Make the folder's other modules importable before all others, in child processes too. A taken name keeps its
     module: `json` stays Python's."""
     if taken and str(folder) not in sys.path:
         sys.path.append(str(folder))
@@ -151,7 +149,7 @@ class QuotedPaths(MetaPathFinder):
 
 
 class OwnNames:
-    """Gives a user's files the user's modules where these have names of Headrace's packages.
+    """Gives a user's files the user's modules of the names of Headrace's packages.
 
     A submodule that the user's package does not have is Headrace's, so that `from rollout.tasks import Trajectory`
     works.

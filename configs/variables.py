@@ -1,7 +1,4 @@
-"""Environment variables of a run's processes: which are dropped, set and refused.
-
-Those of a pod, shell or scheduler could make a process a member of another job.
-"""
+"""Environment variables of a run's processes: which are dropped, set and refused."""
 
 import io
 import ipaddress
@@ -23,7 +20,7 @@ PLACE = (
     *(*RANK, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_NAME"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
 )
-"""A process's place in a job of torchrun, PyTorchJob or vLLM."""
+"""A process's place in a job of torchrun, PyTorchJob or vLLM; it would make our processes members of that job."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """torchrun forwards signals to its ranks and kills ranks that do not end."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -32,7 +29,7 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 SOCKET_BYTES = 107
-"""Longest path of a Unix socket in Linux."""
+"""Longest path of a Unix socket."""
 RAY_BYTES = 23
 """We append `/headrace-12345678/r`, because Ray opens its own folder to all users, and Ray
 `/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store`."""
@@ -46,7 +43,7 @@ MASK = re.compile("0?[0-7]{3}")
 
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """For processes that the launcher starts, which reach `hosts` without a proxy."""
+    """For processes that the launcher starts."""
     kept = {key: value for key, value in environment.items() if not has_place(key) and key != "PYTHONIOENCODING"}
     return kept | {"PYTHONUTF8": "1"} | around_proxy(kept, hosts) | user(kept)
 
@@ -56,8 +53,8 @@ def has_place(name: str) -> bool:
 
 
 def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make output work in any locale and with closed streams, reach this machine without a proxy, and keep exit codes
-    of children even if a shell ignores SIGCHLD. `is_rank`: keep PLACE."""
+    """Let output work in any locale and with closed streams, reach this machine without a proxy, and keep exit codes of
+    children even if a shell ignores SIGCHLD. `is_rank`: keep PLACE."""
     open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -126,7 +123,7 @@ def _is_named(host: str, port: int | None, word: str) -> bool:
 
 
 def user(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch and vLLM need USER and HOME when they are imported. In containers a user id may have neither."""
+    """torch and vLLM need both when they are imported. In containers a user id may have neither."""
     found = {}
     try:
         pwd.getpwuid(os.getuid())
@@ -203,9 +200,9 @@ def _make_folder(path: Path, mode: int) -> None:
 
 
 def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True, own_ray: bool = False) -> list[str]:
-    """A line for each variable with which a process of a run cannot work.
+    """A line for each variable with which a run cannot work.
 
-    `interfaces`: check network interfaces. `own_ray`: Ray is started, whose sockets have the longest names.
+    `own_ray`: Ray is started, whose sockets have the longest names.
     """
     found = [*_folders(environment, own_ray), *_threads(environment), *_proxies(environment)]
     if (mask := environment.get(RUN_UMASK)) is not None and not MASK.fullmatch(mask):

@@ -1,4 +1,4 @@
-"""What `data.train` and `data.eval` name: a file, a folder, a glob, a set of reasoning-gym, or several with weights.
+"""What `data.train` and `data.eval` name: files, a set of reasoning-gym, or several with weights.
 
 `buffer/problems.py` reads what is in the files.
 """
@@ -34,7 +34,7 @@ Source = Path | str | Sequence[MixedSource]
 
 
 class SourceError(ValueError):
-    """One line without the key that names the source."""
+    """Does not name the key of the source."""
 
 
 class GeneratedSet(NamedTuple):
@@ -65,7 +65,7 @@ def source_name(source: Source) -> str:
 
 
 def generated(source: Path | str) -> GeneratedSet | None:
-    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names; None for a path. Raises SourceError."""
+    """`reasoning_gym:NAME?size=N&seed=S&...`; None for a path. Raises SourceError."""
     text = str(source)
     if not text.startswith(GENERATED):
         return None
@@ -87,7 +87,7 @@ def generated(source: Path | str) -> GeneratedSet | None:
 
 
 def files_of(source: Path | str) -> list[Path]:
-    """Sorted. Raises SourceError."""
+    """Raises SourceError."""
     path = Path(source)
     if path.is_file():
         _require_known(path)
@@ -193,7 +193,7 @@ def _count(file: Path) -> int:
 
 
 def the_list(value: Any) -> list[Any]:
-    """The rows of a JSON file: a list, or the one list in an object."""
+    """A list, or the one list in an object."""
     lists = [value] if isinstance(value, list) else []
     if isinstance(value, dict):
         lists = [inner for inner in value.values() if isinstance(inner, list)]
@@ -204,7 +204,6 @@ def the_list(value: Any) -> list[Any]:
 
 
 def kind_of(file: Path) -> str:
-    """The suffix by which a data file is read."""
     packed = file.suffix == GZIPPED
     suffix = file.with_suffix("").suffix if packed else file.suffix
     return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""

@@ -10,7 +10,7 @@ COMPARED = 20
 LOOKED_BACK = 200
 """Not every version has every metric."""
 FRESH = "mismatch/k3_fresh"
-"""k3 on the tokens of age 0, if any were trained."""
+"""Tokens of age 0, if any were trained."""
 BUCKETS = ("1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 """Ages of tokens, in versions."""
 K3_BY_AGE = {FRESH: "0"} | {f"offpolicy/k3_age_{ages}": ages for ages in BUCKETS}
@@ -43,7 +43,7 @@ def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]],
 
 
 def youngest_k3(metrics: Mapping[str, float]) -> str | None:
-    """The one of K3_BY_AGE for the youngest trained tokens, FEW_TOKENS at least."""
+    """The one for the youngest trained tokens, FEW_TOKENS at least."""
     found = (key for key, age in K3_BY_AGE.items() if metrics.get(f"age/share_{age}", 1.0) >= FEW_TOKENS)
     return next((key for key in found if key in metrics), None)
 

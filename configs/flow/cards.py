@@ -1,4 +1,4 @@
-"""The GPUs that the forecast of a run knows, with sources."""
+"""The GPUs that the forecast of a run knows."""
 
 import re
 import sys

@@ -2,9 +2,8 @@
 
     step = read / bandwidth + n (FLOPs of a token / peak + context x bytes of a token / bandwidth + sequence) + step
 
-n sequences run at a time; `read` are the weights that a step reads, without the input embedding. The last two summands
-are what processors and launches cost. They were fitted to the servers of `benchmarks/results/rollout*.json`, and the
-formula is within 6 % of each (`tests/actors/doctor/test_price.py`).
+n sequences run at a time; `read` are the weights that a step reads, without the input embedding. The last two summands,
+of processors and launches, were fitted to `benchmarks/results/rollout*.json`; the formula is within 6 % of each.
 """
 
 from dataclasses import dataclass
@@ -14,14 +13,13 @@ STEP_S, SEQUENCE_S = 2.5e-3, 2.5e-6
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Example: Qwen2.5-7B has 7.07 G `active` and 28,672 `kv_numbers`."""
+    """Qwen2.5-7B has 7.07 G `active` and 28,672 `kv_numbers`."""
 
     read: int
-    """Parameters that a step reads."""
     active: int
     """Parameters that one token is multiplied by."""
     kv_numbers: int
-    """Of one token, kept."""
+    """Numbers that a server keeps of one token."""
     width: int
     """Bytes of a number."""
 

@@ -14,12 +14,12 @@ logits: 0.6 MB a sequence in float32, of which the sampler makes copies."""
 
 
 def share_of_batch(config: Config) -> int:
-    """In whole groups, at most."""
+    """Most samples of a batch that one server makes."""
     return ceil(config.batch.groups / config.rollout.most_servers) * config.batch.samples
 
 
 def max_sequences(config: Config, cpu: bool) -> int:
-    """In steps of 16, as CUDA graphs are. `engine_arguments` adds room for the rest of the last group."""
+    """CUDA graphs are captured in steps of 16. `engine_arguments` adds room for the rest of the last group."""
     given, wanted = config.rollout.engine.get("max_num_seqs"), config.rollout.sequences
     if isinstance(given, int):
         return given
@@ -29,7 +29,6 @@ def max_sequences(config: Config, cpu: bool) -> int:
 
 
 def places(config: Config) -> int:
-    """Most sequences that one server has places for."""
     most = max_sequences(config, config.rollout.device == "cpu")
     return most if config.rollout.sequences == "auto" else config.rollout.sequences
 

@@ -1,6 +1,6 @@
 """How many sequences will run at a time, at what age and speed: a run played in milliseconds, the same each time.
 
-Lengths and speeds are assumed, by the constants below and `MEAN_SHARE`.
+Lengths and speeds are assumed.
 """
 
 import heapq
@@ -32,14 +32,12 @@ class Pace:
 
 @dataclass(frozen=True)
 class Flow:
-    """A run in steady state."""
-
     running: float
     """Mean number of sequences that run on all servers."""
     age: float
     """Mean age of the groups, in versions."""
     speed: float
-    """Versions in a unit of time, the same for all simulations of one run."""
+    """In the same unit of time for all simulations of one run."""
 
 
 def most_running(config: Config) -> int:

@@ -1,6 +1,6 @@
 """`python -m configs --from FILE [--out RUN.yaml]`: writes a run file for settings of verl, TRL, EasyR1 or OpenRLHF.
 
-Lists on stderr what has no counterpart. Exit code 2 for a file that cannot be read, or is none of these systems'.
+Lists on stderr what has no counterpart. Exit code 2 for a file of none of these systems.
 """
 
 import sys
@@ -35,7 +35,7 @@ REQUIRED = {
     "data.train": "data/train.parquet",
     "reward.function": "math",
 }
-"""What stands in for required keys that the settings do not say."""
+"""They stand in for keys that the settings do not say."""
 
 
 def main(file: Path, out: Path | None) -> int:

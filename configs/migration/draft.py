@@ -1,6 +1,6 @@
 """A run file that is being written from the settings of another system.
 
-`Given` notices which settings were used: what is left at the end has no counterpart.
+Settings that `Given` has not seen used have no counterpart.
 """
 
 import re
@@ -97,8 +97,8 @@ def run_name(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Steps:
-    """Another system generates for `prompts` prompts, then makes `updates` optimizer steps with them. A version is one
-    optimizer step: so a batch has the prompts of one update."""
+    """Another system makes `updates` optimizer steps with `prompts` prompts. A version is one optimizer step: so a
+    batch has the prompts of one update."""
 
     prompts: int
     updates: int

@@ -1,7 +1,7 @@
 """What Headrace needs of a library, symbol by symbol, and the judgement of a release by it.
 
-`rewritten` shows functions whose body Headrace's own code follows or replaces, and which differ between two releases:
-somebody has to read them.
+`rewritten` shows functions that Headrace's own code follows or replaces and that differ between two releases: somebody
+has to read them.
 """
 
 import ast
@@ -15,10 +15,7 @@ from configs.releases.source import Definition, Found, Parameters, Source
 
 @dataclass(frozen=True)
 class Need:
-    """A symbol that Headrace leans on.
-
-    Example: `Need("lib.cache.Cache", "blocks are shared only when they are full", has="usage", calls=("get(key)",))`
-    """
+    """`Need("lib.cache.Cache", "blocks are shared only when they are full", has="usage", calls=("get(key)",))`"""
 
     path: str
     why: str

@@ -67,7 +67,7 @@ class Source:
         return self.root.joinpath(*module.split("."), "__init__.py").is_file()
 
     def find(self, path: str) -> Found | None:
-        """The definition of `module.Name`, `module.Class.method` or `module`."""
+        """`module.Name`, `module.Class.method` or `module`."""
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             module, names = ".".join(parts[:length]), parts[length:]
@@ -154,7 +154,7 @@ class Source:
         return Parameters(tuple(fields), frozenset(fields), required, False, False)
 
     def fields(self, owner: Found) -> dict[str, bool]:
-        """Each field of a dataclass, a pydantic model or a msgspec structure, and whether it is required."""
+        """Fields of a dataclass, a pydantic model or a msgspec structure, and whether they are required."""
         fields: dict[str, bool] = {}
         for each in reversed([*self.ancestry(owner)]):
             assert isinstance(each.node, ast.ClassDef)
