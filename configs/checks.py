@@ -193,7 +193,6 @@ def _variables(config: Config) -> list[str]:
 
 
 def _shadows(config: Config) -> Iterator[str]:
-    """Ray's processes search the current folder and PYTHONPATH first."""
     folders = [os.curdir, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if cluster_of(config) or starts_ray(config):
         for place in shadows(folders):
@@ -651,7 +650,7 @@ def _model(key: str, path: str, weights: bool = True) -> Iterator[str]:
 
 def _template(path: Path) -> Iterator[str]:
     """Runs nothing of the template: even to compile one would compute its constants."""
-    from jinja2 import TemplateSyntaxError, nodes  # only a run with a template pays for the import
+    from jinja2 import TemplateSyntaxError, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     jinja = ImmutableSandboxedEnvironment()

@@ -46,7 +46,7 @@ TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_pa
 
 
 def configure_logging(tag: str = "") -> None:
-    """Log to stderr from INFO on; `tag` is such as `[3]` for rank 3."""
+    """Log to stderr from INFO on; `tag` is such as `[3]`."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
     handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"))
@@ -88,7 +88,7 @@ def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tupl
     own = {f"--{name.replace('_', '-')}": options for name, options in flags.items()}
     for flag, options in own.items():
         parser.add_argument(flag, **options)
-    # argparse takes an unknown --key=value with a space in it for a value: spaces are NUL meanwhile
+    # argparse takes an unknown --key=value with a space for a value: spaces are NUL meanwhile
     foreign = {word: word.replace(" ", "\0") for word in argv if word[:2] == "--" and word.partition("=")[0] not in own}
     values, rest = parser.parse_known_args([foreign.get(word, word) for word in argv])
     return values, [word.replace("\0", " ") for word in rest]
@@ -178,7 +178,7 @@ def die_with_parent() -> None:
     if parent is None or sys.platform != "linux":
         return
     end_with_parent()
-    if (now := os.getppid()) != int(parent):  # it died before the line above, or never was our parent
+    if (now := os.getppid()) != int(parent):  # it died before, or never was our parent
         words = f"{PARENT}: {parent} has ended or is not the parent of {os.getpid()}, {now} is; unset it\n"
         os.write(2, words.encode())
         os._exit(FAILED)
@@ -240,7 +240,7 @@ def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_r
             stream.flush()
         except BrokenPipeError:  # nobody reads it any more
             pass
-        except OSError as error:  # the disk that stdout goes to is full
+        except OSError as error:  # its disk is full
             lost = lost or error
     if lost:
         code = code or FAILED

@@ -1,7 +1,7 @@
 """The arithmetic of a run in words.
 
-`explain` never fails and reads nothing but the model's folder. Lines that begin with `note:` say what makes the run
-slow or odd.
+`explain` never fails and reads only the model's folder. Lines that begin with `note:` say what makes the run slow or
+odd.
 """
 
 from collections.abc import Iterator

@@ -157,7 +157,7 @@ def suggest(wrong: str) -> str:
     here = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
     if near := difflib.get_close_matches(leaf, here, 1, 0.6):
         return f"did you mean {above}.{near[0]}?"
-    if leaf in ELSEWHERE:  # also where a key has that name in a section that nobody named, as `learning_rate`
+    if leaf in ELSEWHERE:  # also where a section that nobody named has such a key
         return f"did you mean {ELSEWHERE[leaf]}?"
     if same := [name for name in names if name.endswith(f".{leaf}") and NAME not in name]:
         return f"did you mean {' or '.join(difflib.get_close_matches(wrong, same, 1, 0.85) or same)}?"

@@ -33,7 +33,6 @@ def settings() -> dict[str, Any]:
 
 
 def most_connections(most: int) -> int:
-    """Fewer where the process may have few files open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else max(16, min(most, int(SHARE_OF_FILES * soft)))
 

@@ -129,7 +129,6 @@ def parse(text: str) -> Config:
 
 
 def dump(config: Config) -> str:
-    """With `${oc.env:KEY}` for values from variables."""
     return OmegaConf.to_yaml(OmegaConf.create(written(config, _literal)))
 
 
@@ -250,7 +249,7 @@ def _parse(source: str, name: str) -> dict[str, Any]:
         raise ConfigError(
             [f"{name}: must be a map of sections ({', '.join(sections())}), is {in_yaml(source.strip())}"]
         )
-    # a section whose lines are all commented out is an empty section
+    # all lines of the section may be commented out
     return {str(key): {} if value is None and key in sections() else value for key, value in parsed.items()}
 
 
@@ -392,7 +391,7 @@ def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: Merge
         wrong = list(_leaves(value, f"{loc}.")) if within else [loc]
         return {key: f"{key}: no such key{merged.where(key) or merged.where(above)}; {suggest(key)}" for key in wrong}
     name = key_of(place)
-    if kind == "missing" and name in EXAMPLES:  # else it is an entry of a list that is too short
+    if kind == "missing" and name in EXAMPLES:  # else the list is too short
         return {loc: f"{loc}: missing{merged.where(above)}; set it, e.g. {loc}: {EXAMPLES[name]}"}
     if name not in keys():
         remedy = f"write its keys below it, e.g. {next(key for key in keys() if key.startswith(f'{name}.'))}"

@@ -24,7 +24,7 @@ from configs.model_folder import header_of, weight_files
 from configs.schema import ModelConfig
 
 TOWER = re.compile(r"\.(visual|vision_tower|multi_modal_projector)\.")
-"""In names of weights that read images, in every release of SEEING."""
+"""In names of weights that read images."""
 TEXT_PARTS = re.compile(
     r"(^|\.)(language_model|text_model|text_decoder|lm_head)\.|^(model\.)?(layers|embed_tokens|norm)\."
 )

@@ -29,7 +29,6 @@ def publishes_rows(config: Config, shards: int) -> bool:
 
 
 def _plain(config: Config) -> bool:
-    """Whether servers take the model's weights as the learner holds them."""
     facts = facts_of(config.model)
     return facts.proven and facts.image_token is None and not facts.text_alone
 

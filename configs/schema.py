@@ -197,8 +197,7 @@ class DataConfig(Section):
         return {} if alone is None else alone
 
     def sources(self) -> dict[str, Path | list[MixedSource]]:
-        """What is read, by key below `data`: `train`, and `eval.NAME` for each set (`eval` for the one of that
-        name)."""
+        """Sources by key below `data`: `train`, and `eval` or `eval.NAME`."""
         sets = {"eval" if name == "eval" else f"eval.{name}": each.path for name, each in self.eval.items()}
         return {"train": self.train, **sets}
 
@@ -239,9 +238,9 @@ class RewardConfig(Section):
     model: str | None = None
     """Sequence classification model of the run's own reward servers, by folder or hub name."""
     servers: Annotated[int, Field(ge=0)] = 0
-    """Reward servers that `python -m actors launch` starts for `reward_model`, each with a copy of `reward.model`."""
+    """Reward servers that `python -m actors launch` starts, each with a copy of `reward.model`."""
     host: str = "127.0.0.1"
-    """Address of this machine on which reward servers listen and rollout servers reach them."""
+    """Address on which reward servers listen and rollout servers reach them."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5700
     """Port of the first reward server; further ones follow."""
     engine: dict[str, Any] = {}
@@ -268,8 +267,6 @@ class RewardConfig(Section):
 
 
 class TeacherModel(Section):
-    """A fixed model; the policy learns from its log-probabilities of the sampled tokens."""
-
     model: str | None = None
     """The teacher's folder in Hugging Face format, such as an earlier export of the policy, or its name on the hub.
     With `url`, the name under which that server knows it."""
@@ -314,7 +311,7 @@ class TeacherConfig(TeacherModel):
     the reverse KL of the policy to the teacher over these and all others as one, and the advantages gain nothing. null:
     the policy-gradient form, with the sampled tokens alone."""
     host: str = "127.0.0.1"
-    """Address of this machine on which teacher servers listen and rollout servers reach them."""
+    """Address on which teacher servers listen and rollout servers reach them."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5800
     """Port of the first teacher server; further ones follow."""
     timeout_s: Seconds = 300.0
@@ -335,7 +332,7 @@ class TeacherConfig(TeacherModel):
 
     @property
     def served(self) -> list[str]:
-        """For each of the run's own teacher servers, by number, the `data_source` of its rows."""
+        """The `data_source` of each own teacher server, by number."""
         return [source for source, each in self.teachers.items() for _ in range(each.servers)]
 
     def urls_of(self, source: str) -> list[str]:
@@ -449,7 +446,7 @@ class AlgorithmConfig(Section):
 
 
 class SftConfig(Section):
-    """Supervised fine-tuning, by `python -m learner sft`: `data.train` holds demonstrations."""
+    """Supervised fine-tuning, by `python -m learner sft`."""
 
     rows: Positive | None = None
     """Rows of `data.train` in a batch, which takes the policy from version v to v + 1; null: the run is reinforcement
@@ -489,8 +486,8 @@ class LearnerConfig(Section):
     (docs/long-documents.md)."""
     share_prompts: bool | Literal["prompts"] = True
     """Compute once what samples of a group in one microbatch have in common: their prompt and, where that saves more
-    tokens, each longer prefix, as of an agent's turns and forks (`prompts`: prompts alone). It changes results by
-    rounding only; the learner's log says what a model or a setting does not allow."""
+    tokens, each longer prefix, as of an agent's turns and forks (`prompts`: prompts alone). Results change by rounding
+    only; the learner's log says what a model or a setting does not allow."""
     gather: Literal["auto", "pass", "batch"] = "auto"
     """When shards of weights are gathered and gradients reduced: block by block in each forward and backward pass
     (`pass`, the least memory), or once a batch (`batch`: all weights in `model.dtype` and unsharded fp32 gradients
@@ -567,12 +564,12 @@ class ChatConfig(Section):
     """Tokens of one episode, sampled and given, over all its segments; null: four times `rollout.max_sample_tokens`.
     One call never sees more."""
     history: Literal["fork", "keep"] = "fork"
-    """Where the chat template would write earlier turns anew, for instance without their thinking: `fork` begins a new
+    """Where the chat template would write earlier turns anew, such as without their thinking: `fork` begins a new
     segment, as a server of that model would see it; `keep` goes on with the tokens as they are."""
     timeout_s: Seconds | None = None
     """Wall-clock time of one episode; then it ends as truncated. null: none."""
     host: str = "127.0.0.1"
-    """Interface on which a server takes requests of agents that come by URL; `0.0.0.0`: all."""
+    """Interface on which a server takes requests of agents; `0.0.0.0`: all."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port for them; 0: a free one, which several servers on one machine need."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
@@ -683,8 +680,8 @@ class WeightsConfig(Section):
     `auto` takes the smaller copy that is possible, if there is memory for it."""
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
     """Size of the buckets in which weights travel; a larger tensor gets its own. A server without memory for a whole
-    copy allocates two buckets. With `publish: rows` buckets are as many times larger as there are ranks, at most four
-    times, and a server also allocates two of a rank's shares of them."""
+    copy allocates two. With `publish: rows` buckets are as many times larger as there are ranks, at most four times,
+    and a server also allocates two of a rank's shares of them."""
     timeout_s: Seconds = 60.0
     """Longest wait for a server to prepare for, receive and load a policy; a slower one is left out and may rejoin."""
     probe_every: Annotated[int, Field(ge=0)] = 10

@@ -32,7 +32,7 @@ def room(config: Config) -> Room | None:
     rows = publishes_rows(config, ranks)
     share = config.weights.bucket_mib << 20
     bucket = min(share * (min(ranks, LARGER) if rows else 1), saved)
-    # with rows a share arrives in one of two buffers, and one bucket is made of such shares
+    # a share arrives in one of two buffers, and one bucket is made of shares
     arrival = 2 * (bucket // ranks) if rows else 0
     groups = (ranks - 1) * GROUP_BYTES if rows else 0
     passing = bucket + arrival if rows else min(2 * bucket, saved)

@@ -134,7 +134,6 @@ class QuotedPaths(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Python finds the modules inside a package."""
         name = fullname.removeprefix(PREFIX)
         if name == fullname or "." in name:
             return None

@@ -20,7 +20,7 @@ PLACE = (
     *(*RANK, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_NAME"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
 )
-"""A process's place in a job of torchrun, PyTorchJob or vLLM; it would make our processes members of that job."""
+"""A process's place in a job of torchrun, PyTorchJob or vLLM, of which ours must not become members."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """torchrun forwards signals to its ranks and kills ranks that do not end."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -123,7 +123,7 @@ def _is_named(host: str, port: int | None, word: str) -> bool:
 
 
 def user(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch and vLLM need both when they are imported. In containers a user id may have neither."""
+    """torch and vLLM need USER and HOME when they are imported. In containers a user id may have neither."""
     found = {}
     try:
         pwd.getpwuid(os.getuid())

@@ -51,8 +51,7 @@ def youngest_k3(metrics: Mapping[str, float]) -> str | None:
 ALERTS: tuple[tuple[str, bool, Rule, str], ...] = (
     (FRESH, True, lambda now, usual: now > 2 * usual and now > 1e-5,
      "servers and learner drift apart on fresh tokens; check with weights.probe_every 1, lower learner.lr"),
-    # k3 grows with the square of the age: of a policy that learns fast it is 4 times the median where all tokens are of
-    # the older ages of a bucket
+    # k3 grows with the square of the age: it is 4 times the median if all tokens are of a bucket's older ages
     *((f"offpolicy/k3_age_{ages}", True, lambda now, usual: now > 5 * usual and now > 1e-3,
        "servers and learner drift apart on the youngest tokens of this batch; check with weights.probe_every 1, lower "
        "learner.lr or batch.max_staleness") for ages in BUCKETS),

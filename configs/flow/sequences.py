@@ -1,5 +1,4 @@
-"""How many sequences a server may work on at a time, and how many groups of a run may be open, by the run file
-alone."""
+"""How many sequences a server may work on, and how many groups of a run may be open, by the run file alone."""
 
 from math import ceil
 

@@ -81,7 +81,6 @@ class Source:
         return None
 
     def member(self, owner: Found, name: str) -> Found | None:
-        """A name that a module or a class defines, imports or inherits."""
         if isinstance(owner.node, ast.ClassDef):
             for each in self.ancestry(owner):
                 if (node := last(each.node, name)) is not None:
