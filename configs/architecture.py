@@ -24,7 +24,6 @@ LAYER_TYPES = (
 """The learner keeps documents apart in attention, in layers that keep a state (`learner/model/state.py`), and in layers
 that see one token at a time."""
 QUANTISED = ("quantization_config", "compression_config")
-"""The second is of early compressed-tensors."""
 LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 ROPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
 """Their frequencies depend only on the config."""
@@ -38,7 +37,6 @@ SIZES = (
 )
 """Whole numbers or null."""
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
-"""In transformers 5 and 4."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -101,7 +101,6 @@ EXPERT_KERNELS = ("auto", "triton")
 SPREAD = ("enable_expert_parallel", "enable_eplb")
 """With these, experts lie elsewhere than their names say."""
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
-"""With these above 1, vLLM returns no routes."""
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 """vLLM computes these anew for each policy that it loads."""
@@ -252,7 +251,6 @@ def existing(path: Path) -> Path:
 
 
 def _architecture(config: Config) -> Iterator[str]:
-    """`learner.model.exactness` tries the built model."""
     path = config.model.path
     facts = model_facts(path)
     yield from (f"model.path: {path} ({facts.kind or 'unknown type'}): {reason}" for reason in facts.unsupported)

@@ -13,7 +13,7 @@ REMEDY = "set it to a number that does, or to 1"
 
 
 def parts_of(learner: LearnerConfig) -> int:
-    """One for each group of ranks that share their rows."""
+    """Parts of a batch: one for each group of ranks that share rows."""
     return max(1, learner.ranks // learner.context_parallel)
 
 

@@ -18,7 +18,7 @@ class FloodFilter(logging.Filter):
         super().__init__()
         self._monotonic = monotonic
         self._windows: dict[object, tuple[float, int]] = {}
-        """Begin of the window, and lines in it."""
+        """By format: begin of the window, and lines in it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         key, now = (record.name, record.levelno, record.msg if record.args else record.lineno), self._monotonic()

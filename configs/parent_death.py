@@ -13,8 +13,7 @@ LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """The kernel means the thread that started this process. The caller compares its parent's id afterwards: a parent
-    that ended before is not noticed."""
+    """The caller compares its parent's id afterwards: a parent that ended before is not noticed."""
     _prctl(PR_SET_PDEATHSIG, number)
 
 

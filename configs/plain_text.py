@@ -138,7 +138,6 @@ def colourless(text: str) -> str:
 
 
 def folded(text: str, most: int) -> str:
-    """A note replaces the middle."""
     if len(text) <= most:
         return text
     said = f" [... {len(text) - most:,} or more characters left out ...] "

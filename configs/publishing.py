@@ -34,7 +34,6 @@ def _plain(config: Config) -> bool:
 
 
 def _saved(config: Config, shards: int) -> int:
-    """Bytes that rank 0 saves; 0 if unknown."""
     sent = facts_of(config.model).sent_bytes(config.model)
     return sent - sent // shards
 

@@ -47,8 +47,6 @@ Settings = dict[str, Any]
 
 
 class Change(NamedTuple):
-    """Shown as `run.versions: 100 -> 200`."""
-
     key: str
     old: Any
     new: Any

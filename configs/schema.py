@@ -619,11 +619,8 @@ class RolloutConfig(Section):
     parameters decide what it gets: `(problem, generate)` tokens, `(row, chat)` messages, `(row, base_url, api_key)` a
     URL."""
     chat: ChatConfig = ChatConfig()
-    """Episodes that send messages."""
     agent: AgentConfig = AgentConfig()
-    """The program of `rollout.task: agent`."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """The environment of `rollout.task: environment`."""
     sample_attempts: Positive = 2
     """How often a server tries one sample whose task failed, from the beginning, before the attempt at its group has
     failed."""

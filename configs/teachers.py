@@ -16,7 +16,6 @@ SET_REWARD = "set reward.function"
 
 
 def rules(config: Config, longest: int) -> Iterator[str]:
-    """`longest`: tokens of the longest sample."""
     if config.reward.function == NO_REWARD:
         yield from _without_reward(config)
     teacher = config.teacher
@@ -125,7 +124,6 @@ def _policy(config: Config) -> Iterator[str]:
 
 
 def _top_k(config: Config) -> Iterator[str]:
-    """The head differentiates this loss chunk by chunk."""
     top_k, loss, known = config.teacher.top_k, config.algorithm.loss, facts_of(config.model).vocabulary
     if top_k is None:
         return

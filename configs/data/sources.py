@@ -34,7 +34,7 @@ Source = Path | str | Sequence[MixedSource]
 
 
 class SourceError(ValueError):
-    """Does not name the key of the source."""
+    """One line, without the key that names the source."""
 
 
 class GeneratedSet(NamedTuple):
@@ -119,7 +119,7 @@ def _found_elsewhere(path: Path) -> str:
 
 
 def problems_with(source: Source) -> Iterator[str]:
-    """Why nothing can be read from `source`; files are not opened."""
+    """Files are not opened."""
     try:
         parts = parts_of(source)
     except SourceError as error:

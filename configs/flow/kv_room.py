@@ -56,7 +56,6 @@ def kv_room(
 
 
 def gpu_bytes() -> int | None:
-    """The smallest GPU of this machine."""
     if not shutil.which("nvidia-smi"):
         return None
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

@@ -45,7 +45,6 @@ def most_running(config: Config) -> int:
 
 
 def expected(config: Config, staleness: int, fewer: int | None = None, pace: Pace | None = None) -> Flow:
-    """`fewer`: sequences a server with the same learner."""
     batch, servers, most = config.batch, config.rollout.most_servers, most_running(config)
     scale = max(1.0, batch.groups * batch.samples / SIMULATED_SAMPLES)
     groups = max(1, round(batch.groups / scale))

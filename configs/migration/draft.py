@@ -23,7 +23,7 @@ class Given:
         self.used: set[str] = set()
 
     def take(self, *keys: str, default: Any = None) -> Any:
-        """The first of `keys` that is not null. All of them count as used."""
+        """All of the keys count as used."""
         self.used.update(keys)
         return next((self.settings[key] for key in keys if self.settings.get(key) is not None), default)
 
@@ -78,7 +78,6 @@ def _beginnings(key: str) -> list[str]:
 
 
 def data_path(draft: Draft, key: str, value: Any, split: str = "train") -> Any:
-    """A data set of the hub must be downloaded first."""
     if isinstance(value, list):
         paths = [data_path(draft, key, each, split) for each in value]
         return paths[0] if len(paths) == 1 else [{"path": path} for path in paths]
