@@ -45,7 +45,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def trains_text_alone(config: Mapping[str, Any], wanted: bool = False) -> bool:
-    """`wanted`: `model.text_alone`."""
+    """Whether only the text model of a multimodal model is trained. `wanted`: `model.text_alone`."""
     seen = config.get("vision_config") is not None  # early files of Qwen2-VL nest their tower alone
     return (seen or text_config(config) is not config) and (wanted or config.get("model_type") not in SEEING)
 
@@ -107,7 +107,7 @@ def _not_generative(config: Mapping[str, Any], text: Mapping[str, Any]) -> Itera
 
 
 def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """One, or one for each type of layer."""
+    """Rotary embeddings: one, or one for each type of layer."""
     for key in ROPE_KEYS:
         given = config.get(key)
         if isinstance(given, Mapping) and given:

@@ -23,7 +23,7 @@ REPLACED, DAMAGED = ".old", ".damaged"
 
 
 class Listed(NamedTuple):
-    """By paths in the checkpoint."""
+    """The files of a checkpoint by their paths in it."""
 
     sizes: Mapping[str, int]
     sums: Mapping[str, int]
@@ -71,7 +71,7 @@ def listed(checkpoint: Path) -> Listed:
 
 
 def fault(checkpoint: Path) -> str | None:
-    """None if all files have their sizes."""
+    """What is wrong with a checkpoint; None if all files have their sizes."""
     try:
         files = listed(checkpoint).sizes.items()
     except (OSError, ValueError) as error:
@@ -87,7 +87,7 @@ def fault(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
-    """What is damaged, by its checksum, in a complete checkpoint."""
+    """Which of these files of a complete checkpoint, or of all, is damaged by its checksum."""
     for name, crc in listed(checkpoint).sums.items():
         if names is not None and name not in names:
             continue
@@ -101,12 +101,12 @@ def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
 
 
 def complete(folder: Path) -> list[int]:
-    """Oldest first."""
+    """Versions of the complete checkpoints, oldest first."""
     return sorted(version for version, path in _found(folder).items() if fault(path) is None)
 
 
 def newest(folder: Path) -> int:
-    """0 without a complete checkpoint."""
+    """Version of the newest complete checkpoint, or 0."""
     for version, path in sorted(_found(folder).items(), reverse=True):
         if (why := fault(path)) is None:
             return version
@@ -115,6 +115,6 @@ def newest(folder: Path) -> int:
 
 
 def _found(folder: Path) -> dict[int, Path]:
-    """One that was being replaced when the learner was killed is included."""
+    """A checkpoint that was being replaced when the learner was killed is included."""
     replaced = {int(path.stem[1:]): path for path in folder.glob(f"v*{REPLACED}") if path.stem[1:].isdigit()}
     return replaced | {int(path.name[1:]): path for path in folder.glob("v*") if path.name[1:].isdigit()}

@@ -33,7 +33,7 @@ TOP_BYTES = 8
 """Per sampled token for each of `teacher.top_k`: int32 token and float32 log-probability."""
 
 WEIGHTS = "model.path: weights"
-"""A server does not read them if whole policies are pushed to it."""
+"""A server does not read the weights if whole policies are pushed to it."""
 FILES = (
     WEIGHTS,
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
@@ -54,7 +54,7 @@ REWARDS = (
     *("reasoning_gym", "task"),
 )
 BUILT_IN = {"reward.function": REWARDS, "rollout.task": ("single_turn", "agent", "environment")}
-"""This package may not import `rollout`, which has these."""
+"""`rollout` has these, which this package may not import."""
 DEFINING = {"__getattr__", "exec", "globals", "setattr", "vars"}
 """With these a file may define functions that its text does not show."""
 
@@ -200,7 +200,7 @@ def _shadows(config: Config) -> Iterator[str]:
 
 
 def cluster_of(config: Config) -> str:
-    """Empty: this machine."""
+    """The Ray cluster of the run; empty: this machine."""
     return "" if starts_ray(config) else _address(config)
 
 
@@ -224,7 +224,7 @@ def own_hosts(config: Config) -> list[str]:
 
 
 def max_sample_tokens(config: Config) -> int:
-    """Your own task may fill `rollout.max_sample_tokens`, or else the engine."""
+    """Tokens of the longest sample. Your own task may fill `rollout.max_sample_tokens`, or else the engine."""
     if config.sft.rows is not None:
         return sft.longest(config)
     turn, held = config.data.max_prompt_tokens + config.sampling.max_tokens, config.rollout.engine.get("max_model_len")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from configs.schema import Config
 
 NAME = "NAME"
-"""Stands in keys for a name that the user chooses."""
+"""A name that the user chooses."""
 
 EXAMPLES = {
     "model.path": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -30,7 +30,7 @@ RENAMED_KEYS = {"weights.deadline_s": "weights.timeout_s", "rollout.groups_in_fl
 """Old keys, accepted with a warning."""
 
 FACTORS = {"rollout.groups_in_flight": "batch.samples"}
-"""The value of such an old key is to be multiplied by that of another key."""
+"""The value of an old key times that of this key is the new one's."""
 
 ELSEWHERE = {
     "eval_files": "data.eval",
@@ -88,7 +88,7 @@ TYPES = {"boolean": "true or false", "null": "null", "object": "a map"}
 
 
 class Key(NamedTuple):
-    """`Key("batch.groups", "a whole number >= 1", "32", False, "Groups in a batch.")`"""
+    """Example: `Key("batch.groups", "a whole number >= 1", "32", False, "Groups in a batch.")`"""
 
     name: str
     type: str
@@ -131,7 +131,7 @@ def _entries(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def key_of(place: Sequence[int | str]) -> str:
-    """`["data", "eval", "aime", "k", 0]` -> `data.eval.NAME.k`"""
+    """The key that holds `place`: `["data", "eval", "aime", "k", 0]` -> `data.eval.NAME.k`"""
     parts = [str(part) for part in place]
     for end in range(len(parts), 1, -1):
         for each in (parts[:end], [*parts[:2], NAME, *parts[3:end]]):
@@ -150,7 +150,7 @@ def show(value: Any) -> str:
 
 
 def suggest(wrong: str) -> str:
-    """Such as `did you mean learner.lr?`"""
+    """The remedy, such as `did you mean learner.lr?`"""
     above, _, leaf = wrong.rpartition(".")
     section = f"{above.rpartition('.')[0]}.{NAME}" if above.count(".") == 2 else above
     names = list(keys())

@@ -164,7 +164,8 @@ def text_width() -> int:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write YAML that `load` reads back to an equal Config. Only the user can read a file with credentials."""
+    """Write YAML, atomically, that `load` reads back to an equal Config. Only the user can read a file with
+    credentials."""
     run_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8", opener=open_private) as file:
@@ -254,7 +255,6 @@ def _parse(source: str, name: str) -> dict[str, Any]:
 
 
 def _refuse_empty(key: str, where: str) -> None:
-    """Raise ConfigError if an empty value would switch off what the key switches on."""
     if key in keys() and keys()[key].default == "null" and any(name.startswith(f"{key}.") for name in keys()):
         remedy = f"write {key.rpartition('.')[2]}: {{}} for all its defaults, null to do without, or keys below it"
         if keys()[key].required:

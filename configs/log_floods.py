@@ -12,7 +12,7 @@ MOST_CHARACTERS = 16_000
 
 
 class FloodFilter(logging.Filter):
-    """Lets a number of lines of a format pass in each window; a line of a later window counts those left out."""
+    """Lets a number of lines of a format pass in each window, and counts the others."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

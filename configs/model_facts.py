@@ -24,11 +24,11 @@ from configs.model_folder import header_of, weight_files
 from configs.schema import ModelConfig
 
 TOWER = re.compile(r"\.(visual|vision_tower|multi_modal_projector)\.")
-"""In names of weights that read images."""
+"""Names of weights that read images."""
 TEXT_PARTS = re.compile(
     r"(^|\.)(language_model|text_model|text_decoder|lm_head)\.|^(model\.)?(layers|embed_tokens|norm)\."
 )
-"""In names of weights of models that are trained on text alone."""
+"""Names of the text model's weights in multimodal models."""
 UNREAD = "mtp."
 """transformers leaves out these weights of Qwen3.5, which predict further tokens."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
@@ -95,7 +95,7 @@ class ModelFacts:
         return 16 * (self.saved_parameters(model) or 0) + frozen
 
     def optimizer_bytes(self, model: ModelConfig) -> int:
-        """Weight and two moments in float32."""
+        """Weight and two moments in float32, in host memory."""
         return 12 * ((self.saved_parameters(model) or 0) - self.idle)
 
 

@@ -25,7 +25,7 @@ CREDENTIAL = re.compile(
     r"(^|_)(api_?keys?|(access|secret|private|signing|encryption)_?key|secret|passw(or)?d|passphrase|credentials?|"
     r"authorization|bearer|(hf|hub|auth|access|refresh|bearer|api|github|wandb|session)_?token)$|^token$"
 )
-"""In small letters with underscores."""
+"""Names are in small letters with underscores."""
 SHORTEST, SHORTEST_GUESSED = 6, 16
 """Fewest characters of a value that is replaced in shown texts: from a variable, and by its key's name. A shorter value
 would hide parts of other words."""
@@ -35,7 +35,7 @@ _RESOLVING: ContextVar["Resolving | None"] = ContextVar("resolving", default=Non
 
 
 class Origin(NamedTuple):
-    """`Origin("Bearer ${oc.env:KEY}", "Bearer 123", ("KEY",))`"""
+    """Example: `Origin("Bearer ${oc.env:KEY}", "Bearer 123", ("KEY",))`"""
 
     text: str
     value: Any
@@ -50,7 +50,7 @@ class Resolving:
 
 
 class MissingVariable(Exception):
-    """Arguments: key, variable."""
+    """The arguments are key and variable."""
 
 
 def _variable(name: str, *default: Any) -> Any:
@@ -123,7 +123,7 @@ def variables(config: Config) -> list[str]:
 
 
 def written(config: Config, literal: Callable[[str], str] = str) -> dict[str, Any]:
-    """For `config.yaml`; `literal` changes texts that are no interpolations."""
+    """All keys for `config.yaml`; `literal` changes texts that are no interpolations."""
     tree: dict[str, Any] = mapped(config.model_dump(mode="json"), literal)
     for place, origin in _kept(config):
         put(tree, place, origin.text)
@@ -131,7 +131,7 @@ def written(config: Config, literal: Callable[[str], str] = str) -> dict[str, An
 
 
 def disclosed(config: Config) -> dict[str, Any]:
-    """For page, report and trackers."""
+    """All keys for page, report and trackers."""
     tree: dict[str, Any] = masked(config.model_dump(mode="json"))
     for place, origin in _kept(config):
         put(tree, place, origin.text)
@@ -148,8 +148,8 @@ def shared(config: Config) -> str:
 
 
 def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
-    """For ledger and fingerprint. A value from a variable that can be no credential has a digest behind it, so that
-    another value is a change."""
+    """All keys for ledger and fingerprint. A value from a variable that can be no credential has a digest behind it, so
+    that another value is a change."""
     plain = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
     tree: dict[str, Any] = masked(plain)
     for place, origin in _kept(config):
@@ -160,8 +160,8 @@ def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
 
 
 def comparable(key: str, known: Any, now: Any, config: Config) -> tuple[Any, Any]:
-    """Equal values if no setting has changed: older releases recorded the values themselves, and credentials may be
-    rotated."""
+    """Make both values equal if no setting has changed: older releases recorded the values themselves, and credentials
+    may be rotated."""
     known = masked({key.rpartition(".")[2]: known})[key.rpartition(".")[2]]
     below = tuple(key.split("."))
     for place, origin in _kept(config):

@@ -154,7 +154,7 @@ def all_visible(data: Any, most: int = MOST_CHARS) -> Any:
 
 
 def figure(value: float, form: str) -> str:
-    """`"1e+41"` for a number that is too wide."""
+    """`1e+41` for a number that is too wide."""
     text = format(value, form)
     return text if len(text) <= MOST_DIGITS else format(value, ".3g")
 

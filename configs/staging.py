@@ -11,8 +11,8 @@ from configs.publishing import GROUP_BYTES, publishes_rows, shards_of
 from configs.schema import Config
 
 LARGER = 4
-"""Buckets are at most so many times larger with several ranks that send. Each message costs operations of a thread that
-waits for the GIL, each bucket memory of a server."""
+"""With several ranks that send, buckets are at most so many times larger: each message costs operations of a thread
+that waits for the GIL, each bucket memory of a server."""
 
 
 class Room(NamedTuple):

@@ -148,7 +148,7 @@ class QuotedPaths(MetaPathFinder):
 
 
 class OwnNames:
-    """Gives a user's files the user's modules of the names of Headrace's packages.
+    """Gives a user's files the user's modules that have names of Headrace's packages.
 
     A submodule that the user's package does not have is Headrace's, so that `from rollout.tasks import Trajectory`
     works.

@@ -43,7 +43,7 @@ MASK = re.compile("0?[0-7]{3}")
 
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """For processes that the launcher starts."""
+    """The environment of processes that the launcher starts."""
     kept = {key: value for key, value in environment.items() if not has_place(key) and key != "PYTHONIOENCODING"}
     return kept | {"PYTHONUTF8": "1"} | around_proxy(kept, hosts) | user(kept)
 
@@ -90,7 +90,7 @@ def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> d
 
 
 def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """None for loopback and `no_proxy`: hosts, domains with subdomains, networks, or `*`."""
+    """The proxy for `url`; None for loopback and `no_proxy`: hosts, domains with subdomains, networks, or `*`."""
     at = urlsplit(url)
     host = at.hostname or ""
     names = [f"{at.scheme}_proxy", f"{at.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY"]
@@ -211,7 +211,7 @@ def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = Tru
 
 
 def warnings(environment: Mapping[str, str], model: str) -> list[str]:
-    """A line for each variable that names an unwritable cache folder, or is no longer read."""
+    """Caches that cannot be written, and variables that are no longer read."""
     home = environment.get("HOME") or os.path.expanduser("~")
     caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     named = {

@@ -28,7 +28,7 @@ READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
 """A user's reward function gets the ground truth by these parameters."""
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""A path has one slash."""
+"""In a path, a URL has one slash."""
 
 Source = Path | str | Sequence[MixedSource]
 
@@ -63,7 +63,7 @@ def source_name(source: Source) -> str:
 
 
 def generated(source: Path | str) -> GeneratedSet | None:
-    """`reasoning_gym:NAME?size=N&seed=S&...`; None for a path. Raises SourceError."""
+    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names; None for a path. Raises SourceError."""
     text = str(source)
     if not text.startswith(GENERATED):
         return None
@@ -119,7 +119,7 @@ def _found_elsewhere(path: Path) -> str:
 
 
 def problems_with(source: Source) -> Iterator[str]:
-    """Files are not opened."""
+    """Why nothing can be read from `source`. Files are not opened."""
     try:
         parts = parts_of(source)
     except SourceError as error:
@@ -136,7 +136,7 @@ def problems_with(source: Source) -> Iterator[str]:
 
 
 def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
-    """Entries of sets of reasoning-gym that are in both."""
+    """A line for each set of reasoning-gym that has entries in both."""
     known = [found for part in parts_of(train) if (found := generated(part.path))]
     for part in parts_of(held_out):
         theirs = generated(part.path)
@@ -152,14 +152,14 @@ def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
 
 
 def needs_truth(config: Config) -> bool:
-    """A user's function is judged as far as its file shows."""
+    """Whether rows must have a ground truth, as far as the file of a user's function shows."""
     function: Any = config.reward.function
     names = [function] if isinstance(function, str) else [each.function for each in function]
     return not all(name in TRUTHLESS or _is_blind(name) for name in names)
 
 
 def count_rows(source: Source) -> int | None:
-    """None if rows cannot be counted quickly."""
+    """Rows of a source; None if they cannot be counted quickly."""
     try:
         total = 0
         for part in parts_of(source):
@@ -191,7 +191,7 @@ def _count(file: Path) -> int:
 
 
 def the_list(value: Any) -> list[Any]:
-    """A list, or the one list in an object."""
+    """The rows of a JSON file: a list, or the one list in an object."""
     lists = [value] if isinstance(value, list) else []
     if isinstance(value, dict):
         lists = [inner for inner in value.values() if isinstance(inner, list)]

@@ -72,7 +72,7 @@ def card_named(text: str) -> Card:
 
 
 def checked_card(name: str | None, prog: str) -> Card | None:
-    """Exit code 2 for an unknown card."""
+    """The card of `--gpu`. An unknown one ends the process with exit code 2."""
     try:
         return None if name is None else card_named(name)
     except ConfigError as error:

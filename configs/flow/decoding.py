@@ -13,7 +13,7 @@ STEP_S, SEQUENCE_S = 2.5e-3, 2.5e-6
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Qwen2.5-7B has 7.07 G `active` and 28,672 `kv_numbers`."""
+    """Example: Qwen2.5-7B has 7.07 G `active` and 28,672 `kv_numbers`."""
 
     read: int
     active: int
@@ -36,7 +36,7 @@ class StepTime:
 
 
 def step_time(model: ServedModel, peak: float, bandwidth: float, gpus: int, context: float) -> StepTime:
-    """Sequences have `context` tokens in the mean. What the GPUs exchange is not counted."""
+    """The step of sequences with `context` tokens in the mean, without what the GPUs exchange."""
     fixed = STEP_S + model.read * model.width / gpus / bandwidth
     attention = context * model.kv_numbers * model.width / gpus / bandwidth
     return StepTime(fixed, SEQUENCE_S + 2 * model.active / gpus / peak + attention)

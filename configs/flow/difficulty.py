@@ -13,7 +13,7 @@ MOST_STEPS = 2000
 def drawn_shares(
     difficulty: DifficultyConfig, problems: int, groups: int, versions: int, mixture: Mapping[str, float]
 ) -> dict[str, float]:
-    """Shares of the run's draws; `mixture` has the problems' shares."""
+    """Share of the run's draws for each of KINDS; `mixture` has the problems' shares."""
     seen, unseen, drawn = dict.fromkeys(KINDS, 0.0), float(problems), dict.fromkeys(KINDS, 0.0)
     step = max(1, versions // MOST_STEPS)
     rests = dict.fromkeys(KINDS, max(1, difficulty.rest))
@@ -31,7 +31,7 @@ def drawn_shares(
 
 
 def split(amount: float, weights: Mapping[str, float], room: Mapping[str, float]) -> dict[str, float]:
-    """None gets more than its room; what no room is left for goes by room."""
+    """Divide `amount` by weights. None gets more than its room; what no room is left for goes by room."""
     taken, left, opened = dict.fromkeys(weights, 0.0), amount, {name for name in weights if room[name] > 0}
     while left > 1e-9 and opened:
         total = sum(weights[name] for name in opened)

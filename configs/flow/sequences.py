@@ -8,8 +8,8 @@ from configs.schema import Config
 MEAN_SHARE = 1 / 4
 """Mean length of a sample, as a share of the longest possible one. Lengths are taken as geometric, cut there."""
 GPU_SEQUENCES, MOST_GPU_SEQUENCES, CPU_SEQUENCES = 512, 1024, 256
-"""By `simulation.STEP_COST`, 512 are nine tenths as fast as 1,024, with half the CUDA graphs to capture and half the
-logits: 0.6 MB a sequence in float32, of which the sampler makes copies."""
+"""Most sequences for `rollout.sequences: auto`. By `simulation.STEP_COST`, 512 are nine tenths as fast as 1,024, with
+half the CUDA graphs to capture and half the logits: 0.6 MB a sequence in float32, of which the sampler makes copies."""
 
 
 def share_of_batch(config: Config) -> int:
@@ -33,7 +33,7 @@ def places(config: Config) -> int:
 
 
 def mean_tokens(config: Config) -> float:
-    """As assumed before any sample is finished, prompt included."""
+    """Tokens of a sample with its prompt, as assumed before any is finished."""
     return MEAN_SHARE * max_sample_tokens(config)
 
 

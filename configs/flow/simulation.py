@@ -18,15 +18,15 @@ LEARNER_SHARE = 1 / 2
 STEP_COST = 126
 """What a decode step costs beside its sequences, in sequences: 2.9 ms and 23 us a sequence for a 1.5B model on H200."""
 SIMULATED_SAMPLES, SIMULATED_VERSIONS, MOST_WARM = 256, 20, 24
-"""Larger batches are scaled down. The last is the most versions before those that are measured."""
+"""Larger batches are scaled down. At most MOST_WARM versions run before those that are measured."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """In the unit of time of `simulate`."""
+    """Speed in the unit of time of `simulate`."""
 
     step_cost: float
-    """In sequences."""
+    """Cost of a decode step, in sequences."""
     learner: float
 
 
@@ -37,7 +37,7 @@ class Flow:
     age: float
     """Mean age of the groups, in versions."""
     speed: float
-    """In the same unit of time for all simulations of one run."""
+    """Versions in a unit of time that is the same for all simulations of one run."""
 
 
 def most_running(config: Config) -> int:

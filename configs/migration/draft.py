@@ -1,6 +1,6 @@
 """A run file that is being written from the settings of another system.
 
-Settings that `Given` has not seen used have no counterpart.
+Settings that nobody takes from `Given` have no counterpart.
 """
 
 import re
