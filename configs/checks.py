@@ -99,7 +99,6 @@ EXPERTS_ON_CPU = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe")
 """Servers on a CPU were seen to load these right. On a GPU no reload was compared."""
 EXPERT_KERNELS = ("auto", "triton")
 SPREAD = ("enable_expert_parallel", "enable_eplb")
-"""With these, experts lie elsewhere than their names say."""
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")

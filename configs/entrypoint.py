@@ -77,7 +77,7 @@ def process_name(text: str) -> str:
 
 
 def quiet_hub() -> None:
-    """The hub's client logs each try; this command's own line has the last one."""
+    """This command's own line has the last thing that the hub's client logs."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when the client is imported
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 

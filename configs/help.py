@@ -30,7 +30,7 @@ RENAMED_KEYS = {"weights.deadline_s": "weights.timeout_s", "rollout.groups_in_fl
 """Old keys, accepted with a warning."""
 
 FACTORS = {"rollout.groups_in_flight": "batch.samples"}
-"""The value of an old key times that of this key is the new one's."""
+"""These values are to be multiplied by those of other keys."""
 
 ELSEWHERE = {
     "eval_files": "data.eval",

@@ -23,7 +23,7 @@ HEADERS = {
 }
 POLICY = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 PAGE_POLICY = "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-"""A page has its own policy inside, which names its scripts; browsers obey both."""
+"""A page names its scripts in its own policy; browsers obey both."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

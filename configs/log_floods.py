@@ -7,7 +7,6 @@ from collections.abc import Callable
 MOST_LINES, MOST_NEWS, WINDOW_S = 100, 1000, 60.0
 """Warnings of one format, and lines below a warning, in so many seconds."""
 MOST_FORMATS = 1000
-"""A format is a constant of the code."""
 MOST_CHARACTERS = 16_000
 
 

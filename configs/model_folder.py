@@ -12,7 +12,6 @@ OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 POINTER = b"version https://git-lfs"
 """Git LFS leaves such a file in place of a large one."""
 MOST_HEADER = 100_000_000
-"""By the format's own rule."""
 AGAIN = "download the model again"
 
 

@@ -27,8 +27,8 @@ CREDENTIAL = re.compile(
 )
 """Names are in small letters with underscores."""
 SHORTEST, SHORTEST_GUESSED = 6, 16
-"""Fewest characters of a value that is replaced in shown texts: from a variable, and by its key's name. A shorter value
-would hide parts of other words."""
+"""Fewest characters of a replaced value: from a variable, and by its key's name. A shorter value would hide parts of
+other words."""
 DIGEST = re.compile(r" sha256:([0-9a-f]{16})$")
 LISTED = ("rollout.agent.command",)
 _RESOLVING: ContextVar["Resolving | None"] = ContextVar("resolving", default=None)

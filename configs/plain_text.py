@@ -37,7 +37,7 @@ MOST_DIGITS = 14
 
 
 def conceal(table: Mapping[str, str]) -> None:
-    """Show each text of `table`, such as a credential, as its value from now on."""
+    """Show each text of `table` as its value from now on."""
     new = {secret: shown for secret, shown in table.items() if secret not in _GIVEN}
     _GIVEN.update(new)
     for secret, shown in new.items():
@@ -73,7 +73,7 @@ def visible_line(text: str, most: int = MOST_CHARS) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """For a message of several lines, of which none may look like another message."""
+    """None of several lines may look like another message."""
     first, *others = visible(text).splitlines() or [""]
     return "\n".join([first, *(f"  {line.strip()}" for line in others)])
 
@@ -96,8 +96,7 @@ def print_visible(
 def output(reported: bool = True) -> IO[str]:
     """Stdout for rich, whose prints raise where the disk is full or the terminal is gone.
 
-    The command goes on, and its end reports the loss if `reported`. A reader that has left still raises
-    BrokenPipeError.
+    The command goes on, and its end reports the loss if `reported`. A reader that has left raises BrokenPipeError.
     """
     return cast(IO[str], _Output(reported))
 

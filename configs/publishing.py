@@ -74,7 +74,7 @@ def copies_over(config: Config, shards: int, rank: int) -> int:
 
 
 def copies(config: Config) -> tuple[int, str]:
-    """Bytes of the copies on a rank that holds some, and who that is."""
+    """Bytes of the copies on a rank that holds some, and which."""
     sent, shards = facts_of(config.model).sent_bytes(config.model), shards_of(config)
     if publishes_rows(config, shards):
         return -(-sent // shards), f"each of {shards} learner ranks"
@@ -82,7 +82,6 @@ def copies(config: Config) -> tuple[int, str]:
 
 
 def most_parameters(config: Config, gpu_bytes: int) -> int:
-    """The largest model, trained in full, whose copies fit `gpu_bytes`."""
     shards = shards_of(config)
     over = shards if _may_publish_rows(config, shards) else 1
     return int(COPIES_SHARE * gpu_bytes) * over // (2 * BYTES[config.model.dtype])

@@ -69,7 +69,7 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of learner and servers, also on the wire. Master weights are always float32."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Set it only if you have read that code."""
+    """Run the model's own Python code. Set it only if you have read that code."""
     freeze: list[Literal["vision", "projector"]] = []
     """Parts of a vision-language model that are not trained: `vision`, the tower that reads images, or the `projector`
     behind it. Frozen parts need no gradients and optimizer state, and are sent to each server once."""
@@ -92,7 +92,7 @@ class MixedSource(Section):
 
 class EvalSet(Section):
     path: Path
-    """Problems kept out of training, as for `data.train`: a file, folder, glob or set of reasoning-gym."""
+    """Problems kept out of training, named as in `data.train`."""
     samples: Positive = 1
     """Answers to each problem."""
     k: list[Positive] = []
@@ -516,9 +516,9 @@ class LearnerConfig(Section):
     fastest that fits microbatches of 8,192 tokens, or of `tokens_per_microbatch`, but never `offload`; on CPU `block`.
     """
     compile: bool | Literal["auto"] = "auto"
-    """Compile each transformer block with torch.compile. This takes a minute at the start; steps are then faster and
-    need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, or with
-    `matmul: fp8`, but not with `cpu_offload: true`."""
+    """Compile each transformer block with torch.compile, which takes a minute at the start; steps are then faster and
+    need as little memory as with `selective`. `auto` compiles on GPUs with 20 versions or more, or with `matmul: fp8`,
+    but not with `cpu_offload: true`."""
     matmul: Literal["bfloat16", "fp8"] = "bfloat16"
     """Precision in which the blocks' linear layers multiply: forward and both gradients. `fp8` casts each factor to
     e4m3 with a scale for each row, which rounds more (docs/fp8.md); head, embeddings, norms and attention stay in
@@ -540,7 +540,7 @@ class LearnerConfig(Section):
     export_every: Positive | None = None
     """Versions between Hugging Face exports; null: the last version only."""
     checkpoint_on: Literal["shared", "first_node"] = "shared"
-    """Where checkpoints of several `nodes` are: in a `run.folder` that all share, where each rank writes its shards
+    """Where checkpoints of several `nodes` are: in a `run.folder` that all share, each rank writing its shards
     (`shared`), or on the first node's disk, whose ranks write a whole copy and lose it with that machine
     (`first_node`)."""
 
@@ -604,8 +604,8 @@ class ServerRange(Section):
 class RolloutConfig(Section):
     servers: Positive | ServerRange = 1
     """Rollout servers that `python -m actors launch` starts, one vLLM engine each. With `{min: 1, max: 8}` the run adds
-    some while the learner waits for them, and gives back those that wait for the learner. `python -m actors scale`
-    changes the number during the run."""
+    some while the learner waits, and gives back those that wait for the learner. `python -m actors scale` changes the
+    number during the run."""
     tensor_parallel: Positive = 1
     """GPUs per server."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -662,7 +662,7 @@ class RolloutConfig(Section):
 
 class WeightsConfig(Section):
     host: str = "127.0.0.1"
-    """Interface on which learner rank 0 serves policies, on a free port; servers get it from the buffer."""
+    """Interface on which learner rank 0 serves policies, on a free port that servers get from the buffer."""
     transport: Literal["broadcast", "safetensors"] = "broadcast"
     """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, which all servers
     must see; for servers that NCCL cannot reach."""
@@ -751,8 +751,8 @@ class LogConfig(Section):
     servers_every_s: Seconds = 15.0
     """Seconds between two lines of metrics.jsonl about servers and buffer."""
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
-    """Price of one GPU for an hour, in any currency, for the run's cost in `python -m actors watch` and the report;
-    null: they show GPU hours only."""
+    """Price of a GPU hour in any currency, for the run's cost in `python -m actors watch` and the report; null: they
+    show GPU hours only."""
     display: Literal["auto", "rich", "plain"] = "auto"
     """Display of `python -m actors launch`; `auto` is rich on a terminal, else plain lines."""
 

@@ -123,7 +123,7 @@ def _is_named(host: str, port: int | None, word: str) -> bool:
 
 
 def user(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch and vLLM need USER and HOME when they are imported. In containers a user id may have neither."""
+    """torch and vLLM need USER and HOME, which a user id in containers may lack."""
     found = {}
     try:
         pwd.getpwuid(os.getuid())

@@ -28,7 +28,6 @@ READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
 """A user's reward function gets the ground truth by these parameters."""
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""In a path, a URL has one slash."""
 
 Source = Path | str | Sequence[MixedSource]
 

@@ -12,7 +12,6 @@ LOOKED_BACK = 200
 FRESH = "mismatch/k3_fresh"
 """k3 on tokens of age 0, if any were trained."""
 BUCKETS = ("1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
-"""Ages of tokens, in versions."""
 K3_BY_AGE = {FRESH: "0"} | {f"offpolicy/k3_age_{ages}": ages for ages in BUCKETS}
 """The youngest first."""
 FEW_TOKENS = 0.01

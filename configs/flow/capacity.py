@@ -8,7 +8,7 @@ from configs.schema import Config
 WATCHERS = 8
 """The launcher and people who look at the run."""
 OWN_FILES = 96
-"""Ledger, segments, libraries, and some spare ones."""
+"""Ledger, segments, libraries, and spare ones."""
 RESERVED_FILES = 16
 """The store opens its segments with these."""
 CACHE_BYTES = 480 * 2**20
@@ -18,7 +18,6 @@ IN_FLIGHT_BYTES = 32 * 2**20
 PARKED_BYTES = 256 * 2**20
 """Groups that wait in memory while the store is full; servers keep the others."""
 COMMIT_BYTES = 16 * 2**20
-"""Messages that are gathered for one commit."""
 BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512, 16
 RECORD_BYTES, PLACE_BYTES = 320, 320
 """Each row that was drawn, and its place among those to be drawn with `data.difficulty`."""

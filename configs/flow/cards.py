@@ -81,7 +81,7 @@ def checked_card(name: str | None, prog: str) -> Card | None:
 
 
 def card_of(name: str, total: int = 0) -> Card | None:
-    """The card that the driver calls `name`, such as `NVIDIA A100-SXM4-40GB`."""
+    """The driver calls a card such as `NVIDIA A100-SXM4-40GB`."""
     words = name.replace("-", " ").split()
     found = [card for card in CARDS.values() if card.name.partition("-")[0] in words]
     return min(found, key=lambda card: abs(card.total - total), default=None)

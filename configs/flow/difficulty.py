@@ -7,7 +7,6 @@ from configs.schema import DifficultyConfig
 KINDS = ("unsolved", "between", "solved")
 """Samples are never, sometimes and always solved."""
 MOST_STEPS = 2000
-"""A longer run takes several versions a step."""
 
 
 def drawn_shares(

@@ -13,7 +13,7 @@ CPU_KV_BYTES = 256 << 20
 UTILIZATION = 0.92
 """vLLM's own default."""
 HALF_A_BLOCK = 8
-"""A sequence leaves so many tokens of its last block unused, in the mean."""
+"""Unused tokens of a sequence's last block, in the mean."""
 
 
 class KvRoom(NamedTuple):

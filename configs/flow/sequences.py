@@ -13,7 +13,6 @@ half the CUDA graphs to capture and half the logits: 0.6 MB a sequence in float3
 
 
 def share_of_batch(config: Config) -> int:
-    """Most samples of a batch that one server makes."""
     return ceil(config.batch.groups / config.rollout.most_servers) * config.batch.samples
 
 
@@ -43,5 +42,4 @@ def admitted_staleness(config: Config) -> int:
 
 
 def open_groups(config: Config) -> int:
-    """Groups that may be leased or stored at once."""
     return (admitted_staleness(config) + 1) * config.batch.groups

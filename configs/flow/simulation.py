@@ -35,7 +35,7 @@ class Flow:
     running: float
     """Mean number of sequences that run on all servers."""
     age: float
-    """Mean age of the groups, in versions."""
+    """In versions."""
     speed: float
     """Versions in a unit of time that is the same for all simulations of one run."""
 

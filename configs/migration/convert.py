@@ -35,7 +35,7 @@ REQUIRED = {
     "data.train": "data/train.parquet",
     "reward.function": "math",
 }
-"""They stand in for keys that the settings do not say."""
+"""Stand in for keys that the settings do not say."""
 
 
 def main(file: Path, out: Path | None) -> int:

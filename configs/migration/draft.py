@@ -72,7 +72,6 @@ def list_the_rest(given: Given, draft: Draft, reasons: Mapping[str, str]) -> Non
 
 
 def _beginnings(key: str) -> list[str]:
-    """`a.b.c` -> `a.b.c`, `a.b.`, `a.`"""
     parts = key.split(".")
     return [key, *(".".join(parts[:end]) + "." for end in range(len(parts) - 1, 0, -1))]
 
@@ -165,7 +164,6 @@ def set_schedule(draft: Draft, key: str, name: Any) -> None:
 
 
 def split_gpus(draft: Draft, gpus: int, nodes: int, tensor_parallel: int) -> None:
-    """Here learner and servers do not share GPUs."""
     half = max(1, gpus // 2)
     servers = max(1, half // tensor_parallel)
     draft.set("learner.ranks", half)

@@ -125,7 +125,7 @@ def _whole(node: ast.expr) -> int:
 
 
 def _hydra(text: str) -> Any:
-    """A list may be written `['a','b']` or `[a,b]`."""
+    """`['a','b']` or `[a,b]`"""
     if text.startswith("["):
         return [number(each.strip().strip("'\"")) for each in text.strip("[]").split(",") if each.strip()]
     return number(text)

@@ -1,7 +1,7 @@
 """What Headrace needs of a library, symbol by symbol, and the judgement of a release by it.
 
-`rewritten` shows functions that Headrace's own code follows or replaces and that differ between two releases: somebody
-has to read them.
+`rewritten` shows functions that Headrace follows or replaces and that differ between releases: somebody has to read
+them.
 """
 
 import ast

@@ -128,7 +128,7 @@ class Source:
                     waiting.append(found)
 
     def attributes(self, owner: Found) -> set[str]:
-        """Names in the bodies of a class and its bases, and what methods set on `self`."""
+        """Names in class bodies, and what methods set on `self`."""
         return {name for each in self.ancestry(owner) for name in attributes_of(each.node)}
 
     def abstract_methods(self, owner: Found) -> set[str]:
