@@ -21,7 +21,7 @@ class Check(BaseModel):
     limit: float | None = None
     unit: str = ""
     fault: str = ""
-    """The reason why the check does not hold, with the type of the layer at fault."""
+    """Why the check fails, with the type of the layer at fault."""
     note: str = ""
     """Why nothing was compared, or with what."""
 

@@ -87,7 +87,7 @@ def fault(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
-    """Which of these files of a complete checkpoint, or of all, is damaged by its checksum."""
+    """Which file is damaged by its checksum."""
     for name, crc in listed(checkpoint).sums.items():
         if names is not None and name not in names:
             continue

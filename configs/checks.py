@@ -223,7 +223,7 @@ def own_hosts(config: Config) -> list[str]:
 
 
 def max_sample_tokens(config: Config) -> int:
-    """Tokens of the longest sample. Your own task may fill `rollout.max_sample_tokens`, or else the engine."""
+    """Your own task may fill `rollout.max_sample_tokens`, or else the engine."""
     if config.sft.rows is not None:
         return sft.longest(config)
     turn, held = config.data.max_prompt_tokens + config.sampling.max_tokens, config.rollout.engine.get("max_model_len")

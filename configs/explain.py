@@ -23,7 +23,7 @@ from configs.publishing import copies, is_loopback, most_parameters, unpublishab
 from configs.schema import NO_REWARD, Config
 
 NEARLY_FULL = 0.85
-"""From this share of its places on a server counts as full."""
+"""Share of places at which a server counts as full."""
 MAX_NUM_SEQS = "rollout.engine.max_num_seqs"
 MIXTURES = {
     "a third each is never, sometimes and always solved": {"unsolved": 1 / 3, "between": 1 / 3, "solved": 1 / 3},

@@ -28,7 +28,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def settings() -> dict[str, Any]:
-    """Keywords of `web.AppRunner`."""
     return {"access_log": None, "keepalive_timeout": HEADER_S, "max_headers": MOST_FIELDS, "lingering_time": 5.0}
 
 

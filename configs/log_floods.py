@@ -17,7 +17,7 @@ class FloodFilter(logging.Filter):
         super().__init__()
         self._monotonic = monotonic
         self._windows: dict[object, tuple[float, int]] = {}
-        """By format: begin of the window, and lines in it."""
+        """Begin and number of lines, by format."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         key, now = (record.name, record.levelno, record.msg if record.args else record.lineno), self._monotonic()

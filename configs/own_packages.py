@@ -23,7 +23,7 @@ SHORT = re.compile(
 
 
 def is_front() -> bool:
-    """Whether this process, as all below `headrace`, does not search the current folder for modules."""
+    """Whether this process does not search the current folder for modules."""
     return sys.flags.safe_path
 
 

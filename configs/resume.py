@@ -66,7 +66,7 @@ def fingerprint(config: Config) -> str:
 
 
 def settings(config: Config) -> Settings:
-    """Every key as the ledger has it: without credentials."""
+    """As the ledger has it: without credentials."""
     return dict(_flat(recorded(config)))
 
 

@@ -65,9 +65,9 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """Folder of the initial model in Hugging Face format, or its name on the hub."""
+    """Folder of the initial model in Hugging Face format (config, tokenizer, safetensors), or its name on the hub."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype of learner and servers, also on the wire. Master weights are always float32."""
+    """Compute dtype of learner and servers, and dtype of weights on the wire. Master weights are always float32."""
     trust_remote_code: bool = False
     """Run the model's own Python code. Set it only if you have read that code."""
     freeze: list[Literal["vision", "projector"]] = []
@@ -114,7 +114,7 @@ class DifficultyConfig(Section):
     unsolved: Weight = 0.1
     """Share of draws for problems with no solved sample."""
     between: Weight = 0.5
-    """Share of draws for problems with some solved samples."""
+    """Share of draws for problems with some samples solved, others not."""
     solved: Weight = 0.1
     """Share of draws for problems with all samples solved. The four shares are weights: their sum need not be 1. A band
     without a problem to draw leaves its draws to the others."""
@@ -160,7 +160,7 @@ class DataConfig(Section):
     chat_template: Literal["none"] | Path | None = None
     """Jinja file, or `none` for a base model (the messages' texts joined by blank lines); null: the tokenizer's own."""
     format_prompt: Path | None = None
-    """Jinja template around the problem text; `{{ content | trim }}` is the problem."""
+    """Jinja template around the problem text, as in EasyR1; `{{ content | trim }}` is the problem."""
     system_prompt: str | None = None
     """System message for every prompt that has none."""
     columns: dict[str, str] = {}
@@ -177,7 +177,7 @@ class DataConfig(Section):
     demonstrations: DemonstrationsConfig | None = None
     """Train on demonstrations beside the samples of each batch (docs/sft.md); null: on samples only."""
     max_prompt_tokens: Positive = 1024
-    """Longest prompt in tokens, its images' included; a problem with a longer one is dropped."""
+    """Longest prompt in tokens, its images' included; a problem with a longer one is dropped with that reason."""
     image_dir: Path | None = None
     """Folder that paths of images are relative to; null: the data file's. The buffer reads each image when its row is
     dispatched."""
@@ -232,15 +232,15 @@ class RewardConfig(Section):
     """Time limit of one call. Then its worker process is killed (an `async` call is cancelled) and the group fails; it
     is never scored 0."""
     concurrency: Positive = 64
-    """Calls of an `async` reward function that one worker runs at a time, in place of one."""
+    """Calls of an `async` reward function that one worker runs at a time; of other functions it runs one."""
     workers: Positive = 1
     """Reward workers (processes) per rollout server and function."""
     model: str | None = None
     """Sequence classification model of the run's own reward servers, by folder or hub name."""
     servers: Annotated[int, Field(ge=0)] = 0
-    """Reward servers that `python -m actors launch` starts, each with a copy of `reward.model`."""
+    """Reward servers that `python -m actors launch` starts for `reward_model`, each with a copy of `reward.model`."""
     host: str = "127.0.0.1"
-    """Address on which reward servers listen and rollout servers reach them."""
+    """Address of this machine on which reward servers listen and rollout servers reach them."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5700
     """Port of the first reward server; further ones follow."""
     engine: dict[str, Any] = {}
@@ -311,7 +311,7 @@ class TeacherConfig(TeacherModel):
     the reverse KL of the policy to the teacher over these and all others as one, and the advantages gain nothing. null:
     the policy-gradient form, with the sampled tokens alone."""
     host: str = "127.0.0.1"
-    """Address on which teacher servers listen and rollout servers reach them."""
+    """Address of this machine on which teacher servers listen and rollout servers reach them."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5800
     """Port of the first teacher server; further ones follow."""
     timeout_s: Seconds = 300.0
@@ -407,7 +407,7 @@ class AlgorithmConfig(Section):
     """Length L in tokens: `aggregation: constant` divides by L times the number of samples; null:
     `sampling.max_tokens`."""
     is_cap: Annotated[float, Field(gt=0)] = 5.0
-    """Cap of the importance ratio learner/behaviour in `dppo` and `cispo`."""
+    """Cap of the importance ratio learner/behaviour in `dppo` and `cispo` (5: a ratio of 5)."""
     tv_low: Annotated[float, Field(gt=0)] | None = 0.2
     """`dppo` drops a token of negative advantage whose probability has fallen by more than this; null: never."""
     tv_high: Annotated[float, Field(gt=0)] | None = 0.2
@@ -426,7 +426,7 @@ class AlgorithmConfig(Section):
     behaviour_cap: Annotated[float, Field(gt=0)] | None = 5.0
     """Largest proximal/behaviour ratio in `decoupled`; null: no cap."""
     m2_budget: Annotated[float, Field(gt=0)] = 0.04
-    """Largest mean squared log-ratio of the tokens that `m2po` trains on."""
+    """Largest mean squared log-ratio (second moment) of the tokens that `m2po` trains on."""
     opsm_delta: Annotated[float, Field(gt=0)] | None = None
     """Mask samples of negative advantage whose mean behaviour - learner log-probability exceeds this (OPSM); null: off.
     """
@@ -458,7 +458,7 @@ class SftConfig(Section):
     """Longest row in tokens; `auto`: as the model's positions, and `learner.tokens_per_microbatch` if a number,
     allow."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """Longer rows: refuse the run, or leave them out and count them."""
+    """Longer rows: refuse the run, naming the first, or leave them out and count them."""
 
 
 class LearnerConfig(Section):
@@ -478,8 +478,8 @@ class LearnerConfig(Section):
     """Variable-length attention: FlashAttention 4 (`pip install "flash-attn-4[cu13]"`, Hopper and later), flash-attn,
     torch's varlen_attn, or SDPA; `auto` takes the first that works."""
     tokens_per_microbatch: Positive | Literal["auto"] = "auto"
-    """Tokens packed into one forward pass of a rank; `auto` takes as many as fit the memory, at most the rank's share
-    of a batch."""
+    """Tokens packed into one forward pass of a rank, without padding; `auto` takes as many as fit the memory, at most
+    the rank's share of a batch."""
     context_parallel: Positive = 1
     """Consecutive ranks that share each microbatch, each with an equal slice of its tokens, for documents longer than
     one GPU holds. Around attention tokens and heads are exchanged (Ulysses), so the number divides the attention heads
@@ -494,8 +494,8 @@ class LearnerConfig(Section):
     stay). `auto` takes `batch` on CPU, and on a GPU if it takes at most a tenth of its memory more (of the microbatch
     where that is `auto`) and fits, but `pass` with `cpu_offload: true`."""
     head_chunk_tokens: Positive | Literal["auto"] = "auto"
-    """Tokens whose logits exist at a time. `auto` takes 4096 on a GPU, or 1024 where microbatches of 8,192 tokens do
-    not fit otherwise; 1024 on CPU."""
+    """Tokens whose logits the log-probability head holds at a time. `auto` takes 4096 on a GPU, or 1024 where
+    microbatches of 8,192 tokens do not fit otherwise; 1024 on CPU."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Learning rate of AdamW after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -517,8 +517,8 @@ class LearnerConfig(Section):
     """
     compile: bool | Literal["auto"] = "auto"
     """Compile each transformer block with torch.compile, which takes a minute at the start; steps are then faster and
-    need as little memory as with `selective`. `auto` compiles on GPUs with 20 versions or more, or with `matmul: fp8`,
-    but not with `cpu_offload: true`."""
+    need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, or with
+    `matmul: fp8`, but not with `cpu_offload: true`."""
     matmul: Literal["bfloat16", "fp8"] = "bfloat16"
     """Precision in which the blocks' linear layers multiply: forward and both gradients. `fp8` casts each factor to
     e4m3 with a scale for each row, which rounds more (docs/fp8.md); head, embeddings, norms and attention stay in
@@ -534,7 +534,7 @@ class LearnerConfig(Section):
     keep_checkpoints: Positive = 2
     """Newest checkpoints to keep, besides those of `keep_every` and `keep_best`."""
     keep_every: Positive | None = None
-    """Keep every checkpoint whose version is a multiple of this; null: none for that."""
+    """Keep every checkpoint whose version is a multiple of this; null: none for that reason."""
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Checkpoints with the highest mean reward to keep, in addition to the newest."""
     export_every: Positive | None = None
@@ -611,9 +611,9 @@ class RolloutConfig(Section):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` takes the GPU if torch sees one."""
     sequences: Literal["auto"] | Positive = "auto"
-    """Samples that one server generates at a time, each until its task has ended. `auto` begins with the server's share
-    of a batch and takes more while the learner waits, as far as KV cache and CUDA graphs reach. More are faster, and
-    older when they are trained."""
+    """Samples that one server generates at a time, each until its task has ended; it asks for groups while it has a
+    place. `auto` begins with the server's share of a batch and takes more while the learner waits, as far as KV cache
+    and CUDA graphs reach. More are faster, and older when they are trained."""
     task: str = "single_turn"
     """A built-in task (`single_turn`, `agent`, `environment`) or your own, as `path/to/file.py:function`. Its
     parameters decide what it gets: `(problem, generate)` tokens, `(row, chat)` messages, `(row, base_url, api_key)` a
@@ -677,8 +677,8 @@ class WeightsConfig(Section):
     `auto` takes the smaller copy that is possible, if there is memory for it."""
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
     """Size of the buckets in which weights travel; a larger tensor gets its own. A server without memory for a whole
-    copy allocates two. With `publish: rows` buckets are as many times larger as there are ranks, at most four times,
-    and a server also allocates two of a rank's shares of them."""
+    copy allocates two buckets. With `publish: rows` buckets are as many times larger as there are ranks, at most four
+    times, and a server also allocates two of a rank's shares of them."""
     timeout_s: Seconds = 60.0
     """Longest wait for a server to prepare for, receive and load a policy; a slower one is left out and may rejoin."""
     probe_every: Annotated[int, Field(ge=0)] = 10
@@ -696,8 +696,8 @@ class WeightsConfig(Section):
 
 class BufferConfig(Section):
     address: Address = "ipc://buffer"
-    """Where the buffer listens: a Unix socket in the run's folder, for processes of one machine, or `tcp://HOST:PORT`,
-    which is encrypted. Both ask for the keys in the run's folder."""
+    """Where the buffer listens and others connect: a Unix socket in the run's folder, for processes of one machine, or
+    `tcp://HOST:PORT`, which is encrypted. Both ask for the keys in the run's folder."""
 
     @property
     def host(self) -> str | None:

@@ -216,7 +216,7 @@ def place_of_inner(package: Path, name: str) -> Path | None:
 
 
 def _import_ours(package: str) -> None:
-    """Import a package before a user's folder can hide it."""
+    """Before a user's folder can hide it."""
     sys.path.insert(0, ROOT)
     try:
         importlib.import_module(package)

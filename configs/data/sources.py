@@ -25,7 +25,7 @@ SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 GZIPPED = ".gz"
 TRUTHLESS = ("none", "task", "judge", "reward_model", "reasoning_gym", "regex", "length")
 READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
-"""A user's reward function gets the ground truth by these parameters."""
+"""By these a user's reward function gets the ground truth."""
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -190,7 +190,7 @@ def _count(file: Path) -> int:
 
 
 def the_list(value: Any) -> list[Any]:
-    """The rows of a JSON file: a list, or the one list in an object."""
+    """The rows of a JSON file: a list, or its one list."""
     lists = [value] if isinstance(value, list) else []
     if isinstance(value, dict):
         lists = [inner for inner in value.values() if isinstance(inner, list)]

@@ -33,8 +33,8 @@ def open_files(config: Config) -> int:
 
 
 def memory_bytes(config: Config, problems: int = 0) -> int:
-    """Memory of the buffer, without the text of the problems. Two groups and a part go beyond the bounds, because the
-    last one to come is taken whole."""
+    """Without the text of the problems. Two groups and a part go beyond the bounds, because the last one to come is
+    taken whole."""
     group, stored = max_group_bytes(config), open_groups(config) * max_group_bytes(config)
     batch = config.batch.groups * group
     bounds = min(CACHE_BYTES, stored) + min(IN_FLIGHT_BYTES, batch) + min(PARKED_BYTES, stored) + COMMIT_BYTES

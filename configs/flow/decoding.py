@@ -19,7 +19,7 @@ class ServedModel:
     active: int
     """Parameters that one token is multiplied by."""
     kv_numbers: int
-    """Numbers that a server keeps of one token."""
+    """Numbers that are kept of one token."""
     width: int
     """Bytes of a number."""
 

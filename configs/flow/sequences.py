@@ -32,7 +32,7 @@ def places(config: Config) -> int:
 
 
 def mean_tokens(config: Config) -> float:
-    """Tokens of a sample with its prompt, as assumed before any is finished."""
+    """Assumed before any sample is finished, with its prompt."""
     return MEAN_SHARE * max_sample_tokens(config)
 
 

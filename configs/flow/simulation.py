@@ -14,7 +14,7 @@ from configs.flow.sequences import MEAN_SHARE, max_sequences, places
 from configs.schema import Config
 
 LEARNER_SHARE = 1 / 2
-"""Time of training a batch, as a share of the time in which full servers generate it."""
+"""Time of training a batch, as a share of that in which full servers generate it."""
 STEP_COST = 126
 """What a decode step costs beside its sequences, in sequences: 2.9 ms and 23 us a sequence for a 1.5B model on H200."""
 SIMULATED_SAMPLES, SIMULATED_VERSIONS, MOST_WARM = 256, 20, 24
@@ -108,7 +108,7 @@ def simulate(
 
 
 def feasible(opened: Counter[int], another: int | None, version: int, groups: int, staleness: int) -> bool:
-    """Whether no open group will be too old, with `another` of that date, if `version` is the next batch."""
+    """Whether no open group, with `another` of that date, will be too old."""
     before = 0
     for date in sorted({*opened, *([] if another is None else [another])}):
         before += opened[date] + (date == another)

@@ -61,8 +61,8 @@ def rename(given: Given, draft: Draft, table: Mapping[str, str]) -> None:
 
 
 def list_the_rest(given: Given, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """`reasons` are by key, or by the beginning of keys (`critic.`). A text that begins with `=` makes a note, for a
-    setting that needs no counterpart."""
+    """`reasons` are by key, or by the beginning of keys (`critic.`). A text that begins with `=` is for settings that
+    need no counterpart."""
     for key in given.left():
         reason = next((reasons[start] for start in _beginnings(key) if start in reasons), UNKNOWN)
         if reason.startswith("="):

@@ -26,7 +26,7 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 OVERRIDE = re.compile(r"^[+]{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)$", re.S)
 CALLS = ("GRPOConfig", "ModelConfig", "LoraConfig", "GRPOTrainer", "load_dataset")
-"""Their literal arguments are settings."""
+"""Calls whose literal arguments are settings."""
 RENAMED = {"r": "lora_r", "target_modules": "lora_target_modules", "model": "model_name_or_path"}
 Settings = dict[str, Any]
 

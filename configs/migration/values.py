@@ -1,6 +1,6 @@
 """The critic of another system's PPO, as `algorithm.critic`.
 
-Their lambda and gamma are over tokens, ours over turns: both are the same where they are 1.
+Their lambda and gamma are over tokens, ours over turns; at 1 both are the same.
 """
 
 from typing import NamedTuple
