@@ -561,8 +561,8 @@ class ChatConfig(Section):
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""
     max_tokens: Positive | None = None
-    """Tokens of one episode, sampled and given, over all its segments; null: four times `rollout.max_sample_tokens`.
-    One call never sees more."""
+    """Tokens of one episode, sampled and given, over all its segments; null: four times the longest sample
+    (`rollout.max_sample_tokens`). One call never sees more."""
     history: Literal["fork", "keep"] = "fork"
     """Where the chat template would write earlier turns anew, such as without their thinking: `fork` begins a new
     segment, as a server of that model would see it; `keep` goes on with the tokens as they are."""
