@@ -50,7 +50,7 @@ class Certificate(BaseModel):
     model: str
     kind: str
     copy_of: str = ""
-    """`2 layers, hidden size 256, 0.2 M parameters`"""
+    """The small copy, as `2 layers, hidden size 256, 0.2 M parameters`."""
     key: str = ""
     """Digest of config.json, software and code."""
     versions: dict[str, str] = {}

@@ -47,6 +47,7 @@ class ModelFacts:
     heads: int | None = None
     positions: int | None = None
     tower: int | None = None
+    """Parameters of the vision tower."""
     linear: Mapping[str, int] = field(default_factory=dict)
     """Rows and columns of the text blocks' linear layers, by the last word of their names."""
     kind: str | None = None
@@ -69,7 +70,6 @@ class ModelFacts:
     proven: bool = False
     delta_rule: bool = False
     text_alone: bool = False
-    """Only its text model is trained."""
     mutual: bool = False
     """Images are trained whose tokens see each other, later ones too."""
 

@@ -32,7 +32,7 @@ def places(config: Config) -> int:
 
 
 def mean_tokens(config: Config) -> float:
-    """Assumed before any sample is finished, with its prompt."""
+    """Assumed; the prompt is included."""
     return MEAN_SHARE * max_sample_tokens(config)
 
 
