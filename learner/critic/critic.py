@@ -1,8 +1,7 @@
 """The critic: judges a batch before the policy is trained on it, and learns from the batch afterwards.
 
-Consumes a rank's packed `Batch`, the same that the policy sees, with shared prompts and segments; its values are those
-of the critic as it is now, whatever version sampled the tokens. Each method that computes is a collective: all ranks
-must call it, each with its part of the same batch. `judge` waits for the GPU, because returns are computed on the CPU.
+Values are those of the critic as it is now, whatever version sampled the tokens. Methods that compute are collectives
+of all ranks. `judge` waits for the GPU: returns are computed on the CPU.
 """
 
 import logging
@@ -28,25 +27,24 @@ from learner.train.skipped import SkippedSteps
 
 log = logging.getLogger(__name__)
 KEY = "critic"
-"""The key of a checkpoint's state below which the critic is."""
+"""Of a checkpoint's state."""
 ALL_EQUAL = 1e-12
-"""Variance of returns, beside their square, below which they are equal but for rounding: nothing is to be explained."""
+"""Variance of returns over their square, below which they are equal but for rounding."""
 SHOWN = ("gradient/norm", "gradient/skipped", "lr")
-"""Figures of the optimizer's update that are metrics of the critic too."""
+"""Figures of the optimizer that are metrics too."""
 
 
 class Judged(NamedTuple):
-    """A microbatch on the critic's device, and what `learn` needs: [trainable tokens] float32 each."""
+    """A microbatch on the critic's device; [trainable tokens] float32."""
 
     microbatch: Microbatch
     before: Tensor
     """Value of the state before each token."""
     targets: Tensor
-    """Return of each token's turn."""
 
 
 class Critic:
-    """`body`: a `Policy` that is `valued`, with an `optimizer` of its own. For each batch `judge`, then `learn`."""
+    """`body`: a `Policy` that is `valued`."""
 
     def __init__(self, config: CriticConfig, body: Policy, optimizer: Optimizer) -> None:
         self.config, self.body, self.optimizer = config, body, optimizer
@@ -57,7 +55,7 @@ class Critic:
         self._announced = dist.get_rank() != 0
 
     def warms_up(self, version: int) -> bool:
-        """Whether the policy is to stay as it is in the step from `version`; logged once in a process."""
+        """Whether the policy is to stay as it is in the step from `version`; logged once."""
         last = self.config.warmup_versions
         if version < last and not self._announced:
             line = "critic warm-up: from version %d to %d the critic learns, the policy stays as it is"
@@ -66,10 +64,8 @@ class Critic:
         return version < last
 
     def judge(self, batch: Batch, rewards: Tensor, masked: bool = False) -> Batch:
-        """`batch` with the advantage of each token in its microbatches.
-
-        `rewards` [turns] float64: of this rank's turns. `masked`: tokens of truncated samples get 0.
-        """
+        """`batch` with each token's advantage. `rewards` [turns] float64: of this rank's turns. `masked`: truncated
+        samples get 0."""
         placed = [self.body.place(replace(each, routes=None)) for each in batch.microbatches]
         with self.body.gathering.held():
             states = [self.body.score(each) for each in placed]
@@ -91,7 +87,7 @@ class Critic:
     def _targets(
         self, batch: Batch, rewards: Tensor, placed: Sequence[Microbatch], states: Sequence[Tensor], truncated: Tensor
     ) -> Tensor:
-        """Return of each of this rank's turns: [turns] float64, on the CPU."""
+        """Returns [turns] float64, on the CPU."""
         begins, ends = torch.zeros(2, len(rewards), device=self.body.device)
         for each, values in zip(placed, states, strict=True):
             turn = each.turn[each.scored]
@@ -104,8 +100,7 @@ class Critic:
         return turn_targets(rewards, samples, begins.cpu(), ends.cpu(), truncated, gamma, gae_lambda)
 
     def _advantages(self) -> list[Tensor]:
-        """Advantages of the judged tokens, by microbatch: [trainable tokens] float32 each. Also notes the figures of
-        the batch and of all ranks."""
+        """Also notes the figures of all ranks."""
         every = [judged.targets.double() - judged.before.double() for judged in self._judged]
         moments = [torch.cat([each.targets for each in self._judged]).double(), torch.cat(every)]
         tokens, *sums = collectives.all_reduce_sum(_stack(len(moments[0]), *(x.sum() for x in moments))).tolist()
@@ -126,7 +121,7 @@ class Critic:
         return [whitened(advantages, means[1], variance).float() for advantages in every]
 
     def learn(self, version: int) -> dict[str, float]:
-        """Train on the batch that was judged last; the metrics are of the whole batch and the same on all ranks."""
+        """Train on the batch judged last; metrics are the same on all ranks."""
         self.skipped.check()
         began, clipped, figures = time.perf_counter(), 0.0, dict[str, float]()
         for _ in range(self.config.updates):
@@ -139,10 +134,7 @@ class Critic:
         return self._figures | clip | named | {"time/critic_s": time.perf_counter() - began}
 
     def _backward(self) -> float:
-        """Leave the gradient of the batch's loss in the parameters; returns how many tokens of all ranks were clipped.
-
-        As the policy's: the mean is over all sampled tokens of the batch, so that microbatches and ranks add up.
-        """
+        """Returns how many tokens of all ranks were clipped. The mean is over all sampled tokens of the batch."""
         clipped = torch.zeros((), dtype=torch.float64, device=self.body.device)
         with self.body.gathering.held():
             for judged in self._judged:
@@ -154,16 +146,14 @@ class Critic:
         return float(collectives.all_reduce_sum(clipped.cpu()))
 
     def flops(self, tokens: float, trainable: float, squares: float) -> float:
-        """FLOPs of the updates on a batch; as for the policy, passes without gradient do not count."""
+        """Of updates; passes without gradient do not count."""
         return self.config.updates * self.body.costs.total(tokens, trainable, squares)
 
     def state(self) -> dict[str, Any]:
-        """Its part of a checkpoint's state: weights and optimizer, sharded."""
         model, optimizer = get_state_dict(self.body.model, self.optimizer.adamw)
         return {KEY: {"model": model, "optimizer": optimizer}}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take weights and optimizer from a checkpoint's state."""
         part = state[KEY]
         set_state_dict(
             self.body.model,
@@ -175,11 +165,9 @@ class Critic:
 
 
 def _stack(*numbers: float | Tensor) -> Tensor:
-    """The numbers in float64 on the CPU."""
     return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
 
 
 def _spread(microbatch: Microbatch, advantages: Tensor) -> Tensor:
-    """`advantages` [trainable tokens] at their places: [tokens], 0 for other tokens."""
     zeros = advantages.new_zeros(len(microbatch.tokens))
     return zeros.index_copy(0, microbatch.scored, advantages)

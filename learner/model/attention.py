@@ -1,12 +1,8 @@
 """Variable-length attention over packed documents, registered with transformers under our own names.
 
-A microbatch is one row of tokens with the documents one after another; `cu_seq_lens_q` (where each document starts, and
-the end), `max_length_q` and, where answers share prompts, `shared_prompts` reach these functions as keyword arguments
-of the model's forward, or from the block around a layer that does not hand them on (`bounds.py`). So does
-`context_group` where ranks share the row: then tokens and heads are exchanged around the kernel (`context.py`).
-`is_causal=False` has all tokens of a piece see each other. An argument that is not known raises an error by name.
-transformers builds no mask for names it has no mask function for, so no [tokens, tokens] mask ever exists. The kernels
-are in `kernels/`. Used by `policy.py`; waits for the group where one shares the row.
+The row's bounds, `shared_prompts` and `context_group` come as keyword arguments of the model's forward, or from the
+block around a layer (`bounds.py`). transformers builds no mask for these names, so no [tokens, tokens] mask ever
+exists.
 """
 
 import importlib
@@ -32,25 +28,22 @@ from learner.model.towers import ImageBlocks
 
 log = logging.getLogger(__name__)
 PREFIX = "headrace_"
-"""transformers takes a name that contains `flash` for one of its own kernels, and looks for a package of that name."""
+"""transformers takes a name with `flash` for one of its own kernels, and looks for that package."""
 NAMES = {"sdpa": "torch", "varlen": "varlen", "flash": "fa", "flash4": "fa4"}
-"""By `learner.attention`. A model with attention sinks refuses a name that contains `sdpa`."""
+"""A model with attention sinks refuses a name that contains `sdpa`."""
 TOWER = "_flash"
 AUTO = ("flash4", "flash", "varlen", "sdpa")
-"""What `auto` tries, fastest first."""
 PACKAGES = {
     "flash": ("flash-attn", "flash_attn.flash_attn_interface"),
     "flash4": ("flash-attn-4[cu13]", "flash_attn.cute"),
 }
-"""The package to install, and the module it provides."""
+"""Package to install, module it provides."""
 MOST_GATHERED = 0.5
-"""Heads of keys that a row gathers at most, its own and copies, as a share of its heads of queries. The other way, a
-second call of attention, reads and writes queries and outputs again. At 0.46 gathering was faster, as
-docs/design/learner.md says."""
+"""A row's heads of keys at most, its own and copies, over its heads of queries: at 0.46 gathering was faster than a
+second call."""
 LARGEST_HEAD = 256
-"""Numbers of a head that the fused kernels of GPUs take at most."""
+"""Of the fused kernels."""
 TREE_LAYERS = {"full_attention", "sliding_attention"}
-"""Kinds of layers that compute a prefix once for several texts."""
 ARGUMENTS = (
     "routing",  # of a block with experts, which a block without them hands on
     *(*BOUNDS, "shared_prompts", "context_group", "image_blocks"),
@@ -58,27 +51,26 @@ ARGUMENTS = (
     *("cu_seq_lens_k", "max_length_k"),  # in a vision tower; equal to the arguments for queries
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 )
-"""Keyword arguments of an attention that the kernels honour, or that do not change its result."""
+"""What the kernels honour, or what does not change their result."""
 Attention = Callable[..., tuple[Tensor, None]]
-"""As transformers calls it: tensors [1, heads, tokens, head_dim], the rest by keyword."""
+"""As transformers calls it: tensors [1, heads, tokens, head_dim]."""
 
 
 def registered(name: str) -> str:
-    """The attention's name in transformers' registry. Example: `registered("flash4") == "headrace_fa4"`"""
+    """Example: `registered("flash4") == "headrace_fa4"`"""
     return PREFIX + NAMES[name]
 
 
 def of_tower(name: str) -> str:
-    """The attention of a vision tower beside `name`, the text model's. transformers hands over the bounds of all images
-    at once to a name with `flash` in it only; else it calls the attention image by image, and waits for the GPU."""
+    """Only a name with `flash` in it gets the bounds of all images at once; else transformers calls it image by image,
+    and waits for the GPU."""
     return registered("sdpa" if name == "sdpa" else "varlen") + TOWER  # no other kernel has been tried with 80 a head
 
 
 def choose(wanted: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> str:
-    """The attention for `learner.attention`: `wanted`, or for `auto` the first that works here. Raises ConfigError.
+    """`wanted`, or for `auto` the first that works here, and with `config` for this model. Raises ConfigError.
 
-    A `device` without an index is one that this process must not touch yet: its generation is not checked and no
-    kernel is loaded. With `config` the attention must also compute what that model needs.
+    A `device` without an index must not be touched yet: no kernel is loaded.
     """
 
     def reason(name: str) -> str | None:
@@ -92,7 +84,6 @@ def choose(wanted: str, device: torch.device, dtype: torch.dtype, config: PreTra
 
 
 def _lacks(name: str, config: PreTrainedConfig) -> str | None:
-    """Why attention `name` does not compute this model's attention; None if it does."""
     text = config.get_text_config()
     if name == "sdpa":
         return None
@@ -107,7 +98,6 @@ def _lacks(name: str, config: PreTrainedConfig) -> str | None:
 
 
 def _unusable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why attention `name` does not work here; None if it does."""
     if name == "sdpa":
         return None
     if device.type != "cuda":
@@ -125,7 +115,7 @@ def _unusable(name: str, device: torch.device, dtype: torch.dtype) -> str | None
 
 @cache
 def _import_failure(module: str) -> str | None:
-    """Why an installed kernel does not load; None if it does. Logged, because `auto` skips it silently otherwise."""
+    """Logged, because `auto` would skip it silently."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -136,13 +126,12 @@ def _import_failure(module: str) -> str | None:
 
 
 def installed(name: str) -> bool:
-    """Whether the kernel's package is installed. Both packages provide `flash_attn`, and either may be there alone."""
+    """Both packages provide `flash_attn`, and either may be there alone."""
     return find_spec("flash_attn") is not None and find_spec(PACKAGES[name][1]) is not None
 
 
 def most_copied(config: PreTrainedConfig) -> float:
-    """Keys that a row of this model copies at most for answers to short prompts, as a multiple of its tokens; below 0
-    for a model that never does.
+    """Keys that a row copies at most for answers to short prompts, per token; below 0: never.
 
     Example: 12 heads of queries and 2 of keys give 2.0.
     """
@@ -152,8 +141,7 @@ def most_copied(config: PreTrainedConfig) -> float:
 
 
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """Why attention `name` cannot compute a prompt once for several samples of this model; None if it can. `kept`:
-    kinds of its layers that keep a state (`state.kinds`)."""
+    """Why a prompt cannot be computed once for several samples. `kept`: as `state.kinds`."""
     text = config.get_text_config()
     if config.model_type in MUTUAL and sees(config):
         return "the tokens of an image see each other, and only causal attention can share a prompt"
@@ -169,11 +157,8 @@ def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept
 
 
 def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """Why attention `name` cannot compute once a prefix beyond the prompt that several samples of this model share;
-    None if it can. `kept`: as in `why_unshared`.
-
-    On a CPU a sliding window does not matter: all keys of a text are copied.
-    """
+    """Why a longer prefix cannot be computed once. On a CPU a sliding window does not matter: all keys of a text are
+    copied."""
     text = config.get_text_config()
     if kept:
         return f"the model has layers that keep a state ({', '.join(kept)})"
@@ -187,12 +172,11 @@ def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept
 
 
 def key_room(config: PreTrainedConfig, layers: int) -> float:
-    """Memory of a key that is copied in the backward pass of attention, relative to that of a token, of which the
-    inputs of `layers` blocks are kept; on the safe side.
+    """Memory of a copied key in attention's backward pass over that of a token.
 
     A copy takes key and value, their gradients, and one of these in float32; flash-attn's kernel also writes gradients
-    for each head of queries. A token takes its inputs and, in one block, three halves of the results of products with
-    its width, as `memory.py` counts; those of its MLP are left out.
+    for each head of queries. A token takes its inputs of `layers` blocks and, in one block, three halves of the
+    products with its width; those of its MLP are left out, to be on the safe side.
     """
     text: Any = config.get_text_config()
     own = getattr(text, "is_heterogeneous", False)
@@ -201,9 +185,8 @@ def key_room(config: PreTrainedConfig, layers: int) -> float:
 
 
 def _key_room(config: Any, width: int, layers: int) -> float:
-    """The same for a layer with the sizes of `config`, in a model whose hidden states have `width` numbers."""
     heads: int = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # latent keys, which attention sees whole
+    if getattr(config, "kv_lora_rank", None):
         queries = keys = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     else:
         size: int = getattr(config, "head_dim", None) or width // heads
@@ -214,7 +197,7 @@ def _key_room(config: Any, width: int, layers: int) -> float:
 
 
 def adapt(name: str) -> Attention:
-    """The kernel `name` as an attention for transformers: exactly one call of it where no prompt is shared."""
+    """The kernel `name` as an attention for transformers."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -241,7 +224,6 @@ def _computed(
     places: tuple[Tensor, int, SharedPrompts | CopiedPrompts | None],
     kwargs: Mapping[str, Any],
 ) -> Tensor:
-    """Output [tokens, heads, head_dim] of a row's query, key, value and sinks, by the kernel `name`."""
     (q, k, v, sinks), (starts, longest, shared) = inputs, places
     causal, window = kwargs.get("is_causal") is not False, kwargs.get("sliding_window")
     if window is not None and isinstance(shared, SharedPrompts):
@@ -262,8 +244,7 @@ def _computed(
 def _seen_both_ways(
     name: str, out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], blocks: ImageBlocks, kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """`out` [tokens, heads, head_dim] of causal attention, where tokens of images get the output of seeing their whole
-    image and what is before it in their document, within the sliding window."""
+    """Tokens of images see their whole image and what is before it, within the sliding window."""
     q, k, v = inputs
     window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
     kernel = "plain" if name == "sdpa" and (window or softcap or not q.is_cpu) else name
@@ -275,12 +256,12 @@ def _seen_both_ways(
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """`x` [tokens, heads, head_dim] with zeros behind each head. They change no score; the kernels take one size."""
+    """Zeros change no score, and the kernels take one size."""
     return pad(x, (0, width - x.shape[-1]))
 
 
 def _check_arguments(module: nn.Module, given: Mapping[str, Any]) -> None:
-    """Raise ValueError if the attention would be computed wrongly, because it has a feature that these kernels lack."""
+    """Raise ValueError for what these kernels would ignore."""
     for name, argument in given.items():
         if argument is not None and name not in ARGUMENTS:
             raise ValueError(f"{type(module).__name__} has an attention with {name}, which the learner ignores")
@@ -291,16 +272,12 @@ def _check_arguments(module: nn.Module, given: Mapping[str, Any]) -> None:
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool, scale: float, window: int | None
 ) -> Tensor:
-    """torch's SDPA on [documents, longest], padded on the right inside attention only; works on any device.
-
-    Causal attention needs no mask: a real token never sees the padding to its right. A window shorter than the row
-    needs one.
-    """
+    """torch's SDPA on [documents, longest], padded on the right: causally, a real token never sees the padding."""
     position = torch.arange(longest, device=q.device)
     lengths = cu_seqlens.diff()
     real = position < lengths[:, None]
     index = cu_seqlens[:-1, None] + position.minimum(lengths[:, None] - 1)  # [documents, longest]
-    q, k, v = (x[index].transpose(1, 2) for x in (q, k, v))  # [documents, heads, longest, head_dim]
+    q, k, v = (x[index].transpose(1, 2) for x in (q, k, v))
     mask = None if causal else real[:, None, None]
     if causal and window is not None and longest > window:
         distance = position[:, None] - position

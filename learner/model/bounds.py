@@ -1,9 +1,7 @@
 """Where the pieces of a row lie, for layers that are not given it by the model.
 
-transformers' models hand `cu_seq_lens_q`, `max_length_q` and our `shared_prompts` and `context_group` to each block as
-keyword arguments. Most blocks hand them on to attention; some do not, and layers that keep a state take none. `follow`
-has each block note its arguments for the layers within it before it runs. A block that is recomputed in the backward
-pass notes the same arguments again. Used by `loading.py`, `attention.py` and `state.py`; waits for nothing.
+transformers' models hand the bounds to each block. Some blocks do not hand them on, and layers that keep a state take
+none. So each block notes them for its layers before it runs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,13 +15,13 @@ from learner.model.microbatch import CopiedPrompts, SharedPrompts
 BOUNDS = ("cu_seq_lens_q", "max_length_q")
 """Arguments without which a row is one document."""
 NOTED = "_row_bounds"
-"""Attribute of a layer: the `Bounds` of the block around it."""
+"""Attribute of a layer."""
 RowBounds = tuple[Tensor, int, SharedPrompts | CopiedPrompts | None, str | None]
-"""`cu_seqlens`, `max_seqlen` and `shared` of a `Microbatch`, and the name of the group that shares the row."""
+"""`cu_seqlens`, `max_seqlen` and `shared` of a `Microbatch`, and the context group."""
 
 
 class Bounds:
-    """The bounds of the row that a block computes; None before its first row."""
+    """Of the row that a block computes."""
 
     def __init__(self) -> None:
         self.row: RowBounds | None = None
@@ -38,7 +36,7 @@ class Bounds:
 
 
 def follow(blocks: Iterable[nn.Module]) -> None:
-    """Have the layers of each block know the bounds that the block is given."""
+    """Have the layers of each block know its bounds."""
     for block in blocks:
         noted = Bounds()
         block.register_forward_pre_hook(noted.note, with_kwargs=True)
@@ -47,7 +45,7 @@ def follow(blocks: Iterable[nn.Module]) -> None:
 
 
 def of_row(layer: nn.Module, given: Mapping[str, Any]) -> RowBounds:
-    """The bounds among the arguments `given` to a layer, else those that its block noted. Raises ValueError."""
+    """Those `given` to a layer, else those that its block noted. Raises ValueError."""
     return _given(given) or _noted(layer)
 
 

@@ -1,12 +1,10 @@
 """Context parallelism: the ranks of a group share each packed row, so that a document may exceed one GPU's memory.
 
-Each rank holds an equal slice of the row's tokens. Before attention an all-to-all sends every rank the keys, values and
-queries of all tokens for its share of the heads, and after it the outputs travel back (Ulysses,
-[2309.14509](https://arxiv.org/abs/2309.14509)). So attention sees whole documents, whatever kernel computes it, and
-the rest of the model sees one token at a time. Heads of keys that are fewer than the ranks are sent to several ranks.
+Each rank holds an equal slice of the row. Before attention an all-to-all sends every rank the keys, values and queries
+of all tokens for its share of the heads, and after it the outputs travel back (Ulysses,
+[2309.14509](https://arxiv.org/abs/2309.14509)). So attention sees whole documents, with any kernel.
 
-A group is named by a string, which reaches attention as the keyword argument `context_group`: torch.compile takes it
-for a constant. Used by `policy.py` and `attention.py`; every exchange is a collective of the group and waits for it.
+A group is named by a string, which torch.compile takes for a constant. Exchanges are collectives of the group.
 """
 
 from dataclasses import replace
@@ -24,25 +22,19 @@ from learner.model.microbatch import Microbatch, RowSlice
 
 
 class ContextGroup(NamedTuple):
-    """The ranks that share rows with this one."""
-
     size: int
-    """Ranks that share a row."""
     rank: int
-    """Number of this rank's slice of a row, and of its share of the heads."""
     group: Any
-    """The process group; None where nothing is computed (`planned`)."""
+    """None where nothing is computed."""
     world: Any
-    """The default process group that it was made in."""
+    """At its making."""
 
 
 GROUPS: dict[str, ContextGroup] = {}
-"""Context groups of this process by name."""
 
 
 def join(size: int, timeout: timedelta) -> str:
-    """Form groups of `size` consecutive ranks; returns the name of this rank's. A collective of all ranks, which must
-    be a multiple of `size`. Called again with the same size it returns the same group."""
+    """Form groups of `size` consecutive ranks, once; a collective of all ranks."""
     for name, own in GROUPS.items():
         if own.size == size and own.world is dist.group.WORLD:
             return name
@@ -53,15 +45,15 @@ def join(size: int, timeout: timedelta) -> str:
 
 
 def planned(size: int) -> str:
-    """Name a group of `size` ranks that need not exist, for passes on the meta device."""
+    """Name a group for passes on the meta device."""
     name = f"planned-{size}"
     GROUPS[name] = ContextGroup(size, 0, None, None)
     return name
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value [tokens of the slice, heads, head_dim] -> [tokens of the row, this rank's heads, head_dim].
-    Raises ConfigError if the ranks cannot share the heads."""
+    """[tokens of the slice, heads, head_dim] -> [tokens of the row, this rank's heads, head_dim]. Raises ConfigError if
+    the ranks cannot share the heads."""
     size, _ = size_and_rank(name)
     if problem := why_not(q.shape[1], k.shape[1], size):
         raise ConfigError([f"learner.context_parallel: {problem}; {REMEDY}"])
@@ -69,14 +61,13 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, name: str) -> tuple[Tensor, Tensor
 
 
 def scattered(out: Tensor, heads: int, name: str) -> Tensor:
-    """The outputs of attention [tokens of the row, this rank's heads, head_dim] -> [tokens of the slice, heads,
-    head_dim]."""
+    """`gathered` reversed, for outputs."""
     result: Tensor = to_tokens(out, heads, name)
     return result
 
 
 def own_heads(values: Tensor, name: str) -> Tensor:
-    """`values` [heads] of this rank's heads; other ranks' have no gradient here."""
+    """This rank's of `values` [heads]."""
     size, rank = size_and_rank(name)
     share = len(values) // size
     return values[rank * share : (rank + 1) * share]
@@ -84,18 +75,17 @@ def own_heads(values: Tensor, name: str) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler would make the numbers symbols
 def size_and_rank(name: str) -> tuple[int, int]:
-    """`ContextGroup.size` and `ContextGroup.rank`."""
     return GROUPS[name].size, GROUPS[name].rank
 
 
 @torch.library.custom_op("headrace::to_heads", mutates_args=())
 def to_heads(x: Tensor, name: str) -> Tensor:
-    """[slice, heads, width] -> [row, heads / ranks, width], or one head if there are fewer heads than ranks."""
+    """[slice, heads, width] -> [row, heads / ranks, width], at least one head."""
     own, (tokens, heads, width) = GROUPS[name], x.shape
     if heads < own.size:
         x = x.repeat_interleave(own.size // heads, 1)
     sent = x.reshape(tokens, own.size, -1, width).transpose(0, 1).contiguous()  # by receiver
-    return _exchanged(sent, own).view(own.size * tokens, -1, width)  # by slice, which is the order of the row
+    return _exchanged(sent, own).view(own.size * tokens, -1, width)  # by slice
 
 
 @to_heads.register_fake
@@ -109,7 +99,7 @@ def to_tokens(x: Tensor, heads: int, name: str) -> Tensor:
     """[row, heads / ranks, width] -> [slice, heads, width]; copies of a head are added up in float32."""
     own, (tokens, share, width) = GROUPS[name], x.shape
     received = _exchanged(x.reshape(own.size, tokens // own.size, share, width).contiguous(), own)
-    whole = received.transpose(0, 1).reshape(tokens // own.size, -1, width).contiguous()  # as the fake's result is
+    whole = received.transpose(0, 1).reshape(tokens // own.size, -1, width).contiguous()
     if whole.shape[1] == heads:
         return whole
     total = torch.promote_types(x.dtype, torch.float32)
@@ -123,7 +113,6 @@ def _(x: Tensor, heads: int, name: str) -> Tensor:
 
 
 def _exchanged(sent: Tensor, own: ContextGroup) -> Tensor:
-    """`sent` [ranks, ...]: entry i goes to rank i. Returns what came, by sender."""
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=own.group)
     return received
@@ -143,7 +132,7 @@ to_tokens.register_autograd(lambda ctx, grad: (to_heads(grad, ctx.name), None, N
 
 
 def cut(row: Microbatch, name: str) -> Microbatch:
-    """The row, made on the CPU, filled up to equal slices, with this rank's slice of it."""
+    """A row on the CPU, filled up to equal slices, with this rank's."""
     (size, rank), filled_from = size_and_rank(name), len(row.tokens)
     row = _filled_up(row, -filled_from % size)
     width = len(row.tokens) // size
@@ -154,7 +143,6 @@ def cut(row: Microbatch, name: str) -> Microbatch:
 
 
 def _filled_up(row: Microbatch, number: int) -> Microbatch:
-    """With one more document, of `number` tokens that are not trained."""
     if not number:
         return row
     values: dict[str, float] = {"tokens": 0, "sampled": False, "behaviour": 0.0, "versions": -1, "sequence": 0}
@@ -172,8 +160,7 @@ def _filled_up(row: Microbatch, number: int) -> Microbatch:
 
 
 def whole(values: Tensor, name: str) -> Tensor:
-    """`values` [tokens of the row], which are 0 outside of the tokens that this rank predicts -> those of all ranks.
-    Each rank's gradient is that of its own."""
+    """The sum of `values` [tokens of the row] of all ranks; each rank's gradient is that of its own."""
     return _Whole.apply(values, name)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -190,7 +177,7 @@ class _Whole(torch.autograd.Function):
 
 
 def check_same(digest: int, name: str) -> None:
-    """Raise RuntimeError unless all ranks of the group have the same `digest` of what they are to train."""
+    """Raise RuntimeError unless all ranks of the group have the same `digest` of their samples."""
     own = GROUPS[name]
     both = torch.tensor([digest, -digest])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=own.group)

@@ -1,10 +1,8 @@
 """Checks, before training, that the learner computes a model's packed rows as the model itself would.
 
-`check_exact` builds a small copy of the model: the same classes with few, narrow layers, short windows and random
-weights, in float32 on the CPU. Documents packed in one row, and answers to a shared prompt, must get the
-log-probabilities that transformers' own eager forward pass gives each document alone. So a new family of models is
-either exact or refused by name. The check takes a tenth of a second. Called by `learner/certify/process.py` and
-`actors/doctor/trial.py`, in processes of their own; reads the model's config, never a weight; waits for nothing.
+In a small copy of the model with random weights, in float32 on the CPU, packed documents and answers to a shared prompt
+must get the log-probabilities of transformers' own forward pass over each document alone. So a family of models is
+either exact or refused by name.
 """
 
 import copy
@@ -35,32 +33,29 @@ from learner.model.policy import apply_head, hidden_states
 from learner.model.shrink import LARGEST, VOCABULARY, WINDOW, size_of, small, stir
 
 TOLERANCE = 1e-3
-"""Largest difference of a log-probability, in nats. An exact model differs by 1e-5."""
+"""In nats. An exact model differs by 1e-5."""
 FAR = 10**7
-"""A position beyond any window."""
 TRIED = attention.registered("sdpa") + "_tried"
-"""The attention of the trial: `sdpa` that also checks the masks that transformers would make."""
+"""`sdpa` that also checks the masks that transformers would make."""
 LENGTHS = (5, 2 * WINDOW + 5, 10, 9)
-"""Tokens of the packed documents; the second is longer than any window, the last two are of similar length, which
-layers that keep a state compute together."""
+"""The second is longer than any window; layers that keep a state compute the last two together."""
 ANSWERS = (4, 1, 6)
-"""Tokens of the answers to a shared prompt."""
 FOREIGN = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError),
     *(TypeError, ValueError),
 )
-"""Errors that transformers or a model's code raises if the learner cannot run the model."""
+"""Raised if the learner cannot run the model."""
 REMEDY = "take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral"
 OPTIONS = HeadOptions(1.0, 64, False)
 NO_IMAGES: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Inexact(ValueError):
-    """The learner computes the model differently from the model itself; the text is a clause about it."""
+    """The text is a clause about the difference."""
 
 
 def check_exact(model: ModelConfig, share: bool) -> None:
-    """Raise ConfigError unless packed rows of the model are computed exactly. `share`: `learner.share_prompts`."""
+    """Raise ConfigError unless packed rows of the model are computed exactly."""
     config = loading.read_config(model)
     kind = config.model_type
     if found := reasons(config, share, model.trust_remote_code):
@@ -69,22 +64,21 @@ def check_exact(model: ModelConfig, share: bool) -> None:
 
 
 def check_in_own_process(model: ModelConfig, share: bool, ranks: int) -> None:
-    """Do what `check_exact` and `check_shareable` do, in a process that trains nothing."""
+    """Both checks, in a process that trains nothing."""
     state.use_torch_alone()
     check_exact(model, share)
     check_shareable(model, ranks)
 
 
 def check_adapter(model: ModelConfig, config: PreTrainedConfig) -> None:
-    """Raise ConfigError if `model.lora` is set and the model cannot be trained by an adapter."""
+    """Raise ConfigError if the model cannot be trained by an adapter."""
     if model.lora and (problem := _no_adapter(config, model.trust_remote_code)):
         kind = config.model_type
         raise ConfigError([f"model.lora: {model.path} ({kind}) {problem}; set it to null"])
 
 
 def check_shareable(model: ModelConfig, ranks: int) -> None:
-    """Raise ConfigError if `ranks` ranks (`learner.context_parallel`) cannot share the rows of the model, because of
-    what it is; whether they compute them exactly is compared (`learner/certify/`)."""
+    """Raise ConfigError if ranks cannot share the rows of such a model."""
     if ranks == 1:
         return
     config = loading.read_config(model)
@@ -94,8 +88,7 @@ def check_shareable(model: ModelConfig, ranks: int) -> None:
 
 
 def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False) -> list[str]:
-    """Reasons why the learner would not train the model exactly; empty if it would. `trusted`: the model's code may
-    run."""
+    """Why the learner would not train the model exactly."""
     if found := list(unsupported(config.to_dict())):
         return found
     try:
@@ -106,7 +99,6 @@ def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False)
 
 
 def _no_adapter(config: PreTrainedConfig, trusted: bool) -> str | None:
-    """Why the model cannot be trained by an adapter; None if it can."""
     if idle_parts.nests_text(config) and not idle_parts.sees(config):
         return "is a multimodal model that is trained on text alone, of which no server was seen to take an adapter"
     if config.model_type in PROVEN:
@@ -120,7 +112,6 @@ def _no_adapter(config: PreTrainedConfig, trusted: bool) -> str | None:
 
 
 def _not_shareable(config: PreTrainedConfig, trusted: bool) -> str | None:
-    """Why ranks cannot share rows of the model; None if it is a text model without layers that keep a state."""
     if idle_parts.sees(config):
         return "reads images, whose tokens are not split over ranks"
     if idle_parts.nests_text(config):
@@ -130,7 +121,7 @@ def _not_shareable(config: PreTrainedConfig, trusted: bool) -> str | None:
 
 
 def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
-    """Raise Inexact if a small copy of the model is not computed exactly."""
+    """Raise Inexact if a small copy is not computed exactly."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs, ours = _built(config, trusted)
@@ -140,7 +131,7 @@ def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
 
 
 def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Build the model twice with the same random weights: as transformers runs it and as the learner does."""
+    """As transformers runs it and as the learner does, with the same weights."""
     try:
         little = small(config, trusted)
         if (size := size_of(little, trusted)) > LARGEST:
@@ -162,8 +153,7 @@ def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Pr
 
 
 def _judge_mask(mask_function: Callable[..., Tensor], q_length: int, **given: Any) -> None:
-    """Make no mask for a layer, but raise Inexact if its mask hides parts of a very long document only: short trials
-    cannot show that."""
+    """Refuse a mask that hides parts of very long documents only, which short trials cannot show."""
     if q_length == LENGTHS[1]:  # one document alone: the mask functions of packed rows take no other positions
         zero, first = torch.tensor(0), torch.tensor(0)
         near, far = (bool(mask_function(zero, zero, torch.tensor(at), first)) for at in (q_length - 1, FAR))
@@ -176,8 +166,7 @@ AttentionMaskInterface.register(TRIED, _judge_mask)
 
 
 def _check_structure(model: PreTrainedModel) -> None:
-    """Raise Inexact for faults that no comparison of log-probabilities shows: random dropout, values that are not sent
-    to servers, and experts whose routing and loading are not tested."""
+    """Faults that no comparison of log-probabilities shows."""
     if not loading.has_blocks(model):
         raise Inexact(f"{type(model).__name__} has no decoder.layers, where the learner looks for its blocks")
     try:
@@ -199,8 +188,6 @@ def _check_structure(model: PreTrainedModel) -> None:
 
 
 def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> None:
-    """Raise Inexact unless both models give the same log-probabilities to one document, packed documents and
-    answers."""
     draw = np.random.default_rng(0)
     documents = [draw.integers(2, VOCABULARY, length) for length in LENGTHS]
     prompt, answers = documents[-1], [draw.integers(2, VOCABULARY, length) for length in ANSWERS]
@@ -216,7 +203,7 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
         forks = forks_of(documents)
         cases.append(("texts that share a prefix", forest_row(forks), [text for text, _ in forks], 1))
     try:
-        Costs.of(ours), attention.most_copied(ours.config)  # a policy needs these of a model
+        Costs.of(ours), attention.most_copied(ours.config)  # a policy needs these
         mixture, options = Mixture.of(ours), OPTIONS._replace(epilogue=Epilogue.of(ours.config))
         sight = vision.Sight(ours, attention.of_tower("sdpa")) if idle_parts.sees(ours.config) else None
         for what, row, texts, given in cases:
@@ -237,7 +224,7 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
 def _check_gradients(
     model: PreTrainedModel, sight: vision.Sight | None, mixture: Mixture | None, row: Microbatch
 ) -> None:
-    """Raise Inexact if a weight has no gradient: ranks could not reduce it, and it would never be trained."""
+    """Ranks could not reduce a weight without a gradient."""
     options = OPTIONS._replace(epilogue=Epilogue.of(model.config))
     with torch.enable_grad():
         apply_head(model, hidden_states(model, sight, mixture, row), row, options)[0].sum().backward()
@@ -252,14 +239,13 @@ def _check_gradients(
 
 
 def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
-    """Yield both layouts of answers to a shared prompt."""
     yield "answers to a shared prompt", row
     yield "answers to a copied prompt", row.copying(math.inf)
 
 
 def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
-    """Texts that go on from each other, and how many tokens each has from the one before it: a fork beyond any window,
-    one within the first document, a prefix of the text before it, and a text by itself."""
+    """Texts, and how many tokens each has from the one before it: a fork beyond any window, one within the first
+    document, a prefix, and a text by itself."""
     first, long, other, last = documents
     whole = np.concatenate([first, long, other])
     fork = len(first) + len(long) - 2
@@ -273,8 +259,7 @@ def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
 
 
 def forest_row(texts: Sequence[tuple[np.ndarray, int]]) -> Microbatch:
-    """Lay out `texts`, each with how many tokens it has from the one before it. All tokens of a text except the first
-    are scored."""
+    """Lay out `texts`, each with how many tokens it has from the one before it."""
 
     def text(tokens: np.ndarray, joined: int, row: int) -> Text:
         zeros = np.zeros(len(tokens))
@@ -284,26 +269,25 @@ def forest_row(texts: Sequence[tuple[np.ndarray, int]]) -> Microbatch:
 
 
 def packed_row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Microbatch:
-    """Pack shared prompts, their answers and whole documents. All tokens of a document except the first are scored."""
+    """Pack shared prompts, answers and documents. All but their first tokens are scored."""
     sampled, zeros = [np.full(len(x), i >= len(groups)) for i, x in enumerate(texts)], [np.zeros(len(x)) for x in texts]
     return lay_out(texts, sampled, zeros, zeros, range(len(texts)), groups)
 
 
 def alone(model: PreTrainedModel, document: np.ndarray, images: Mapping[str, Tensor] = NO_IMAGES) -> Tensor:
-    """Log-probabilities of a document's tokens except the first, by the model's own forward pass: [tokens - 1].
-    `images`: what transformers' processor would give the model with them."""
+    """Log-probabilities of a document's tokens but the first, by the model's own forward pass. `images`: from
+    transformers' processor."""
     ids = torch.as_tensor(document)[None]
     logits: Tensor = model(input_ids=ids, use_cache=False, **images).logits[0].float()
     return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
 Parts = dict[str, list[Tensor]]
-"""Outputs [tokens, width] of the parts of each block, in the order in which they were computed."""
+"""Outputs [tokens, width]."""
 
 
 @contextmanager
 def block_outputs(model: PreTrainedModel) -> Iterator[Parts]:
-    """Collect the outputs of the parts of each block during the `with` statement."""
     found: Parts = {}
 
     def collect(name: str, module: nn.Module, given: Any, output: Any) -> None:
@@ -323,7 +307,7 @@ def block_outputs(model: PreTrainedModel) -> Iterator[Parts]:
 
 
 def first_difference(model: PreTrainedModel, ours: Parts, theirs: Parts) -> str:
-    """Name the first part of a block with another output; if there is none, it is the head."""
+    """Name the first part of a block whose output differs, else the head."""
     blocks = loading.blocks(model)
     for name, outputs in ours.items():
         mine, own = torch.cat(outputs), torch.cat(theirs.get(name, outputs))

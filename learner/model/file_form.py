@@ -1,9 +1,7 @@
 """How a model's files hold its weights, where transformers builds it with others: under other names, or cut in several.
 
-vLLM and other readers of a policy expect the names of the files. transformers has a table of conversions for reading;
-this module reverts them, weight by weight. Known to be right without: the types of models in PROVEN, whose names are
-those of the files, but for experts (`learner/saved/export.py`, `rollout/engine/experts/`). Used by `policy.py`, which
-makes a `FileForm` before the model is sharded; waits for nothing.
+Readers of a policy expect the names of the files. transformers converts as it reads, and this module reverts that.
+Models in PROVEN need it for experts alone (`learner/saved/export.py`, `rollout/engine/experts/`).
 """
 
 from collections import Counter
@@ -18,20 +16,18 @@ from configs.architecture import PROVEN
 from learner.model.loading import persistent_buffers
 
 Shapes = list[tuple[str, tuple[int, ...]]]
-"""Names and shapes of the tensors that the files hold of one weight."""
 
 DEEPER = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
-"""How names begin that transformers 5 shortens when it reads files and does not lengthen again; vLLM knows the longer
-ones alone."""
+"""transformers 5 shortens such names and does not lengthen them again; vLLM knows the longer ones alone."""
 
 
 class FileForm:
-    """The form of the files of `model`, whose weights are still whole, with or without storage."""
+    """Of the files of `model`, whose weights are still whole, with or without storage."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._changed: dict[str, Shapes] = {}
-        """By name of the weight in the model, where the files differ."""
+        """Where the files differ."""
         if model.config.model_type not in PROVEN:
             for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
                 held = [(key, tuple(x.shape)) for key, x in self._reverted(name, tensor.detach().to("meta")).items()]
@@ -40,22 +36,20 @@ class FileForm:
 
     @property
     def changed(self) -> Iterable[str]:
-        """Names of the weights that the files hold in another form."""
         return self._changed.keys()
 
     @property
     def joined(self) -> str:
-        """The name of a tensor in the files that is made of several weights, which this form cannot do; empty if there
-        is none."""
+        """A tensor in the files made of several weights, which this form cannot do; empty if there is none."""
         names = Counter(name for held in self._changed.values() for name, _ in held)
         return next((name for name, number in names.items() if number > 1), "")
 
     def shapes(self, name: str, shape: Iterable[int]) -> Shapes:
-        """What the files hold of the weight `name`."""
+        """What the files hold of a weight."""
         return self._changed.get(name) or [(name, tuple(shape))]
 
     def tensors(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The same with its whole `weight`: views of it."""
+        """The same with its values: views of `weight`."""
         held = self._changed.get(name)
         if held is None:
             yield name, weight
@@ -72,5 +66,4 @@ class FileForm:
 
 
 def _deeper(name: str, begins: str, deeper: str) -> str:
-    """`name`, which begins as `deeper` says if it begins as `begins` says."""
     return deeper + name.removeprefix(begins) if name.startswith(begins) and not name.startswith(deeper) else name

@@ -1,10 +1,7 @@
 """Linear layers that multiply in FP8 (`learner.matmul: fp8`): y = x Wᵀ, dx = g W and dW = gᵀ x.
 
-Each factor is cast to e4m3 with one scale for each row or column, along which no product sums, and products are scaled
-back and rounded to the dtype of `x`, as `torch._scaled_mm` does with rowwise scales. So x and g are cast twice, by row
-and by column, and W too: FSDP gathers it in `model.dtype` as ever, and every pass casts what was gathered. The sums of
-dW run over tokens, whose number is padded with zeros to a multiple of 16. Used by `policy.py` while the model is on
-the meta device, and by `memory.py` for its size; waits for nothing.
+Each factor is cast to e4m3 with one scale for each row or column, along which no product sums. So x, g and W are cast
+twice, by row and by column. FSDP gathers W in `model.dtype`, and every pass casts it.
 """
 
 from collections.abc import Iterator
@@ -24,19 +21,18 @@ from learner.model.idle_parts import sees
 from learner.model.loading import blocks
 
 FP8 = torch.float8_e4m3fn
-"""For gradients too: with a scale for each row its precision counts, and not the range of e5m2."""
+"""For gradients too: with a scale for each row precision counts, and not the range of e5m2."""
 LARGEST = 448.0
-"""The largest number of e4m3."""
 SMALLEST = 1e-12
-"""Least largest value of a row that is scaled up: a row of zeros stays one."""
+"""A row of zeros stays one."""
 MULTIPLE = 16
 """`torch._scaled_mm` sums over, and returns columns of, multiples of this."""
 FAST_SUMS = True
-"""Whether Hopper's tensor cores sum within an instruction at their own precision (14 bits) and not in float32."""
+"""Whether Hopper's tensor cores sum within an instruction at 14 bits."""
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer whose products are in FP8. Made by `convert` of a plain one; the bias is added afterwards."""
+    """A linear layer whose products are in FP8. Made by `convert`."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Products.apply(x.reshape(-1, self.in_features), self.weight)  # type: ignore[no-untyped-call]
@@ -46,8 +42,6 @@ class Float8Linear(nn.Linear):
 
 @torch._dynamo.allow_in_graph
 class _Products(torch.autograd.Function):
-    """x [tokens, in] times weight [out, in]ᵀ, and both gradients; results in the dtype of `x`."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -69,7 +63,7 @@ def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_column(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`by_row` of xᵀ, contiguous, with zeros behind each row up to a multiple of 16."""
+    """`by_row` of xᵀ, contiguous, with rows filled up to a multiple of 16."""
     wide = x.float()
     scale = _scale(wide.abs().amax(0, keepdim=True))
     cast = (wide / scale).to(FP8).t().contiguous()
@@ -81,13 +75,13 @@ def _scale(largest: Tensor) -> Tensor:
 
 
 def _multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [m, k] times bᵀ, b [n, k]: [m, n] in `dtype`."""
+    """a [m, k] times bᵀ, b [n, k]."""
     found: Tensor = torch._scaled_mm(a, b.t(), a_scale, b_scale.view(1, -1), out_dtype=dtype, use_fast_accum=FAST_SUMS)
     return found
 
 
 def layers_of(model: PreTrainedModel) -> Iterator[nn.Linear]:
-    """The linear layers of the model's blocks whose products can be in FP8: both sizes are multiples of 16."""
+    """Those of the blocks whose sizes MULTIPLE divides."""
     for block in blocks(model):
         yield from _inside(block)
 
@@ -101,8 +95,8 @@ def _inside(block: nn.Module) -> Iterator[nn.Linear]:
 
 
 def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
-    """What casts add to a block's passes: bytes of its weights, cast by row and by column, and bytes per token of the
-    gradients of its outputs, cast likewise, and of its widest input. A byte each; of the block that needs most."""
+    """What casts add to the block that needs most: bytes of its weights, and bytes per token of its outputs' gradients
+    and its widest input. All but the input are cast twice."""
     sizes = [[(layer.out_features, layer.in_features) for layer in _inside(block)] for block in blocks(model)]
     weights = max(2 * sum(out * inner for out, inner in block) for block in sizes)
     tokens = max(2 * sum(out for out, _ in block) + max((i for _, i in block), default=0) for block in sizes)
@@ -110,8 +104,7 @@ def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def convert(model: PreTrainedModel) -> int:
-    """Have the linear layers of the blocks of `model`, on meta, multiply in FP8; returns their number. Raises
-    ConfigError for a model that `why_not` refuses."""
+    """Have the blocks' linear layers, on meta, multiply in FP8. Raises ConfigError by `why_not`."""
     if problem := why_not(model):
         raise ConfigError([f"{KEY}: {problem}; {REMEDY}"])
     layers = list(layers_of(model))
@@ -135,7 +128,7 @@ def why_not(model: PreTrainedModel) -> str:
 
 
 def check_device(learner: LearnerConfig, device: torch.device) -> None:
-    """Raise ConfigError if `learner.matmul` needs another `device`. A device without an index is not touched."""
+    """Raise ConfigError if the GPU is too old. A device without an index is not touched."""
     if learner.matmul != "fp8" or (device.type == "cuda" and device.index is None):
         return
     on_gpu = device.type == "cuda"

@@ -2,14 +2,12 @@
 
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
-B: parameters of all blocks' matrices, of E experts of which a token takes k the share k / E; t: real tokens, prompt and
-answer; V: parameters of the output embedding; s: trainable tokens; L: blocks with attention; a: heads x head dimension;
-q: sum of the squared document lengths (causal attention: half of all pairs). A prompt of P tokens that answers of R
-tokens each share counts once: t = P + sum R, q = P² + sum R (R + 2 P). 6 = 2 in the forward and 4 in the backward pass;
-4 in all for a frozen matrix, which has no gradient of its own. A layer that keeps a state adds its multiplications with
-that state to B (`state.py`). Recomputation (checkpointing, some losses' logits), padding and embedding look-ups do not
-count. The tower of a vision-language model adds c p + d p² for each image of p patches that it encodes (`TowerCosts`).
-Pure; used by `learner/train/step.py` and `learner/record/metrics.py`.
+B: parameters of the blocks' matrices, of experts the share that a token takes; t: tokens; V: parameters of the output
+embedding; s: trainable tokens; L: blocks with attention; a: heads x head dimension; q: sum of the squared document
+lengths (causal attention: half of all pairs). A prompt of P tokens that answers of R tokens share counts once: t = P +
+sum R, q = P² + sum R (R + 2 P). 6 = 2 in the forward and 4 in the backward pass; 4 in all for a frozen matrix. A
+layer's multiplications with a state add to B. Recomputation, padding and embedding look-ups do not count. A tower adds
+c p + d p² for each image of p patches.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,18 +26,16 @@ from learner.model.towers import tower_parts
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """FLOPs of a tower's forward pass and, where it is trained, backward pass."""
+    """FLOPs of a tower's passes."""
 
     per_patch: float
     per_pair: float
-    """Attention of the blocks that see whole images, per squared patch of one."""
+    """Per squared patch of a whole image."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TowerCosts | None":
-        """The costs of the tower of `model` as it is frozen by now; None for a text model.
-
-        A matrix costs 2 in the forward pass, 2 more for its own gradient and 2 for that of its input, if wanted.
-        """
+        """As the model is frozen by now. A matrix costs 2 in the forward pass, 2 for its own gradient and 2 for its
+        input's, if wanted."""
         parts = tower_parts(model)
         if parts is None:
             return None
@@ -58,7 +54,6 @@ class TowerCosts:
         return cls(per_patch, pairs * len(full))
 
     def total(self, patches: Iterable[int]) -> float:
-        """FLOPs of images of so many patches each."""
         return sum(p * (self.per_patch + self.per_pair * p) for p in patches)
 
 
@@ -69,13 +64,11 @@ class Costs:
     per_token: float
     per_trainable: float
     per_pair: float
-    """Attention, per squared token of a document's length, or what counts as one where a prompt is shared."""
+    """Attention, per squared token."""
     tower: TowerCosts | None = None
-    """What the tower costs; None for a text model."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Costs":
-        """The costs of `model`, counted from its parameters."""
         config, layers = model.config.get_text_config(), blocks(model)
         width = sum(_width(config, number) for number, layer in enumerate(layers) if state.attends(layer))
         products = sum(map(_products, layers)) - _idle(model, _products)
@@ -84,39 +77,38 @@ class Costs:
         return cls(2.0 * products, 2.0 * _passes(head) * head.numel(), 6.0 * width)
 
     def total(self, tokens: float, trainable: float, squares: float) -> float:
-        """FLOPs of t tokens, s of them trainable, whose documents have q squares of tokens."""
+        """Of t tokens, s of them trainable, with q squares."""
         return self.per_token * tokens + self.per_trainable * trainable + self.per_pair * squares
 
     @property
     def quadratic(self) -> float:
-        """FLOPs of attention per token pair over all other FLOPs per token: the q of n + q n² for n tokens."""
+        """The q of n + q n² for n tokens."""
         return self.per_pair / (self.per_token + self.per_trainable)
 
     @property
     def patch_cost(self) -> float:
-        """FLOPs of a patch in the tower over those of a token in the text model; 0 for a text model."""
+        """FLOPs of a tower's patch over those of a text model's token."""
         return self.tower.per_patch / (self.per_token + self.per_trainable) if self.tower else 0.0
 
 
 def _width(config: Any, number: int) -> int:
-    """Numbers in all heads of queries of the block `number`, whose heads may have a size of their own (Gemma 4)
-    or latent keys and values (DeepSeek)."""
+    """Blocks may have sizes of their own (Gemma 4) or latent keys and values (DeepSeek)."""
     own = config.per_layer_config[number] if getattr(config, "is_heterogeneous", False) else config
     heads: int = own.num_attention_heads
     if getattr(own, "kv_lora_rank", None):
-        both: int = own.qk_nope_head_dim + own.qk_rope_head_dim + own.v_head_dim  # of scores, and of sums of values
+        both: int = own.qk_nope_head_dim + own.qk_rope_head_dim + own.v_head_dim
         return heads * both // 2
     size: int = getattr(own, "head_dim", None) or own.hidden_size // heads
     return heads * size
 
 
 def active_parameters(model: PreTrainedModel) -> int:
-    """Parameters that a token meets: of a mixture of experts those of the experts it takes, else all."""
+    """Parameters that a token meets."""
     return int(model.num_parameters()) - _idle(model, _matrices)
 
 
 def _passes(parameter: nn.Parameter) -> int:
-    """Products of a matrix's size: forward, gradient of its input, its own gradient if it is trained."""
+    """Forward, gradient of the input, own gradient."""
     return 3 if parameter.requires_grad else 2
 
 
@@ -129,13 +121,13 @@ def _matrices(module: nn.Module) -> int:
 
 
 def _idle(model: PreTrainedModel, size: Callable[[nn.Module], int]) -> int:
-    """`size` of the experts that a token does not take."""
+    """Of the experts that a token does not take."""
     config = model.config.get_text_config()
     found = [experts for layer in blocks(model) if (experts := experts_of(layer)) is not None]
     return sum(round(size(experts) * (1 - share_taken(experts, config))) for experts in found)
 
 
 def peak(name: str) -> float | None:
-    """Peak FLOP/s of the GPU called `name`, e.g. "NVIDIA H200"; None if unknown."""
+    """FLOP/s; None if unknown."""
     card = card_of(name)
     return card.peak if card else None

@@ -1,13 +1,11 @@
 """A row in which texts go on from each other: a forest of prefixes, of which each is computed once.
 
-The row has the texts one after another, each without the tokens that the text before it has too. Such a piece sees
-copies of the keys of its text's first tokens before its own keys (`CopiedPrompts`), in the order of the text. So
-attention computes for each token what it computes for the text alone, with sliding windows, sinks and softcaps.
+Each text lays the tokens that the text before it lacks, and sees copies of the keys of its first tokens before its own
+(`CopiedPrompts`). So attention computes what it computes for the text alone.
 
-A token of the row may be trained by several texts, each with its own behaviour, version, sample and turn, and the last
-token before a fork predicts several tokens. So the row's per-token tensors have further entries behind its tokens, one
-for each token that a text trains and another text has laid; the head computes each predicted token once (`Targets`).
-Consumes arrays of texts; waits for nothing. `learner/train/batch.py` decides which texts go together.
+Several texts may train one token, each with its own behaviour and advantage. So per-token tensors have further entries
+behind the row's tokens, for tokens that a text trains and another has laid; the head computes each predicted token once
+(`Targets`).
 """
 
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from learner.model.microbatch import CopiedPrompts, Microbatch, Targets
 
 
 class Text(NamedTuple):
-    """A text of the row: arrays [tokens] each."""
+    """Arrays [tokens]."""
 
     tokens: np.ndarray
     sampled: np.ndarray
@@ -29,20 +27,17 @@ class Text(NamedTuple):
     versions: np.ndarray
     turns: np.ndarray
     teacher: np.ndarray | None
-    """None: it has no teacher."""
     row: int
-    """Index of its sample in `Batch.rows`."""
+    """Index in `Batch.rows`."""
     joined: int
-    """Its first tokens that are those of the text before it; 0 for the first text of a tree."""
+    """First tokens that the text before it has too."""
 
     @property
     def length(self) -> int:
-        """Its tokens, of which the row may have fewer."""
         return len(self.tokens)
 
 
 def lay_out_forest(texts: Sequence[Text]) -> Microbatch:
-    """The microbatch of `texts`."""
     places = places_of(texts)
     pieces = [(text, at) for text, at in zip(texts, places, strict=True) if text.length > text.joined]
     lengths = [text.length - text.joined for text, _ in pieces]
@@ -65,7 +60,7 @@ def lay_out_forest(texts: Sequence[Text]) -> Microbatch:
 
 
 def places_of(texts: Sequence[Text]) -> list[np.ndarray]:
-    """For each text the index in the row of each of its tokens: [tokens] int64."""
+    """Where each text's tokens lie in the row: [tokens] int64."""
     places: list[np.ndarray] = []
     end = 0
     for text in texts:
@@ -77,12 +72,12 @@ def places_of(texts: Sequence[Text]) -> list[np.ndarray]:
 
 
 class Entries(NamedTuple):
-    """Which tokens of which texts the per-token tensors are about: first those of the row, then the further ones."""
+    """Of the per-token tensors: first those of the row, then the further ones."""
 
     of_text: list[np.ndarray]
-    """For each text the indices of its tokens that have an entry, in order."""
+    """By text, which tokens have an entry."""
     numbers: list[np.ndarray]
-    """For each text the entries of these."""
+    """By text, these entries."""
 
 
 def _entries(texts: Sequence[Text], size: int) -> Entries:
@@ -97,7 +92,6 @@ def _entries(texts: Sequence[Text], size: int) -> Entries:
 
 
 def _columns(texts: Sequence[Text], entries: Entries) -> dict[str, Any]:
-    """The per-token tensors of a microbatch that are about entries."""
     order = np.concatenate(entries.numbers).argsort()
 
     def column(name: str, dtype: Any) -> Tensor:
@@ -118,7 +112,6 @@ def _columns(texts: Sequence[Text], entries: Entries) -> dict[str, Any]:
 
 
 def _targets(texts: Sequence[Text], places: Sequence[np.ndarray], entries: Entries) -> tuple[Tensor, Targets]:
-    """The entries that are trained, text by text, and their targets."""
     scored, predictor, tokens = [], [], []
     for text, at, own, index in zip(texts, places, *entries, strict=True):
         trained = text.sampled[own] != 0

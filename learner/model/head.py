@@ -1,10 +1,7 @@
 """The log-probability head: fp32 log-probabilities and entropies of given tokens, never a [tokens, vocabulary] tensor.
 
-Logits exist for `chunk_size` tokens at a time. `logprobs_and_entropy` recomputes them in the backward pass, which is a
-fourth matmul of the vocabulary's size. `chunked_loss` is for a loss that can be computed chunk by chunk: it computes
-all gradients while a chunk's logits exist. Logits are as the model's own head computes them: with its bias, scale and
-softcap (`epilogue.py`). Consumes hidden states and the output embedding, gathered by FSDP; waits for nothing. Used by
-`policy.py`.
+`logprobs_and_entropy` recomputes logits in the backward pass; `chunked_loss` computes all gradients while a chunk's
+logits exist.
 """
 
 from collections.abc import Callable
@@ -18,59 +15,53 @@ from learner.model.epilogue import Epilogue
 from learner.model.top_tokens import TopGradient, TopTokens, divergence, top_gradient
 
 ChunkLoss = Callable[[Tensor, Tensor, Any], Tensor]
-"""(log-probabilities, entropies, which tokens they are of) -> the loss of these tokens: [], by plain autograd. Which:
-a slice, or int64 indices where several samples train a token (`policy.py`)."""
+"""(log-probabilities, entropies, which tokens) -> their loss: [], by plain autograd. Which: a slice, or int64 indices
+where several samples train a token."""
 
 
 class ChunkGradients(NamedTuple):
     """What the gradient at a chunk's logits is computed from."""
 
     norms: Tensor
-    """Log-normalisers."""
     entropy: Tensor
     of_logprob: Tensor
-    """Gradient with respect to the targets' log-probabilities."""
+    """Gradient at the targets' log-probabilities."""
     of_entropy: Tensor | None
-    """Gradient with respect to the entropies, if wanted."""
     top: TopGradient | None = None
-    """Where teachers gave their most probable tokens."""
 
 
 GradientsOfChunk = Callable[[Tensor, slice], ChunkGradients]
-"""(the logits of a chunk, the chunk) -> its gradients."""
 
 
 CHUNK_ON_CPU = 1024
 
 
 def chunk_tokens(learner: LearnerConfig) -> int:
-    """Return `learner.head_chunk_tokens`; for an undecided `auto` the smaller of its two values."""
+    """For an undecided `auto` the smaller of its two values."""
     return CHUNK_ON_CPU if learner.head_chunk_tokens == "auto" else learner.head_chunk_tokens
 
 
 class HeadOptions(NamedTuple):
-    """How the head computes."""
-
     temperature: float = 1.0
     chunk_size: int = 1024
     """Tokens whose logits exist at a time."""
     entropy_gradient: bool = False
-    """Whether the gradient goes through the entropies too, not through the log-probabilities alone."""
+    """Whether the gradient goes through the entropies too."""
     epilogue: Epilogue = Epilogue()
 
     @property
     def divisor(self) -> float:
-        """What logits are divided by before the softmax: the temperature over the scale, which a softcap contains."""
+        """A softcap contains the scale already."""
         return self.temperature if self.epilogue.softcap else self.temperature / self.epilogue.scale
 
 
 def logprobs_and_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature)[targets] and the entropy of that softmax, both with gradient.
+    """log softmax(hidden @ weight.T / temperature)[targets] and its entropy, both with gradient.
 
     `hidden` [tokens, hidden_size], `weight` [vocabulary, hidden_size], `targets` [tokens] int64, `bias` [vocabulary];
-    both results are [tokens] float32 (float64 for float64 input).
+    results [tokens] float32 (float64 for float64 input).
     """
     logprobs, entropy = _RecomputedLogits.apply(hidden, weight, bias, targets, options)  # type: ignore[no-untyped-call]
     return logprobs, entropy
@@ -87,9 +78,8 @@ def chunked_loss(
 ) -> tuple[Tensor, ...]:
     """Log-probabilities and entropies without gradient, and the sum of `loss` over the chunks with gradient: [].
 
-    With `top`, what teachers said of the tokens, the sum has their divergence times its weight too, and the divergence
-    of each token, without gradient, is a fourth result: [tokens]. Other arguments and results as in
-    `logprobs_and_entropy`.
+    With `top` the sum has each token's weighted divergence from its teacher too; the divergences [tokens] are a fourth
+    result.
     """
     inputs = hidden, weight, bias, targets
     results: tuple[Tensor, ...] = _ChunkedLoss.apply(*inputs, loss, options, top)  # type: ignore[no-untyped-call]
@@ -99,7 +89,7 @@ def chunked_loss(
 class _RecomputedLogits(torch.autograd.Function):
     """With z the logits over the temperature T, p = softmax(z), H = logsumexp(z) - p.z:
 
-    d logprob / dz = onehot - p,   dH / dz = -p (log p + H),   dz / dlogits = 1 / T.
+    d logprob / dz = onehot - p, dH / dz = -p (log p + H), dz / dlogits = 1 / T.
     """
 
     @staticmethod
@@ -134,8 +124,6 @@ class _RecomputedLogits(torch.autograd.Function):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The head and the loss after it in one function, which keeps the gradients themselves for the backward pass."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -184,8 +172,6 @@ def _input_gradients(
     of_chunk: GradientsOfChunk,
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients with respect to `hidden` and, where `wanted`, to `weight` and `bias`; `of_chunk` gets the logits of
-    each chunk."""
     dtype = _precision(hidden)
     wide = _widened(weight, dtype)
     grad_hidden = torch.empty_like(hidden)
@@ -197,7 +183,7 @@ def _input_gradients(
         z = _logits(hidden[chunk], wide, bias, options.epilogue)
         slope = _slope(z, options.epilogue)
         dz = _logit_gradient(z, targets[chunk], of_chunk(z, chunk), options.divisor, wide.dtype)
-        del z  # before the next allocation
+        del z
         dz = dz if slope is None else dz.mul_(slope)
         grad_hidden[chunk] = dz @ wide
         if grad_weight is not None:
@@ -211,7 +197,7 @@ def _input_gradients(
 
 
 def _logits(hidden: Tensor, wide: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-    """Logits [tokens, vocabulary] with bias and, if they have a softcap, with the scale too."""
+    """With the scale only if there is a softcap."""
     z = _matmul(hidden, wide.T, _precision(hidden))
     if bias is not None:
         z += bias
@@ -221,14 +207,13 @@ def _logits(hidden: Tensor, wide: Tensor, bias: Tensor | None, epilogue: Epilogu
 
 
 def _slope(z: Tensor, epilogue: Epilogue) -> Tensor | None:
-    """Derivative of softly capped logits `z` with respect to those before scale and softcap; None without a softcap."""
+    """Derivative of softly capped logits `z` at those before scale and softcap."""
     return z.div(epilogue.softcap).square_().neg_().add_(1).mul_(epilogue.scale) if epilogue.softcap else None
 
 
 def _loss_gradient(
     loss: ChunkLoss, logprobs: Tensor, entropy: Tensor, chunk: slice, entropy_gradient: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
-    """The loss of `chunk`, and its gradient with respect to log-probabilities and, if wanted, entropies."""
     leaves = [logprobs.detach().requires_grad_(), entropy.detach().requires_grad_(entropy_gradient)]
     with torch.enable_grad():
         value = loss(leaves[0], leaves[1], chunk)
@@ -239,7 +224,6 @@ def _loss_gradient(
 
 
 def _logprob_forward(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target, log-normaliser and entropy of the logits `z` [tokens, vocabulary], unchanged."""
     if _fused(z):
         from learner.model.kernels import head_kernels  # triton is installed where CUDA is
 
@@ -254,7 +238,7 @@ def _logprob_forward(z: Tensor, targets: Tensor, temperature: float) -> tuple[Te
 def _logit_gradient(
     z: Tensor, targets: Tensor, known: ChunkGradients, temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient of the loss with respect to the logits `z`, in `dtype`. It may overwrite `z`."""
+    """It may overwrite `z`."""
     norms, entropy, grad_logprob, grad_entropy, top = known
     if top is not None:
         shifted = known._replace(of_logprob=grad_logprob + top.shift, top=None)
@@ -275,7 +259,6 @@ def _logit_gradient(
 
 
 def _fused(z: Tensor) -> bool:
-    """Whether the kernels of `kernels/head_kernels.py` apply."""
     return z.is_cuda and z.dtype == torch.float32
 
 
@@ -284,24 +267,22 @@ def _chunks(tokens: int, chunk_size: int) -> list[slice]:
 
 
 def _precision(hidden: Tensor) -> torch.dtype:
-    """Logits are float32 whatever the model computes in, and float64 in float64 tests."""
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight as `_matmul` takes it: unchanged on GPU, where bf16 kernels accumulate and return fp32."""
+    """On GPU bf16 kernels accumulate and return fp32."""
     return weight if weight.is_cuda else weight.to(dtype)
 
 
 def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """`left @ right` accumulated and returned in `dtype`."""
     if left.is_cuda and left.dtype != dtype:
         return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
 
 
 def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right` in the precision of `total`, without a temporary of its size on GPU."""
+    """Without a temporary of its size on GPU."""
     if left.is_cuda and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:

@@ -1,10 +1,8 @@
 """Keeps the inputs of recomputed blocks in host memory between forward and backward pass
 (`learner.activation_checkpointing: offload`).
 
-`HostCopies.checkpoint` takes the place of torch's: a block's input is copied to pinned memory on a stream of its own
-while the block computes, and is back before the block is recomputed, because the fetch begins when the block after it
-is. So of all blocks' inputs a GPU holds about three. On the CPU nothing is copied. Put in by `policy.py`; waits for
-nothing but the copies, on the GPU.
+A stream of its own copies a block's input while the block computes, and fetches it while the block after it is
+recomputed.
 """
 
 import weakref
@@ -18,31 +16,26 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 INPUTS_HELD = 3
-"""Inputs of blocks on a GPU at a time: of the block that is recomputed, the one that is fetched, and one that is still
-on its way to the host."""
+"""On a GPU: of the block that is recomputed, the one fetched, and one on its way to the host."""
 
 
 @dataclass
 class HostCopy:
-    """One block's input in pinned memory."""
-
     host: Tensor
     device: torch.device
     before: "weakref.ref[HostCopy] | None"
-    """The copy of the block before it, which the backward pass needs next."""
+    """Of the block before it, which the backward pass needs next."""
     back: Tensor | None = None
     """On the device again, once its fetch has begun."""
 
 
 class HostCopies:
-    """The copies of one model's blocks."""
-
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._last: weakref.ref[HostCopy] | None = None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Compute `function(*args)`, and compute it again in the backward pass from copies of `args`."""
+        """As torch's `checkpoint`."""
         with saved_tensors_hooks(self._store, self._fetch):  # of the inputs alone: within, checkpoint has hooks
             return checkpoint(function, *args, use_reentrant=False)
 
@@ -54,7 +47,7 @@ class HostCopies:
         with torch.cuda.stream(stream):
             host = torch.empty_like(given, device="cpu", pin_memory=True)
             host.copy_(given, non_blocking=True)
-        given.record_stream(stream)  # its memory may be used again once the copy is made
+        given.record_stream(stream)  # to be used again once the copy is made
         kept = HostCopy(host, given.device, self._last)
         self._last = weakref.ref(kept)
         return kept
@@ -73,7 +66,6 @@ class HostCopies:
         return found
 
     def _begin(self, kept: HostCopy) -> None:
-        """Begin to fetch a copy, after the copies to the host that are under way."""
         if kept.back is None:
             with torch.cuda.stream(self._own_stream(kept.device)):
                 kept.back = kept.host.to(kept.device, non_blocking=True)

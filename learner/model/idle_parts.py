@@ -1,10 +1,7 @@
 """Parts of a multimodal model that text does not pass: its vision or audio tower, and what projects their output.
 
-A multimodal model whose images the learner cannot train (`sees` is false) is trained on text alone. Its decoder,
-embeddings and head learn; every other part is idle: it is frozen, never computed, sharded by itself so that no pass
-gathers it, sent once to each server, and written to each export as it was read. Whether text passes nothing else is
-tried (`exactness.py`): a weight that text does need would have a gradient in transformers' own model. Used by
-`loading.py`, `vision.py`, `policy.py` and `memory.py`; waits for nothing.
+Where images are not trained, these parts are frozen, never computed, sharded by themselves so that no pass gathers
+them, sent once to each server, and exported as they were read. `exactness.py` tries whether text passes nothing else.
 """
 
 from collections.abc import Iterator
@@ -16,24 +13,24 @@ from transformers import PreTrainedModel
 from configs.architecture import reads_images
 
 TEXT_ALONE = "headrace_text_alone"
-"""Attribute of a config that `loading.read_config` has read for `model.text_alone`."""
+"""Set in a config that was read for `model.text_alone`."""
 
 AROUND_KEYS = (("vision_start_token_id", "vision_end_token_id"), ("boi_token_id", "eoi_token_id"))
-"""Keys of the tokens before and after an image, of the Qwen models and of models in MUTUAL."""
+"""Tokens before and after an image, of the Qwen models and of MUTUAL ones."""
 
 
 def sees(config: Any) -> bool:
-    """Whether a model's config is of a vision-language model whose images are trained."""
+    """Whether a model's images are trained."""
     return reads_images({"model_type": config.model_type}, getattr(config, TEXT_ALONE, False))
 
 
 def nests_text(config: Any) -> bool:
-    """Whether a model's config is of a multimodal model: it has a config of its text model among others."""
+    """Whether a model is multimodal."""
     return config.get_text_config() is not config
 
 
 def idle_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The largest modules of `model` that have weights and no weight that text passes. Example: tower and projector."""
+    """The largest modules with weights, none of which text passes."""
     if not _has_idle(model):
         return []
     used = _used(model)
@@ -50,7 +47,7 @@ def idle_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def idle_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names of all idle parameters and buffers; empty for a text model, and for one whose images are trained."""
+    """Of parameters and buffers."""
     if not _has_idle(model):
         return frozenset()
     used, inside = _used(model), {id(module) for part in idle_modules(model) for module in part.modules()}
@@ -64,6 +61,6 @@ def _has_idle(model: PreTrainedModel) -> bool:
 
 
 def _used(model: PreTrainedModel) -> set[int]:
-    """The parameters that text passes, by `id`."""
+    """By `id`."""
     parts = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}

@@ -1,8 +1,4 @@
-"""The initial model: built on the meta device without storage, then filled with weights sharded over the ranks.
-
-Consumes the folder `model.path`, which rank 0 alone reads. `distribute_weights` and `init_random` are collectives: all
-ranks must call them. Used by `policy.py` and, for arithmetic without weights, by `memory.py`.
-"""
+"""The initial model: built on the meta device without storage, then filled with weights sharded over the ranks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,18 +27,17 @@ from learner.model.master_weights import MasterWeights, rows_of
 from learner.model.towers import tower_parts
 
 Initial = Callable[[str, torch.Size], Tensor]
-"""(name, shape) -> the parameter of that name at version 0."""
+"""(name, shape) -> the parameter at version 0."""
 ADAPTER = ("lora_A", "lora_B")
-"""Last words of the names of an adapter's parameters."""
 VALUE_HEAD = "value_head"
-"""Last word of the name of a critic's parameter that no file has."""
+"""A critic's, which no file has."""
 
 WRONG_VALUES = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError)
-"""What transformers raises for a config.json with a value of the wrong type, or with values that contradict."""
+"""Raised for wrong or contradicting values in config.json."""
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
-    """Read the model's config. Raises ConfigError if transformers cannot."""
+    """Raises ConfigError if transformers cannot read it."""
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
@@ -61,15 +56,12 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
-    """Build the model without storage, in fp32 and training mode."""
+    """In fp32 and training mode."""
     return build(read_config(model), attention, torch.device("meta"), model.trust_remote_code)
 
 
 def build(config: PreTrainedConfig, attention: str, device: torch.device, trusted: bool) -> PreTrainedModel:
-    """Build a model of this config on `device`, in fp32 and training mode, without dropout. Changes `config`.
-
-    Dropout would make log-probabilities random.
-    """
+    """In fp32 and training mode, without dropout. Changes `config`."""
     switch_off_dropout(config)
     if has_experts(config):
         config.get_text_config()._experts_implementation = IMPLEMENTATION
@@ -88,7 +80,7 @@ def build(config: PreTrainedConfig, attention: str, device: torch.device, truste
 
 
 def switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Set every rate with `drop` or `jitter` in its name to 0, in nested configs too: they make a pass random."""
+    """Every rate with `drop` or `jitter` in its name, in nested configs too: log-probabilities would be random."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             switch_off_dropout(value)
@@ -97,8 +89,7 @@ def switch_off_dropout(config: PreTrainedConfig) -> None:
 
 
 def _attentions(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
-    """The attention of each part: `attention` is causal and would not do for a tower, which gets its own in
-    `vision.py`, or is never computed (`idle_parts.py`)."""
+    """`attention` is causal and would not do for a tower, which gets its own in `vision.py`."""
     if not nests_text(config):
         return attention
     text, other = config.get_text_config(), "sdpa" if sees(config) else "eager"
@@ -106,7 +97,7 @@ def _attentions(config: PreTrainedConfig, attention: str) -> str | dict[str, str
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class of transformers that builds a model of `config`, with all of its parts."""
+    """transformers' class for a model with all of its parts."""
     if getattr(config, "vision_config", None) is not None:
         return AutoModelForImageTextToText
     multimodal = (
@@ -116,7 +107,7 @@ def auto_class(config: Any) -> Any:
 
 
 def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """The buffers that the model's files hold, by name; most models have none."""
+    """Those that the model's files hold; most models have none."""
     return [
         (f"{name}.{key}".removeprefix("."), buffer)
         for name, module in model.named_modules()
@@ -126,12 +117,11 @@ def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def has_blocks(model: PreTrainedModel) -> bool:
-    """Whether the model's decoder lists its blocks as `layers`."""
     return isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList)  # type: ignore[no-untyped-call]
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks. Raises ValueError for a model whose decoder does not list them as `layers`."""
+    """Raises ValueError where the decoder does not list its blocks as `layers`."""
     if not has_blocks(model):
         raise ValueError(
             f"model.path: {type(model).__name__} has no decoder.layers; take a model that lists its blocks there"
@@ -140,7 +130,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def all_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """What is sharded block by block: the transformer blocks, and those of the tower of a vision-language model."""
+    """What is sharded block by block: a tower's blocks too."""
     seeing = tower_parts(model)
     return [*(seeing.blocks if seeing else ()), *blocks(model)]
 
@@ -153,9 +143,9 @@ def distribute_weights(
     initial: Initial,
     masters: MasterWeights | None = None,
 ) -> None:
-    """Fill `empty`, sharded and on meta, with the weights that rank 0 reads, tensor by tensor, and with `initial` ones
-    where the model has parameters that the files lack: an adapter's, and a critic's head, which begins as zeros.
-    `masters`: keep what is trained before it is rounded."""
+    """Fill `empty`, sharded and on meta, with the weights that rank 0 reads, tensor by tensor; a collective. The files
+    lack an adapter's weights, which are `initial`, and a critic's head, which is zeros. `masters` keep what is trained
+    before it is rounded."""
     source = _read(model) if dist.get_rank() == 0 else {}
     first_name = {id(parameter): name for name, parameter in empty.named_parameters()}
     filled: dict[str, nn.Parameter] = {}
@@ -184,8 +174,8 @@ def distribute_weights(
 
 
 def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """The model in the folder `model.path`, in the dtype of its files or in `dtype`, in host memory. Raises ConfigError
-    for weights that its files lack or have in another shape: transformers would make them up."""
+    """The model in `model.path`, in host memory. Raises ConfigError for weights that its files lack or have in another
+    shape: transformers would make them up."""
     config, trusted = read_config(model), model.trust_remote_code
     how: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     read, found = auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted, **how)
@@ -197,7 +187,6 @@ def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrai
 
 
 def _unfit_weights(found: dict[str, Any]) -> Iterator[str]:
-    """Why the weights that transformers `found` are not those of the model that config.json describes."""
     if missing := sorted(found["missing_keys"]):
         yield f"its files lack {len(missing)} weights of the model in config.json, such as {missing[0]}"
     for name, there, wanted in sorted(found["mismatched_keys"], key=lambda each: str(each[0]))[:1]:
@@ -205,7 +194,6 @@ def _unfit_weights(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _read(model: ModelConfig) -> dict[str, Tensor]:
-    """Its weights and buffers, in the dtype of its files."""
     read = read_whole(model)
     return {name: x.detach() for name, x in [*read.named_parameters(), *read.named_buffers()]}
 
@@ -213,12 +201,11 @@ def _read(model: ModelConfig) -> dict[str, Tensor]:
 def init_random(
     empty: PreTrainedModel, device: torch.device, shards: int, masters: MasterWeights | None = None
 ) -> None:
-    """Random weights instead of the file's, each rank its own shard, equal in all replicas: for benchmarks of shapes,
-    not for training. `masters`: get them too."""
+    """Each rank its own shard, equal in all replicas: for benchmarks of shapes."""
     empty.to_empty(device=device)
     for part in empty.modules():  # a tower has a class of its own
         if isinstance(part, PreTrainedModel):
-            for module in part.modules():  # angles of RoPE, scales of embeddings: what it computes of its config
+            for module in part.modules():  # angles of RoPE, scales of embeddings
                 if next(module.buffers(recurse=False), None) is not None:
                     part._init_weights(module)
     spread = getattr(empty.config.get_text_config(), "initializer_range", 0.02)
@@ -228,7 +215,7 @@ def init_random(
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if parameter.dim() > 1:
                 local.normal_(0.0, spread, generator=generator)
-            else:  # norms, whatever they are called, and biases
+            else:  # norms and biases
                 local.fill_(name.endswith("weight"))
             if masters and parameter.requires_grad:
                 masters.keep(name, local)

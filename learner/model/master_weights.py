@@ -1,9 +1,7 @@
 """Master weights in host memory, beside parameters in `model.dtype` on the GPU (`learner.cpu_offload: optimizer`).
 
-A GPU then holds parameters in bfloat16, and gradients in fp32. The fp32 weights and the optimizer's two moments lie in
-one `host_memory` each, which is cut into portions. `learner/train/offloaded_adam.py` brings one portion after another
-to the GPU. FSDP2 would round the gradients of bfloat16 parameters: `keep_wide_gradients` has it leave them in fp32. On
-a CPU host memory is the device's, and everything else is the same. Made by `policy.py`; waits for nothing.
+Weights and the optimizer's two moments lie in one `host_memory` each, cut into portions, which `offloaded_adam.py`
+brings to the GPU in turn.
 """
 
 import logging
@@ -21,24 +19,22 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 log = logging.getLogger(__name__)
 PORTION = 1 << 26
-"""Numbers of a portion: 256 MiB in fp32, which takes 5 ms over PCIe."""
+"""256 MiB in fp32, which takes 5 ms over PCIe."""
 ALIGNED = 64
-"""Each parameter begins at a multiple of so many numbers, for copies and kernels that take several at a time."""
+"""Each parameter begins at a multiple, for vectorised copies and kernels."""
 LOGGED = 1 << 28
-"""Bytes of host memory whose locking takes long enough to be logged."""
 KINDS = 3
-"""Numbers in host memory of each that is trained: the weight and two moments."""
+"""The weight and two moments."""
 SLOTS = 3
-"""Portions on the GPU at a time: one on its way there, one that is updated, one on its way back."""
+"""Portions on the GPU: on its way there, updated, on its way back."""
 
 
 def device_bytes(numbers: int, portion: int) -> int:
-    """GPU memory of an optimizer's step over so many numbers of this rank."""
     return 4 * KINDS * SLOTS * min(numbers, portion)
 
 
 class HeldSpan(NamedTuple):
-    """A range of this rank's rows of a parameter, and where it lies in its portion; all in numbers."""
+    """A range of this rank's rows of a parameter, and where it lies in its portion."""
 
     parameter: int
     start: int
@@ -47,7 +43,7 @@ class HeldSpan(NamedTuple):
 
 
 def spans_of(sizes: Sequence[int], portion: int = PORTION) -> list[list[HeldSpan]]:
-    """Lay parameters of these sizes one behind the other, each at a multiple of ALIGNED, and cut that into portions.
+    """Lay parameters one behind the other, aligned, and cut that into portions.
 
     Example: `spans_of([5, 70], 128) == [[HeldSpan(0, 0, 5, 0), HeldSpan(1, 0, 64, 64)], [HeldSpan(1, 64, 6, 0)]]`
     """
@@ -64,15 +60,13 @@ def spans_of(sizes: Sequence[int], portion: int = PORTION) -> list[list[HeldSpan
 
 
 def _begins(sizes: Sequence[int]) -> list[int]:
-    """Where each parameter begins, and where the last one ends."""
     return list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
 
 
 def host_memory(numbers: int, device: torch.device, portion: int = PORTION) -> Tensor:
-    """`[numbers] float32` zeros in host memory; for a GPU locked portion by portion, so that copies do not wait.
+    """`[numbers] float32` zeros, locked portion by portion, so that copies do not wait.
 
-    Not torch's own pinned memory, which has sizes of powers of two: up to twice as much. Raises RuntimeError if it
-    cannot be locked.
+    torch's own pinned memory takes powers of two: up to twice as much. Raises RuntimeError if it cannot be locked.
     """
     if device.type != "cuda" or not numbers:
         return torch.zeros(numbers)
@@ -88,20 +82,20 @@ def host_memory(numbers: int, device: torch.device, portion: int = PORTION) -> T
 
 
 def unlock(memory: Tensor, device: torch.device, portion: int = PORTION) -> None:
-    """Let go of `host_memory` that is not needed until the process ends; locked addresses cannot be locked again."""
+    """Let go of `host_memory` early: locked addresses cannot be locked again."""
     for part in memory.split(portion) if device.type == "cuda" and memory.numel() else ():
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(part.data_ptr()))
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have the trained parameters of `model`, on meta, be of `dtype`."""
+    """For a `model` on meta."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
 class MasterWeights:
-    """This rank's rows of all trained parameters of `model`, which is sharded. `portion`: as in `host_memory`."""
+    """This rank's rows of all trained parameters of a sharded `model`."""
 
     def __init__(self, model: nn.Module, device: torch.device, portion: int = PORTION) -> None:
         self._model, self.device, self.portion = model, device, portion
@@ -113,50 +107,45 @@ class MasterWeights:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters on the device, in order."""
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def memory(self) -> Tensor:
-        """Host memory for one more number of each that is trained."""
         return host_memory(self._begins[-1], self.device, self.portion)
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """This rank's rows of each parameter in such memory."""
         rows = [rows_of(parameter) for parameter in self.parameters]
         return [
             memory[begin : begin + own.numel()].view(own.shape) for begin, own in zip(self._begins, rows, strict=False)
         ]
 
     def as_sharded(self, memory: Tensor) -> list[Tensor]:
-        """The same as DTensors like the parameters, which is how a checkpoint holds them."""
+        """As a checkpoint holds them."""
         return [_like(parameter, rows) for parameter, rows in zip(self.parameters, self.views(memory), strict=True)]
 
     @torch.no_grad()
     def keep(self, name: str, rows: Tensor) -> None:
-        """Take the initial weights of a parameter, this rank's rows."""
         self._views[name].copy_(rows)
 
     @torch.no_grad()
     def to_device(self) -> None:
-        """Round all master weights to the parameters."""
         for parameter, rows in zip(self.parameters, self.views(self.values), strict=True):
             rows_of(parameter).copy_(rows)
 
     def in_place_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """`state`, of the model, with master weights for the rounded ones."""
+        """The model's `state`, with master weights for the rounded ones."""
         masters = dict(zip(map(id, self.parameters), self.as_sharded(self.values), strict=True))
         every = dict(self._model.named_parameters(remove_duplicate=False))  # a tied head is in a state twice
         return {name: masters.get(id(every.get(name)), value) for name, value in state.items()}
 
 
 def rows_of(parameter: Tensor) -> Tensor:
-    """This rank's rows of a parameter or gradient: a view."""
+    """A view."""
     found = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return found.detach()
 
 
 def _like(parameter: nn.Parameter, rows: Tensor) -> Tensor:
-    """`rows` as a DTensor that is sharded as `parameter` is. `DTensor.from_local` would bring them to the GPU."""
+    """`DTensor.from_local` would bring them to the GPU."""
     if not isinstance(parameter, DTensor):
         return rows
     size = TensorMeta(parameter.shape, parameter.stride(), rows.dtype)
@@ -164,10 +153,9 @@ def _like(parameter: nn.Parameter, rows: Tensor) -> Tensor:
 
 
 def keep_wide_gradients(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
-    """Have the gradients of narrower `parameters` be, and add up, in fp32, the dtype in which they are reduced.
+    """Have the gradients of narrower `parameters` be, and add up, in fp32.
 
-    FSDP2 gives gradients the dtype of their parameters, which it notes when it is initialised, and has no option for
-    that.
+    FSDP2 gives gradients their parameters' dtype, which it notes when it is initialised.
     """
     root._get_fsdp_state()._lazy_init()
     for module in root.modules():  # type: ignore[attr-defined]
@@ -179,7 +167,7 @@ def keep_wide_gradients(root: FSDPModule, parameters: Iterable[nn.Parameter]) ->
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
-    """FSDP's groups of a module's own parameters: until torch 2.12 there was at most one."""
+    """Until torch 2.12 a module had at most one."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [state._fsdp_param_group] * bool(state._fsdp_param_group) if groups is None else list(groups)

@@ -1,8 +1,6 @@
 """What a rank's GPU will hold, estimated before a weight is loaded; and the microbatch that fills it.
 
-Consumes the model's config and the learner's keys. The estimate runs the model's forward pass on the meta device,
-without storage or arithmetic, to count what it keeps for the backward pass. `learner/__main__.py` calls `choose_gather`
-and `memory_budget` at the start and has `explain_out_of_memory` around the training; waits for nothing.
+A forward pass on the meta device, without storage, counts what is kept for the backward pass.
 """
 
 import logging
@@ -46,14 +44,12 @@ from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
 log = logging.getLogger(__name__)
 GIB = 2**30
 SHARE = 0.9
-"""Share of GPU memory that `tokens_per_microbatch: auto` fills; the rest is for CUDA, NCCL and fragmentation."""
+"""Of GPU memory, filled by `auto`; the rest is for CUDA, NCCL and fragmentation."""
 GATHERED_SHARE = 0.1
-"""What `gather: auto` spends at most: a share of the GPU's memory, or of the microbatch where that fills the GPU."""
+"""Of GPU memory, or of the microbatch where that fills the GPU: the most that `gather: auto` spends."""
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
-"""Tokens, or patches, in the forward pass on meta."""
 META_ATTENTION = attention.registered("varlen")
-"""It keeps what every variable-length kernel keeps: query, key, value, output and a norm per token and head."""
 MATMULS = (
     *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default),
     torch.ops.aten._grouped_mm.default,
@@ -61,53 +57,47 @@ MATMULS = (
 
 
 class OutOfMemory(RuntimeError):
-    """The GPU is full; the text says what fills it and which key to change."""
+    """Its text says what fills the GPU and which key to change."""
 
 
 @dataclass(frozen=True)
 class PeakCandidate:
-    """A moment at which memory may peak: bytes by consumer, of fixed size and per token of a microbatch."""
+    """A moment at which memory may peak: bytes by consumer."""
 
     fixed: dict[str, int]
     per_token: dict[str, int]
 
     def items(self, tokens: int) -> dict[str, int]:
-        """Bytes by consumer for microbatches of `tokens`."""
         grown = {name: size * tokens for name, size in self.per_token.items()}
         return {name: self.fixed.get(name, 0) + grown.get(name, 0) for name in self.fixed | grown}
 
     def total(self, tokens: int) -> int:
-        """Bytes of all consumers together."""
         return sum(self.items(tokens).values())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Peak bytes on one rank's GPU: at the head, or in a block's backward pass.
-
-    Example: `Estimate([PeakCandidate({"optimizer": 12 << 30}, {"activations": 1 << 20})]).total(8192) == 20 << 30`
-    """
+    """Peak bytes on one rank's GPU: the largest candidate's."""
 
     candidates: list[PeakCandidate]
 
     def total(self, tokens: int) -> int:
-        """Bytes for microbatches of `tokens`."""
         return max(candidate.total(tokens) for candidate in self.candidates)
 
     def fit(self, available: int) -> int:
-        """Tokens of the largest microbatch in `available` bytes, rounded down to 256; 0 or less if nothing fits."""
+        """Tokens of the largest microbatch in `available` bytes, a multiple of 256; 0 or less if nothing fits."""
         fits = [(available - peak.total(0)) // max(sum(peak.per_token.values()), 1) for peak in self.candidates]
         return min(fits) // 256 * 256
 
     def describe(self, tokens: int) -> str:
-        """For people, largest consumer first: `31.0 GiB = 17.3 optimizer + 8.6 weights + ...`."""
+        """For people: `31.0 GiB = 17.3 optimizer + 8.6 weights + ...`."""
         peak = max(self.candidates, key=lambda candidate: candidate.total(tokens))
         sizes = sorted(peak.items(tokens).items(), key=lambda item: -item[1])
         return f"{self.total(tokens) / GIB:.1f} GiB = " + " + ".join(f"{size / GIB:.1f} {name}" for name, size in sizes)
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Bytes of the GPU that no other process holds, None on CPU."""
+    """Bytes that no other process holds."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -115,14 +105,13 @@ def gpu_memory(device: torch.device) -> int | None:
 
 
 def share_of_batch(config: Config) -> int:
-    """Most tokens that a part of one batch can have. A microbatch need not be larger."""
+    """Most tokens of a rank's part of a batch: a microbatch need not be larger."""
     samples = config.sft.rows or config.batch.groups * config.batch.samples
     return -(-samples // parts_of(config.learner)) * max_sample_tokens(config)
 
 
 def least_microbatch(config: Config, patches: int = 0) -> int:
-    """Tokens of the largest microbatch that there must be room for: as many as `tokens_per_microbatch` says, or as the
-    longest sample has. `patches`: most of one sample."""
+    """Tokens of the largest microbatch that must fit. `patches`: most of one sample."""
     wanted, sample = config.learner.tokens_per_microbatch, max_sample_tokens(config)
     return max(sample, -(-patches // PATCHES_PER_TOKEN), 0 if wanted == "auto" else wanted)
 
@@ -137,8 +126,7 @@ def choose_gather(
     sends: int = 0,
     critic: bool = False,
 ) -> LearnerConfig:
-    """`learner` with its `gather: auto` decided, and logged, for a rank with `memory` bytes (None: on CPU) and
-    microbatches of at least `tokens`. The other arguments as in `estimate`."""
+    """`learner` with `gather: auto` decided, for microbatches of at least `tokens`."""
     if learner.gather != "auto":
         return learner
     ways = [learner.model_copy(update={"gather": gather}) for gather in ("pass", "batch")]
@@ -146,7 +134,7 @@ def choose_gather(
     more = once.total(tokens) - each.total(tokens)
     if memory is None:
         room = True
-    elif learner.tokens_per_microbatch == "auto":  # what `batch` keeps, microbatches lose
+    elif learner.tokens_per_microbatch == "auto":
         budgets = [expected.fit(int(SHARE * memory)) for expected in (each, once)]
         room = budgets[1] >= max(tokens, (1 - GATHERED_SHARE) * budgets[0])
     else:
@@ -159,8 +147,7 @@ def choose_gather(
 def memory_budget(
     config: Config, device: torch.device, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
-    """The memory that a rank on `device` will take, and the tokens of its microbatches; logged before anything is
-    loaded. For the rest see `budget_in`."""
+    """As `budget_in`, for a rank on `device`; checks the host's memory too."""
     expected, budget = budget_in(config, gpu_memory(device), shards, reference, sends, patches)
     if device.type == "cuda":
         ranks = ranks_of_node(config.learner, config.learner.ranks, os.environ)
@@ -173,11 +160,8 @@ def memory_budget(
 def budget_in(
     config: Config, available: int | None, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
-    """The same for a rank with `available` bytes (None: on CPU).
-
-    `shards`, `reference`, `sends`: as in `estimate`. `patches`: most of one sample. Raises ConfigError if the GPU is
-    too small.
-    """
+    """A rank's estimate, and the tokens of its microbatches. `available`: bytes; None: on CPU. Raises ConfigError if
+    the GPU is too small."""
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
     sizes = config.model, config.learner, shards, reference, sends, keeps_critic(config)
     expected, share = estimate(*sizes), share_of_batch(config)
@@ -206,7 +190,7 @@ def budget_in(
 
 
 def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
-    """Pinned host memory of a rank that `activation_checkpointing: offload` fills with microbatches of `tokens`."""
+    """Pinned, by `activation_checkpointing: offload`."""
     if learner.activation_checkpointing != "offload":
         return 0
     text = sizes_of(model, learner.context_parallel).text
@@ -214,8 +198,7 @@ def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
 
 
 def host_state_bytes(model: ModelConfig, learner: LearnerConfig, shards: int) -> int:
-    """Host memory of one of `shards` ranks that `cpu_offload` fills: weights and moments, and gradients too if all is
-    offloaded."""
+    """By `cpu_offload`."""
     if not learner.cpu_offload:
         return 0
     size = sizes_of(model, learner.context_parallel)
@@ -225,8 +208,7 @@ def host_state_bytes(model: ModelConfig, learner: LearnerConfig, shards: int) ->
 
 
 def check_host(config: Config, tokens: int, ranks: int, available: int, shards: int) -> None:
-    """Raise ConfigError if `ranks` ranks of a machine with `available` bytes of host memory cannot keep there what
-    `cpu_offload` and `activation_checkpointing: offload` move there. `shards`: as in `estimate`."""
+    """Raise ConfigError if `ranks` ranks cannot keep what is offloaded."""
     inputs, state = (
         ranks * size
         for size in (
@@ -250,8 +232,7 @@ def check_host(config: Config, tokens: int, ranks: int, available: int, shards: 
 
 
 def check_copies(expected: Estimate, available: int, config: Config, shards: int) -> None:
-    """Raise ConfigError if the servers' copies alone do not fit a GPU of `available` bytes. No other key of the learner
-    than its number of ranks makes them smaller, and that only where each publishes its rows."""
+    """Raise ConfigError if the servers' copies alone do not fit: only more ranks would make them smaller."""
     copies = expected.candidates[0].fixed.get("copies to send", 0)
     if copies > COPIES_SHARE * available:
         who = "a rank" if publishes_rows(config, shards) else "rank 0"
@@ -268,35 +249,31 @@ def estimate(
     critic: bool = False,
     alone: bool = False,
 ) -> Estimate:
-    """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too.
-    `sends`: over how many ranks the copies for the servers are spread, of which this GPU holds a share
-    (`learner.weights.buckets.DoubleBuffer`); 0: it holds none. `critic`: one is trained too; its gradients come
-    after the policy's are gone, and its passes keep no more than the policy's. `alone`: a batch is one microbatch, in
-    whose backward pass the shards of gradients come while activations go. As in `Policy`, keys that are still
-    `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
+    """Of one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too. `sends`: over how
+    many ranks the servers' copies are spread, of which this GPU holds a share; 0: it holds none. `alone`: a batch is
+    one microbatch, so gradients come while activations go. Undecided `auto` takes the least memory."""
     size, width = sizes_of(model, learner.context_parallel), getattr(torch, model.dtype).itemsize
     always = _always(size, learner, width, shards, reference)
     if critic:
         always["critic"] = STATE_BYTES * size.critic // shards
-    if sends:  # twice what is trained, once what is frozen; of a model with an adapter, the adapter alone
+    if sends:  # twice what is trained, once what is frozen
         always["copies to send"] = width * (size.trained + (size.trained if model.lora else size.parameters)) // sends
     images, in_tower = _saved_by_tower(size, learner)
     at_head, in_block = _passes(size, learner, width, always, images, reference)
     found = [at_head, in_block]
     if alone and learner.gather != "batch":
         found = _while_gradients_come(size, width, at_head, in_block)
-    if learner.cpu_offload == "optimizer":  # in the optimizer's step, when all activations are gone
+    if learner.cpu_offload == "optimizer":  # when all activations are gone
         portions = device_bytes(size.trained // shards, PORTION)
         found.append(PeakCandidate(always | {"optimizer's portions": portions}, {}))
-    if images:  # in the backward pass of the tower that of the text model is over, and what it kept is gone
+    if images:  # when what the text model kept is gone
         found.append(PeakCandidate(in_block.fixed, images | {"backward pass": in_tower}))
     return Estimate(found)
 
 
 def _always(size: "ModelSizes", learner: LearnerConfig, width: int, shards: int, reference: bool) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer state. `width`: bytes of a number in `model.dtype`."""
     on_gpu, apart = 0 if learner.cpu_offload is True else 1, learner.cpu_offload == "optimizer"
-    rounded = (4 - width) * size.trained if apart else 0  # bytes that are in host memory instead
+    rounded = (4 - width) * size.trained if apart else 0  # in host memory instead
     always = {
         "weights": (size.held * on_gpu * (1 + reference) - rounded) // shards,
         "gradients": 4 * size.trained * on_gpu // shards,
@@ -315,19 +292,15 @@ def _passes(
     images: dict[str, int],
     reference: bool,
 ) -> tuple[PeakCandidate, PeakCandidate]:
-    """The peaks at the head and in a block's backward pass. `images`: what the tower keeps for a patch."""
     once, head = learner.gather == "batch", size.output if size.output_is_trained else 0
     chunk, root = chunk_tokens(learner) * size.vocabulary, size.parameters - size.blocks - size.idle
-    # of a token of a row, of which a rank has its slice
     kept, working = (-(-saved // learner.context_parallel) for saved in _saved(size.text, learner))
     gathered = width * (root * (1 + reference) + (size.blocks if once else 2 * size.block))
-    # At the head: its gradient in fp32 and in model.dtype, and a chunk's logits with their gradient; with a softcap its
-    # slope. They exist at the end of the forward pass or at the start of the backward pass, while all activations are
-    # kept.
+    # The head's gradient in fp32 and in model.dtype, and a chunk's logits with their gradient and a softcap's slope,
+    # while all activations are kept.
     in_head = (4 + width) * (head + chunk) + (4 * chunk if size.softcap else 0)
     at_head = PeakCandidate(always | {"gathered weights": gathered, "head": in_head}, {"activations": kept} | images)
-    # In a block's backward pass: its gradient in model.dtype and in fp32 for the reduction, and the gradient of the
-    # output embedding, which is reduced at the end.
+    # The block's gradient in both dtypes for the reduction, and the output embedding's, which is reduced at the end.
     rest = {"gathered weights": gathered + (0 if once else width * size.block), "head": width * head}
     rest["block's gradient"] = (4 + width) * size.changed
     grown = {"activations": kept, "backward pass": working} | images
@@ -340,10 +313,10 @@ def _passes(
 def _while_gradients_come(
     size: "ModelSizes", width: int, at_head: PeakCandidate, in_block: PeakCandidate
 ) -> list[PeakCandidate]:
-    """The peaks where shards of gradients come while activations go: no gradient at first, few activations at last."""
+    """No gradient at first, few activations at last."""
     none, head = {"gradients": 0}, size.output if size.output_is_trained else 0
     last = in_block.per_token | {"activations": in_block.per_token["activations"] // size.text.layers}
-    # the reduction at the end, of the output embedding's gradient, may begin while the last block's goes on
+    # the output embedding's may begin while the last block's goes on
     reduced = {"head": 2 * width * head + 4 * head}
     return [
         PeakCandidate(at_head.fixed | none, at_head.per_token),
@@ -354,58 +327,51 @@ def _while_gradients_come(
 
 @dataclass(frozen=True)
 class Traced:
-    """What the forward pass of a stack of blocks keeps, in bytes per token or patch (`_trace`)."""
+    """Bytes per token or patch that a stack of blocks keeps."""
 
     everything: int
     matmuls: int
     inputs: int
     layers: int
     width: int
-    """Bytes of a block's input."""
+    """Of a block's input."""
     widest: int
-    """Bytes of the largest output of a matmul."""
     alike: bool = True
-    """Whether all blocks have as many parameters."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What the estimate knows of a model: parameters, and bytes per token or patch, counted on the meta device."""
+    """Parameters, and bytes per token or patch."""
 
     parameters: int
     trained: int
     held: int
-    """Bytes of all parameters as a learner without shards holds them."""
+    """Bytes."""
     blocks: int
     block: int
-    """Parameters of the largest block."""
+    """The largest."""
     changed: int
-    """The most parameters of a block that are trained."""
+    """The most that are trained of one."""
     output: int
-    """Parameters of the output embedding."""
+    """The embedding."""
     output_is_trained: bool
     vocabulary: int
     text: Traced
     costs: Costs
     active: int
-    """Parameters that a token meets."""
     tower: Traced | None = None
     tower_is_trained: bool = False
     ends_of_tower: int = 0
-    """Bytes per patch that are kept outside of the tower's blocks."""
+    """Bytes per patch, outside of the tower's blocks."""
     softcap: bool = False
-    """Whether the head bends its logits."""
     idle: int = 0
-    """Parameters of parts that text does not pass, which no pass gathers."""
     critic: int = 0
-    """Parameters of a critic: of a value head in place of an output embedding that is not tied."""
     casts: tuple[int, int] = (0, 0)
     """As `float8.cast_bytes`."""
 
 
 def sizes_of(model: ModelConfig, context_parallel: int = 1) -> ModelSizes:
-    """The sizes of `model`, whose rows so many ranks share. Counts each model once, as its config.json is now. Raises
-    ConfigError if they cannot."""
+    """Counted once. Raises ConfigError if so many ranks cannot share rows."""
     return _sizes_of(model.model_dump_json(), read_config(model).to_json_string(), context_parallel)
 
 
@@ -447,7 +413,7 @@ def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSiz
 
 
 def _critic_parameters(empty: PreTrainedModel) -> int:
-    """Replaces the head of `empty`, so that it must be counted before."""
+    """Replaces the head of `empty`."""
     replace_head(empty)
     return int(empty.num_parameters())
 
@@ -463,7 +429,7 @@ def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: in
     given = embedded | {"cu_seq_lens_q": _meta_places(), "max_length_q": META_TOKENS}
     if context_parallel > 1:
         given["context_group"] = planned(context_parallel)
-    if empty.config.model_type in MUTUAL and sees(empty.config):  # at most all tokens are those of an image
+    if empty.config.model_type in MUTUAL and sees(empty.config):
         places = torch.zeros(META_TOKENS, dtype=torch.int64, device="meta"), _meta_places(), META_TOKENS
         given["image_blocks"] = ImageBlocks(*places, *places)
     traced = _trace(empty, lambda: decoder(**given))
@@ -474,7 +440,6 @@ def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: in
 
 
 def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | None, bool, int]:
-    """`tower`, `tower_is_trained` and `ends_of_tower`, per patch."""
     parts = tower_parts(empty)
     if parts is None:
         return None, False, 0
@@ -492,8 +457,7 @@ def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | N
 
 
 def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str, int], int]:
-    """The same of the tower, in a row with PATCHES_PER_TOKEN patches for each of its tokens; empty for a text model.
-    The inputs of its blocks stay on the GPU."""
+    """As `_saved`, for a row's token. Inputs of the tower's blocks stay on the GPU."""
     if size.tower is None:
         return {}, 0
     if learner.activation_checkpointing == "offload":
@@ -507,18 +471,17 @@ def _meta_places() -> Tensor:
 
 
 def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
-    """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with.
+    """Bytes per token kept for the backward pass, and those that one block's backward pass works with.
 
-    A block that is recomputed holds then what it would have kept, and no more of its gradients at a time than those of
-    an MLP's two factors, the largest there are: what was kept of a layer goes when its gradient is there. A compiled
-    one counts as much, though it keeps less: how much less was measured only of blocks that are not recomputed.
+    A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are. How
+    much less a compiled one keeps is not measured.
     """
     everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)
     if learner.activation_checkpointing in ("auto", "block", "offload"):
         inputs = min(layers, INPUTS_HELD) if learner.activation_checkpointing == "offload" else layers
         working = everything // layers + 2 * traced.widest if traced.alike else working + everything // layers
-        return (inputs + 2) * width, working  # 2: what the last norm keeps
+        return (inputs + 2) * width, working  # 2: of the last norm
     if learner.compile is True:  # the compiler keeps inputs and outputs of matmuls
         return min(matmuls + traced.inputs, everything), working
     if learner.activation_checkpointing == "selective":
@@ -527,7 +490,7 @@ def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
 
 
 Storages = dict[int, Tensor]
-"""Tensors by the address of their storage: views of one storage count once. Holding them keeps addresses unique."""
+"""By address: views count once. Holding tensors keeps addresses unique."""
 
 
 def _add(storages: Storages, *tensors: Tensor) -> None:
@@ -535,8 +498,7 @@ def _add(storages: Storages, *tensors: Tensor) -> None:
 
 
 def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int, int, int]:
-    """Bytes per token that `forward` keeps, a pass of META_TOKENS tokens or patches: all; outputs of matmuls and
-    attention; other inputs of matmuls; and the largest of these outputs."""
+    """Bytes per token: all; outputs of matmuls and attention; other inputs of matmuls; the largest output."""
     fixed: Storages = {}
     kept: Storages = {}
     _add(fixed, *empty.parameters(), *empty.buffers())
@@ -559,10 +521,7 @@ def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int
 
 
 class _MatmulRecorder(TorchDispatchMode):
-    """Collects inputs and outputs of matmuls, outputs of attention, and heads that several ranks of a group get.
-
-    `added`: matrices whose output is added to another matmul's; the compiler keeps the sum alone, so it counts once.
-    """
+    """`added`: matrices whose output is added to another's; the compiler keeps the sum alone."""
 
     def __init__(self, added: Storages) -> None:
         super().__init__()
@@ -587,7 +546,7 @@ class _MatmulRecorder(TorchDispatchMode):
 
 @contextmanager
 def explain_out_of_memory(estimate: Estimate, tokens: int) -> Iterator[None]:
-    """Turn torch's error for a full GPU into OutOfMemory, which says what fills it and which key to change."""
+    """Turn torch's error into OutOfMemory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,10 +1,7 @@
 """The policy: a Hugging Face causal language model under FSDP2, with a chunked log-probability head.
 
-Every rank holds its shard of the fp32 master weights, or of an adapter's beside a frozen model (`model.lora`);
-`fully_shard` gathers one block at a time in `model.dtype` and reduces gradients in fp32, in each pass or, with
-`learner.gather: batch`, once a batch. The same code runs on gloo with CPU and on NCCL with GPUs. Each method that
-computes is a collective of the ranks that share a copy (`learner/mesh.py`): all of them must call it, and wait for the
-last; a backward pass is one of all ranks. Built by `learner/__main__.py`.
+Each method that computes is a collective of the ranks that share a copy (`learner/mesh.py`); a backward pass is one of
+all ranks.
 """
 
 import logging
@@ -50,20 +47,18 @@ SAVED_OPS = [
     *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default),
     torch.ops.headrace.attend.default,
 ]
-"""Matmuls and attention: what selective activation checkpointing keeps, because recomputing it is expensive."""
+"""Kept by selective activation checkpointing: recomputing them is expensive."""
 MOST_GRAPHS = 64
-"""Graphs that a block's code may have. There is one for each way to see a prompt, with or without gradient, recomputed
-or not, with or without an adapter, and others for a first layer or one without experts. torch's own limit is 8: beyond
-it a block would run uncompiled."""
+"""Of a block, with or without gradient, adapter, shared prompts. Beyond torch's own limit, 8, it would run
+uncompiled."""
 
 
 class Policy(nn.Module):
-    """`policy(microbatch)` computes log-probabilities. `frozen`: a reference model, without gradients. `valued`: a
-    critic's body, which computes values instead (`learner/critic/`).
+    """`policy(microbatch)` computes log-probabilities. `frozen`: without gradients. `valued`: a critic's body.
+    `random`: initial weights are not read. `seed`: of the adapter. `replay`: batches must have routes.
 
-    The initial weights are read once, by rank 0, and sharded tensor by tensor: no other rank ever holds the whole
-    model, and rank 0 holds it only in its file's dtype in host memory. `random` initialises them instead. `replay`:
-    batches must have routes. Keys that are still `auto` (`model/speed.py`) take the least memory.
+    Rank 0 reads the weights, and shards them tensor by tensor: no other rank ever holds the whole model, and rank 0
+    only in host memory. Undecided `auto` takes the least memory.
     """
 
     def __init__(
@@ -79,7 +74,6 @@ class Policy(nn.Module):
         replay: bool = False,
         valued: bool = False,
     ) -> None:
-        """`seed` of the adapter at version 0."""
         super().__init__()
         self.mesh = mesh
         on_gpu = mesh.device_type == "cuda"
@@ -87,7 +81,6 @@ class Policy(nn.Module):
         self.dtype: torch.dtype = getattr(torch, model.dtype)
         parallel, timeout = learner.context_parallel, timedelta(seconds=learner.timeout_s)
         self.context_group = context.join(parallel, timeout) if parallel > 1 else None
-        """Name of the group of ranks that share each row with this one; None: each rank has rows of its own."""
         config = loading.read_config(model)
         self.head = HeadOptions(temperature, chunk_tokens(learner), entropy_gradient, Epilogue.of(config))
         self.attention = attention.choose(learner.attention, self.device, self.dtype, config)
@@ -122,7 +115,7 @@ class Policy(nn.Module):
         self._shard(learner.compile is True, offload, gathers_once)
         self.gathering = Gathering(self, gathers_once, idle_modules(self.model))
         self.masters = MasterWeights(self.model, self.device) if apart else None
-        """With `learner.cpu_offload: optimizer`: the weights that are trained, in fp32, in host memory."""
+        """The trained weights in fp32, in host memory."""
         if random:
             place = torch.device("cpu") if offload else self.device
             loading.init_random(self.model, place, shards(mesh), self.masters)
@@ -145,8 +138,7 @@ class Policy(nn.Module):
         return PrefixSharing.of(self.model.config, learner, self.attention, self.device, kept, blocks, other)
 
     def _shard(self, compiled: bool, offload: bool, gathers_once: bool) -> None:
-        """Wrap each block, then the rest (embedding, last norm, head), which stays gathered until the backward pass; so
-        do the blocks that are gathered once a batch."""
+        """The rest (embedding, last norm, head) stays gathered until the backward pass."""
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
@@ -160,7 +152,7 @@ class Policy(nn.Module):
             block.register_forward_pre_hook(partial(_cast_inputs, self.dtype), with_kwargs=True)
             fully_shard(block, reshard_after_forward=not gathers_once, **options)
         for idle in idle_modules(self.model):
-            fully_shard(idle, **options)  # no pass reaches it, so it is never gathered
+            fully_shard(idle, **options)
         fully_shard(self, **options)
 
     def forward(
@@ -170,13 +162,12 @@ class Policy(nn.Module):
         loss: ChunkLoss | None = None,
         top: TopTokens | None = None,
     ) -> tuple[Tensor, ...]:
-        """Log-probability and entropy of each trainable token given those before it: two [tokens] float32.
+        """Log-probability and entropy of each trainable token given those before it: two [tokens] float32, 0 for other
+        tokens.
 
-        Both are of the tokens of `microbatch.sampled`, and 0 where that is false: the head skips these. With `loss`, a
-        function of some of `microbatch.scored`, they have no gradient; its sum, [] float32 with gradient, is the third
-        result. `top`, of `microbatch.scored`: as in `chunked_loss`, which returns a fourth one.
-
-        A critic's body has one result: the value of the state after each token, [tokens] float32 with gradient.
+        With `loss`, a function of some of `microbatch.scored`, they have no gradient; its sum, [] float32 with
+        gradient, is the third result. `top`: as in `chunked_loss`. A critic's body has one result: the value of the
+        state after each token, [tokens] float32 with gradient.
         """
         hidden = hidden_states(self.model, self.sight, self.mixture, microbatch)
         if self.valued:
@@ -186,7 +177,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch, temperature: float | None = None) -> Tensor:
-        """Log-probabilities, or a critic's values, as in `forward`, without gradient: [tokens] float32."""
+        """The first result of `forward`, without gradient."""
         logprobs: Tensor = self(microbatch, temperature)[0]
         self.gathering.reshard()
         return logprobs
@@ -200,18 +191,16 @@ class Policy(nn.Module):
         return microbatch.copying(self.sharing.most_copied).to(self.device)
 
     def logprobs_of(self, tokens: Microbatch | Sequence[int]) -> list[float]:
-        """Log-probabilities, at temperature 1, of `tokens[1:]`, each given those before it; with images as a microbatch
-        of that one document (`learner/train/pictures.py`)."""
+        """Log-probabilities of `tokens[1:]` at temperature 1; with images as a microbatch of that document."""
         row = tokens if isinstance(tokens, Microbatch) else one_document(tokens)
         return self.score(self.place(row), temperature=1.0)[1 : len(row.tokens)].tolist()
 
     def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Each whole weight but those named `without`, as the model's files hold and name it, in `model.dtype` on this
-        rank's device; order of `weight_specs`. With `model.lora` the adapter's matrices, B multiplied by the scale.
-        Persistent buffers come last, in their own dtype: no rank holds a part of one.
+        """Each whole weight but those `without`, as the model's files hold and name it, in `model.dtype`, ordered as
+        `weight_specs`. With `model.lora` the adapter's matrices, B times the scale. Persistent buffers come last, in
+        their own dtype.
 
-        A collective of the ranks that share a copy, which must iterate to the end. What is yielded is to be copied, not
-        written to (`unshard.py`).
+        A collective, which all ranks must iterate to the end. What is yielded must not be written to (`unshard.py`).
         """
         for name, weight in unshard(self._published(without), self.device, self.dtype):
             yield from self.form.tensors(name, weight)
@@ -219,53 +208,48 @@ class Policy(nn.Module):
             yield from self.form.tensors(name, buffer)
 
     def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """This rank's own rows of each weight but those named `without`, which may be none, or all of one that is not
-        sharded; times their scale and not rounded to `model.dtype` yet. No communication. What is yielded is to be
-        copied, not written to."""
+        """This rank's own rows, maybe none, of each weight but those `without`; times their scale, not rounded. No
+        communication. What is yielded must not be written to."""
         for name, parameter, scale in self._published(without):
             local = own_rows(parameter)
             yield name, local if scale == 1.0 else local * scale
 
     def replicated_names(self) -> frozenset[str]:
-        """The names of `weight_specs` whose weights every rank holds whole."""
+        """Weights that every rank holds whole."""
         return frozenset(name for name, p, _ in self._published() if not is_sharded(p))
 
     def unsent_by_rows(self) -> str:
-        """The first weight or buffer of which a server gets something else than the ranks' own rows; empty if none."""
+        """The first weight or buffer that servers do not get as the ranks' own rows; empty if none."""
         sent = [name for name, _, _ in self._published()]
         return next((name for name in sent if name in self.form.changed), "") or next(
             (name for name, _ in self._published_buffers()), ""
         )
 
     def weight_specs(self) -> list[Spec]:
-        """Name, shape and dtype of what `full_weights` yields; no communication."""
+        """Of what `full_weights` yields; no communication."""
         every = [(name, p.shape, self.dtype) for name, p, _ in self._published()]
         every += [(name, buffer.shape, buffer.dtype) for name, buffer in self._published_buffers()]
         return [Spec(*held, dtype) for name, shape, dtype in every for held in self.form.shapes(name, shape)]
 
     def _published(self, without: Collection[str] = ()) -> list[Factor]:
-        """What a server gets: the adapter of a model that has one, else all weights but those `without`."""
         whole = self.model.named_parameters()  # a tied head is listed once, as the embedding
         every = list(factors(self.model)) or [Factor(name, parameter, 1.0) for name, parameter in whole]
         return [each for each in every if not self._held(each.name, each.parameter, without)]
 
     def _published_buffers(self, without: Collection[str] = ()) -> list[tuple[str, Tensor]]:
-        """What a server gets besides: the buffers that the model's files hold; with an adapter it reads them itself."""
+        """With an adapter a server reads them itself."""
         every = [] if self.lora else loading.persistent_buffers(self.model)
         return [(name, buffer) for name, buffer in every if not self._held(name, buffer, without)]
 
     def _held(self, name: str, weight: Tensor, names: Collection[str]) -> bool:
-        """Whether `names`, as files have them, are those of the weight `name`."""
         return bool(names) and all(held in names for held, _ in self.form.shapes(name, weight.shape))
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapter's whole matrices, neither rounded nor scaled: float32, names as `full_weights`; a collective
-        likewise."""
+        """The adapter's whole matrices, neither rounded nor scaled; a collective as `full_weights`."""
         return unshard((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
 
     def frozen_names(self) -> frozenset[str]:
-        """The names of `weight_specs` whose weights are never trained: by `model.freeze`, which are whole modules, and
-        in idle parts, their buffers too."""
+        """By `model.freeze`, and of idle parts."""
         idle = idle_names(self.model)
         every: list[tuple[str, Tensor]] = [(name, p) for name, p, _ in self._published() if not p.requires_grad]
         every += [(name, buffer) for name, buffer in self._published_buffers() if name in idle]
@@ -273,19 +257,18 @@ class Policy(nn.Module):
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts what its row has: where ranks share a row, the first of them alone."""
+        """Whether this rank counts what its row has: of ranks that share a row, the first alone."""
         return self.context_group is None or context.size_and_rank(self.context_group)[1] == 0
 
     @property
     def lora(self) -> bool:
-        """Whether an adapter is trained, beside a frozen model."""
         return any(True for _ in factors(self.model))
 
 
 def hidden_states(
     model: PreTrainedModel, sight: vision.Sight | None, mixture: Mixture | None, microbatch: Microbatch
 ) -> Tensor:
-    """Compute the final hidden states of a packed row, of the tokens that this rank holds: [tokens, hidden_size]."""
+    """Final hidden states of the tokens that this rank holds: [tokens, hidden_size]."""
     decoder = model.get_decoder()  # type: ignore[no-untyped-call]
     tokens, positions = microbatch.tokens[microbatch.held], microbatch.positions[..., microbatch.held]
     given: dict[str, Any] = {"input_ids": tokens[None]} if sight is None else sight.inputs(tokens, microbatch.images)
@@ -312,7 +295,7 @@ def apply_head(
     loss: ChunkLoss | None = None,
     top: TopTokens | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the result of `Policy.forward` from the row's hidden states."""
+    """The result of `Policy.forward`."""
     own, scored, targets = microbatch.own, microbatch.predicted, microbatch.targets
     predictor = microbatch.predictor if own is None else own.predictor
     tokens, shared = microbatch.tokens if targets is None else targets.tokens, microbatch.shared is not None
@@ -336,8 +319,6 @@ def apply_head(
 
 
 def _of_targets(loss: ChunkLoss, targets: Targets) -> ChunkLoss:
-    """`loss`, a function of trainable tokens, as one of the targets that they have in common."""
-
     def of_targets(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
         scored = targets.scored(chunk)
         which = targets.of_scored[scored] - chunk.start
@@ -347,8 +328,8 @@ def _of_targets(loss: ChunkLoss, targets: Targets) -> ChunkLoss:
 
 
 class _Gather(torch.autograd.Function):
-    """`hidden[index]` [indices, hidden_size], whose gradient adds up in float32 where an index occurs many times, as
-    that of a shared prompt's last token does. `index_select` would add up in the dtype of `hidden`."""
+    """`hidden[index]`, whose gradient adds up in float32 where an index occurs many times, as a shared prompt's last
+    token does."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, index: Tensor) -> Tensor:
@@ -364,18 +345,13 @@ class _Gather(torch.autograd.Function):
 
 
 def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A hook before a block's forward pass. FSDP has one too, which before torch 2.13 does nothing where the block is
-    recomputed. A tower's rotary embeddings were bfloat16 at first and float32 then: its gradients were up to 1 % off,
-    and a compiled block raised CheckpointError."""
+    """FSDP's own hook does nothing, before torch 2.13, where a block is recomputed: a tower's rotary embeddings would
+    be float32 then, its gradients up to 1 % off."""
     return tree_map_only(Tensor, lambda given: given.to(dtype) if given.is_floating_point() else given, (args, kwargs))
 
 
 def _checkpoint_activations(model: PreTrainedModel, learner: LearnerConfig) -> None:
-    """Have each block keep less for its backward pass: its input (`block`; `offload`: in host memory), or the results
-    of SAVED_OPS too (`selective`).
-
-    A compiled block is selective by itself: the compiler keeps matmuls and recomputes what is cheap.
-    """
+    """A compiled block is selective by itself: the compiler recomputes what is cheap."""
     options: dict[str, Any] = {"use_reentrant": False}
     if learner.activation_checkpointing == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)

@@ -1,8 +1,4 @@
-"""Decides what a policy computes once for several samples: prompts, longer prefixes, or neither.
-
-A policy is built with it, from its model, its attention and `learner.share_prompts`. `learner/train/batch.py` packs
-rows by it. Pure, but for one line in the log.
-"""
+"""Decides what a policy computes once for several samples: prompts, longer prefixes, or neither."""
 
 import logging
 from collections.abc import Sequence
@@ -20,18 +16,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class PrefixSharing:
-    """What samples of a group have in common and one row computes once."""
+    """What one row computes once."""
 
     prompts: bool
-    """Whether a prompt is computed once."""
     key_room: float | None
-    """As in `Batch.from_part`; None where no prefixes beyond prompts are shared."""
+    """As in `Batch.from_part`."""
     most_copied: float
-    """Most keys that a row copies, as a multiple of its tokens (`attention.most_copied`)."""
     unshared: str | None
-    """Why a prompt cannot be shared; None if it can."""
+    """Why a prompt cannot be."""
     no_trees: str | None
-    """Why no prefix beyond the prompt can be shared; None if it can."""
+    """Why no longer prefix can be."""
 
     @classmethod
     def of(
@@ -44,8 +38,7 @@ class PrefixSharing:
         blocks: int,
         other: str | None = None,
     ) -> "PrefixSharing":
-        """What a model of `blocks` blocks shares with attention `name`. `kept`: kinds of its layers that keep a state
-        (`state.kinds`); `other`: another reason against prefixes beyond the prompt."""
+        """`other`: another reason against longer prefixes."""
         unshared = attention.why_unshared(config, name, device, kept)
         no_trees = other or attention.why_no_trees(config, name, device, kept)
         inputs = min(blocks, INPUTS_HELD) if learner.activation_checkpointing == "offload" else blocks
@@ -55,11 +48,11 @@ class PrefixSharing:
 
     @property
     def whole_groups(self) -> bool:
-        """Whether a rank should get whole groups, because it computes once what their samples have in common."""
+        """Whether a rank should get them."""
         return self.prompts or self.key_room is not None
 
     def tell(self, learner: LearnerConfig) -> None:
-        """Log why prompts, or longer prefixes, are computed for every sample, in one line."""
+        """Log what is not shared, and why."""
         if learner.share_prompts and self.key_room is None and self.unshared:
             log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", self.unshared)
         elif learner.share_prompts is True and self.no_trees:

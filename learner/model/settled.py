@@ -1,8 +1,7 @@
 """What `auto` takes on a card that need not be here, and what each rank's GPU then holds.
 
-The same functions decide as at the learner's start (`speed.py`, `memory.py`); there the ranks agree by a collective,
-here both kinds of rank are computed: rank 0, which holds the copies for the servers, and the others. Consumes a run
-file and the bytes of a GPU; reads config.json, waits for nothing. `actors/doctor/price.py` prints the result.
+At the learner's start ranks agree by a collective. Here rank 0, which holds the copies for the servers, and another
+rank are both computed.
 """
 
 from dataclasses import dataclass
@@ -17,40 +16,35 @@ from learner.model.speed import choose, fastest_first
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank: what it will hold, and the tokens of its microbatches."""
+    """One rank's memory and microbatches."""
 
     estimate: Estimate
     tokens: int
     least: int
-    """Tokens of the largest microbatch that there must be room for."""
+    """Tokens of the largest microbatch that must fit."""
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
         return self.estimate.total(max(self.tokens, self.least))
 
     def describe(self) -> str:
-        """For people: `31.0 GiB = 17.3 optimizer + ...`."""
         return self.estimate.describe(max(self.tokens, self.least))
 
     def fills(self, memory: int) -> bool:
-        """Whether it takes more of a GPU with `memory` bytes than `auto` would."""
+        """More than `auto` would."""
         return self.total > SHARE * memory
 
 
 @dataclass(frozen=True)
 class Settled:
-    """The learner with every `auto` decided, and its ranks."""
-
     learner: LearnerConfig
     first: RankMemory
     others: RankMemory | None
-    """A rank other than rank 0; None where there is one rank."""
+    """Any rank but rank 0."""
 
 
 def settle(config: Config, memory: int, patches: int = 0) -> Settled:
-    """Decide what is `auto` for GPUs with `memory` bytes. `patches`: most of one sample. Raises ConfigError if a GPU is
-    too small."""
+    """Decide what is `auto` for GPUs with `memory` bytes. Raises ConfigError if a GPU is too small."""
     config = settle_gather(settle_speed(config, memory, patches), memory, patches)
     shards, reference, least = shards_of(config.learner), keeps_reference(config), least_microbatch(config, patches)
     first, *others = (
@@ -60,7 +54,7 @@ def settle(config: Config, memory: int, patches: int = 0) -> Settled:
 
 
 def settle_speed(config: Config, memory: int, patches: int) -> Config:
-    """As `decide_speed` of the learner does: all ranks take what fits the fullest."""
+    """All ranks take what fits the fullest."""
     ways = fastest_first(config.learner, True, config.run.versions)
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
     taken = max(choose(config.model, ways, *sizes, sends, keeps_critic(config)) for sends in roles(config))
@@ -68,24 +62,23 @@ def settle_speed(config: Config, memory: int, patches: int) -> Config:
 
 
 def settle_gather(config: Config, memory: int, patches: int) -> Config:
-    """As `decide_gather` of the learner does: `batch` only if every rank has room for it."""
+    """`batch` only if every rank has room for it."""
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
     own = [choose_gather(config.model, config.learner, *sizes, sends, keeps_critic(config)) for sends in roles(config)]
     return config.model_copy(update={"learner": next((way for way in own if way.gather == "pass"), own[0])})
 
 
 def roles(config: Config) -> list[int]:
-    """Over how many ranks the copies for the servers are spread of which rank 0 holds a share, and the last rank, if it
-    is another one; 0: it holds none."""
+    """`sends` of `memory.estimate` for rank 0 and the last rank."""
     shards = shards_of(config.learner)
     return [copies_over(config, shards, rank) for rank in sorted({0, config.learner.ranks - 1})]
 
 
 def shards_of(learner: LearnerConfig) -> int:
-    """Ranks that share one copy of the model."""
+    """Ranks that share one copy."""
     return learner.shard or max(1, learner.ranks // learner.nodes)
 
 
 def keeps_reference(config: Config) -> bool:
-    """Whether there is a second, frozen model: with an adapter the policy's own base is the reference."""
+    """An adapter's own base is its reference."""
     return needs_reference(config.algorithm) and config.model.lora is None

@@ -1,9 +1,7 @@
 """Makes a small copy of a model's config: the same classes with few, narrow layers, short windows and few experts.
 
-`small` keeps what decides how a model is computed (types of layers and their order, ratios of heads, sizes of heads,
-softcaps, scales, rotary embeddings, tied weights) and shrinks what only costs time. A copy that transformers itself
-cannot run keeps all its widths instead. `stir` gives a model random weights that show faults. Used by `exactness.py`
-and `learner/certify/`; reads no weights and waits for nothing.
+It keeps what decides how a model is computed: types of layers and their order, ratios and sizes of heads, softcaps,
+scales.
 """
 
 import copy
@@ -20,40 +18,35 @@ from learner.model import idle_parts, loading
 from learner.model.towers import tower_parts
 
 GAIN = 3.0
-"""Standard deviation of random activations: large enough that a softcap of 50 has an effect."""
+"""Of random activations: a softcap of 50 has an effect."""
 TOWER_GAIN = 1.0
-"""The same in a tower whose images are trained: the text model's blocks enlarge its differences of rounding."""
+"""The text model enlarges a trained tower's differences of rounding."""
 WINDOW = 8
 VOCABULARY = 64
 PLACEHOLDER, AROUND = 1, (2, 3)
-"""Tokens of a small copy that stand for a token of an image, and before and after one. No random text has the first."""
+"""Tokens of an image, and around one. No random text has the first."""
 LARGEST = 200_000_000
-"""Most parameters of a small copy."""
 SHORTER = re.compile("window|chunk|local|index_topk$")
-"""Names of lengths that only affect longer documents."""
+"""Lengths that only affect longer documents."""
 NARROWER = re.compile(r"(intermediate_size|ffn_hidden_size|ffn?_dim|dim_ff|feed_forward_size|dff)(_mlp)?$")
-"""Names of widths between two matrices of a block."""
+"""Widths between two matrices of a block."""
 NARROW, NARROW_EXPERT = 64, 32
 DEPTH = re.compile(r"^(num_hidden_layers|depth|num_layers|(encoder|decoder)_layers|encoder_depth)$")
-"""Names of numbers of layers."""
 HEADS = ("num_attention_heads", "num_heads", "attention_heads", "num_key_value_heads")
-"""Names of numbers of heads."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts")
 MOST_EXPERTS, MOST_CHOSEN = 8, 2
 LESS = {"q_lora_rank": 48, "n_group": 2, "topk_group": 1, "mamba_n_groups": 1, "mamba_num_heads": 4, "n_groups": 2}
 """The most of some other sizes."""
 SAME = ("block_dim", "conv_dim", "conv_dim_out")
-"""Names of the width of the model: LFM2's files name it several times, and vLLM reads those names."""
+"""LFM2's files name the model's width several times, and vLLM reads those names."""
 UNMOVED = ("A_log", "dt_bias", "D")
-"""Last words of the names of vectors that a state space model cannot have at random."""
+"""Vectors that a state space model cannot have at random."""
 UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of a model whose sizes contradict each other."""
 
 
 def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
-    """Return a small copy of `config`: each kind of layer once or twice, few heads of the same size, short windows.
-    `trusted`: the model's code may run."""
+    """A small copy of `config`; all its widths stay where transformers cannot run a narrow one."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
     own = _keep_each_kind(text)
@@ -87,8 +80,8 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
 
 
 def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
-    """Keep the first two layers and one of each kind, by the values that a config lists for each layer. Returns the
-    values that single layers have in place of the config's own, by number, and takes them from the config."""
+    """Keep the first two layers and one of each kind. Returns the values that single layers have in place of the
+    config's own."""
     layers, shared = getattr(text, "num_hidden_layers", None), getattr(text, "num_kv_shared_layers", None) or 0
     if not isinstance(layers, int):
         return {}
@@ -99,7 +92,7 @@ def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
         for layer in range(layers)
     ]
     kept = sorted({*range(min(2, layers)), *(kinds.index(kind) for kind in kinds)})
-    if own:  # or the config's own could not be read
+    if own:
         text.per_layer_config = None
     for name, values in lists.items():
         setattr(text, name, [values[layer] for layer in kept])
@@ -111,7 +104,6 @@ def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
 
 
 def _narrow(text: Any) -> None:
-    """Make the layers narrow."""
     heads = getattr(text, "num_attention_heads", None)
     if isinstance(heads, int) and isinstance(getattr(text, "hidden_size", None), int):
         groups = getattr(text, "num_key_value_heads", None) or heads
@@ -137,7 +129,6 @@ def _narrow(text: Any) -> None:
 
 
 def _set_single_layers(text: Any, own: dict[int, dict[str, Any]], shrunk: bool = True) -> None:
-    """Give single layers their values again; with `shrunk`, as few heads as the others."""
     if own:
         heads = {name: getattr(text, name) for name in ("num_attention_heads", "num_key_value_heads") if shrunk}
         text.per_layer_config = {
@@ -146,7 +137,7 @@ def _set_single_layers(text: Any, own: dict[int, dict[str, Any]], shrunk: bool =
 
 
 def _narrow_state(text: Any) -> None:
-    """Give layers with a state few heads: as many as their own width and that of the model allow."""
+    """As many heads as their own width and the model's allow."""
     keys, values = (getattr(text, f"linear_num_{which}_heads", None) for which in ("key", "value"))
     if isinstance(keys, int) and isinstance(values, int):
         text.linear_num_key_heads, text.linear_num_value_heads = 2, 2 * (values // keys)
@@ -158,7 +149,6 @@ def _narrow_state(text: Any) -> None:
 
 
 def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:
-    """Shrink the vision tower to two narrow blocks, one of each kind, with features of the text model's `width`."""
     tower.hidden_size, tower.num_heads = 2 * (tower.hidden_size // tower.num_heads), 2
     tower.depth, tower.intermediate_size, tower.out_hidden_size = 2, NARROW, width
     for name, block in (("fullatt_block_indexes", 1), ("deepstack_visual_indexes", 0)):
@@ -167,7 +157,6 @@ def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:
 
 
 def _narrow_pooled_tower(config: Any) -> None:
-    """Shrink a tower whose images are of one size to two narrow blocks, and its images to 2 x 2 tokens."""
     tower = config.vision_config
     heads = tower.num_attention_heads
     tower.hidden_size, tower.num_attention_heads = 2 * (tower.hidden_size // heads), 2
@@ -176,21 +165,20 @@ def _narrow_pooled_tower(config: Any) -> None:
 
 
 def _shrink_images(config: Any) -> None:
-    """Shrink images of one size to 2 x 2 tokens, each of as many patches as before: no window is shorter."""
+    """2 x 2 tokens, each of as many patches as before: no window is shorter."""
     tower = config.vision_config
     merge = max(1, tower.image_size // tower.patch_size // isqrt(config.mm_tokens_per_image))
     config.mm_tokens_per_image, tower.image_size = 4, 2 * merge * tower.patch_size
 
 
 def _with_idle(config: PreTrainedConfig, narrowed: bool) -> PreTrainedConfig | None:
-    """Return a copy whose idle parts have one layer, and with `narrowed` a narrow one; None if transformers refuses it.
-    Text passes none of them."""
+    """None if transformers refuses the copy."""
     shrunk = copy.deepcopy(config)
     text = shrunk.get_text_config()
     for key in shrunk.sub_configs:
         if (part := getattr(shrunk, key)) is not None and part is not text:
             _shrink_idle(part, narrowed)
-    try:  # some configs derive a part's sizes from another part's when they are read
+    try:  # some configs derive a part's sizes from another's when they are read
         return type(shrunk).from_dict(shrunk.to_dict())
     except (StrictDataclassError, *UNUSABLE):
         return None
@@ -215,14 +203,12 @@ def _shrink_idle(part: Any, narrowed: bool) -> None:
 
 
 def size_of(config: PreTrainedConfig, trusted: bool) -> int:
-    """Return the number of parameters of a model of this config."""
     with torch.device("meta"):
         made = loading.auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trusted)
     return int(made.num_parameters())
 
 
 def _runs(config: PreTrainedConfig, trusted: bool) -> bool:
-    """Whether transformers itself can build a model of this config and compute a few tokens."""
     try:
         if size_of(config, trusted) > LARGEST:
             return False
@@ -235,8 +221,7 @@ def _runs(config: PreTrainedConfig, trusted: bool) -> bool:
 
 
 def stir(model: PreTrainedModel) -> None:
-    """Set random weights that make activations large, and change norms, biases, sinks and buffers from their initial
-    values."""
+    """Set random weights that make activations large, and move norms, biases, sinks and buffers."""
     draw, parts = torch.Generator().manual_seed(1), tower_parts(model)
     seeing = {id(parameter) for parameter in parts.parameters} if parts is not None else set()
     with torch.no_grad():

@@ -1,9 +1,6 @@
 """Decides the keys of the learner that are `auto` and that change its speed, not its results.
 
-`learner/__main__.py` calls `choose` on every rank before a weight is loaded; the ranks then agree on the choice that
-needs the least memory. `memory.py` decides `learner.gather` and `learner.tokens_per_microbatch` afterwards, because
-they use the rest of the memory. The log has one line for each decision, with reason and cost. A value in the run file
-is kept; if `auto` would be 1.2 times faster, the log warns. Waits for nothing.
+`memory.py` decides afterwards how to use the rest of the memory. A value in the run file is kept.
 """
 
 import logging
@@ -15,16 +12,14 @@ from learner.model.memory import SHARE, estimate
 
 log = logging.getLogger(__name__)
 VERSIONS_WORTH_COMPILING = 20
-"""Fewest versions for which compiling is worth its minute at the start."""
+"""Which takes a minute at the start."""
 ENOUGH_TOKENS = 8192
-"""Fewest tokens of a microbatch with which matrix products fill each GPU that computes it and hide the gathering of
-weights."""
+"""With so many matrix products fill a GPU and hide the gathering of weights."""
 HEAD_CHUNK_ON_GPU = 4096
 STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3, "offload": 4 / 3}
-"""Time of a step by `activation_checkpointing`, relative to `none`: `block` computes each forward pass twice. Copies
-to the host are hidden behind the arithmetic of long rows."""
+"""`block` computes each forward pass twice; long rows hide copies to the host."""
 EAGER_TIME = 1.3
-"""Time of a step that is not compiled, relative to a compiled one (benchmarks/LOG.md: 37 % MFU against 49 %)."""
+"""Relative to a compiled step: 37 % MFU against 49 % (benchmarks/LOG.md)."""
 NOTABLE = 1.2
 REASONS = {
     "none": "recomputes nothing; {tokens:,} tokens per microbatch fit",
@@ -34,8 +29,7 @@ REASONS = {
 
 
 def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int) -> list[LearnerConfig]:
-    """List the possible settings of `learner`, the fastest first; none needs more memory than the one before. Never
-    empty."""
+    """Possible settings; none needs more memory than the one before. Never empty."""
     worth = versions >= VERSIONS_WORTH_COMPILING or learner.matmul == "fp8"
     compiled = on_gpu and learner.cpu_offload is not True and worth
     if learner.compile != "auto":
@@ -65,11 +59,7 @@ def choose(
     sends: int = 0,
     critic: bool = False,
 ) -> int:
-    """Return the index of the first of `ways` that fits a rank with `memory` bytes, else of the last one.
-
-    One fits if microbatches of `wanted_tokens` fit. `memory` is None on CPU, where all fit. For the other arguments see
-    `memory.estimate`.
-    """
+    """The index of the first of `ways` that fits a rank with `memory` bytes (None: on CPU), else of the last."""
     if memory is None:
         return 0
     for index, way in enumerate(ways[:-1]):
@@ -80,13 +70,13 @@ def choose(
 
 
 def wanted_tokens(learner: LearnerConfig, tokens: int) -> int:
-    """Tokens of a microbatch that must fit: enough to fill a GPU, and at least `tokens`, which the run needs."""
+    """Of a microbatch that must fit: enough to fill a GPU."""
     enough = ENOUGH_TOKENS * learner.context_parallel
     return max(tokens, enough) if learner.tokens_per_microbatch == "auto" else tokens
 
 
 def report(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions: int, tokens: int) -> None:
-    """Log each decided key with its reason, and each key of the run file that costs a fifth or more."""
+    """Log each decided key with its reason."""
     if written.compile == "auto":
         why = _why_compiled(written, chosen, on_gpu, versions)
         log.info("learner.compile: auto takes %s: %s", str(chosen.compile).lower(), why)
@@ -113,7 +103,7 @@ def _why_compiled(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, v
 
 
 def report_slower(written: LearnerConfig, chosen: LearnerConfig, automatic: LearnerConfig) -> None:
-    """Warn of keys in the run file that make a step `NOTABLE` times slower than `automatic`, the choice of `auto`."""
+    """Warn of keys in the run file that make a step `NOTABLE` times slower than `automatic`."""
     gain = step_time(chosen) / step_time(automatic)
     keys = [
         f"learner.{key}: {str(getattr(written, key)).lower()} (auto: {str(getattr(automatic, key)).lower()})"
@@ -125,5 +115,5 @@ def report_slower(written: LearnerConfig, chosen: LearnerConfig, automatic: Lear
 
 
 def step_time(learner: LearnerConfig) -> float:
-    """Expected time of a step, relative to a compiled one that recomputes nothing."""
+    """Relative to a compiled step that recomputes nothing."""
     return STEP_TIME[learner.activation_checkpointing] * (1.0 if learner.compile else EAGER_TIME)

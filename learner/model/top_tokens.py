@@ -1,10 +1,8 @@
 """The teacher's k most probable tokens: a divergence of the policy from them, and its gradient at the logits.
 
-With p the policy's probabilities of the k tokens, q the teacher's, and t all other tokens as one:
-D = sum p log(p/q) + p_t log(p_t/q_t), the reverse KL over k + 1 outcomes. Distilling by the reverse KL on the policy's
-own samples is MiniLLM (arXiv:2306.08543) and Thinking Machines' On-Policy Distillation (2025); one outcome for all
-other tokens is as in verl's `forward_kl_topk_tail`. At k = vocabulary it is the whole reverse KL. Pure functions, used
-by the head (`head.py`) while a chunk's logits exist; nothing here is as large as they are.
+With p the policy's probabilities of the k tokens, q the teacher's, and t all other tokens as one: D = sum p log(p/q) +
+p_t log(p_t/q_t), the reverse KL over k + 1 outcomes. Distilling by the reverse KL on the policy's own samples is
+MiniLLM (arXiv:2306.08543); one outcome for all other tokens is as in verl's `forward_kl_topk_tail`.
 """
 
 from dataclasses import dataclass
@@ -13,42 +11,38 @@ from typing import NamedTuple
 from torch import Tensor, cat, where
 
 LEAST_TAIL = 1e-6
-"""Inside the logarithms, the probability of all other tokens is at least this, the teacher's and the policy's: 1 - sum
-is rounded in float32. So log(p_t/q_t) lies within 13.9 of 0."""
+"""Least p_t and q_t inside the logarithms, since 1 - sum is rounded in float32."""
 
 
 @dataclass(frozen=True)
 class TopTokens:
-    """What the teachers gave for some trained tokens. No tuple: FSDP would cast what is in one to `model.dtype`.
+    """What the teachers gave for some tokens. No tuple: FSDP would cast its tensors to `model.dtype`.
 
     Example: one token, k = 2: `ids` [[7, 3]], `logprobs` [[-0.1, -2.5]], `weights` [0.01].
     """
 
     ids: Tensor
-    """int64 [tokens, k]: the teacher's most probable tokens, all different; anything where the weight is 0."""
+    """int64 [tokens, k], all different; anything where the weight is 0."""
     logprobs: Tensor
-    """float [tokens, k]: the teacher's log-probability of each."""
     weights: Tensor
-    """float [tokens]: what the divergence is multiplied by in the loss; 0: the token has no teacher."""
+    """Of the divergence in the loss; 0: the token has no teacher."""
 
     def select(self, tokens: slice) -> "TopTokens":
-        """Return the same of these tokens only."""
         return TopTokens(self.ids[tokens], self.logprobs[tokens], self.weights[tokens])
 
 
 class Divergence(NamedTuple):
-    """D of each token, and its gradient with respect to the logits."""
+    """D of each token, and its gradient at the logits."""
 
     value: Tensor
-    """[tokens]"""
     inside: Tensor
-    """[tokens, k]: the gradient at the logits of the k tokens, p (log(p/q) - D)."""
+    """p (log(p/q) - D), the gradient at the k tokens' logits."""
     outside: Tensor
-    """[tokens]: log(p_t/q_t) - D; times its probability, the gradient at the logit of any other token."""
+    """log(p_t/q_t) - D; times its probability, the gradient at any other token's logit."""
 
 
 def divergence(teacher: Tensor, policy: Tensor) -> Divergence:
-    """D of the log-probabilities of the same tokens, [tokens, k] each."""
+    """Of log-probabilities of the same tokens, [tokens, k] each."""
     p, ratios = policy.exp(), policy - teacher
     rest, own = ((1 - each.exp().sum(-1)).clamp(min=0) for each in (teacher, policy))
     of_tail = own.clamp(min=LEAST_TAIL).log() - rest.clamp(min=LEAST_TAIL).log()
@@ -57,18 +51,17 @@ def divergence(teacher: Tensor, policy: Tensor) -> Divergence:
 
 
 class TopGradient(NamedTuple):
-    """The gradient of the loss at a chunk's logits, where the teacher's tokens change it."""
+    """How the teacher's tokens change the loss's gradient at a chunk's logits."""
 
     shift: Tensor
-    """[tokens]: what is added to the gradient with respect to the sampled token's log-probability, for all logits that
-    are not among these."""
+    """[tokens]: added to the gradient at the sampled token's log-probability, for all other logits."""
     places: Tensor
     """int64 [tokens, k + 1]: the sampled token and the k."""
     values: Tensor
-    """[tokens, k + 1]: the gradient at these logits, with the sampled token's own part."""
+    """[tokens, k + 1]: the gradient at these logits."""
 
     def write(self, gradient: Tensor, divisor: float) -> Tensor:
-        """Put the values in place: `gradient` [tokens, vocabulary], whose dtype they are rounded to once."""
+        """Values are rounded once."""
         return gradient.scatter_(-1, self.places, (self.values / divisor).to(gradient.dtype))
 
 
@@ -82,8 +75,8 @@ def top_gradient(
 ) -> TopGradient:
     """The gradient of weights x D and of the loss of the sampled token together.
 
-    `policy` [tokens, k] log-probabilities of the teacher's tokens. `target`: the sampled tokens and their
-    log-probabilities, `grads`: the gradients of the loss with respect to these and, if wanted, to `entropy`.
+    `policy`: log-probabilities [tokens, k]. `target`: the sampled tokens and their log-probabilities; `grads`: of the
+    loss, at these and, if wanted, at `entropy`.
     """
     (ids, own), (slope, of_entropy), weights = target, grads, top.weights.to(policy.dtype)
     hits = top.ids == ids[:, None]

@@ -1,9 +1,4 @@
-"""The towers that turn the patches of images into features, by the architecture of the model.
-
-`tower_parts` names the parts of a model's tower. `GridTower` calls the towers of the Qwen models, which take images of
-any size at once; `PooledTower` calls Gemma 3's, whose images are all of one size. `vision.py` runs them; nothing
-waits.
-"""
+"""The towers that turn patches of images into features, by architecture."""
 
 from dataclasses import dataclass, field
 from types import MethodType
@@ -19,22 +14,21 @@ from learner.model.idle_parts import sees
 
 
 class ImageBlocks(NamedTuple):
-    """Images whose tokens see each other, in both directions, and what is before them in their document.
+    """Images whose tokens see each other, and what is before them in their document.
 
     Example: a document of 2 tokens, and one of 7 with an image of 4 from its second token on: `places` [3, 4, 5, 6],
     `starts` [0, 4], `longest` 4, `keys` [2, 3, 4, 5, 6], `key_starts` [0, 5], `longest_keys` 5.
     """
 
     places: Tensor
-    """int64 [placeholders]: where they are in the row."""
+    """int64."""
     starts: Tensor
-    """int32 [images + 1]: where the placeholders of each image start, and the end."""
+    """int32."""
     longest: int
-    """Placeholders of the image that has most."""
     keys: Tensor
-    """int64: where the tokens are in the row that each image sees."""
+    """int64."""
     key_starts: Tensor
-    """int32 [images + 1]: where those of each image start, and the end."""
+    """int32."""
     longest_keys: int
 
 
@@ -43,23 +37,21 @@ class PackedImages:
     """The images of a microbatch, each distinct one once."""
 
     pixels: Tensor
-    """uint8 [patches, 3, patch²]: the colours of each patch, patches of a token side by side."""
+    """uint8 [patches, 3, patch²]: colours; patches of a token side by side."""
     normaliser: Tensor
-    """float32 [2, 3, 1]: mean and standard deviation of the three colours, from 0 to 255."""
+    """float32 [2, 3, 1]: mean and standard deviation, from 0 to 255."""
     grid: Tensor
     """int64 [images, 3]: patches in time, height and width."""
     take: Tensor
-    """int64 [placeholders]: the feature of each placeholder, counted over all images."""
+    """int64 [placeholders]: the feature of each."""
     places: Tensor
-    """int64 [placeholders]: where the placeholders are in the row."""
+    """int64 [placeholders]."""
     blocks: ImageBlocks | None = None
-    """None: attention is causal, for tokens of images too."""
+    """None: attention is causal."""
     layout: dict[str, Any] = field(default_factory=dict)
-    """What the tower computes of `grid`, so that it need not wait for the GPU; see `Sight.lay_out`."""
+    """Of `Sight.lay_out`."""
 
     def to(self, device: torch.device) -> "PackedImages":
-        """The same images on `device`."""
-
         def moved(x: Any) -> Any:
             return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
 
@@ -73,31 +65,28 @@ class TowerParts(NamedTuple):
     """The parts of a model that see images."""
 
     tower: Any
-    """Turns patches into features, with the Qwen models of the text model's width."""
     blocks: list[nn.Module]
     projectors: list[nn.Module]
-    """Make features of the text model's width of a token's patches; parts of the tower or behind it."""
+    """Parts of the tower or behind it."""
     embedding: nn.Module
-    """The convolution of patches."""
     merge: int
     """A token is `merge` x `merge` patches."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, each once."""
         every = [each for part in (self.tower, *self.projectors) for each in part.parameters()]
         return list({id(each): each for each in every}.values())
 
 
 def tower_parts(model: PreTrainedModel) -> TowerParts | None:
-    """The parts of `model` that see images; None for a model whose images are not trained."""
+    """None for a model whose images are not trained."""
     if not sees(model.config):
         return None
     config: Any = model.config
     core: Any = model.model
     if config.model_type in MUTUAL:
         tower, projector = core.vision_tower, core.multi_modal_projector
-        tower = getattr(tower, "vision_model", tower)  # until transformers 5.17 or so it was one module deeper
+        tower = getattr(tower, "vision_model", tower)  # until about transformers 5.17 it was one module deeper
         blocks = list(tower.encoder.layers)
         return TowerParts(tower, blocks, [projector], tower.embeddings.patch_embedding, projector.kernel_size)
     tower, merge = core.visual, config.vision_config.spatial_merge_size
@@ -106,27 +95,23 @@ def tower_parts(model: PreTrainedModel) -> TowerParts | None:
 
 
 class GridTower:
-    """The tower of a Qwen model, called for images of any size at once.
-
-    `attention`: as `attention.of_tower` names it.
-    """
+    """The tower of a Qwen model, called for images of any size at once."""
 
     def __init__(self, parts: TowerParts, decoder: Any, config: Any, attention: str) -> None:
         tower = self.tower = parts.tower
         self.frames: int = config.temporal_patch_size
-        tower.config._attn_implementation_internal = attention  # transformers takes no such name while it builds
+        tower.config._attn_implementation_internal = attention  # which transformers does not take while it builds
         tower.patch_embed.forward = MethodType(_embed_patches, tower.patch_embed)
         if hasattr(decoder, "_deepstack_process"):
             decoder._deepstack_process = _add_at_places
 
     def features(self, images: PackedImages) -> list[Tensor]:
-        """Features of each token of the images [tokens, width], and deeper ones where the model has some."""
+        """Features of each token [tokens, width], then deeper ones."""
         patches = _normalised(images, self.frames)
         found = self.tower(patches, grid_thw=images.grid, return_dict=True, **images.layout)
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
 
     def layout(self, grid: Tensor) -> dict[str, Any]:
-        """Bounds, positions and order of the patches, by the names under which the tower takes them."""
         from transformers import vision_utils  # since 5.16; text models do without
 
         tower = self.tower
@@ -146,14 +131,13 @@ class GridTower:
         return found
 
     def compute_block(self, block: nn.Module, hidden: Tensor, starts: Tensor) -> Tensor:
-        """The output of one block for `hidden` [patches, width], as `features` computes it."""
+        """One block's output for `hidden` [patches, width]."""
         width = hidden.shape[1] // self.tower.config.num_heads
         angles = 2 * [hidden.new_zeros(len(hidden), width, dtype=torch.float32)]
         out: Tensor = block(hidden, cu_seqlens=starts, max_seqlen=len(hidden), position_embeddings=angles)
         return out
 
     def project(self, projector: nn.Module, hidden: Tensor) -> Tensor:
-        """Features of the patches `hidden` [patches, width]."""
         out: Tensor = projector(hidden)
         return out
 
@@ -161,8 +145,8 @@ class GridTower:
 class PooledTower:
     """The tower of Gemma 3 and its projector, for images of one size.
 
-    The patches come token by token. Their order changes nothing but which position each has, since all patches of an
-    image see each other; so a token's features are the mean of the patches that follow each other.
+    Patches come token by token: since all of an image see each other, order changes only their positions, and a token's
+    features are the mean of successive patches.
     """
 
     def __init__(self, parts: TowerParts, config: Any, attention: str) -> None:
@@ -173,7 +157,6 @@ class PooledTower:
         self.tower.encoder.config._attn_implementation_internal = attention
 
     def features(self, images: PackedImages) -> list[Tensor]:
-        """Features of each token of the images: [tokens, width]."""
         layout, embeddings = images.layout, self.tower.embeddings
         embedded = _embedded(embeddings.patch_embedding, _normalised(images, 1))
         places = embeddings.position_embedding(layout["position_ids"])
@@ -183,17 +166,14 @@ class PooledTower:
         return [self.project(self.projector, self.tower.post_layernorm(hidden)[0])]
 
     def compute_block(self, block: nn.Module, hidden: Tensor, starts: Tensor) -> Tensor:
-        """The output of one block for `hidden` [patches, width], as `features` computes it."""
         out: Tensor = block(hidden[None], attention_mask=None, cu_seq_lens_q=starts, max_length_q=len(hidden))
         return out
 
     def project(self, projector: Any, hidden: Tensor) -> Tensor:
-        """Features of the patches `hidden` [patches, width]."""
         pooled = hidden.unflatten(0, (-1, self.merge**2)).mean(1)
         return torch.matmul(projector.mm_soft_emb_norm(pooled), projector.mm_input_projection_weight)
 
     def layout(self, grid: Tensor) -> dict[str, Any]:
-        """Bounds of the images, and positions of the patches of one."""
         _, high, wide = grid[0].tolist()
         rows = torch.arange(high)[:, None] * self.side + torch.arange(wide)
         tokens = rows.reshape(high // self.merge, self.merge, wide // self.merge, self.merge).transpose(1, 2)
@@ -209,17 +189,16 @@ def _normalised(images: PackedImages, frames: int) -> Tensor:
 
 
 def _embed_patches(self: Any, patches: Tensor) -> Tensor:
-    """In place of the forward pass of a Qwen tower's `patch_embed`."""
     return _embedded(self.proj, patches)
 
 
 def _embedded(convolution: Any, patches: Tensor) -> Tensor:
-    """The convolution of patches that do not overlap is a matmul, and slow as a convolution since torch 2.9."""
+    """Patches do not overlap, and as a convolution this is slow since torch 2.9."""
     weight: Tensor = convolution.weight
     embedded: Tensor = linear(patches.to(weight.dtype), weight.flatten(1), convolution.bias)
     return embedded
 
 
 def _add_at_places(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """Qwen3-VL adds deeper features to the first blocks' output [1, tokens, width]; by index, for a mask would wait."""
+    """By index, for a mask would wait."""
     return hidden.index_add(1, places, features.to(hidden.dtype)[None])

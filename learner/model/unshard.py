@@ -1,7 +1,6 @@
 """Whole weights from the shards of the ranks that share a copy of the model, many with one all-gather.
 
-`DTensor.full_tensor` gathers weights singly, at a price for each whatever its size, and the learner waits for all of
-them with each version that it publishes (benchmarks/LOG.md). Used by `policy.py`.
+`DTensor.full_tensor` gathers weights singly, at a price for each.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,16 +13,15 @@ from learner.mesh import shards
 from learner.model.lora.adapter import Factor
 
 GATHER_BYTES = 512 << 20
-"""Bytes of whole weights that one all-gather brings; a larger weight, as an embedding is, has one of its own. With half
-as many 7B takes 1.4 to 1.7 times as long, with twice as many 0.8 to 1.0 (benchmarks/LOG.md)."""
+"""In one all-gather. With half as many 7B takes 1.4 to 1.7 times as long, with twice as many 0.8 to 1.0
+(benchmarks/LOG.md)."""
 
 
 def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and whole weight, times its scale and then rounded to `dtype`, on `device`; in order.
+    """Yield name and whole weight, times its scale and then rounded to `dtype`; in order.
 
-    `weights` are sharded over their first dimension. A collective of the ranks that share a copy: all of them must
-    iterate to the end, on a GPU without changing the current stream. What is yielded may share memory with its
-    neighbours: copy it or only read it.
+    A collective, which all ranks must iterate to the end, on a GPU without changing the current stream. What is yielded
+    may share memory: copy it or only read it.
     """
     together: list[Factor] = []
     gathered = 0
@@ -39,8 +37,7 @@ def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype)
 
 
 def _gather(weights: list[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """`unshard` with one all-gather. Each of n ranks holds ceil(rows / n) rows of a weight, the last ranks fewer or
-    none: their share is padded to that length, and the padding is cut off behind the last row."""
+    """Each of n ranks holds ceil(rows / n) rows, the last ranks fewer or none: they are padded."""
     shards_of = [_sharded(weight.parameter) for weight in weights]
     mesh, placements = shards_of[0].device_mesh, shards_of[0].placements
     shapes = [shard.shape for shard in shards_of]
@@ -56,7 +53,7 @@ def _gather(weights: list[Factor], device: torch.device, dtype: torch.dtype) -> 
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether each rank has its own rows of `parameter`. Raises ValueError where it is cut in another way."""
+    """Whether each rank has its own rows. Raises ValueError for another cut."""
     if not isinstance(parameter, DTensor):
         return False
     cut = parameter.placements[-1]
@@ -67,7 +64,7 @@ def is_sharded(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def own_rows(parameter: Tensor) -> Tensor:
-    """This rank's rows of `parameter`, or all of it where each rank has all: a view."""
+    """This rank's rows: a view."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 

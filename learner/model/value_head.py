@@ -1,8 +1,6 @@
 """The value head: a linear layer from the last hidden states to one number, in place of the output embedding.
 
-A state's value is what the critic expects of the rewards that are still to come. The head begins as zeros, so that
-every state's value is 0 until the critic has learned. Put into the model while it is on the meta device; used by
-`policy.py` and, for arithmetic without weights, by `memory.py`.
+It begins as zeros, so that every value is 0 until the critic has learned.
 """
 
 import torch
@@ -26,15 +24,14 @@ class ValueHead(nn.Module):
 
 
 def replace_head(model: PreTrainedModel) -> None:
-    """Make `model`, on the meta device, a critic: it gives up its output embedding for a value head."""
+    """Put it into `model`, on meta."""
     width = model.get_output_embeddings().weight.shape[1]  # type: ignore[no-untyped-call]
     with torch.device("meta"):
         model.set_output_embeddings(ValueHead(width))  # type: ignore[arg-type]
 
 
 def values(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Value of the state after each token, given its hidden states [tokens, hidden_size]: [tokens] float32 (float64 for
-    float64 input)."""
+    """Value of the state after each token: [tokens] float32 or wider."""
     head: ValueHead = model.get_output_embeddings()  # type: ignore[assignment]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.to(wide) @ head.weight.to(wide)

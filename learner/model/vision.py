@@ -1,9 +1,8 @@
 """A policy that sees: its images go through the tower, and the tower's features to the places that they stand for.
 
-transformers' parts are called one by one. Its own forward pass looks for placeholders by token id, and stops once the
-policy has sampled such a token itself; here features go by place, and a sampled one is text. The tower runs for every
-microbatch, on a blank image where there is none: ranks gather its weights together, and every parameter gets a
-gradient. `learner/train/pictures.py` packs the images, `policy.py` calls `Sight`; waits for nothing.
+transformers' own forward pass looks for placeholders by token id; here features go by place, and a sampled placeholder
+is text. The tower runs for every microbatch, on a blank image where there is none: ranks gather its weights together,
+and every parameter gets a gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,22 +19,21 @@ from learner.model.idle_parts import idle_names
 from learner.model.towers import GridTower, PackedImages, PooledTower, tower_parts
 
 PATCHES_PER_TOKEN = 2
-"""Patches that a microbatch may have, times its budget of tokens: a token of an image is 4 patches, so images may fill
-half of a row. A sample that has more gets a microbatch of its own."""
+"""Times a microbatch's budget of tokens: a token of an image is 4 patches, so images may fill half of a row. A sample
+with more gets its own microbatch."""
 COLOURS = 3
 Grid = tuple[int, int, int]
-"""Patches of an image in time, height and width."""
+"""Patches in time, height and width."""
 
 
 def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) -> np.ndarray:
-    """Rotary positions of a document of `length` tokens in time, height and width: [3, length] int64.
+    """Rotary positions of a document in time, height and width: [3, length] int64.
 
-    `images`: where the placeholders of each begin, in order, and its grid. Text counts on by 1 in all three rows; the
-    tokens of an image are on its grid, counted from where it begins, and what follows begins after its longer side.
-    Equal to transformers' `get_rope_index` for still images. A property of the document alone: packing changes nothing.
+    `images`: where the placeholders of each begin, in order, and its grid. What follows an image begins after its
+    longer side. Equal to transformers' `get_rope_index` for still images.
 
-    Example: `rope_positions(7, [(1, (1, 4, 4))], 2)` is
-    [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]].
+    Example: `rope_positions(7, [(1, (1, 4, 4))], 2)` is [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2,
+    3, 4]].
     """
     out = np.empty((3, length), np.int64)
     end = now = 0
@@ -51,8 +49,7 @@ def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) 
 
 
 def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
-    """Take the gradient from the parts that `model.freeze` names: `projector`, and `vision`, the tower without it; and
-    from all that text does not pass where images are not trained."""
+    """Freeze the parts that `model.freeze` names, `vision` without the projector, and idle parts."""
     for name in idle_names(model):
         if isinstance(idle := model.get_parameter_or_buffer(name), nn.Parameter):
             idle.requires_grad_(False)
@@ -65,10 +62,7 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
 
 
 class Sight:
-    """Runs the tower of `model`, which it changes where transformers' own code would be slow or wait for the GPU.
-
-    `attention`: as `attention.of_tower` names it.
-    """
+    """Runs the tower of `model`, which it changes where transformers' own code would be slow or wait for the GPU."""
 
     def __init__(self, model: PreTrainedModel, attention: str) -> None:
         parts, config = tower_parts(model), model.config.vision_config
@@ -85,7 +79,7 @@ class Sight:
         self._blank: PackedImages | None = None
 
     def inputs(self, tokens: Tensor, images: PackedImages | None) -> dict[str, Any]:
-        """The decoder's arguments in place of `input_ids`, for a row of `tokens` [tokens] with `images`."""
+        """The decoder's arguments in place of `input_ids`."""
         if images is None:
             images = self._blank = self._blank or self._make_blank(tokens.device)
         with torch.set_grad_enabled(self.trained and torch.is_grad_enabled()):
@@ -98,7 +92,7 @@ class Sight:
         return given
 
     def lay_out(self, images: PackedImages) -> PackedImages:
-        """`images`, still on the CPU, with what the tower would otherwise compute of their grid on the GPU."""
+        """`images`, on the CPU, with what the tower would otherwise compute on the GPU."""
         return replace(images, layout=self.tower.layout(images.grid))
 
     def _make_blank(self, device: torch.device) -> PackedImages:

@@ -1,9 +1,4 @@
-"""A model as a mixture of experts: which of its blocks have experts, how many are active, how its rows are routed.
-
-`Mixture.of` puts our routers into a model that is still without storage, where they are known to be right; the other
-types keep their own, which count nothing and replay nothing. `exactness.py` tries both. `check_experts` refuses replay
-for them. Used by `policy.py`, `flops.py`, `memory.py` and `learner/__main__.py`; waits for nothing.
-"""
+"""A model as a mixture of experts: which blocks have experts, how many are active, how rows are routed."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,31 +14,29 @@ from learner.model.experts.router import FIGURES, RoutedLayer, Router, Routing
 from learner.model.microbatch import Microbatch
 
 IMPLEMENTATION = "grouped_mm"
-"""How transformers multiplies by the experts: all of a block's in one product, whatever tokens they get."""
+"""All of a block's experts in one product."""
 
 
 TAKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token", "num_experts_per_token")
-"""Keys of a config that count the experts of a token."""
+"""Keys that count the experts of a token."""
 
 
 class Experts(NamedTuple):
-    """Sizes of a mixture. Example: `Experts(layers=48, number=128, top_k=8)` for Qwen3-30B-A3B."""
+    """Example: `Experts(layers=48, number=128, top_k=8)` for Qwen3-30B-A3B."""
 
     layers: int
-    """Blocks with experts."""
+    """With experts."""
     number: int
     """Experts of each."""
     top_k: int
-    """Number of experts that a token takes."""
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a model's config, as transformers has it, is of a mixture of experts."""
     return num_experts(config.get_text_config().to_dict()) > 0
 
 
 def check_experts(config: Any, path: str, replay: bool) -> None:
-    """Raise ConfigError if routes are to be replayed (`replay`) by a model that cannot."""
+    """Raise ConfigError if routes are to be replayed by a model that cannot."""
     kind = config.get_text_config().model_type
     if replay and not has_experts(config):
         problem = f"rollout.routing_replay: true, and model.path {path} has no experts"
@@ -56,12 +49,12 @@ def check_experts(config: Any, path: str, replay: bool) -> None:
 
 
 def experts_of(block: nn.Module) -> nn.Module | None:
-    """The experts of a transformer block, whose weights are [experts, ...]; None where it has none."""
+    """The module whose weights are [experts, ...]."""
     return next((layer for layer in block.modules() if type(layer).__name__.endswith("Experts")), None)
 
 
 def share_taken(experts: nn.Module, config: Any) -> float:
-    """Share of the experts of a block that a token takes, by a text config."""
+    """Of the experts that a token takes."""
     number = next(len(parameter) for parameter in experts.parameters() if parameter.dim() > 2)
     taken = next((k for key in TAKEN if isinstance(k := getattr(config, key, None), int)), number)
     return taken / number
@@ -73,12 +66,12 @@ class Mixture:
     def __init__(self, sizes: Experts) -> None:
         self.sizes = sizes
         self.tally = torch.zeros(0)
-        """Tally of the last forward pass with gradient: [layers, experts + FIGURES] float32."""
+        """Of the last forward pass with gradient: [layers, experts + FIGURES] float32."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Mixture | None":
-        """Have the blocks of `model`, on meta, route by `Router`; None for a model without experts or of another type
-        than EXPERT_MODELS."""
+        """Have the blocks of `model`, on meta, route by `Router`. None for types where that is not known to be right:
+        they count and replay nothing."""
         if model.config.get_text_config().model_type not in EXPERT_MODELS:
             return None
         layers = [layer for layer in model.get_decoder().layers if experts_of(layer) is not None]  # type: ignore[no-untyped-call]
@@ -92,7 +85,7 @@ class Mixture:
         return cls(Experts(len(layers), config.num_experts, config.num_experts_per_tok))
 
     def keywords(self, microbatch: Microbatch) -> dict[str, Any]:
-        """What the decoder is given besides a row's tokens. With gradient, what the routers do is tallied."""
+        """What the decoder is given besides tokens. With gradient, routing is tallied."""
         tally = None
         if torch.is_grad_enabled():
             shape = self.sizes.layers, self.sizes.number + FIGURES
@@ -105,14 +98,14 @@ class Mixture:
 
 
 def _hand_over(number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Outside of what is compiled, which would be compiled anew for each `number`."""
+    """Not compiled, for there would be a graph for each `number`."""
     routing: Routing | None = kwargs.get("routing")
     return args, kwargs | {"routing": routing and routing.layer(number)}
 
 
 def _counted(microbatch: Microbatch) -> Tensor:
-    """The tokens that a server computes too, all but the last of each document: bool [tokens]; none of a dummy, nor of
-    what fills a row up."""
+    """Those that a server computes too, all but the last of each document: bool [tokens]; none of a dummy or a
+    filling."""
     counted = torch.full_like(microbatch.tokens, len(microbatch.scored) > 0, dtype=torch.bool)
     if microbatch.own is not None:
         counted[microbatch.own.filled_from :] = False
@@ -120,10 +113,7 @@ def _counted(microbatch: Microbatch) -> Tensor:
 
 
 def load_metrics(tally: Tensor, sizes: Experts, replayed: bool) -> dict[str, float]:
-    """Metrics of a whole batch, from the sum of its tallies over microbatches and ranks: [layers, experts + FIGURES].
-
-    The load of an expert is how many tokens took it. Means over layers; entropies in nats a token.
-    """
+    """Metrics of the sum of a batch's tallies. Means over layers; entropies in nats a token."""
     loads, (entropies, agreeing, tokens) = tally[:, : sizes.number].double(), tally[:, sizes.number :].double().T
     found = {
         "moe/load_max_over_mean": float((loads.amax(-1) / loads.mean(-1)).mean()),

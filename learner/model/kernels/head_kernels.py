@@ -1,8 +1,7 @@
 """The head's two passes over a chunk of logits, fused for GPU: the forward reads the logits once, the backward reads
 and writes them once.
 
-The logits of a chunk are hundreds of megabytes; plain PyTorch makes twenty passes over them, a sixth of a training
-step. The mathematics, and its plain form for CPU, are in `head.py`, which imports this on GPU only; waits for nothing.
+Plain PyTorch (`head.py`) makes twenty passes, a sixth of a training step.
 """
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 BLOCK = 4096
 LOWEST = -1e30
-"""Used for -inf, because -inf - -inf would be NaN."""
+"""For -inf, because -inf - -inf would be NaN."""
 
 
 @triton.jit
@@ -20,8 +19,7 @@ def _logprob_forward_kernel(  # type: ignore[no-untyped-def]
     logits, targets, logprobs, norms, entropy, vocabulary, inverse_temperature,
     BLOCK: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. Each lane keeps a running maximum m, the sum of exp(z - m) and of z exp(z - m); they are
-    combined at the end."""
+    """One program per row. Each lane keeps a running maximum m, the sum of exp(z - m) and of z exp(z - m)."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     lane = tl.arange(0, BLOCK)
@@ -53,7 +51,6 @@ def _logit_gradient_kernel(  # type: ignore[no-untyped-def]
     logits, gradient, targets, norms, entropy, grad_logprob, grad_entropy, vocabulary, inverse_temperature,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = column < vocabulary
@@ -68,10 +65,7 @@ def _logit_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def logprob_forward(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target, log-normaliser and entropy: three [tokens] float32.
-
-    `logits` [tokens, vocabulary] float32, `targets` [tokens] int64.
-    """
+    """Log-probability of each target, log-normaliser and entropy: three [tokens] float32."""
     tokens, vocabulary = logits.shape
     logprobs, norms, entropy = logits.new_empty(3, tokens).unbind()
     if tokens:
@@ -92,10 +86,7 @@ def logit_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of the loss with respect to the logits: [tokens, vocabulary] in `dtype`.
-
-    `norms` and `entropy` are those of `logprob_forward`, the gradients [tokens] those of the loss.
-    """
+    """Gradient of the loss at the logits: [tokens, vocabulary]."""
     tokens, vocabulary = logits.shape
     gradient = torch.empty_like(logits, dtype=dtype)
     if tokens:

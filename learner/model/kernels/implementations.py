@@ -1,9 +1,8 @@
 """The kernels behind `operators.attend`: forward and backward pass of attention over sequences of many lengths.
 
-All have one signature: query [queries, heads, head_dim], key and value [keys, fewer or as many heads, head_dim], and
-the sequences in them. They answer in that layout, with a log-sum-exp [heads, queries]. A backward pass gets output and
-log-sum-exp as arguments, and they may be those of a longer softmax of which this one is a part: then its gradients are
-exact too, as parts of the whole. No sequence is empty. Used by `operators.py` only; waits for nothing.
+All take query [queries, heads, head_dim], key and value [keys, fewer or as many heads, head_dim], and answer in that
+layout, with a log-sum-exp [heads, queries]. A backward pass may get those of a longer softmax, of which this one is a
+part: gradients are exact parts of the whole. No sequence is empty.
 """
 
 from collections.abc import Callable
@@ -20,28 +19,24 @@ aten = torch.ops.aten
 
 
 class Kernel(NamedTuple):
-    """How one library computes it."""
-
     forward: Callable[[Tensor, Tensor, Tensor, Sequences], Pair]
     """(query, key, value, sequences) -> output, log-sum-exp."""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequences], Triple]
-    """(gradient of the output, query, key, value, output, log-sum-exp, sequences) -> their gradients."""
+    """(gradient of the output, query, key, value, output, log-sum-exp, sequences) -> gradients."""
 
 
 def empty_results(q: Tensor, v: Tensor) -> Pair:
-    """Room for output and log-sum-exp, which is float32 whatever the inputs are (float64 in float64 tests)."""
+    """The log-sum-exp is float32 or wider."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=dtype)
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """[tokens, heads, head_dim] -> [1, heads, tokens, head_dim]"""
     return x[None].transpose(1, 2)
 
 
 def _cpu_mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
-    """Whether to ask for aten's own causal mask, and a mask [queries, keys] in its place: aten's has the first query at
-    the place of the first key."""
+    """In place of aten's own causal mask, which has the first query at the place of the first key."""
     (queries, keys), dtype = (len(q), len(k)), q.dtype
     if not causal or queries == keys:
         return causal, None
@@ -49,7 +44,7 @@ def _cpu_mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
-    """One call a sequence: an empty query would kill the process (SIGFPE), so nothing is padded."""
+    """An empty query would kill the process (SIGFPE), so nothing is padded."""
     assert at.window is None
     out, lse = empty_results(q, v)
     for own, seen in at.spans():
@@ -75,7 +70,6 @@ def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
 
 
 def _varlen_options(at: Sequences) -> tuple[bool, list[int]]:
-    """Whether causal, and the window, as torch's `varlen_attn` passes them to its operator."""
     left, right = at.bounds(none=-1)
     return at.causal and at.window is None, [left, 0 if at.causal else right]
 
@@ -88,14 +82,14 @@ def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
 
 def _varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
     causal, window = _varlen_options(at)
-    dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a random generator that nothing uses
+    dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of an unused random generator
     return torch.ops.torch_attn._varlen_attn_backward(  # type: ignore[no-any-return]
         grad, q, k, v, out, lse, *at.places, causal, dropout, at.scale, window
     )
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
-    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # an optional dependency
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
     left, right = at.bounds(none=-1)
     out, lse, *_ = _flash_attn_varlen_forward(
@@ -144,5 +138,4 @@ KERNELS = {
     "flash4": Kernel(_flash4_forward, _flash4_backward),
     "plain": Kernel(plain.forward, plain.backward),
 }
-"""By `learner.attention`: aten's flash attention for CPU, torch's varlen_attn, flash-attn 2, FlashAttention 4. `sdpa`
-takes `plain` for what aten's kernel does not compute."""
+"""Where aten's kernel for CPU does not do, `sdpa` takes `plain`."""

@@ -1,18 +1,16 @@
 """Attention over a row: one call of a kernel, or two whose softmaxes are joined where answers share a long prompt.
 
-A row is [prompts of shared groups | their answers, group by group | whole documents]. One causal call covers every
-piece by itself. Where prompts are short, it lets each answer see a copy of its prompt's keys before its own. A second
-call lets the answers to a long prompt, as one query sequence, see all of the prompt. With outputs O,
-log-sum-exps L and s = sigmoid(L_prompt - L_own), an answer's token gets
+One causal call covers every piece by itself; with short prompts, each answer sees a copy of its prompt's keys. A second
+call lets the answers to a long prompt, as one query sequence, see all of it. With outputs O, log-sum-exps L and s =
+sigmoid(L_prompt - L_own), an answer's token gets
 
     O = (1 - s) O_own + s O_prompt,    L = log(exp(L_own) + exp(L_prompt)).
 
-In the backward pass each call gets O and L of the whole softmax: its probabilities exp(score - L) and the row sums
-dO . O are then those of the whole, so both calls' gradients are exact and add up. torch.compile traces all of it.
+In the backward pass each call gets O and L of the whole softmax: exp(score - L) and dO . O are then those of the whole,
+so gradients are exact and add up.
 
 Attention sinks are one more score z for each head, whose value is zero: O becomes O sigmoid(L - z), and L becomes
-log(exp(L) + exp(z)). The gradient of z is the sum of -exp(z - L) dO . O over the tokens. No kernel needs to know.
-Called by `learner/model/attention.py`; waits for nothing.
+log(exp(L) + exp(z)). The gradient of z is the sum of -exp(z - L) dO . O over the tokens.
 """
 
 from typing import Any
@@ -24,7 +22,7 @@ from learner.model.kernels.operators import attend, attend_backward
 from learner.model.microbatch import CopiedPrompts, SharedPrompts
 
 Options = tuple[bool, float, int | None, str]
-"""Whether causal, scale, sliding window, name of the kernel."""
+"""Whether causal, scale, sliding window, kernel."""
 NOTHING_COPIED = (None, None, 0)
 NOTHING_SHARED = (None, None, 0, 0, 0, 0)
 
@@ -40,10 +38,8 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of query, key and value [tokens, heads, head_dim] over the pieces at `starts`, with gradient.
-
-    `softcap` bends the scores, which of the kernels only `plain` does. `sinks` [heads].
-    """
+    """Of query, key and value [tokens, heads, head_dim] over the pieces at `starts`. Only the kernel `plain` has a
+    `softcap`. `sinks` [heads]."""
     copied = shared if isinstance(shared, CopiedPrompts) else NOTHING_COPIED
     prompts = shared if isinstance(shared, SharedPrompts) else NOTHING_SHARED
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
@@ -83,7 +79,7 @@ class _Attention(torch.autograd.Function):
             own_out, own_lse = out[p:e], lse[:, p:e]
             share = (prompt_lse - own_lse).sigmoid().T[..., None]
             merged = own_out.to(share.dtype).lerp(prompt_out.to(share.dtype), share).to(out.dtype)
-            # Not in place: selective checkpointing keeps the operator's results as they are.
+            # Not in place: selective checkpointing keeps the operator's results.
             out = torch.slice_scatter(out, merged, 0, p, e)
             lse = torch.slice_scatter(lse, torch.logaddexp(own_lse, prompt_lse), 1, p, e)
         if sinks is not None:
@@ -111,12 +107,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [tokens, heads, head_dim] and log-sum-exp [heads, tokens] of a softmax that has the sinks too."""
     z = sinks.to(lse.dtype)[:, None]
     share = (lse - z).sigmoid().T[..., None]
     return (out.to(share.dtype) * share).to(out.dtype), torch.logaddexp(lse, z)
 
 
 def _gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    products = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T  # [heads, tokens]
+    products = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
     return -((sinks.to(lse.dtype)[:, None] - lse).exp() * products).sum(-1).to(sinks.dtype)

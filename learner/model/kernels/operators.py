@@ -1,11 +1,9 @@
 """Variable-length attention as two operators that torch.compile does not look into: `attend` and `attend_backward`.
 
-Their signature is the same for every kernel of `implementations.py`, which `kernel` names, so a compiled block is one
-graph with any of them. Neither has a gradient of its own: `joined.py` differentiates, because an operator that also
-answers a log-sum-exp would drop that one's gradient silently. Results are contiguous, as the fakes say.
+`joined.py` differentiates, because an operator that also answers a log-sum-exp would drop that one's gradient silently.
 
-With `copied`, int64 indices, sequence i sees k[copied[k_starts[i] : k_starts[i + 1]]] and likewise of v. The copies are
-made in here, in both operators: the compiler would keep them from the forward to the backward pass of every layer.
+With `copied`, int64 indices, sequence i sees k[copied[k_starts[i] : k_starts[i + 1]]] and likewise of v. Both operators
+make the copies: the compiler would keep them from the forward to the backward pass of every layer.
 """
 
 import torch
@@ -61,7 +59,7 @@ def attend_backward(
     copied: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; `grad` is that of `out`."""
+    """Of query, key and value."""
     at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window, softcap)
     dq, dk, dv = KERNELS[kernel].backward(grad.contiguous(), q, *_copies(k, v, copied), out, lse.contiguous(), at)
     if copied is not None:
@@ -79,6 +77,6 @@ def _copies(k: Tensor, v: Tensor, copied: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _added_up(gradients: Tensor, copied: Tensor, like: Tensor) -> Tensor:
-    """The gradients of each key's copies, added up in float32; shape and dtype of `like`."""
+    """In float32."""
     total = like.new_zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
     return total.index_add_(0, copied, gradients.to(total.dtype)).to(like.dtype)

@@ -1,8 +1,6 @@
 """Attention in plain arithmetic, for any device: the only kernel that computes a softcap.
 
-It computes what no fused kernel at hand does, and is slower: one sequence after another, PAIRS scores at a time.
-Signature and results are those of `implementations.py`, which lists it; a backward pass may get output and log-sum-exp
-of a longer softmax. Waits for the GPU where there is one, because it reads the bounds of the sequences.
+It is slow: one sequence after another. It waits for the GPU, because it reads the bounds of the sequences.
 """
 
 from collections.abc import Iterator
@@ -13,11 +11,11 @@ from torch import Tensor
 from learner.model.kernels.sequences import Pair, Sequences, Triple
 
 PAIRS = 1 << 24
-"""Scores that exist at a time, at most: 64 MiB of float32."""
+"""At a time: 64 MiB of float32."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
-    """Output [queries, heads, head_dim] in the dtype of `q`, log-sum-exp [heads, queries] in float32 or wider."""
+    """Output [queries, heads, head_dim], log-sum-exp [heads, queries] in float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
     for rows, seen, hidden in _tiles(q, at):
@@ -29,10 +27,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
-    """Gradients of query, key and value, in their dtypes, from those of the output."""
+    """Gradients of query, key and value."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=wide), v.new_zeros(v.shape, dtype=wide)
-    rowsum = (grad.to(wide) * out.to(wide)).sum(-1).T  # [heads, queries]
+    rowsum = (grad.to(wide) * out.to(wide)).sum(-1).T
     for rows, seen, hidden in _tiles(q, at):
         own, keys, values, upstream = (x.to(wide) for x in (q[rows], k[seen], v[seen], grad[rows]))
         scores, slope = _scores(own, keys, hidden, at)
@@ -47,7 +45,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
 
 
 def _tiles(q: Tensor, at: Sequences) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries, the keys that some of them see, and which of these each of them does not see [queries, keys]."""
+    """Queries, the keys that some of them see, and which of these are hidden."""
     for own, seen in at.spans():
         offset = (seen.stop - seen.start) - (own.stop - own.start)  # of a query's place among the keys
         step = max(1, PAIRS // max(1, q.shape[1] * (seen.stop - seen.start)))
@@ -70,7 +68,7 @@ def _places(first: int, end: int, like: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, at: Sequences) -> tuple[Tensor, Tensor | None]:
-    """Scores [heads, queries, keys], -inf where hidden, and with a softcap its slope at each."""
+    """Scores [heads, queries, keys], and a softcap's slope."""
     scores = torch.einsum("nkgd,mkd->kgnm", _grouped(q, k.shape[1]), k).flatten(0, 1) * at.scale
     slope = None
     if at.softcap is not None:
@@ -80,15 +78,13 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, at: Sequences) -> tuple
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[queries, heads, head_dim] -> [queries, heads of keys, heads of queries for each, head_dim]"""
+    """-> [queries, heads of keys, heads of queries for each, head_dim]"""
     return x.reshape(len(x), groups, -1, x.shape[2])
 
 
 def _weighted(p: Tensor, v: Tensor) -> Tensor:
-    """Sums of `v` [keys, heads of keys, head_dim] by weights [heads, queries, keys]: [queries, heads, head_dim]."""
     return torch.einsum("kgnm,mkd->nkgd", p.unflatten(0, (v.shape[1], -1)), v).flatten(1, 2)
 
 
 def _per_key(p: Tensor, x: Tensor, groups: int) -> Tensor:
-    """Sums of `x` [queries, heads, head_dim] by weights [heads, queries, keys]: [keys, heads of keys, head_dim]."""
     return torch.einsum("kgnm,nkgd->mkd", p.unflatten(0, (groups, -1)), _grouped(x, groups))

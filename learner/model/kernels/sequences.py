@@ -1,4 +1,4 @@
-"""The sequences that an attention kernel computes in one call. Pure; used by the kernels of this folder."""
+"""The sequences that an attention kernel computes in one call."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -7,38 +7,37 @@ from torch import Tensor
 
 
 class Sequences(NamedTuple):
-    """Queries of sequence i see the keys of sequence i: all, or if `causal` those up to their own place. The last query
-    is at the place of the last key.
+    """Queries of sequence i see its keys: all, or if `causal` those up to their own place. The last query is at the
+    place of the last key.
 
-    Example: answers of 3 and 5 tokens to a prompt of 9 see all of it: `q_starts` [0, 8], `k_starts` [0, 9]. Causal, and
-    each with its own copy of the prompt's keys before its own: `q_starts` [0, 3, 8], `k_starts` [0, 12, 26].
+    Example: answers of 3 and 5 tokens to a prompt of 9 see all of it: `q_starts` [0, 8], `k_starts` [0, 9]. Causal,
+    each with its own copy of the prompt's keys: `q_starts` [0, 3, 8], `k_starts` [0, 12, 26].
     """
 
     q_starts: Tensor
-    """int32 [sequences + 1]: where each starts in the queries, and the end."""
+    """int32."""
     k_starts: Tensor
-    """int32 [sequences + 1]: likewise in the keys. Causal ones have at least as many keys as queries."""
+    """int32."""
     q_longest: int
     k_longest: int
     causal: bool
     scale: float
     window: int | None
-    """Keys that a query sees at most up to its own place, which is included; None: all. One that is not causal sees all
-    keys after its place besides."""
+    """Keys that a query sees at most up to its own place, which is included."""
     softcap: float | None = None
-    """Scores are bent to `softcap * tanh(score / softcap)`; only the kernel `plain` does."""
+    """`softcap * tanh(score / softcap)`; only by `plain`."""
 
     @property
     def places(self) -> tuple[Tensor, Tensor, int, int]:
-        """Starts and longest lengths, in the order in which every kernel takes them."""
+        """In the order in which every kernel takes them."""
         return self.q_starts, self.k_starts, self.q_longest, self.k_longest
 
     def bounds(self, none: Any) -> tuple[Any, Any]:
-        """The window as (left, right), as far as `causal` does not say it already; `none` for no bound."""
+        """The window as (left, right), as far as `causal` does not say it already."""
         return (none, none) if self.window is None else (self.window - 1, 0 if self.causal else self.q_longest)
 
     def spans(self) -> Iterator[tuple[slice, slice]]:
-        """Queries and keys of each sequence. Reads the starts, so only for CPU."""
+        """For the CPU, because it reads the starts."""
         q, k = self.q_starts.tolist(), self.k_starts.tolist()
         return zip(map(slice, q, q[1:]), map(slice, k, k[1:]), strict=False)
 

@@ -1,9 +1,7 @@
 """LoRA (arXiv 2106.09685): `W x + scale B A x` in linear layers of the text model's blocks, W frozen, A and B trained.
 
-`adapt` changes the model while it is on the meta device, before it is sharded: a layer keeps its class's arithmetic and
-its weight's name, and gets two parameters more, so that sharding, recomputation and compilation see an ordinary model.
-The adapter is float32 as all master weights are; what is frozen is held in the dtype that it computes in. Used by
-`policy.py`, and by `memory.py` for arithmetic without weights; waits for nothing.
+A layer keeps its class's arithmetic and its weight's name, so that sharding, recomputation and compilation see an
+ordinary model. What is frozen is held in the dtype that it computes in.
 """
 
 import hashlib
@@ -23,7 +21,7 @@ from learner.weights.plan import LORA_A, LORA_B
 
 
 class Adapted(nn.Linear):
-    """A linear layer with an adapter beside its frozen weight. Made by `adapt` of a plain one."""
+    """A linear layer with an adapter."""
 
     lora_A: nn.Parameter
     """[rank, in_features]"""
@@ -38,18 +36,18 @@ class Adapted(nn.Linear):
 
 
 class Factor(NamedTuple):
-    """A weight under its name on the wire: one of the two matrices of a layer's adapter, or any of a model without."""
+    """A weight on the wire: a matrix of an adapter, or any of a model without one."""
 
     name: str
     """As `model.layers.0.self_attn.q_proj.lora_A.weight`."""
     parameter: nn.Parameter
     scale: float
-    """What the matrix is multiplied by for a server, which multiplies by nothing more."""
+    """A server multiplies by nothing more."""
 
 
 def adapt(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model`, on meta, in `dtype`, and give its target layers adapters. Raises ConfigError for a target that is
-    no linear layer of its blocks."""
+    """Freeze `model`, on meta, in `dtype`, and give its target layers adapters. Raises ConfigError for an unknown
+    target."""
     inside = {module for block in blocks(model) for module in block.modules() if type(module) is nn.Linear}
     layers = {name: module for name, module in model.named_modules() if module in inside}
     known = {_last_word(name) for name in layers}
@@ -60,7 +58,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype) -> None:
     if not known:
         raise ConfigError([f"model.lora: the blocks of {type(model).__name__} have no linear layers; set it to null"])
     for parameter in model.requires_grad_(False).parameters():
-        parameter.data = parameter.data.to(dtype)  # and no buffer: rotary frequencies are float32 in any model
+        parameter.data = parameter.data.to(dtype)  # no buffer: rotary frequencies are float32
     for name, layer in layers.items():
         if lora.targets == "all" or _last_word(name) in lora.targets:
             layer.__class__ = Adapted
@@ -75,7 +73,7 @@ def _last_word(name: str) -> str:
 
 
 def factors(model: nn.Module) -> Iterator[Factor]:
-    """The adapter's matrices in the order of the layers, A before B; none of a model without one."""
+    """The adapter's matrices by layer, A before B."""
     for name, layer in model.named_modules():
         if isinstance(layer, Adapted):
             yield Factor(name + LORA_A, layer.lora_A, 1.0)
@@ -83,11 +81,7 @@ def factors(model: nn.Module) -> Iterator[Factor]:
 
 
 def initial(parameter: str, shape: torch.Size, seed: int) -> Tensor:
-    """The adapter's parameter of that name at version 0, float32 on the CPU, the same on every rank.
-
-    B is zero, so that the model is its base. A is drawn as peft does, uniform within 1 / sqrt(in_features), by `seed`
-    and name.
-    """
+    """The parameter at version 0, the same on every rank: B zero, A as peft draws it."""
     if parameter.endswith("lora_B"):
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed} {parameter}".encode()).digest()

@@ -1,7 +1,6 @@
 """The model beneath an adapter: as the reference of the KL term, and as what a checkpoint belongs to.
 
-Both are collectives of the ranks that share a copy of the model. Built by `learner/__main__.py`, used by
-`learner/train/step.py` and `learner/checkpoint.py`.
+Both are collectives of the ranks that share a copy of the model.
 """
 
 import hashlib
@@ -19,20 +18,19 @@ from learner.model.policy import Policy
 
 
 class Base:
-    """A reference model that takes no memory: `policy` without its adapter."""
+    """A reference model that takes no memory."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
     def score(self, microbatch: Microbatch) -> Tensor:
-        """Log-probabilities as `Policy.score` has them: [tokens] float32."""
+        """As `Policy.score`."""
         with without_adapter(self.policy.model):
             return self.policy.score(microbatch)
 
 
 def digest(model: nn.Module, mesh: DeviceMesh | None = None) -> str:
-    """16 hex digits over names, shapes and values of the frozen weights of `model`, the same for any `mesh` it may be
-    sharded over, and for none."""
+    """Of the frozen weights' names, shapes and values, the same however they are sharded."""
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     sums = torch.stack([_word_sum(p) for _, p in frozen])
     if mesh is not None:
@@ -44,7 +42,7 @@ def digest(model: nn.Module, mesh: DeviceMesh | None = None) -> str:
 
 
 def _word_sum(parameter: Tensor) -> Tensor:
-    """The bits of this rank's values, as whole numbers added modulo 2^64: [] int64 on the CPU."""
+    """Bits as whole numbers, added modulo 2^64."""
     local = parameter.detach()
     local = local.to_local() if isinstance(local, DTensor) else local
     words = local.view(torch.int16 if local.element_size() == 2 else torch.int32)
