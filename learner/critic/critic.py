@@ -27,11 +27,9 @@ from learner.train.skipped import SkippedSteps
 
 log = logging.getLogger(__name__)
 KEY = "critic"
-"""Of a checkpoint's state."""
 ALL_EQUAL = 1e-12
 """Variance of returns over their square, below which they are equal but for rounding."""
 SHOWN = ("gradient/norm", "gradient/skipped", "lr")
-"""Figures of the optimizer that are metrics too."""
 
 
 class Judged(NamedTuple):
@@ -44,7 +42,7 @@ class Judged(NamedTuple):
 
 
 class Critic:
-    """`body`: a `Policy` that is `valued`."""
+    """It learns what a state is worth. `body`: a `Policy` that is `valued`."""
 
     def __init__(self, config: CriticConfig, body: Policy, optimizer: Optimizer) -> None:
         self.config, self.body, self.optimizer = config, body, optimizer
@@ -55,7 +53,7 @@ class Critic:
         self._announced = dist.get_rank() != 0
 
     def warms_up(self, version: int) -> bool:
-        """Whether the policy is to stay as it is in the step from `version`; logged once."""
+        """Whether the policy stays as it is in the step from `version`; logged once."""
         last = self.config.warmup_versions
         if version < last and not self._announced:
             line = "critic warm-up: from version %d to %d the critic learns, the policy stays as it is"
@@ -64,8 +62,8 @@ class Critic:
         return version < last
 
     def judge(self, batch: Batch, rewards: Tensor, masked: bool = False) -> Batch:
-        """`batch` with each token's advantage. `rewards` [turns] float64: of this rank's turns. `masked`: truncated
-        samples get 0."""
+        """Give each token of `batch` its advantage. `rewards` [turns] float64: of this rank's turns. `masked`:
+        truncated samples get 0."""
         placed = [self.body.place(replace(each, routes=None)) for each in batch.microbatches]
         with self.body.gathering.held():
             states = [self.body.score(each) for each in placed]
@@ -87,7 +85,6 @@ class Critic:
     def _targets(
         self, batch: Batch, rewards: Tensor, placed: Sequence[Microbatch], states: Sequence[Tensor], truncated: Tensor
     ) -> Tensor:
-        """Returns [turns] float64, on the CPU."""
         begins, ends = torch.zeros(2, len(rewards), device=self.body.device)
         for each, values in zip(placed, states, strict=True):
             turn = each.turn[each.scored]
@@ -100,7 +97,6 @@ class Critic:
         return turn_targets(rewards, samples, begins.cpu(), ends.cpu(), truncated, gamma, gae_lambda)
 
     def _advantages(self) -> list[Tensor]:
-        """Also notes the figures of all ranks."""
         every = [judged.targets.double() - judged.before.double() for judged in self._judged]
         moments = [torch.cat([each.targets for each in self._judged]).double(), torch.cat(every)]
         tokens, *sums = collectives.all_reduce_sum(_stack(len(moments[0]), *(x.sum() for x in moments))).tolist()
@@ -134,7 +130,7 @@ class Critic:
         return self._figures | clip | named | {"time/critic_s": time.perf_counter() - began}
 
     def _backward(self) -> float:
-        """Returns how many tokens of all ranks were clipped. The mean is over all sampled tokens of the batch."""
+        """The mean is over all sampled tokens of the batch. Returns how many were clipped."""
         clipped = torch.zeros((), dtype=torch.float64, device=self.body.device)
         with self.body.gathering.held():
             for judged in self._judged:
@@ -146,7 +142,7 @@ class Critic:
         return float(collectives.all_reduce_sum(clipped.cpu()))
 
     def flops(self, tokens: float, trainable: float, squares: float) -> float:
-        """Of updates; passes without gradient do not count."""
+        """Passes without gradient do not count."""
         return self.config.updates * self.body.costs.total(tokens, trainable, squares)
 
     def state(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Variable-length attention over packed documents, registered with transformers under our own names.
 
-The row's bounds, `shared_prompts` and `context_group` come as keyword arguments of the model's forward, or from the
+The row's bounds, `shared_prompts` and `context_group` are keyword arguments of the model's forward, or come from the
 block around a layer (`bounds.py`). transformers builds no mask for these names, so no [tokens, tokens] mask ever
 exists.
 """
@@ -37,12 +37,10 @@ PACKAGES = {
     "flash": ("flash-attn", "flash_attn.flash_attn_interface"),
     "flash4": ("flash-attn-4[cu13]", "flash_attn.cute"),
 }
-"""Package to install, module it provides."""
 MOST_GATHERED = 0.5
-"""A row's heads of keys at most, its own and copies, over its heads of queries: at 0.46 gathering was faster than a
-second call."""
+"""A row's heads of keys, with copies, over its heads of queries: at 0.46 gathering was faster than a second call."""
 LARGEST_HEAD = 256
-"""Of the fused kernels."""
+"""Fused kernels take at most this size."""
 TREE_LAYERS = {"full_attention", "sliding_attention"}
 ARGUMENTS = (
     "routing",  # of a block with experts, which a block without them hands on
@@ -51,13 +49,12 @@ ARGUMENTS = (
     *("cu_seq_lens_k", "max_length_k"),  # in a vision tower; equal to the arguments for queries
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 )
-"""What the kernels honour, or what does not change their result."""
+"""The kernels honour these, or they do not change the result."""
 Attention = Callable[..., tuple[Tensor, None]]
 """As transformers calls it: tensors [1, heads, tokens, head_dim]."""
 
 
 def registered(name: str) -> str:
-    """Example: `registered("flash4") == "headrace_fa4"`"""
     return PREFIX + NAMES[name]
 
 
@@ -68,7 +65,7 @@ def of_tower(name: str) -> str:
 
 
 def choose(wanted: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> str:
-    """`wanted`, or for `auto` the first that works here, and with `config` for this model. Raises ConfigError.
+    """Take `wanted`, or for `auto` the first that works here, and with `config` for this model. Raises ConfigError.
 
     A `device` without an index must not be touched yet: no kernel is loaded.
     """
@@ -89,7 +86,7 @@ def _lacks(name: str, config: PreTrainedConfig) -> str | None:
         return None
     if cap := getattr(text, "attn_logit_softcapping", None):
         return f"does not compute the model's softcap of {cap:g}"
-    own = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {}).values()  # of single layers
+    own = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {}).values()
     values = [item for part in (vars(text), *own) for item in part.items()]
     sizes = [size for key, size in values if key.endswith("head_dim") and isinstance(size, int)]
     if (size := max(sizes, default=0)) > LARGEST_HEAD:
@@ -141,7 +138,7 @@ def most_copied(config: PreTrainedConfig) -> float:
 
 
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """Why a prompt cannot be computed once for several samples. `kept`: as `state.kinds`."""
+    """Why a prompt cannot be computed once for several samples."""
     text = config.get_text_config()
     if config.model_type in MUTUAL and sees(config):
         return "the tokens of an image see each other, and only causal attention can share a prompt"
@@ -176,7 +173,7 @@ def key_room(config: PreTrainedConfig, layers: int) -> float:
 
     A copy takes key and value, their gradients, and one of these in float32; flash-attn's kernel also writes gradients
     for each head of queries. A token takes its inputs of `layers` blocks and, in one block, three halves of the
-    products with its width; those of its MLP are left out, to be on the safe side.
+    products with its width; an MLP's are left out, to be on the safe side.
     """
     text: Any = config.get_text_config()
     own = getattr(text, "is_heterogeneous", False)
@@ -197,8 +194,6 @@ def _key_room(config: Any, width: int, layers: int) -> float:
 
 
 def adapt(name: str) -> Attention:
-    """The kernel `name` as an attention for transformers."""
-
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
@@ -229,7 +224,7 @@ def _computed(
     if window is not None and isinstance(shared, SharedPrompts):
         raise ValueError(f"learner.share_prompts: the model has a sliding window of {window}; set it to false")
     scale, softcap = kwargs.get("scaling") or q.shape[-1] ** -0.5, kwargs.get("softcap")
-    if softcap is not None and name != "sdpa" and not q.is_meta:  # on meta nothing is computed
+    if softcap is not None and name != "sdpa" and not q.is_meta:
         raise ValueError(f"{type(module).__name__} has a softcap, which learner.attention sdpa alone computes")
     if name == "sdpa" and shared is None and softcap is None and sinks is None:
         return sdpa(q, k, v, starts, longest, causal, scale, window)
@@ -261,7 +256,7 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def _check_arguments(module: nn.Module, given: Mapping[str, Any]) -> None:
-    """Raise ValueError for what these kernels would ignore."""
+    """Raise ValueError for an argument that these kernels would ignore."""
     for name, argument in given.items():
         if argument is not None and name not in ARGUMENTS:
             raise ValueError(f"{type(module).__name__} has an attention with {name}, which the learner ignores")

@@ -15,19 +15,17 @@ from learner.model.microbatch import CopiedPrompts, SharedPrompts
 BOUNDS = ("cu_seq_lens_q", "max_length_q")
 """Arguments without which a row is one document."""
 NOTED = "_row_bounds"
-"""Attribute of a layer."""
 RowBounds = tuple[Tensor, int, SharedPrompts | CopiedPrompts | None, str | None]
 """`cu_seqlens`, `max_seqlen` and `shared` of a `Microbatch`, and the context group."""
 
 
 class Bounds:
-    """Of the row that a block computes."""
+    """The bounds of the row that a block computes."""
 
     def __init__(self) -> None:
         self.row: RowBounds | None = None
 
     def note(self, block: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """A hook before a block's forward pass."""
         self.row = _given(kwargs)
         if self.row is None:
             raise ValueError(
@@ -45,7 +43,7 @@ def follow(blocks: Iterable[nn.Module]) -> None:
 
 
 def of_row(layer: nn.Module, given: Mapping[str, Any]) -> RowBounds:
-    """Those `given` to a layer, else those that its block noted. Raises ValueError."""
+    """The bounds `given` to a layer, else those that its block noted. Raises ValueError."""
     return _given(given) or _noted(layer)
 
 

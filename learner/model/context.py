@@ -27,7 +27,6 @@ class ContextGroup(NamedTuple):
     group: Any
     """None where nothing is computed."""
     world: Any
-    """At its making."""
 
 
 GROUPS: dict[str, ContextGroup] = {}
@@ -45,7 +44,6 @@ def join(size: int, timeout: timedelta) -> str:
 
 
 def planned(size: int) -> str:
-    """Name a group for passes on the meta device."""
     name = f"planned-{size}"
     GROUPS[name] = ContextGroup(size, 0, None, None)
     return name
@@ -61,13 +59,11 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, name: str) -> tuple[Tensor, Tensor
 
 
 def scattered(out: Tensor, heads: int, name: str) -> Tensor:
-    """`gathered` reversed, for outputs."""
     result: Tensor = to_tokens(out, heads, name)
     return result
 
 
 def own_heads(values: Tensor, name: str) -> Tensor:
-    """This rank's of `values` [heads]."""
     size, rank = size_and_rank(name)
     share = len(values) // size
     return values[rank * share : (rank + 1) * share]
@@ -84,8 +80,8 @@ def to_heads(x: Tensor, name: str) -> Tensor:
     own, (tokens, heads, width) = GROUPS[name], x.shape
     if heads < own.size:
         x = x.repeat_interleave(own.size // heads, 1)
-    sent = x.reshape(tokens, own.size, -1, width).transpose(0, 1).contiguous()  # by receiver
-    return _exchanged(sent, own).view(own.size * tokens, -1, width)  # by slice
+    sent = x.reshape(tokens, own.size, -1, width).transpose(0, 1).contiguous()
+    return _exchanged(sent, own).view(own.size * tokens, -1, width)
 
 
 @to_heads.register_fake
@@ -132,7 +128,7 @@ to_tokens.register_autograd(lambda ctx, grad: (to_heads(grad, ctx.name), None, N
 
 
 def cut(row: Microbatch, name: str) -> Microbatch:
-    """A row on the CPU, filled up to equal slices, with this rank's."""
+    """Fill a row on the CPU up to equal slices, and add this rank's."""
     (size, rank), filled_from = size_and_rank(name), len(row.tokens)
     row = _filled_up(row, -filled_from % size)
     width = len(row.tokens) // size
@@ -160,7 +156,7 @@ def _filled_up(row: Microbatch, number: int) -> Microbatch:
 
 
 def whole(values: Tensor, name: str) -> Tensor:
-    """The sum of `values` [tokens of the row] of all ranks; each rank's gradient is that of its own."""
+    """Sum all ranks' `values` [tokens of the row]. Each rank's gradient is that of its own."""
     return _Whole.apply(values, name)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -10,25 +10,23 @@ from typing import Any, NamedTuple
 from configs.architecture import PROVEN
 
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
-"""Cohere's and Falcon-H1's factor."""
+"""Cohere and Falcon-H1 have such a factor."""
 DIVISORS = ("logits_scaling",)
-"""Granite's and MiniCPM3's divisor."""
+"""Granite and MiniCPM3 have such a divisor."""
 MULTIPLYING = ("hyperclovax",)
-"""Types that multiply by DIVISORS."""
+"""Such models multiply by DIVISORS."""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Gemma's and RecurrentGemma's bound."""
+"""Gemma and RecurrentGemma have such a bound."""
 
 
 class Epilogue(NamedTuple):
     """Example: `Epilogue(scale=0.25)` for Cohere, `Epilogue(softcap=30.0)` for Gemma 2."""
 
     scale: float = 1.0
-    """Before the softcap."""
     softcap: float | None = None
 
     @classmethod
     def of(cls, config: Any) -> "Epilogue":
-        """As transformers' config asks for."""
         text, scale = config.get_text_config(), 1.0
         if config.model_type in PROVEN:  # they ignore such keys
             return cls()

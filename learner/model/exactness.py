@@ -1,8 +1,7 @@
 """Checks, before training, that the learner computes a model's packed rows as the model itself would.
 
 In a small copy of the model with random weights, in float32 on the CPU, packed documents and answers to a shared prompt
-must get the log-probabilities of transformers' own forward pass over each document alone. So a family of models is
-either exact or refused by name.
+must get the log-probabilities of transformers' own forward pass over each document alone.
 """
 
 import copy
@@ -33,7 +32,7 @@ from learner.model.policy import apply_head, hidden_states
 from learner.model.shrink import LARGEST, VOCABULARY, WINDOW, size_of, small, stir
 
 TOLERANCE = 1e-3
-"""In nats. An exact model differs by 1e-5."""
+"""A difference in nats. An exact model differs by 1e-5."""
 FAR = 10**7
 TRIED = attention.registered("sdpa") + "_tried"
 """`sdpa` that also checks the masks that transformers would make."""
@@ -44,7 +43,7 @@ FOREIGN = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError),
     *(TypeError, ValueError),
 )
-"""Raised if the learner cannot run the model."""
+"""A model that the learner cannot run raises these."""
 REMEDY = "take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral"
 OPTIONS = HeadOptions(1.0, 64, False)
 NO_IMAGES: Mapping[str, Tensor] = MappingProxyType({})
@@ -64,7 +63,7 @@ def check_exact(model: ModelConfig, share: bool) -> None:
 
 
 def check_in_own_process(model: ModelConfig, share: bool, ranks: int) -> None:
-    """Both checks, in a process that trains nothing."""
+    """Run both checks in a process that trains nothing."""
     state.use_torch_alone()
     check_exact(model, share)
     check_shareable(model, ranks)
@@ -121,7 +120,6 @@ def _not_shareable(config: PreTrainedConfig, trusted: bool) -> str | None:
 
 
 def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
-    """Raise Inexact if a small copy is not computed exactly."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs, ours = _built(config, trusted)
@@ -131,7 +129,6 @@ def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
 
 
 def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """As transformers runs it and as the learner does, with the same weights."""
     try:
         little = small(config, trusted)
         if (size := size_of(little, trusted)) > LARGEST:
@@ -166,7 +163,7 @@ AttentionMaskInterface.register(TRIED, _judge_mask)
 
 
 def _check_structure(model: PreTrainedModel) -> None:
-    """Faults that no comparison of log-probabilities shows."""
+    """Find faults that no comparison of log-probabilities shows."""
     if not loading.has_blocks(model):
         raise Inexact(f"{type(model).__name__} has no decoder.layers, where the learner looks for its blocks")
     try:
@@ -203,7 +200,7 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
         forks = forks_of(documents)
         cases.append(("texts that share a prefix", forest_row(forks), [text for text, _ in forks], 1))
     try:
-        Costs.of(ours), attention.most_copied(ours.config)  # a policy needs these
+        Costs.of(ours), attention.most_copied(ours.config)
         mixture, options = Mixture.of(ours), OPTIONS._replace(epilogue=Epilogue.of(ours.config))
         sight = vision.Sight(ours, attention.of_tower("sdpa")) if idle_parts.sees(ours.config) else None
         for what, row, texts, given in cases:
@@ -244,7 +241,7 @@ def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
 
 
 def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
-    """Texts, and how many tokens each has from the one before it: a fork beyond any window, one within the first
+    """Texts, and how many tokens each shares with the one before it: a fork beyond any window, one within the first
     document, a prefix, and a text by itself."""
     first, long, other, last = documents
     whole = np.concatenate([first, long, other])
@@ -259,8 +256,6 @@ def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
 
 
 def forest_row(texts: Sequence[tuple[np.ndarray, int]]) -> Microbatch:
-    """Lay out `texts`, each with how many tokens it has from the one before it."""
-
     def text(tokens: np.ndarray, joined: int, row: int) -> Text:
         zeros = np.zeros(len(tokens))
         return Text(tokens, np.arange(len(tokens)) > 0, zeros, zeros, zeros - 1, None, row, joined)
@@ -275,15 +270,14 @@ def packed_row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Micro
 
 
 def alone(model: PreTrainedModel, document: np.ndarray, images: Mapping[str, Tensor] = NO_IMAGES) -> Tensor:
-    """Log-probabilities of a document's tokens but the first, by the model's own forward pass. `images`: from
-    transformers' processor."""
+    """Log-probabilities by the model's own forward pass. `images`: from transformers' processor."""
     ids = torch.as_tensor(document)[None]
     logits: Tensor = model(input_ids=ids, use_cache=False, **images).logits[0].float()
     return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
 Parts = dict[str, list[Tensor]]
-"""Outputs [tokens, width]."""
+"""Outputs of blocks' parts: [tokens, width]."""
 
 
 @contextmanager
@@ -319,5 +313,4 @@ def first_difference(model: PreTrainedModel, ours: Parts, theirs: Parts) -> str:
 
 
 def named(error: BaseException) -> str:
-    """Example: `KeyError: 'cu_seq_lens_q'`"""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

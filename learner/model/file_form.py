@@ -22,12 +22,11 @@ DEEPER = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
 
 
 class FileForm:
-    """Of the files of `model`, whose weights are still whole, with or without storage."""
+    """The form of the files of `model`, whose weights are still whole, with or without storage."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._changed: dict[str, Shapes] = {}
-        """Where the files differ."""
         if model.config.model_type not in PROVEN:
             for name, tensor in [*model.named_parameters(), *persistent_buffers(model)]:
                 held = [(key, tuple(x.shape)) for key, x in self._reverted(name, tensor.detach().to("meta")).items()]
@@ -40,16 +39,15 @@ class FileForm:
 
     @property
     def joined(self) -> str:
-        """A tensor in the files made of several weights, which this form cannot do; empty if there is none."""
+        """A tensor in the files made of several weights, which this form cannot do."""
         names = Counter(name for held in self._changed.values() for name, _ in held)
         return next((name for name, number in names.items() if number > 1), "")
 
     def shapes(self, name: str, shape: Iterable[int]) -> Shapes:
-        """What the files hold of a weight."""
         return self._changed.get(name) or [(name, tuple(shape))]
 
     def tensors(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The same with its values: views of `weight`."""
+        """Views of `weight`."""
         held = self._changed.get(name)
         if held is None:
             yield name, weight

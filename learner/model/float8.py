@@ -21,7 +21,7 @@ from learner.model.idle_parts import sees
 from learner.model.loading import blocks
 
 FP8 = torch.float8_e4m3fn
-"""For gradients too: with a scale for each row precision counts, and not the range of e5m2."""
+"""Gradients have it too: with a scale for each row precision counts, and not the range of e5m2."""
 LARGEST = 448.0
 SMALLEST = 1e-12
 """A row of zeros stays one."""
@@ -32,8 +32,6 @@ FAST_SUMS = True
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer whose products are in FP8. Made by `convert`."""
-
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Products.apply(x.reshape(-1, self.in_features), self.weight)  # type: ignore[no-untyped-call]
         out = out.view(*x.shape[:-1], self.out_features)
@@ -75,13 +73,12 @@ def _scale(largest: Tensor) -> Tensor:
 
 
 def _multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [m, k] times bᵀ, b [n, k]."""
     found: Tensor = torch._scaled_mm(a, b.t(), a_scale, b_scale.view(1, -1), out_dtype=dtype, use_fast_accum=FAST_SUMS)
     return found
 
 
 def layers_of(model: PreTrainedModel) -> Iterator[nn.Linear]:
-    """Those of the blocks whose sizes MULTIPLE divides."""
+    """Linear layers whose sizes MULTIPLE divides."""
     for block in blocks(model):
         yield from _inside(block)
 
@@ -96,7 +93,7 @@ def _inside(block: nn.Module) -> Iterator[nn.Linear]:
 
 def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
     """What casts add to the block that needs most: bytes of its weights, and bytes per token of its outputs' gradients
-    and its widest input. All but the input are cast twice."""
+    and its widest input."""
     sizes = [[(layer.out_features, layer.in_features) for layer in _inside(block)] for block in blocks(model)]
     weights = max(2 * sum(out * inner for out, inner in block) for block in sizes)
     tokens = max(2 * sum(out for out, _ in block) + max((i for _, i in block), default=0) for block in sizes)
@@ -104,7 +101,7 @@ def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def convert(model: PreTrainedModel) -> int:
-    """Have the blocks' linear layers, on meta, multiply in FP8. Raises ConfigError by `why_not`."""
+    """Raises ConfigError for a model that `why_not` refuses."""
     if problem := why_not(model):
         raise ConfigError([f"{KEY}: {problem}; {REMEDY}"])
     layers = list(layers_of(model))
@@ -114,7 +111,7 @@ def convert(model: PreTrainedModel) -> int:
 
 
 def why_not(model: PreTrainedModel) -> str:
-    """Why nobody has shown that `model` trains right in FP8; empty if somebody has."""
+    """Why nobody has shown that `model` trains right in FP8."""
     name = type(model).__name__
     if has_experts(model.config):
         return f"{name} has experts, whose products would stay in bfloat16"

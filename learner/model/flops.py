@@ -26,16 +26,13 @@ from learner.model.towers import tower_parts
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """FLOPs of a tower's passes."""
-
     per_patch: float
     per_pair: float
-    """Per squared patch of a whole image."""
+    """Attention, per squared patch of a whole image."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TowerCosts | None":
-        """As the model is frozen by now. A matrix costs 2 in the forward pass, 2 for its own gradient and 2 for its
-        input's, if wanted."""
+        """A matrix costs 2 in the forward pass, 2 for its own gradient and 2 for its input's, if wanted."""
         parts = tower_parts(model)
         if parts is None:
             return None
@@ -77,7 +74,7 @@ class Costs:
         return cls(2.0 * products, 2.0 * _passes(head) * head.numel(), 6.0 * width)
 
     def total(self, tokens: float, trainable: float, squares: float) -> float:
-        """Of t tokens, s of them trainable, with q squares."""
+        """FLOPs of t tokens, s of them trainable, with q squares."""
         return self.per_token * tokens + self.per_trainable * trainable + self.per_pair * squares
 
     @property
@@ -103,12 +100,10 @@ def _width(config: Any, number: int) -> int:
 
 
 def active_parameters(model: PreTrainedModel) -> int:
-    """Parameters that a token meets."""
     return int(model.num_parameters()) - _idle(model, _matrices)
 
 
 def _passes(parameter: nn.Parameter) -> int:
-    """Forward, gradient of the input, own gradient."""
     return 3 if parameter.requires_grad else 2
 
 
@@ -121,7 +116,6 @@ def _matrices(module: nn.Module) -> int:
 
 
 def _idle(model: PreTrainedModel, size: Callable[[nn.Module], int]) -> int:
-    """Of the experts that a token does not take."""
     config = model.config.get_text_config()
     found = [experts for layer in blocks(model) if (experts := experts_of(layer)) is not None]
     return sum(round(size(experts) * (1 - share_taken(experts, config))) for experts in found)

@@ -4,8 +4,7 @@ Each text lays the tokens that the text before it lacks, and sees copies of the 
 (`CopiedPrompts`). So attention computes what it computes for the text alone.
 
 Several texts may train one token, each with its own behaviour and advantage. So per-token tensors have further entries
-behind the row's tokens, for tokens that a text trains and another has laid; the head computes each predicted token once
-(`Targets`).
+behind the row's tokens; the head computes each predicted token once (`Targets`).
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from learner.model.microbatch import CopiedPrompts, Microbatch, Targets
 
 
 class Text(NamedTuple):
-    """Arrays [tokens]."""
+    """A text of the row: arrays [tokens]."""
 
     tokens: np.ndarray
     sampled: np.ndarray
@@ -30,7 +29,7 @@ class Text(NamedTuple):
     row: int
     """Index in `Batch.rows`."""
     joined: int
-    """First tokens that the text before it has too."""
+    """Its first tokens that the text before it has too."""
 
     @property
     def length(self) -> int:
@@ -72,12 +71,11 @@ def places_of(texts: Sequence[Text]) -> list[np.ndarray]:
 
 
 class Entries(NamedTuple):
-    """Of the per-token tensors: first those of the row, then the further ones."""
+    """Entries of the per-token tensors: first the row's, then the further ones."""
 
     of_text: list[np.ndarray]
-    """By text, which tokens have an entry."""
+    """Tokens of each text that have an entry."""
     numbers: list[np.ndarray]
-    """By text, these entries."""
 
 
 def _entries(texts: Sequence[Text], size: int) -> Entries:

@@ -22,7 +22,7 @@ class Gathering:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Around all passes of a batch. After it every weight is a shard."""
+        """Surrounds all passes of a batch. After it every weight is a shard."""
         self._held = self._once
         try:
             yield
@@ -43,7 +43,7 @@ class Gathering:
         up its own; gathered once, each rank does, in fp32.
 
         So every pass must give every trained parameter a gradient, if only of zeros: FSDP refuses one that the last
-        pass alone brings, in `model.dtype`, beside those added up.
+        pass alone brings, in `model.dtype`.
         """
         self._module.set_requires_all_reduce(last)
         if self._once:

@@ -20,12 +20,9 @@ where several samples train a token."""
 
 
 class ChunkGradients(NamedTuple):
-    """What the gradient at a chunk's logits is computed from."""
-
     norms: Tensor
     entropy: Tensor
     of_logprob: Tensor
-    """Gradient at the targets' log-probabilities."""
     of_entropy: Tensor | None
     top: TopGradient | None = None
 
@@ -37,7 +34,7 @@ CHUNK_ON_CPU = 1024
 
 
 def chunk_tokens(learner: LearnerConfig) -> int:
-    """For an undecided `auto` the smaller of its two values."""
+    """An undecided `auto` takes the smaller of its two values."""
     return CHUNK_ON_CPU if learner.head_chunk_tokens == "auto" else learner.head_chunk_tokens
 
 
@@ -197,7 +194,6 @@ def _input_gradients(
 
 
 def _logits(hidden: Tensor, wide: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-    """With the scale only if there is a softcap."""
     z = _matmul(hidden, wide.T, _precision(hidden))
     if bias is not None:
         z += bias
@@ -207,7 +203,6 @@ def _logits(hidden: Tensor, wide: Tensor, bias: Tensor | None, epilogue: Epilogu
 
 
 def _slope(z: Tensor, epilogue: Epilogue) -> Tensor | None:
-    """Derivative of softly capped logits `z` at those before scale and softcap."""
     return z.div(epilogue.softcap).square_().neg_().add_(1).mul_(epilogue.scale) if epilogue.softcap else None
 
 
@@ -282,7 +277,6 @@ def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Without a temporary of its size on GPU."""
     if left.is_cuda and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:

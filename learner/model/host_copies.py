@@ -1,8 +1,7 @@
 """Keeps the inputs of recomputed blocks in host memory between forward and backward pass
 (`learner.activation_checkpointing: offload`).
 
-A stream of its own copies a block's input while the block computes, and fetches it while the block after it is
-recomputed.
+A stream copies a block's input while the block computes, and fetches it while the block after it is recomputed.
 """
 
 import weakref
@@ -16,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 INPUTS_HELD = 3
-"""On a GPU: of the block that is recomputed, the one fetched, and one on its way to the host."""
+"""A GPU holds the input of the block that is recomputed, the one fetched, and one on its way to the host."""
 
 
 @dataclass
@@ -24,9 +23,8 @@ class HostCopy:
     host: Tensor
     device: torch.device
     before: "weakref.ref[HostCopy] | None"
-    """Of the block before it, which the backward pass needs next."""
+    """The backward pass needs it next."""
     back: Tensor | None = None
-    """On the device again, once its fetch has begun."""
 
 
 class HostCopies:
@@ -35,7 +33,7 @@ class HostCopies:
         self._last: weakref.ref[HostCopy] | None = None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """As torch's `checkpoint`."""
+        """Works as torch's `checkpoint`."""
         with saved_tensors_hooks(self._store, self._fetch):  # of the inputs alone: within, checkpoint has hooks
             return checkpoint(function, *args, use_reentrant=False)
 
@@ -47,7 +45,7 @@ class HostCopies:
         with torch.cuda.stream(stream):
             host = torch.empty_like(given, device="cpu", pin_memory=True)
             host.copy_(given, non_blocking=True)
-        given.record_stream(stream)  # to be used again once the copy is made
+        given.record_stream(stream)
         kept = HostCopy(host, given.device, self._last)
         self._last = weakref.ref(kept)
         return kept

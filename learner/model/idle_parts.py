@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from configs.architecture import reads_images
 
 TEXT_ALONE = "headrace_text_alone"
-"""Set in a config that was read for `model.text_alone`."""
+"""`model.text_alone` sets it in a config."""
 
 AROUND_KEYS = (("vision_start_token_id", "vision_end_token_id"), ("boi_token_id", "eoi_token_id"))
-"""Tokens before and after an image, of the Qwen models and of MUTUAL ones."""
+"""Tokens around an image, of the Qwen models and of MUTUAL ones."""
 
 
 def sees(config: Any) -> bool:
@@ -25,7 +25,6 @@ def sees(config: Any) -> bool:
 
 
 def nests_text(config: Any) -> bool:
-    """Whether a model is multimodal."""
     return config.get_text_config() is not config
 
 
@@ -47,7 +46,7 @@ def idle_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def idle_names(model: PreTrainedModel) -> frozenset[str]:
-    """Of parameters and buffers."""
+    """Names of idle parameters and buffers."""
     if not _has_idle(model):
         return frozenset()
     used, inside = _used(model), {id(module) for part in idle_modules(model) for module in part.modules()}
@@ -61,6 +60,5 @@ def _has_idle(model: PreTrainedModel) -> bool:
 
 
 def _used(model: PreTrainedModel) -> set[int]:
-    """By `id`."""
     parts = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}

@@ -30,10 +30,10 @@ Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter at version 0."""
 ADAPTER = ("lora_A", "lora_B")
 VALUE_HEAD = "value_head"
-"""A critic's, which no file has."""
+"""A critic's parameter, which no file has."""
 
 WRONG_VALUES = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError)
-"""Raised for wrong or contradicting values in config.json."""
+"""transformers raises these for wrong or contradicting values."""
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -56,12 +56,11 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
-    """In fp32 and training mode."""
     return build(read_config(model), attention, torch.device("meta"), model.trust_remote_code)
 
 
 def build(config: PreTrainedConfig, attention: str, device: torch.device, trusted: bool) -> PreTrainedModel:
-    """In fp32 and training mode, without dropout. Changes `config`."""
+    """Build a model in fp32 and training mode, without dropout. Changes `config`."""
     switch_off_dropout(config)
     if has_experts(config):
         config.get_text_config()._experts_implementation = IMPLEMENTATION
@@ -80,7 +79,7 @@ def build(config: PreTrainedConfig, attention: str, device: torch.device, truste
 
 
 def switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Every rate with `drop` or `jitter` in its name, in nested configs too: log-probabilities would be random."""
+    """Set every rate with `drop` or `jitter` in its name to 0: log-probabilities would be random."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             switch_off_dropout(value)
@@ -97,7 +96,6 @@ def _attentions(config: PreTrainedConfig, attention: str) -> str | dict[str, str
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' class for a model with all of its parts."""
     if getattr(config, "vision_config", None) is not None:
         return AutoModelForImageTextToText
     multimodal = (
@@ -107,7 +105,7 @@ def auto_class(config: Any) -> Any:
 
 
 def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """Those that the model's files hold; most models have none."""
+    """Most models have none."""
     return [
         (f"{name}.{key}".removeprefix("."), buffer)
         for name, module in model.named_modules()
@@ -143,14 +141,13 @@ def distribute_weights(
     initial: Initial,
     masters: MasterWeights | None = None,
 ) -> None:
-    """Fill `empty`, sharded and on meta, with the weights that rank 0 reads, tensor by tensor; a collective. The files
-    lack an adapter's weights, which are `initial`, and a critic's head, which is zeros. `masters` keep what is trained
-    before it is rounded."""
+    """Fill `empty`, sharded and on meta, with the weights that rank 0 reads, tensor by tensor; a collective. An
+    adapter's are `initial`, and a critic's head is zeros. `masters` keep what is trained before it is rounded."""
     source = _read(model) if dist.get_rank() == 0 else {}
     first_name = {id(parameter): name for name, parameter in empty.named_parameters()}
     filled: dict[str, nn.Parameter] = {}
     for name, parameter in empty.named_parameters(remove_duplicate=False):
-        first = first_name[id(parameter)]  # tied weights are one parameter under two names, and stay one
+        first = first_name[id(parameter)]  # tied weights stay one parameter
         if first not in filled:
             assert isinstance(parameter, DTensor)
             given = initial(first, parameter.shape) if first.endswith(ADAPTER) else source.get(first)
@@ -174,8 +171,8 @@ def distribute_weights(
 
 
 def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """The model in `model.path`, in host memory. Raises ConfigError for weights that its files lack or have in another
-    shape: transformers would make them up."""
+    """Raises ConfigError for weights that the model's files lack or have in another shape: transformers would make them
+    up."""
     config, trusted = read_config(model), model.trust_remote_code
     how: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     read, found = auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted, **how)
@@ -201,7 +198,7 @@ def _read(model: ModelConfig) -> dict[str, Tensor]:
 def init_random(
     empty: PreTrainedModel, device: torch.device, shards: int, masters: MasterWeights | None = None
 ) -> None:
-    """Each rank its own shard, equal in all replicas: for benchmarks of shapes."""
+    """Each rank makes its own shard, equal in all replicas: for benchmarks of shapes."""
     empty.to_empty(device=device)
     for part in empty.modules():  # a tower has a class of its own
         if isinstance(part, PreTrainedModel):
@@ -215,7 +212,7 @@ def init_random(
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if parameter.dim() > 1:
                 local.normal_(0.0, spread, generator=generator)
-            else:  # norms and biases
+            else:
                 local.fill_(name.endswith("weight"))
             if masters and parameter.requires_grad:
                 masters.keep(name, local)

@@ -24,9 +24,8 @@ ALIGNED = 64
 """Each parameter begins at a multiple, for vectorised copies and kernels."""
 LOGGED = 1 << 28
 KINDS = 3
-"""The weight and two moments."""
 SLOTS = 3
-"""Portions on the GPU: on its way there, updated, on its way back."""
+"""One portion is on its way to the GPU, one is updated, one is on its way back."""
 
 
 def device_bytes(numbers: int, portion: int) -> int:
@@ -88,7 +87,6 @@ def unlock(memory: Tensor, device: torch.device, portion: int = PORTION) -> None
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:
-    """For a `model` on meta."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -139,7 +137,6 @@ class MasterWeights:
 
 
 def rows_of(parameter: Tensor) -> Tensor:
-    """A view."""
     found = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return found.detach()
 

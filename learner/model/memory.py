@@ -44,9 +44,9 @@ from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
 log = logging.getLogger(__name__)
 GIB = 2**30
 SHARE = 0.9
-"""Of GPU memory, filled by `auto`; the rest is for CUDA, NCCL and fragmentation."""
+"""`tokens_per_microbatch: auto` fills this share of GPU memory; the rest is for CUDA, NCCL and fragmentation."""
 GATHERED_SHARE = 0.1
-"""Of GPU memory, or of the microbatch where that fills the GPU: the most that `gather: auto` spends."""
+"""`gather: auto` spends at most this share of GPU memory, or of the microbatch where that fills the GPU."""
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 META_ATTENTION = attention.registered("varlen")
@@ -57,7 +57,7 @@ MATMULS = (
 
 
 class OutOfMemory(RuntimeError):
-    """Its text says what fills the GPU and which key to change."""
+    """The GPU is full; the text says what fills it and which key to change."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PeakCandidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Peak bytes on one rank's GPU: the largest candidate's."""
+    """Peak bytes on one rank's GPU."""
 
     candidates: list[PeakCandidate]
 
@@ -90,14 +90,12 @@ class Estimate:
         return min(fits) // 256 * 256
 
     def describe(self, tokens: int) -> str:
-        """For people: `31.0 GiB = 17.3 optimizer + 8.6 weights + ...`."""
         peak = max(self.candidates, key=lambda candidate: candidate.total(tokens))
         sizes = sorted(peak.items(tokens).items(), key=lambda item: -item[1])
         return f"{self.total(tokens) / GIB:.1f} GiB = " + " + ".join(f"{size / GIB:.1f} {name}" for name, size in sizes)
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Bytes that no other process holds."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -105,7 +103,7 @@ def gpu_memory(device: torch.device) -> int | None:
 
 
 def share_of_batch(config: Config) -> int:
-    """Most tokens of a rank's part of a batch: a microbatch need not be larger."""
+    """The most tokens that a rank gets of a batch: its microbatch need not be larger."""
     samples = config.sft.rows or config.batch.groups * config.batch.samples
     return -(-samples // parts_of(config.learner)) * max_sample_tokens(config)
 
@@ -147,7 +145,7 @@ def choose_gather(
 def memory_budget(
     config: Config, device: torch.device, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
-    """As `budget_in`, for a rank on `device`; checks the host's memory too."""
+    """The same as `budget_in`, and a check of the host's memory."""
     expected, budget = budget_in(config, gpu_memory(device), shards, reference, sends, patches)
     if device.type == "cuda":
         ranks = ranks_of_node(config.learner, config.learner.ranks, os.environ)
@@ -160,8 +158,8 @@ def memory_budget(
 def budget_in(
     config: Config, available: int | None, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
-    """A rank's estimate, and the tokens of its microbatches. `available`: bytes; None: on CPU. Raises ConfigError if
-    the GPU is too small."""
+    """Estimate a rank's memory and the tokens of its microbatches. `available`: None on CPU. Raises ConfigError if the
+    GPU is too small."""
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
     sizes = config.model, config.learner, shards, reference, sends, keeps_critic(config)
     expected, share = estimate(*sizes), share_of_batch(config)
@@ -190,7 +188,7 @@ def budget_in(
 
 
 def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
-    """Pinned, by `activation_checkpointing: offload`."""
+    """Memory that `activation_checkpointing: offload` pins."""
     if learner.activation_checkpointing != "offload":
         return 0
     text = sizes_of(model, learner.context_parallel).text
@@ -198,7 +196,6 @@ def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
 
 
 def host_state_bytes(model: ModelConfig, learner: LearnerConfig, shards: int) -> int:
-    """By `cpu_offload`."""
     if not learner.cpu_offload:
         return 0
     size = sizes_of(model, learner.context_parallel)
@@ -208,7 +205,7 @@ def host_state_bytes(model: ModelConfig, learner: LearnerConfig, shards: int) ->
 
 
 def check_host(config: Config, tokens: int, ranks: int, available: int, shards: int) -> None:
-    """Raise ConfigError if `ranks` ranks cannot keep what is offloaded."""
+    """Raise ConfigError if host memory is too small for what is offloaded."""
     inputs, state = (
         ranks * size
         for size in (
@@ -249,9 +246,9 @@ def estimate(
     critic: bool = False,
     alone: bool = False,
 ) -> Estimate:
-    """Of one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too. `sends`: over how
-    many ranks the servers' copies are spread, of which this GPU holds a share; 0: it holds none. `alone`: a batch is
-    one microbatch, so gradients come while activations go. Undecided `auto` takes the least memory."""
+    """Estimate the memory of one of `shards` ranks that share a copy of the model. `sends`: over how many ranks the
+    servers' copies are spread, of which this GPU holds a share; 0: it holds none. `alone`: a batch is one microbatch,
+    so gradients come while activations go. An undecided `auto` takes the least memory."""
     size, width = sizes_of(model, learner.context_parallel), getattr(torch, model.dtype).itemsize
     always = _always(size, learner, width, shards, reference)
     if critic:
@@ -263,7 +260,7 @@ def estimate(
     found = [at_head, in_block]
     if alone and learner.gather != "batch":
         found = _while_gradients_come(size, width, at_head, in_block)
-    if learner.cpu_offload == "optimizer":  # when all activations are gone
+    if learner.cpu_offload == "optimizer":
         portions = device_bytes(size.trained // shards, PORTION)
         found.append(PeakCandidate(always | {"optimizer's portions": portions}, {}))
     if images:  # when what the text model kept is gone
@@ -273,7 +270,7 @@ def estimate(
 
 def _always(size: "ModelSizes", learner: LearnerConfig, width: int, shards: int, reference: bool) -> dict[str, int]:
     on_gpu, apart = 0 if learner.cpu_offload is True else 1, learner.cpu_offload == "optimizer"
-    rounded = (4 - width) * size.trained if apart else 0  # in host memory instead
+    rounded = (4 - width) * size.trained if apart else 0
     always = {
         "weights": (size.held * on_gpu * (1 + reference) - rounded) // shards,
         "gradients": 4 * size.trained * on_gpu // shards,
@@ -313,10 +310,10 @@ def _passes(
 def _while_gradients_come(
     size: "ModelSizes", width: int, at_head: PeakCandidate, in_block: PeakCandidate
 ) -> list[PeakCandidate]:
-    """No gradient at first, few activations at last."""
+    """There is no gradient at first, and few activations are left at last."""
     none, head = {"gradients": 0}, size.output if size.output_is_trained else 0
     last = in_block.per_token | {"activations": in_block.per_token["activations"] // size.text.layers}
-    # the output embedding's may begin while the last block's goes on
+    # its reduction may begin while the last block's goes on
     reduced = {"head": 2 * width * head + 4 * head}
     return [
         PeakCandidate(at_head.fixed | none, at_head.per_token),
@@ -334,26 +331,24 @@ class Traced:
     inputs: int
     layers: int
     width: int
-    """Of a block's input."""
     widest: int
     alike: bool = True
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Parameters, and bytes per token or patch."""
+    """Parameters of a model, and bytes per token or patch."""
 
     parameters: int
     trained: int
     held: int
-    """Bytes."""
+    """Bytes of all parameters."""
     blocks: int
     block: int
-    """The largest."""
+    """Parameters of the largest block."""
     changed: int
-    """The most that are trained of one."""
+    """The most trained parameters of a block."""
     output: int
-    """The embedding."""
     output_is_trained: bool
     vocabulary: int
     text: Traced
@@ -362,16 +357,15 @@ class ModelSizes:
     tower: Traced | None = None
     tower_is_trained: bool = False
     ends_of_tower: int = 0
-    """Bytes per patch, outside of the tower's blocks."""
+    """Bytes per patch that are kept outside of the tower's blocks."""
     softcap: bool = False
     idle: int = 0
     critic: int = 0
     casts: tuple[int, int] = (0, 0)
-    """As `float8.cast_bytes`."""
 
 
 def sizes_of(model: ModelConfig, context_parallel: int = 1) -> ModelSizes:
-    """Counted once. Raises ConfigError if so many ranks cannot share rows."""
+    """Raises ConfigError if so many ranks cannot share rows."""
     return _sizes_of(model.model_dump_json(), read_config(model).to_json_string(), context_parallel)
 
 
@@ -413,7 +407,6 @@ def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSiz
 
 
 def _critic_parameters(empty: PreTrainedModel) -> int:
-    """Replaces the head of `empty`."""
     replace_head(empty)
     return int(empty.num_parameters())
 
@@ -457,7 +450,7 @@ def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | N
 
 
 def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str, int], int]:
-    """As `_saved`, for a row's token. Inputs of the tower's blocks stay on the GPU."""
+    """The inputs of the tower's blocks stay on the GPU."""
     if size.tower is None:
         return {}, 0
     if learner.activation_checkpointing == "offload":
@@ -471,7 +464,7 @@ def _meta_places() -> Tensor:
 
 
 def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
-    """Bytes per token kept for the backward pass, and those that one block's backward pass works with.
+    """Bytes per token kept for the backward pass, and bytes that one block's backward pass works with.
 
     A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are. How
     much less a compiled one keeps is not measured.
@@ -481,7 +474,7 @@ def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
     if learner.activation_checkpointing in ("auto", "block", "offload"):
         inputs = min(layers, INPUTS_HELD) if learner.activation_checkpointing == "offload" else layers
         working = everything // layers + 2 * traced.widest if traced.alike else working + everything // layers
-        return (inputs + 2) * width, working  # 2: of the last norm
+        return (inputs + 2) * width, working  # 2: what the last norm keeps
     if learner.compile is True:  # the compiler keeps inputs and outputs of matmuls
         return min(matmuls + traced.inputs, everything), working
     if learner.activation_checkpointing == "selective":
@@ -490,7 +483,7 @@ def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
 
 
 Storages = dict[int, Tensor]
-"""By address: views count once. Holding tensors keeps addresses unique."""
+"""The keys are addresses, so views count once. Holding the tensors keeps addresses unique."""
 
 
 def _add(storages: Storages, *tensors: Tensor) -> None:
@@ -546,7 +539,6 @@ class _MatmulRecorder(TorchDispatchMode):
 
 @contextmanager
 def explain_out_of_memory(estimate: Estimate, tokens: int) -> Iterator[None]:
-    """Turn torch's error into OutOfMemory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

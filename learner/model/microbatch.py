@@ -1,8 +1,7 @@
 """A microbatch: pieces of text packed without padding, one after another.
 
-Where samples share a prompt, the row is [shared prompts | their answers, group by group | whole documents]. Pieces are
-documents, except that an answer sees its prompt's keys (`SharedPrompts`) or, where that costs less, copies of them
-(`CopiedPrompts`).
+Where samples share a prompt, the row is [shared prompts | their answers, group by group | whole documents]. An answer
+sees its prompt's keys too (`SharedPrompts`) or, where that costs less, copies of them (`CopiedPrompts`).
 """
 
 from collections.abc import Sequence
@@ -20,13 +19,11 @@ class SharedPrompts(NamedTuple):
     """The answers of group i see prompt i.
 
     Example: prompts of 4 and 9 tokens, the first with answers of 2 and 3, the second of 1 and 1: `answer_starts` [0, 5,
-    7], `prompt_starts` [0, 4, 13], `prompts_end` 13, `answers_end` 20.
+    7], `prompt_starts` [0, 4, 13].
     """
 
     answer_starts: Tensor
-    """int32, counted from the first answer."""
     prompt_starts: Tensor
-    """int32."""
     longest_answers: int
     longest_prompt: int
     prompts_end: int
@@ -34,16 +31,13 @@ class SharedPrompts(NamedTuple):
 
 
 class CopiedPrompts(NamedTuple):
-    """The keys that each piece sees: its own, an answer its prompt's before them.
+    """The keys that each piece sees: its own, and before an answer's its prompt's.
 
-    Example: a prompt of 2 with answers of 1 and 3: `keys` [0, 1, 0, 1, 2, 0, 1, 3, 4, 5], `starts` [0, 2, 5, 10],
-    `longest` 5.
+    Example: a prompt of 2 with answers of 1 and 3: `keys` [0, 1, 0, 1, 2, 0, 1, 3, 4, 5], `starts` [0, 2, 5, 10].
     """
 
     keys: Tensor
-    """int64."""
     starts: Tensor
-    """int32."""
     longest: int
 
 
@@ -55,15 +49,12 @@ class Targets(NamedTuple):
     """
 
     predictor: Tensor
-    """int64."""
     tokens: Tensor
-    """int64."""
     of_scored: Tensor
-    """int64: the target of each of `Microbatch.scored`."""
+    """The target of each of `Microbatch.scored`."""
     members: Tensor
-    """int64: indices into `Microbatch.scored`, by target."""
+    """Indices into `Microbatch.scored`, by target."""
     starts: tuple[int, ...]
-    """On the CPU."""
 
     def scored(self, targets: slice) -> Tensor:
         """The entries of `Microbatch.scored` that belong to `targets`."""
@@ -71,21 +62,17 @@ class Targets(NamedTuple):
 
 
 class RowSlice(NamedTuple):
-    """A rank's slice of a row that a context group shares (`context.py`).
-
-    Example: of a document of 6 tokens, the last 4 trainable, the second of two ranks has `start` 3, `stop` 6, `scored`
-    [4, 5], `predictor` [0, 1], `filled_from` 6.
-    """
+    """A rank's slice of a row that a context group shares (`context.py`)."""
 
     group: str
     start: int
     stop: int
     scored: Tensor
-    """int64: those of `Microbatch.scored` whose predictor it holds."""
+    """int64: the entries of `Microbatch.scored` whose predictor it holds."""
     predictor: Tensor
     """int64: indices in the slice."""
     filled_from: int
-    """Where the row ends but for what fills it up to equal slices."""
+    """The row's end, but for tokens that fill it up to equal slices."""
 
 
 @dataclass(frozen=True)
@@ -97,44 +84,42 @@ class Microbatch:
     """
 
     tokens: Tensor
-    """int64."""
+    """int64"""
     positions: Tensor
-    """int64; an answer's go on from its prompt's. With images [4, tokens]: below them `rope_positions`."""
+    """int64. An answer goes on from its prompt. With images [4, tokens]: below them are `rope_positions`."""
     cu_seqlens: Tensor
-    """int32 [pieces + 1]."""
+    """int32 [pieces + 1]"""
     max_seqlen: int
     sampled: Tensor
-    """bool: trainable. Never a document's first token, which nothing predicts."""
+    """bool: trainable, which no document's first token is."""
     scored: Tensor
     """int64 [trainable tokens]: where `sampled` is true."""
     predictor: Tensor
-    """int64 [trainable tokens]: index of the token before each; for an answer's first token its prompt's last."""
+    """int64 [trainable tokens]: the token before each; for an answer's first token its prompt's last."""
     behaviour: Tensor
     """float32 log-probability at sampling."""
     versions: Tensor
     """int64, -1 for prompts."""
     sequence: Tensor
-    """int64 index in `Batch.rows`; in a shared prompt any of its group's, in a dummy 0."""
+    """int64 index in `Batch.rows`; in a shared prompt any of its group's."""
     turn: Tensor
     """int64 index in `Batch.turns`; -1 for given tokens."""
     groups: Sequence[int]
-    """Numbers of answers to each shared prompt."""
+    """How many answers each shared prompt has."""
     shared: SharedPrompts | CopiedPrompts | None
     images: PackedImages | None = None
     routes: Tensor | None = None
-    """uint8 or int32 [layers with experts, tokens, k]: experts to replay."""
+    """uint8 or int32 [layers with experts, tokens, k]"""
     advantages: Tensor | None = None
-    """float32, by a critic; None: as of the turn."""
+    """float32, by a critic."""
     teacher: Tensor | None = None
-    """float32 log-probability, 0 where there is none."""
+    """float32 log-probability, 0 where there is no teacher."""
     teacher_ids: Tensor | None = None
-    """int64 [trainable tokens, k]: the teacher's most probable tokens in place of `scored`, zeros where there is no
-    teacher."""
+    """int64 [trainable tokens, k]: the teacher's most probable tokens, zeros where there is no teacher."""
     teacher_top: Tensor | None = None
-    """float32 [trainable tokens, k]: their log-probabilities."""
+    """float32 [trainable tokens, k]"""
     targets: Targets | None = None
     own: RowSlice | None = None
-    """None: this rank computes the whole row."""
 
     @property
     def held(self) -> slice:
@@ -174,7 +159,7 @@ def lay_out(
     groups: Sequence[int] = (),
     turns: Sequence[Any] | None = None,
 ) -> Microbatch:
-    """The microbatch of some pieces; `rows`: their indices in `Batch.rows`.
+    """Make a microbatch of pieces; `rows`: their indices in `Batch.rows`.
 
     `groups`: numbers of answers to shared prompts. So many prompts come first, without trainable tokens, then the
     answers to the first one, and so on; the rest are whole documents.
@@ -234,6 +219,5 @@ def _shared(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts:
 
 
 def one_document(tokens: Sequence[int]) -> Microbatch:
-    """Every token but the first is trainable."""
     size = len(tokens)
     return lay_out([tokens], [np.ones(size)], [np.zeros(size)], [np.full(size, -1)], [0])

@@ -47,18 +47,18 @@ SAVED_OPS = [
     *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default),
     torch.ops.headrace.attend.default,
 ]
-"""Kept by selective activation checkpointing: recomputing them is expensive."""
+"""Selective activation checkpointing keeps these results: recomputing them is expensive."""
 MOST_GRAPHS = 64
-"""Of a block, with or without gradient, adapter, shared prompts. Beyond torch's own limit, 8, it would run
+"""A block has graphs with and without gradient, adapter, shared prompts. Beyond torch's own limit, 8, it would run
 uncompiled."""
 
 
 class Policy(nn.Module):
-    """`policy(microbatch)` computes log-probabilities. `frozen`: without gradients. `valued`: a critic's body.
-    `random`: initial weights are not read. `seed`: of the adapter. `replay`: batches must have routes.
+    """`policy(microbatch)` computes log-probabilities. `frozen`: it has no gradients. `valued`: it is a critic's body.
+    `replay`: batches must have routes.
 
     Rank 0 reads the weights, and shards them tensor by tensor: no other rank ever holds the whole model, and rank 0
-    only in host memory. Undecided `auto` takes the least memory.
+    only in host memory. An undecided `auto` takes the least memory.
     """
 
     def __init__(
@@ -115,7 +115,6 @@ class Policy(nn.Module):
         self._shard(learner.compile is True, offload, gathers_once)
         self.gathering = Gathering(self, gathers_once, idle_modules(self.model))
         self.masters = MasterWeights(self.model, self.device) if apart else None
-        """The trained weights in fp32, in host memory."""
         if random:
             place = torch.device("cpu") if offload else self.device
             loading.init_random(self.model, place, shards(mesh), self.masters)
@@ -165,9 +164,9 @@ class Policy(nn.Module):
         """Log-probability and entropy of each trainable token given those before it: two [tokens] float32, 0 for other
         tokens.
 
-        With `loss`, a function of some of `microbatch.scored`, they have no gradient; its sum, [] float32 with
-        gradient, is the third result. `top`: as in `chunked_loss`. A critic's body has one result: the value of the
-        state after each token, [tokens] float32 with gradient.
+        With `loss`, a function of some of `microbatch.scored`, they have no gradient; its sum, [] float32, is the third
+        result. `top`: as in `chunked_loss`. A critic's body has one result: the value of the state after each token,
+        [tokens] float32.
         """
         hidden = hidden_states(self.model, self.sight, self.mixture, microbatch)
         if self.valued:
@@ -191,7 +190,7 @@ class Policy(nn.Module):
         return microbatch.copying(self.sharing.most_copied).to(self.device)
 
     def logprobs_of(self, tokens: Microbatch | Sequence[int]) -> list[float]:
-        """Log-probabilities of `tokens[1:]` at temperature 1; with images as a microbatch of that document."""
+        """Log-probabilities of `tokens[1:]` at temperature 1."""
         row = tokens if isinstance(tokens, Microbatch) else one_document(tokens)
         return self.score(self.place(row), temperature=1.0)[1 : len(row.tokens)].tolist()
 
@@ -208,14 +207,13 @@ class Policy(nn.Module):
             yield from self.form.tensors(name, buffer)
 
     def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """This rank's own rows, maybe none, of each weight but those `without`; times their scale, not rounded. No
-        communication. What is yielded must not be written to."""
+        """This rank's own rows, maybe none, times their scale, not rounded. No communication. What is yielded must not
+        be written to."""
         for name, parameter, scale in self._published(without):
             local = own_rows(parameter)
             yield name, local if scale == 1.0 else local * scale
 
     def replicated_names(self) -> frozenset[str]:
-        """Weights that every rank holds whole."""
         return frozenset(name for name, p, _ in self._published() if not is_sharded(p))
 
     def unsent_by_rows(self) -> str:
@@ -226,7 +224,7 @@ class Policy(nn.Module):
         )
 
     def weight_specs(self) -> list[Spec]:
-        """Of what `full_weights` yields; no communication."""
+        """Describe what `full_weights` yields; no communication."""
         every = [(name, p.shape, self.dtype) for name, p, _ in self._published()]
         every += [(name, buffer.shape, buffer.dtype) for name, buffer in self._published_buffers()]
         return [Spec(*held, dtype) for name, shape, dtype in every for held in self.form.shapes(name, shape)]
@@ -249,7 +247,7 @@ class Policy(nn.Module):
         return unshard((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
 
     def frozen_names(self) -> frozenset[str]:
-        """By `model.freeze`, and of idle parts."""
+        """Weights that `model.freeze` names, and those in idle parts."""
         idle = idle_names(self.model)
         every: list[tuple[str, Tensor]] = [(name, p) for name, p, _ in self._published() if not p.requires_grad]
         every += [(name, buffer) for name, buffer in self._published_buffers() if name in idle]
@@ -257,7 +255,7 @@ class Policy(nn.Module):
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts what its row has: of ranks that share a row, the first alone."""
+        """Whether this rank counts what its row has: where ranks share a row, the first alone does."""
         return self.context_group is None or context.size_and_rank(self.context_group)[1] == 0
 
     @property
@@ -295,7 +293,6 @@ def apply_head(
     loss: ChunkLoss | None = None,
     top: TopTokens | None = None,
 ) -> tuple[Tensor, ...]:
-    """The result of `Policy.forward`."""
     own, scored, targets = microbatch.own, microbatch.predicted, microbatch.targets
     predictor = microbatch.predictor if own is None else own.predictor
     tokens, shared = microbatch.tokens if targets is None else targets.tokens, microbatch.shared is not None

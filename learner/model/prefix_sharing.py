@@ -20,12 +20,11 @@ class PrefixSharing:
 
     prompts: bool
     key_room: float | None
-    """As in `Batch.from_part`."""
     most_copied: float
     unshared: str | None
-    """Why a prompt cannot be."""
+    """Why a prompt cannot be shared."""
     no_trees: str | None
-    """Why no longer prefix can be."""
+    """Why no longer prefix can be shared."""
 
     @classmethod
     def of(
@@ -38,7 +37,6 @@ class PrefixSharing:
         blocks: int,
         other: str | None = None,
     ) -> "PrefixSharing":
-        """`other`: another reason against longer prefixes."""
         unshared = attention.why_unshared(config, name, device, kept)
         no_trees = other or attention.why_no_trees(config, name, device, kept)
         inputs = min(blocks, INPUTS_HELD) if learner.activation_checkpointing == "offload" else blocks
@@ -48,7 +46,6 @@ class PrefixSharing:
 
     @property
     def whole_groups(self) -> bool:
-        """Whether a rank should get them."""
         return self.prompts or self.key_room is not None
 
     def tell(self, learner: LearnerConfig) -> None:

@@ -16,12 +16,9 @@ from learner.model.speed import choose, fastest_first
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's memory and microbatches."""
-
     estimate: Estimate
     tokens: int
     least: int
-    """Tokens of the largest microbatch that must fit."""
 
     @property
     def total(self) -> int:
@@ -31,7 +28,6 @@ class RankMemory:
         return self.estimate.describe(max(self.tokens, self.least))
 
     def fills(self, memory: int) -> bool:
-        """More than `auto` would."""
         return self.total > SHARE * memory
 
 
@@ -40,7 +36,6 @@ class Settled:
     learner: LearnerConfig
     first: RankMemory
     others: RankMemory | None
-    """Any rank but rank 0."""
 
 
 def settle(config: Config, memory: int, patches: int = 0) -> Settled:
@@ -54,7 +49,6 @@ def settle(config: Config, memory: int, patches: int = 0) -> Settled:
 
 
 def settle_speed(config: Config, memory: int, patches: int) -> Config:
-    """All ranks take what fits the fullest."""
     ways = fastest_first(config.learner, True, config.run.versions)
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
     taken = max(choose(config.model, ways, *sizes, sends, keeps_critic(config)) for sends in roles(config))
@@ -69,13 +63,12 @@ def settle_gather(config: Config, memory: int, patches: int) -> Config:
 
 
 def roles(config: Config) -> list[int]:
-    """`sends` of `memory.estimate` for rank 0 and the last rank."""
+    """The `sends` of `memory.estimate` for rank 0 and the last rank."""
     shards = shards_of(config.learner)
     return [copies_over(config, shards, rank) for rank in sorted({0, config.learner.ranks - 1})]
 
 
 def shards_of(learner: LearnerConfig) -> int:
-    """Ranks that share one copy."""
     return learner.shard or max(1, learner.ranks // learner.nodes)
 
 

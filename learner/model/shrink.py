@@ -18,7 +18,7 @@ from learner.model import idle_parts, loading
 from learner.model.towers import tower_parts
 
 GAIN = 3.0
-"""Of random activations: a softcap of 50 has an effect."""
+"""A softcap of 50 has an effect on such activations."""
 TOWER_GAIN = 1.0
 """The text model enlarges a trained tower's differences of rounding."""
 WINDOW = 8
@@ -37,7 +37,6 @@ EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts")
 MOST_EXPERTS, MOST_CHOSEN = 8, 2
 LESS = {"q_lora_rank": 48, "n_group": 2, "topk_group": 1, "mamba_n_groups": 1, "mamba_num_heads": 4, "n_groups": 2}
-"""The most of some other sizes."""
 SAME = ("block_dim", "conv_dim", "conv_dim_out")
 """LFM2's files name the model's width several times, and vLLM reads those names."""
 UNMOVED = ("A_log", "dt_bias", "D")
@@ -46,7 +45,7 @@ UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 
 
 def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
-    """A small copy of `config`; all its widths stay where transformers cannot run a narrow one."""
+    """Shrink a copy of `config`; all widths stay where transformers cannot run a narrow one."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
     own = _keep_each_kind(text)
@@ -137,7 +136,7 @@ def _set_single_layers(text: Any, own: dict[int, dict[str, Any]], shrunk: bool =
 
 
 def _narrow_state(text: Any) -> None:
-    """As many heads as their own width and the model's allow."""
+    """Their own width and the model's must allow the number of heads."""
     keys, values = (getattr(text, f"linear_num_{which}_heads", None) for which in ("key", "value"))
     if isinstance(keys, int) and isinstance(values, int):
         text.linear_num_key_heads, text.linear_num_value_heads = 2, 2 * (values // keys)
@@ -165,14 +164,13 @@ def _narrow_pooled_tower(config: Any) -> None:
 
 
 def _shrink_images(config: Any) -> None:
-    """2 x 2 tokens, each of as many patches as before: no window is shorter."""
+    """An image gets 2 x 2 tokens, each of as many patches as before: no window is shorter."""
     tower = config.vision_config
     merge = max(1, tower.image_size // tower.patch_size // isqrt(config.mm_tokens_per_image))
     config.mm_tokens_per_image, tower.image_size = 4, 2 * merge * tower.patch_size
 
 
 def _with_idle(config: PreTrainedConfig, narrowed: bool) -> PreTrainedConfig | None:
-    """None if transformers refuses the copy."""
     shrunk = copy.deepcopy(config)
     text = shrunk.get_text_config()
     for key in shrunk.sub_configs:

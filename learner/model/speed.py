@@ -12,14 +12,14 @@ from learner.model.memory import SHARE, estimate
 
 log = logging.getLogger(__name__)
 VERSIONS_WORTH_COMPILING = 20
-"""Which takes a minute at the start."""
+"""Compiling takes a minute at the start."""
 ENOUGH_TOKENS = 8192
-"""With so many matrix products fill a GPU and hide the gathering of weights."""
+"""So many tokens fill a GPU and hide the gathering of weights."""
 HEAD_CHUNK_ON_GPU = 4096
 STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3, "offload": 4 / 3}
 """`block` computes each forward pass twice; long rows hide copies to the host."""
 EAGER_TIME = 1.3
-"""Relative to a compiled step: 37 % MFU against 49 % (benchmarks/LOG.md)."""
+"""A compiled step has 49 % MFU, another 37 % (benchmarks/LOG.md)."""
 NOTABLE = 1.2
 REASONS = {
     "none": "recomputes nothing; {tokens:,} tokens per microbatch fit",
@@ -29,7 +29,7 @@ REASONS = {
 
 
 def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int) -> list[LearnerConfig]:
-    """Possible settings; none needs more memory than the one before. Never empty."""
+    """List possible settings; none needs more memory than the one before. Never empty."""
     worth = versions >= VERSIONS_WORTH_COMPILING or learner.matmul == "fp8"
     compiled = on_gpu and learner.cpu_offload is not True and worth
     if learner.compile != "auto":
@@ -70,7 +70,6 @@ def choose(
 
 
 def wanted_tokens(learner: LearnerConfig, tokens: int) -> int:
-    """Of a microbatch that must fit: enough to fill a GPU."""
     enough = ENOUGH_TOKENS * learner.context_parallel
     return max(tokens, enough) if learner.tokens_per_microbatch == "auto" else tokens
 
@@ -115,5 +114,5 @@ def report_slower(written: LearnerConfig, chosen: LearnerConfig, automatic: Lear
 
 
 def step_time(learner: LearnerConfig) -> float:
-    """Relative to a compiled step that recomputes nothing."""
+    """A step is compared with a compiled one that recomputes nothing."""
     return STEP_TIME[learner.activation_checkpointing] * (1.0 if learner.compile else EAGER_TIME)

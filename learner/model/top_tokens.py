@@ -16,16 +16,15 @@ LEAST_TAIL = 1e-6
 
 @dataclass(frozen=True)
 class TopTokens:
-    """What the teachers gave for some tokens. No tuple: FSDP would cast its tensors to `model.dtype`.
+    """What teachers gave for some tokens. No tuple: FSDP would cast its tensors to `model.dtype`.
 
     Example: one token, k = 2: `ids` [[7, 3]], `logprobs` [[-0.1, -2.5]], `weights` [0.01].
     """
 
     ids: Tensor
-    """int64 [tokens, k], all different; anything where the weight is 0."""
     logprobs: Tensor
     weights: Tensor
-    """Of the divergence in the loss; 0: the token has no teacher."""
+    """The divergence is multiplied by it; 0: the token has no teacher."""
 
     def select(self, tokens: slice) -> "TopTokens":
         return TopTokens(self.ids[tokens], self.logprobs[tokens], self.weights[tokens])
@@ -36,13 +35,13 @@ class Divergence(NamedTuple):
 
     value: Tensor
     inside: Tensor
-    """p (log(p/q) - D), the gradient at the k tokens' logits."""
+    """[tokens, k]: p (log(p/q) - D), the gradient at the k tokens' logits."""
     outside: Tensor
-    """log(p_t/q_t) - D; times its probability, the gradient at any other token's logit."""
+    """[tokens]: log(p_t/q_t) - D; times its probability, the gradient at any other token's logit."""
 
 
 def divergence(teacher: Tensor, policy: Tensor) -> Divergence:
-    """Of log-probabilities of the same tokens, [tokens, k] each."""
+    """Compute D from log-probabilities of the same tokens, [tokens, k] each."""
     p, ratios = policy.exp(), policy - teacher
     rest, own = ((1 - each.exp().sum(-1)).clamp(min=0) for each in (teacher, policy))
     of_tail = own.clamp(min=LEAST_TAIL).log() - rest.clamp(min=LEAST_TAIL).log()
@@ -61,7 +60,6 @@ class TopGradient(NamedTuple):
     """[tokens, k + 1]: the gradient at these logits."""
 
     def write(self, gradient: Tensor, divisor: float) -> Tensor:
-        """Values are rounded once."""
         return gradient.scatter_(-1, self.places, (self.values / divisor).to(gradient.dtype))
 
 
@@ -75,8 +73,8 @@ def top_gradient(
 ) -> TopGradient:
     """The gradient of weights x D and of the loss of the sampled token together.
 
-    `policy`: log-probabilities [tokens, k]. `target`: the sampled tokens and their log-probabilities; `grads`: of the
-    loss, at these and, if wanted, at `entropy`.
+    `target`: the sampled tokens and their log-probabilities; `grads`: the loss's, at these and, if wanted, at
+    `entropy`.
     """
     (ids, own), (slope, of_entropy), weights = target, grads, top.weights.to(policy.dtype)
     hits = top.ids == ids[:, None]

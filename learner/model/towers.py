@@ -17,18 +17,14 @@ class ImageBlocks(NamedTuple):
     """Images whose tokens see each other, and what is before them in their document.
 
     Example: a document of 2 tokens, and one of 7 with an image of 4 from its second token on: `places` [3, 4, 5, 6],
-    `starts` [0, 4], `longest` 4, `keys` [2, 3, 4, 5, 6], `key_starts` [0, 5], `longest_keys` 5.
+    `starts` [0, 4], `keys` [2, 3, 4, 5, 6], `key_starts` [0, 5].
     """
 
     places: Tensor
-    """int64."""
     starts: Tensor
-    """int32."""
     longest: int
     keys: Tensor
-    """int64."""
     key_starts: Tensor
-    """int32."""
     longest_keys: int
 
 
@@ -45,11 +41,10 @@ class PackedImages:
     take: Tensor
     """int64 [placeholders]: the feature of each."""
     places: Tensor
-    """int64 [placeholders]."""
+    """int64 [placeholders]"""
     blocks: ImageBlocks | None = None
-    """None: attention is causal."""
     layout: dict[str, Any] = field(default_factory=dict)
-    """Of `Sight.lay_out`."""
+    """The result of `Sight.lay_out`."""
 
     def to(self, device: torch.device) -> "PackedImages":
         def moved(x: Any) -> Any:
@@ -67,7 +62,6 @@ class TowerParts(NamedTuple):
     tower: Any
     blocks: list[nn.Module]
     projectors: list[nn.Module]
-    """Parts of the tower or behind it."""
     embedding: nn.Module
     merge: int
     """A token is `merge` x `merge` patches."""
@@ -79,7 +73,7 @@ class TowerParts(NamedTuple):
 
 
 def tower_parts(model: PreTrainedModel) -> TowerParts | None:
-    """None for a model whose images are not trained."""
+    """The parts that see images; None for a model whose images are not trained."""
     if not sees(model.config):
         return None
     config: Any = model.config
@@ -100,7 +94,7 @@ class GridTower:
     def __init__(self, parts: TowerParts, decoder: Any, config: Any, attention: str) -> None:
         tower = self.tower = parts.tower
         self.frames: int = config.temporal_patch_size
-        tower.config._attn_implementation_internal = attention  # which transformers does not take while it builds
+        tower.config._attn_implementation_internal = attention  # transformers does not take the name while it builds
         tower.patch_embed.forward = MethodType(_embed_patches, tower.patch_embed)
         if hasattr(decoder, "_deepstack_process"):
             decoder._deepstack_process = _add_at_places
@@ -131,7 +125,7 @@ class GridTower:
         return found
 
     def compute_block(self, block: nn.Module, hidden: Tensor, starts: Tensor) -> Tensor:
-        """One block's output for `hidden` [patches, width]."""
+        """Compute one block's output for `hidden` [patches, width]."""
         width = hidden.shape[1] // self.tower.config.num_heads
         angles = 2 * [hidden.new_zeros(len(hidden), width, dtype=torch.float32)]
         out: Tensor = block(hidden, cu_seqlens=starts, max_seqlen=len(hidden), position_embeddings=angles)
@@ -145,8 +139,8 @@ class GridTower:
 class PooledTower:
     """The tower of Gemma 3 and its projector, for images of one size.
 
-    Patches come token by token: since all of an image see each other, order changes only their positions, and a token's
-    features are the mean of successive patches.
+    Patches come token by token: order changes only their positions, and a token's features are the mean of successive
+    patches.
     """
 
     def __init__(self, parts: TowerParts, config: Any, attention: str) -> None:
@@ -200,5 +194,5 @@ def _embedded(convolution: Any, patches: Tensor) -> Tensor:
 
 
 def _add_at_places(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """By index, for a mask would wait."""
+    """Indices, because a mask would wait for the GPU."""
     return hidden.index_add(1, places, features.to(hidden.dtype)[None])

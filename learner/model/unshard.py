@@ -13,8 +13,7 @@ from learner.mesh import shards
 from learner.model.lora.adapter import Factor
 
 GATHER_BYTES = 512 << 20
-"""In one all-gather. With half as many 7B takes 1.4 to 1.7 times as long, with twice as many 0.8 to 1.0
-(benchmarks/LOG.md)."""
+"""With half as many 7B takes 1.4 to 1.7 times as long, with twice as many 0.8 to 1.0 (benchmarks/LOG.md)."""
 
 
 def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -64,7 +63,6 @@ def is_sharded(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def own_rows(parameter: Tensor) -> Tensor:
-    """This rank's rows: a view."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 

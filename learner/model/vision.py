@@ -19,8 +19,8 @@ from learner.model.idle_parts import idle_names
 from learner.model.towers import GridTower, PackedImages, PooledTower, tower_parts
 
 PATCHES_PER_TOKEN = 2
-"""Times a microbatch's budget of tokens: a token of an image is 4 patches, so images may fill half of a row. A sample
-with more gets its own microbatch."""
+"""A microbatch's budget is multiplied by it: a token of an image is 4 patches, so images may fill half of a row. A
+sample with more gets its own microbatch."""
 COLOURS = 3
 Grid = tuple[int, int, int]
 """Patches in time, height and width."""
@@ -49,7 +49,7 @@ def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) 
 
 
 def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
-    """Freeze the parts that `model.freeze` names, `vision` without the projector, and idle parts."""
+    """Freeze what `model.freeze` names, and idle parts."""
     for name in idle_names(model):
         if isinstance(idle := model.get_parameter_or_buffer(name), nn.Parameter):
             idle.requires_grad_(False)
@@ -92,7 +92,7 @@ class Sight:
         return given
 
     def lay_out(self, images: PackedImages) -> PackedImages:
-        """`images`, on the CPU, with what the tower would otherwise compute on the GPU."""
+        """Add to `images`, on the CPU, what the tower would otherwise compute on the GPU."""
         return replace(images, layout=self.tower.layout(images.grid))
 
     def _make_blank(self, device: torch.device) -> PackedImages:

@@ -14,7 +14,7 @@ from learner.model.experts.router import FIGURES, RoutedLayer, Router, Routing
 from learner.model.microbatch import Microbatch
 
 IMPLEMENTATION = "grouped_mm"
-"""All of a block's experts in one product."""
+"""One product takes all of a block's experts."""
 
 
 TAKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token", "num_experts_per_token")
@@ -25,9 +25,7 @@ class Experts(NamedTuple):
     """Example: `Experts(layers=48, number=128, top_k=8)` for Qwen3-30B-A3B."""
 
     layers: int
-    """With experts."""
     number: int
-    """Experts of each."""
     top_k: int
 
 
@@ -54,7 +52,6 @@ def experts_of(block: nn.Module) -> nn.Module | None:
 
 
 def share_taken(experts: nn.Module, config: Any) -> float:
-    """Of the experts that a token takes."""
     number = next(len(parameter) for parameter in experts.parameters() if parameter.dim() > 2)
     taken = next((k for key in TAKEN if isinstance(k := getattr(config, key, None), int)), number)
     return taken / number
@@ -66,12 +63,12 @@ class Mixture:
     def __init__(self, sizes: Experts) -> None:
         self.sizes = sizes
         self.tally = torch.zeros(0)
-        """Of the last forward pass with gradient: [layers, experts + FIGURES] float32."""
+        """Written by the last forward pass with gradient: [layers, experts + FIGURES] float32."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Mixture | None":
-        """Have the blocks of `model`, on meta, route by `Router`. None for types where that is not known to be right:
-        they count and replay nothing."""
+        """Have the blocks of `model`, on meta, route by `Router`. Other types, where that is not known to be right,
+        count and replay nothing."""
         if model.config.get_text_config().model_type not in EXPERT_MODELS:
             return None
         layers = [layer for layer in model.get_decoder().layers if experts_of(layer) is not None]  # type: ignore[no-untyped-call]
@@ -85,7 +82,7 @@ class Mixture:
         return cls(Experts(len(layers), config.num_experts, config.num_experts_per_tok))
 
     def keywords(self, microbatch: Microbatch) -> dict[str, Any]:
-        """What the decoder is given besides tokens. With gradient, routing is tallied."""
+        """The decoder's further arguments. With gradient, routing is tallied."""
         tally = None
         if torch.is_grad_enabled():
             shape = self.sizes.layers, self.sizes.number + FIGURES
@@ -104,8 +101,7 @@ def _hand_over(number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any])
 
 
 def _counted(microbatch: Microbatch) -> Tensor:
-    """Those that a server computes too, all but the last of each document: bool [tokens]; none of a dummy or a
-    filling."""
+    """A server does not compute the last token of a document: bool [tokens]."""
     counted = torch.full_like(microbatch.tokens, len(microbatch.scored) > 0, dtype=torch.bool)
     if microbatch.own is not None:
         counted[microbatch.own.filled_from :] = False
@@ -113,7 +109,7 @@ def _counted(microbatch: Microbatch) -> Tensor:
 
 
 def load_metrics(tally: Tensor, sizes: Experts, replayed: bool) -> dict[str, float]:
-    """Metrics of the sum of a batch's tallies. Means over layers; entropies in nats a token."""
+    """Means over layers, from a batch's tallies; entropies in nats a token."""
     loads, (entropies, agreeing, tokens) = tally[:, : sizes.number].double(), tally[:, sizes.number :].double().T
     found = {
         "moe/load_max_over_mean": float((loads.amax(-1) / loads.mean(-1)).mean()),

@@ -11,11 +11,11 @@ from torch.nn.functional import linear
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 FIGURES = 3
-"""Behind a tally's loads: entropies, choices that agree with the routes, tokens."""
+"""Entries behind a tally's loads: entropies, choices that agree with the routes, tokens."""
 
 
 class Routing:
-    """What routers are given of a row: all of them, or with `layer` one, without the first dimension.
+    """What routers are given of a row.
 
     `counted`: bool [tokens], for the tally. `routes`: integers [layers, tokens, k]; None: the router chooses. `tally`:
     float32 [layers, experts + FIGURES], written, not added to, so that a recomputation changes nothing. No dataclass:
@@ -31,8 +31,6 @@ class Routing:
 
 
 class Router(nn.Module):
-    """A linear layer with the weight of transformers' `theirs`, under its name, and a softmax."""
-
     def __init__(self, theirs: Any) -> None:
         super().__init__()
         self.weight: nn.Parameter = theirs.weight
@@ -43,8 +41,7 @@ class Router(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [tokens, experts] float32, weights and ids of the experts taken: [tokens, k] float32 and int64.
 
-        Weights are the softmax's, over the k if `normalised`, computed from differences of logits, so that none is 0 /
-        0.
+        Weights are computed from differences of logits, so that none is 0 / 0.
         """
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logits = linear(hidden.to(wide), self.weight.to(wide))
@@ -58,7 +55,7 @@ class Router(nn.Module):
 
 
 def tallied(logits: Tensor, ids: Tensor, own: Tensor, counted: Tensor) -> Tensor:
-    """How often each expert is taken, then the FIGURES, of the `counted` tokens: [experts + FIGURES] float32.
+    """How often each expert is taken, then the FIGURES: [experts + FIGURES] float32.
 
     `own` [tokens, k]: the experts that the router would choose.
     """

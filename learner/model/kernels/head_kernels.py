@@ -11,7 +11,7 @@ from torch import Tensor
 
 BLOCK = 4096
 LOWEST = -1e30
-"""For -inf, because -inf - -inf would be NaN."""
+"""-inf - -inf would be NaN."""
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _cpu_mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
-    """In place of aten's own causal mask, which has the first query at the place of the first key."""
+    """It replaces aten's own causal mask, which has the first query at the place of the first key."""
     (queries, keys), dtype = (len(q), len(k)), q.dtype
     if not causal or queries == keys:
         return causal, None
@@ -82,7 +82,7 @@ def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
 
 def _varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
     causal, window = _varlen_options(at)
-    dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of an unused random generator
+    dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.torch_attn._varlen_attn_backward(  # type: ignore[no-any-return]
         grad, q, k, v, out, lse, *at.places, causal, dropout, at.scale, window
     )
@@ -138,4 +138,4 @@ KERNELS = {
     "flash4": Kernel(_flash4_forward, _flash4_backward),
     "plain": Kernel(plain.forward, plain.backward),
 }
-"""Where aten's kernel for CPU does not do, `sdpa` takes `plain`."""
+"""`sdpa` takes `plain` where aten's kernel for CPU does not do."""

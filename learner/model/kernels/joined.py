@@ -22,7 +22,6 @@ from learner.model.kernels.operators import attend, attend_backward
 from learner.model.microbatch import CopiedPrompts, SharedPrompts
 
 Options = tuple[bool, float, int | None, str]
-"""Whether causal, scale, sliding window, kernel."""
 NOTHING_COPIED = (None, None, 0)
 NOTHING_SHARED = (None, None, 0, 0, 0, 0)
 
@@ -38,8 +37,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Of query, key and value [tokens, heads, head_dim] over the pieces at `starts`. Only the kernel `plain` has a
-    `softcap`. `sinks` [heads]."""
+    """Attend over the pieces at `starts`: [tokens, heads, head_dim]. Only the kernel `plain` has a `softcap`."""
     copied = shared if isinstance(shared, CopiedPrompts) else NOTHING_COPIED
     prompts = shared if isinstance(shared, SharedPrompts) else NOTHING_SHARED
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]

@@ -59,7 +59,6 @@ def attend_backward(
     copied: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value."""
     at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window, softcap)
     dq, dk, dv = KERNELS[kernel].backward(grad.contiguous(), q, *_copies(k, v, copied), out, lse.contiguous(), at)
     if copied is not None:
@@ -77,6 +76,5 @@ def _copies(k: Tensor, v: Tensor, copied: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _added_up(gradients: Tensor, copied: Tensor, like: Tensor) -> Tensor:
-    """In float32."""
     total = like.new_zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
     return total.index_add_(0, copied, gradients.to(total.dtype)).to(like.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from learner.model.kernels.sequences import Pair, Sequences, Triple
 
 PAIRS = 1 << 24
-"""At a time: 64 MiB of float32."""
+"""64 MiB of float32."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
@@ -27,7 +27,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
-    """Gradients of query, key and value."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=wide), v.new_zeros(v.shape, dtype=wide)
     rowsum = (grad.to(wide) * out.to(wide)).sum(-1).T
@@ -47,7 +46,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
 def _tiles(q: Tensor, at: Sequences) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Queries, the keys that some of them see, and which of these are hidden."""
     for own, seen in at.spans():
-        offset = (seen.stop - seen.start) - (own.stop - own.start)  # of a query's place among the keys
+        offset = (seen.stop - seen.start) - (own.stop - own.start)
         step = max(1, PAIRS // max(1, q.shape[1] * (seen.stop - seen.start)))
         for start in range(own.start, own.stop, step):
             rows = slice(start, min(start + step, own.stop))
@@ -68,7 +67,6 @@ def _places(first: int, end: int, like: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, at: Sequences) -> tuple[Tensor, Tensor | None]:
-    """Scores [heads, queries, keys], and a softcap's slope."""
     scores = torch.einsum("nkgd,mkd->kgnm", _grouped(q, k.shape[1]), k).flatten(0, 1) * at.scale
     slope = None
     if at.softcap is not None:

@@ -15,21 +15,18 @@ class Sequences(NamedTuple):
     """
 
     q_starts: Tensor
-    """int32."""
     k_starts: Tensor
-    """int32."""
     q_longest: int
     k_longest: int
     causal: bool
     scale: float
     window: int | None
-    """Keys that a query sees at most up to its own place, which is included."""
+    """A query sees at most so many keys up to its own place, which is included."""
     softcap: float | None = None
-    """`softcap * tanh(score / softcap)`; only by `plain`."""
+    """Scores become `softcap * tanh(score / softcap)`."""
 
     @property
     def places(self) -> tuple[Tensor, Tensor, int, int]:
-        """In the order in which every kernel takes them."""
         return self.q_starts, self.k_starts, self.q_longest, self.k_longest
 
     def bounds(self, none: Any) -> tuple[Any, Any]:
@@ -37,7 +34,7 @@ class Sequences(NamedTuple):
         return (none, none) if self.window is None else (self.window - 1, 0 if self.causal else self.q_longest)
 
     def spans(self) -> Iterator[tuple[slice, slice]]:
-        """For the CPU, because it reads the starts."""
+        """It reads the starts, and a GPU would wait."""
         q, k = self.q_starts.tolist(), self.k_starts.tolist()
         return zip(map(slice, q, q[1:]), map(slice, k, k[1:]), strict=False)
 

@@ -21,8 +21,6 @@ from learner.weights.plan import LORA_A, LORA_B
 
 
 class Adapted(nn.Linear):
-    """A linear layer with an adapter."""
-
     lora_A: nn.Parameter
     """[rank, in_features]"""
     lora_B: nn.Parameter
@@ -73,7 +71,6 @@ def _last_word(name: str) -> str:
 
 
 def factors(model: nn.Module) -> Iterator[Factor]:
-    """The adapter's matrices by layer, A before B."""
     for name, layer in model.named_modules():
         if isinstance(layer, Adapted):
             yield Factor(name + LORA_A, layer.lora_A, 1.0)
@@ -81,7 +78,7 @@ def factors(model: nn.Module) -> Iterator[Factor]:
 
 
 def initial(parameter: str, shape: torch.Size, seed: int) -> Tensor:
-    """The parameter at version 0, the same on every rank: B zero, A as peft draws it."""
+    """The same on every rank: B is zero, A as peft draws it."""
     if parameter.endswith("lora_B"):
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed} {parameter}".encode()).digest()
@@ -92,7 +89,6 @@ def initial(parameter: str, shape: torch.Size, seed: int) -> Tensor:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` is its base."""
     layers = [module for module in model.modules() if isinstance(module, Adapted)]
     for layer in layers:
         layer.on = False

@@ -24,13 +24,12 @@ class Base:
         self.policy = policy
 
     def score(self, microbatch: Microbatch) -> Tensor:
-        """As `Policy.score`."""
         with without_adapter(self.policy.model):
             return self.policy.score(microbatch)
 
 
 def digest(model: nn.Module, mesh: DeviceMesh | None = None) -> str:
-    """Of the frozen weights' names, shapes and values, the same however they are sharded."""
+    """A digest of the frozen weights, the same however they are sharded."""
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     sums = torch.stack([_word_sum(p) for _, p in frozen])
     if mesh is not None:
@@ -42,7 +41,6 @@ def digest(model: nn.Module, mesh: DeviceMesh | None = None) -> str:
 
 
 def _word_sum(parameter: Tensor) -> Tensor:
-    """Bits as whole numbers, added modulo 2^64."""
     local = parameter.detach()
     local = local.to_local() if isinstance(local, DTensor) else local
     words = local.view(torch.int16 if local.element_size() == 2 else torch.int32)
