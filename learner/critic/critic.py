@@ -42,7 +42,7 @@ class Judged(NamedTuple):
 
 
 class Critic:
-    """It learns what a state is worth. `body`: a `Policy` that is `valued`."""
+    """Its `body` is a `Policy` that is `valued`."""
 
     def __init__(self, config: CriticConfig, body: Policy, optimizer: Optimizer) -> None:
         self.config, self.body, self.optimizer = config, body, optimizer

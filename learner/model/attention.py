@@ -40,16 +40,14 @@ PACKAGES = {
 MOST_GATHERED = 0.5
 """A row's heads of keys, with copies, over its heads of queries: at 0.46 gathering was faster than a second call."""
 LARGEST_HEAD = 256
-"""Fused kernels take at most this size."""
 TREE_LAYERS = {"full_attention", "sliding_attention"}
 ARGUMENTS = (
-    "routing",  # of a block with experts, which a block without them hands on
+    "routing",  # of a block with experts
     *(*BOUNDS, "shared_prompts", "context_group", "image_blocks"),
     *("is_causal", "scaling", "sliding_window", "softcap", "s_aux", "dropout"),
-    *("cu_seq_lens_k", "max_length_k"),  # in a vision tower; equal to the arguments for queries
+    *("cu_seq_lens_k", "max_length_k"),  # in a vision tower
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 )
-"""The kernels honour these, or they do not change the result."""
 Attention = Callable[..., tuple[Tensor, None]]
 """As transformers calls it: tensors [1, heads, tokens, head_dim]."""
 
@@ -128,17 +126,13 @@ def installed(name: str) -> bool:
 
 
 def most_copied(config: PreTrainedConfig) -> float:
-    """Keys that a row copies at most for answers to short prompts, per token; below 0: never.
-
-    Example: 12 heads of queries and 2 of keys give 2.0.
-    """
+    """Keys that a row copies at most for answers to short prompts, per token; below 0: never."""
     text = config.get_text_config()
     heads: int = text.num_attention_heads
     return MOST_GATHERED * heads / (getattr(text, "num_key_value_heads", None) or heads) - 1
 
 
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """Why a prompt cannot be computed once for several samples."""
     text = config.get_text_config()
     if config.model_type in MUTUAL and sees(config):
         return "the tokens of an image see each other, and only causal attention can share a prompt"
@@ -154,8 +148,7 @@ def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept
 
 
 def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """Why a longer prefix cannot be computed once. On a CPU a sliding window does not matter: all keys of a text are
-    copied."""
+    """On a CPU a sliding window does not matter: all keys of a text are copied."""
     text = config.get_text_config()
     if kept:
         return f"the model has layers that keep a state ({', '.join(kept)})"
@@ -173,7 +166,7 @@ def key_room(config: PreTrainedConfig, layers: int) -> float:
 
     A copy takes key and value, their gradients, and one of these in float32; flash-attn's kernel also writes gradients
     for each head of queries. A token takes its inputs of `layers` blocks and, in one block, three halves of the
-    products with its width; an MLP's are left out, to be on the safe side.
+    products with its width, but for an MLP's: that is on the safe side.
     """
     text: Any = config.get_text_config()
     own = getattr(text, "is_heterogeneous", False)
@@ -256,7 +249,6 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def _check_arguments(module: nn.Module, given: Mapping[str, Any]) -> None:
-    """Raise ValueError for an argument that these kernels would ignore."""
     for name, argument in given.items():
         if argument is not None and name not in ARGUMENTS:
             raise ValueError(f"{type(module).__name__} has an attention with {name}, which the learner ignores")
@@ -271,7 +263,7 @@ def sdpa(
     position = torch.arange(longest, device=q.device)
     lengths = cu_seqlens.diff()
     real = position < lengths[:, None]
-    index = cu_seqlens[:-1, None] + position.minimum(lengths[:, None] - 1)  # [documents, longest]
+    index = cu_seqlens[:-1, None] + position.minimum(lengths[:, None] - 1)
     q, k, v = (x[index].transpose(1, 2) for x in (q, k, v))
     mask = None if causal else real[:, None, None]
     if causal and window is not None and longest > window:

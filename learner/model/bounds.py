@@ -20,8 +20,6 @@ RowBounds = tuple[Tensor, int, SharedPrompts | CopiedPrompts | None, str | None]
 
 
 class Bounds:
-    """The bounds of the row that a block computes."""
-
     def __init__(self) -> None:
         self.row: RowBounds | None = None
 

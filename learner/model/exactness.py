@@ -1,7 +1,7 @@
 """Checks, before training, that the learner computes a model's packed rows as the model itself would.
 
-In a small copy of the model with random weights, in float32 on the CPU, packed documents and answers to a shared prompt
-must get the log-probabilities of transformers' own forward pass over each document alone.
+A small copy of the model with random weights must give packed documents and answers to a shared prompt the
+log-probabilities that transformers' own forward pass gives each document alone.
 """
 
 import copy
@@ -35,7 +35,7 @@ TOLERANCE = 1e-3
 """A difference in nats. An exact model differs by 1e-5."""
 FAR = 10**7
 TRIED = attention.registered("sdpa") + "_tried"
-"""`sdpa` that also checks the masks that transformers would make."""
+"""It checks the masks that transformers would make."""
 LENGTHS = (5, 2 * WINDOW + 5, 10, 9)
 """The second is longer than any window; layers that keep a state compute the last two together."""
 ANSWERS = (4, 1, 6)
@@ -70,14 +70,12 @@ def check_in_own_process(model: ModelConfig, share: bool, ranks: int) -> None:
 
 
 def check_adapter(model: ModelConfig, config: PreTrainedConfig) -> None:
-    """Raise ConfigError if the model cannot be trained by an adapter."""
     if model.lora and (problem := _no_adapter(config, model.trust_remote_code)):
         kind = config.model_type
         raise ConfigError([f"model.lora: {model.path} ({kind}) {problem}; set it to null"])
 
 
 def check_shareable(model: ModelConfig, ranks: int) -> None:
-    """Raise ConfigError if ranks cannot share the rows of such a model."""
     if ranks == 1:
         return
     config = loading.read_config(model)
@@ -264,13 +262,13 @@ def forest_row(texts: Sequence[tuple[np.ndarray, int]]) -> Microbatch:
 
 
 def packed_row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Microbatch:
-    """Pack shared prompts, answers and documents. All but their first tokens are scored."""
+    """All but the first tokens of documents and answers are scored."""
     sampled, zeros = [np.full(len(x), i >= len(groups)) for i, x in enumerate(texts)], [np.zeros(len(x)) for x in texts]
     return lay_out(texts, sampled, zeros, zeros, range(len(texts)), groups)
 
 
 def alone(model: PreTrainedModel, document: np.ndarray, images: Mapping[str, Tensor] = NO_IMAGES) -> Tensor:
-    """Log-probabilities by the model's own forward pass. `images`: from transformers' processor."""
+    """Run the model's own forward pass. `images`: from transformers' processor."""
     ids = torch.as_tensor(document)[None]
     logits: Tensor = model(input_ids=ids, use_cache=False, **images).logits[0].float()
     return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]

@@ -1,7 +1,7 @@
 """Linear layers that multiply in FP8 (`learner.matmul: fp8`): y = x Wᵀ, dx = g W and dW = gᵀ x.
 
 Each factor is cast to e4m3 with one scale for each row or column, along which no product sums. So x, g and W are cast
-twice, by row and by column. FSDP gathers W in `model.dtype`, and every pass casts it.
+twice, by row and by column.
 """
 
 from collections.abc import Iterator

@@ -2,12 +2,8 @@
 
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
-B: parameters of the blocks' matrices, of experts the share that a token takes; t: tokens; V: parameters of the output
-embedding; s: trainable tokens; L: blocks with attention; a: heads x head dimension; q: sum of the squared document
-lengths (causal attention: half of all pairs). A prompt of P tokens that answers of R tokens share counts once: t = P +
-sum R, q = P² + sum R (R + 2 P). 6 = 2 in the forward and 4 in the backward pass; 4 in all for a frozen matrix. A
-layer's multiplications with a state add to B. Recomputation, padding and embedding look-ups do not count. A tower adds
-c p + d p² for each image of p patches.
+docs/design/learner.md explains the letters. 6 = 2 in the forward and 4 in the backward pass; 4 in all for a frozen
+matrix. A layer's multiplications with a state add to B. A tower adds c p + d p² for each image of p patches.
 """
 
 from collections.abc import Callable, Iterable
@@ -122,6 +118,5 @@ def _idle(model: PreTrainedModel, size: Callable[[nn.Module], int]) -> int:
 
 
 def peak(name: str) -> float | None:
-    """FLOP/s; None if unknown."""
     card = card_of(name)
     return card.peak if card else None

@@ -3,8 +3,8 @@
 Each text lays the tokens that the text before it lacks, and sees copies of the keys of its first tokens before its own
 (`CopiedPrompts`). So attention computes what it computes for the text alone.
 
-Several texts may train one token, each with its own behaviour and advantage. So per-token tensors have further entries
-behind the row's tokens; the head computes each predicted token once (`Targets`).
+Several texts may train one token. So per-token tensors have further entries behind the row's tokens; the head computes
+each predicted token once (`Targets`).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Parts of a multimodal model that text does not pass: its vision or audio tower, and what projects their output.
 
-Where images are not trained, these parts are frozen, never computed, sharded by themselves so that no pass gathers
-them, sent once to each server, and exported as they were read. `exactness.py` tries whether text passes nothing else.
+Where images are not trained, these parts are frozen, never computed, and sharded by themselves so that no pass gathers
+them. `exactness.py` tries whether text passes nothing else.
 """
 
 from collections.abc import Iterator

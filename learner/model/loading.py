@@ -30,7 +30,7 @@ Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter at version 0."""
 ADAPTER = ("lora_A", "lora_B")
 VALUE_HEAD = "value_head"
-"""A critic's parameter, which no file has."""
+"""No file has it."""
 
 WRONG_VALUES = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError)
 """transformers raises these for wrong or contradicting values."""
@@ -105,7 +105,6 @@ def auto_class(config: Any) -> Any:
 
 
 def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """Most models have none."""
     return [
         (f"{name}.{key}".removeprefix("."), buffer)
         for name, module in model.named_modules()

@@ -25,7 +25,7 @@ ALIGNED = 64
 LOGGED = 1 << 28
 KINDS = 3
 SLOTS = 3
-"""One portion is on its way to the GPU, one is updated, one is on its way back."""
+"""One portion arrives, one is updated, one leaves."""
 
 
 def device_bytes(numbers: int, portion: int) -> int:
@@ -157,7 +157,7 @@ def keep_wide_gradients(root: FSDPModule, parameters: Iterable[nn.Parameter]) ->
     root._get_fsdp_state()._lazy_init()
     for module in root.modules():  # type: ignore[attr-defined]
         for group in _groups_of(module) if isinstance(module, FSDPModule) else ():
-            if group._orig_dtype is not None:  # None: it has no trained parameter
+            if group._orig_dtype is not None:
                 group._orig_dtype = torch.float32
     for parameter in parameters:
         parameter.grad_dtype = torch.float32

@@ -103,7 +103,7 @@ def gpu_memory(device: torch.device) -> int | None:
 
 
 def share_of_batch(config: Config) -> int:
-    """The most tokens that a rank gets of a batch: its microbatch need not be larger."""
+    """A microbatch need not be larger."""
     samples = config.sft.rows or config.batch.groups * config.batch.samples
     return -(-samples // parts_of(config.learner)) * max_sample_tokens(config)
 
@@ -205,7 +205,6 @@ def host_state_bytes(model: ModelConfig, learner: LearnerConfig, shards: int) ->
 
 
 def check_host(config: Config, tokens: int, ranks: int, available: int, shards: int) -> None:
-    """Raise ConfigError if host memory is too small for what is offloaded."""
     inputs, state = (
         ranks * size
         for size in (
@@ -276,7 +275,7 @@ def _always(size: "ModelSizes", learner: LearnerConfig, width: int, shards: int,
         "gradients": 4 * size.trained * on_gpu // shards,
         "optimizer": 0 if apart else 8 * size.trained * on_gpu // shards,
     }
-    if learner.gather == "batch":  # whole until the last backward pass, in which shards take their place
+    if learner.gather == "batch":  # whole until the last backward pass
         always["gradients"] = 4 * size.trained
     return always
 
@@ -293,11 +292,11 @@ def _passes(
     chunk, root = chunk_tokens(learner) * size.vocabulary, size.parameters - size.blocks - size.idle
     kept, working = (-(-saved // learner.context_parallel) for saved in _saved(size.text, learner))
     gathered = width * (root * (1 + reference) + (size.blocks if once else 2 * size.block))
-    # The head's gradient in fp32 and in model.dtype, and a chunk's logits with their gradient and a softcap's slope,
-    # while all activations are kept.
+    # The head's gradient in fp32 and in model.dtype, a chunk's logits, their gradient and a softcap's slope. All
+    # activations are kept then.
     in_head = (4 + width) * (head + chunk) + (4 * chunk if size.softcap else 0)
     at_head = PeakCandidate(always | {"gathered weights": gathered, "head": in_head}, {"activations": kept} | images)
-    # The block's gradient in both dtypes for the reduction, and the output embedding's, which is reduced at the end.
+    # The block's gradient in both dtypes, and the output embedding's, which is reduced at the end.
     rest = {"gathered weights": gathered + (0 if once else width * size.block), "head": width * head}
     rest["block's gradient"] = (4 + width) * size.changed
     grown = {"activations": kept, "backward pass": working} | images
@@ -357,7 +356,7 @@ class ModelSizes:
     tower: Traced | None = None
     tower_is_trained: bool = False
     ends_of_tower: int = 0
-    """Bytes per patch that are kept outside of the tower's blocks."""
+    """Bytes per patch outside of the tower's blocks."""
     softcap: bool = False
     idle: int = 0
     critic: int = 0
@@ -413,7 +412,7 @@ def _critic_parameters(empty: PreTrainedModel) -> int:
 
 def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: int) -> Traced:
     width = getattr(torch, model.dtype).itemsize
-    # on meta torch multiplies by experts in bfloat16 only; wider models keep about as many numbers
+    # on meta torch multiplies by experts in bfloat16 only
     traced_in = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
     nn.Module.to(empty, traced_in)
     tokens = torch.zeros(1, META_TOKENS, dtype=torch.int64, device="meta")
@@ -466,8 +465,7 @@ def _meta_places() -> Tensor:
 def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
     """Bytes per token kept for the backward pass, and bytes that one block's backward pass works with.
 
-    A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are. How
-    much less a compiled one keeps is not measured.
+    A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are.
     """
     everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)

@@ -18,8 +18,8 @@ from learner.model.towers import PackedImages
 class SharedPrompts(NamedTuple):
     """The answers of group i see prompt i.
 
-    Example: prompts of 4 and 9 tokens, the first with answers of 2 and 3, the second of 1 and 1: `answer_starts` [0, 5,
-    7], `prompt_starts` [0, 4, 13].
+    Example: prompts of 4 and 9 tokens with answers of 2, 3 and of 1, 1: `answer_starts` [0, 5, 7] and `prompt_starts`
+    [0, 4, 13], int32.
     """
 
     answer_starts: Tensor
@@ -33,7 +33,8 @@ class SharedPrompts(NamedTuple):
 class CopiedPrompts(NamedTuple):
     """The keys that each piece sees: its own, and before an answer's its prompt's.
 
-    Example: a prompt of 2 with answers of 1 and 3: `keys` [0, 1, 0, 1, 2, 0, 1, 3, 4, 5], `starts` [0, 2, 5, 10].
+    Example: a prompt of 2 with answers of 1 and 3: `keys` [0, 1, 0, 1, 2, 0, 1, 3, 4, 5] int64, `starts` [0, 2, 5, 10]
+    int32.
     """
 
     keys: Tensor
@@ -44,8 +45,8 @@ class CopiedPrompts(NamedTuple):
 class Targets(NamedTuple):
     """The tokens that a row's head computes, each once, where texts share more than prompts.
 
-    Example: two samples of one prompt of 2, whose answers are [5, 6] and [5, 7]: `predictor` [1, 2, 2], `tokens` [5, 6,
-    7], `of_scored` [0, 1, 0, 2], `members` [0, 2, 1, 3], `starts` (0, 2, 3, 4).
+    Example: two samples of one prompt of 2, whose answers are [5, 6] and [5, 7], have these int64 tensors: `predictor`
+    [1, 2, 2], `tokens` [5, 6, 7], `of_scored` [0, 1, 0, 2], `members` [0, 2, 1, 3].
     """
 
     predictor: Tensor
@@ -57,7 +58,6 @@ class Targets(NamedTuple):
     starts: tuple[int, ...]
 
     def scored(self, targets: slice) -> Tensor:
-        """The entries of `Microbatch.scored` that belong to `targets`."""
         return self.members[self.starts[targets.start] : self.starts[targets.stop]]
 
 
@@ -72,7 +72,7 @@ class RowSlice(NamedTuple):
     predictor: Tensor
     """int64: indices in the slice."""
     filled_from: int
-    """The row's end, but for tokens that fill it up to equal slices."""
+    """The row's end without its filling."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Microbatch:
         return len(self.scored) if self.targets is None else len(self.targets.tokens)
 
     def copying(self, most: float) -> "Microbatch":
-        """With prompts' keys copied, if that is at most `most` keys a token; on the CPU."""
+        """Copy prompts' keys if that is at most `most` keys a token; on the CPU."""
         bounds = self.cu_seqlens.numpy()
         copies = np.diff(bounds[: len(self.groups) + 1]).dot(self.groups)
         return replace(self, shared=_copied(bounds, self.groups)) if 0 < copies <= most * bounds[-1] else self

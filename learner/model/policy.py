@@ -47,15 +47,13 @@ SAVED_OPS = [
     *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default),
     torch.ops.headrace.attend.default,
 ]
-"""Selective activation checkpointing keeps these results: recomputing them is expensive."""
+"""Recomputing these is expensive."""
 MOST_GRAPHS = 64
-"""A block has graphs with and without gradient, adapter, shared prompts. Beyond torch's own limit, 8, it would run
-uncompiled."""
+"""Beyond torch's own limit, 8, a block would run uncompiled."""
 
 
 class Policy(nn.Module):
-    """`policy(microbatch)` computes log-probabilities. `frozen`: it has no gradients. `valued`: it is a critic's body.
-    `replay`: batches must have routes.
+    """`policy(microbatch)` computes log-probabilities; a critic's body, which is `valued`, computes values.
 
     Rank 0 reads the weights, and shards them tensor by tensor: no other rank ever holds the whole model, and rank 0
     only in host memory. An undecided `auto` takes the least memory.
@@ -137,7 +135,6 @@ class Policy(nn.Module):
         return PrefixSharing.of(self.model.config, learner, self.attention, self.device, kept, blocks, other)
 
     def _shard(self, compiled: bool, offload: bool, gathers_once: bool) -> None:
-        """The rest (embedding, last norm, head) stays gathered until the backward pass."""
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
@@ -182,7 +179,7 @@ class Policy(nn.Module):
         return logprobs
 
     def place(self, microbatch: Microbatch) -> Microbatch:
-        """`microbatch`, made on the CPU, on this policy's device; where ranks share a row, with this rank's slice."""
+        """Bring `microbatch` from the CPU to this policy's device; where ranks share a row, with this rank's slice."""
         if self.sight is not None and microbatch.images is not None:
             microbatch = replace(microbatch, images=self.sight.lay_out(microbatch.images))
         if self.context_group is not None:
@@ -230,7 +227,7 @@ class Policy(nn.Module):
         return [Spec(*held, dtype) for name, shape, dtype in every for held in self.form.shapes(name, shape)]
 
     def _published(self, without: Collection[str] = ()) -> list[Factor]:
-        whole = self.model.named_parameters()  # a tied head is listed once, as the embedding
+        whole = self.model.named_parameters()  # a tied head is listed once
         every = list(factors(self.model)) or [Factor(name, parameter, 1.0) for name, parameter in whole]
         return [each for each in every if not self._held(each.name, each.parameter, without)]
 
@@ -243,7 +240,7 @@ class Policy(nn.Module):
         return bool(names) and all(held in names for held, _ in self.form.shapes(name, weight.shape))
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapter's whole matrices, neither rounded nor scaled; a collective as `full_weights`."""
+        """The adapter's whole matrices, neither rounded nor scaled; a collective."""
         return unshard((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
 
     def frozen_names(self) -> frozenset[str]:
@@ -255,7 +252,7 @@ class Policy(nn.Module):
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts what its row has: where ranks share a row, the first alone does."""
+        """Where ranks share a row, the first alone counts what it has."""
         return self.context_group is None or context.size_and_rank(self.context_group)[1] == 0
 
     @property

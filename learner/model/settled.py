@@ -1,7 +1,7 @@
 """What `auto` takes on a card that need not be here, and what each rank's GPU then holds.
 
-At the learner's start ranks agree by a collective. Here rank 0, which holds the copies for the servers, and another
-rank are both computed.
+Rank 0, which holds the copies for the servers, and another rank are both computed; at the learner's start ranks agree
+by a collective.
 """
 
 from dataclasses import dataclass

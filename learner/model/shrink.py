@@ -1,7 +1,6 @@
 """Makes a small copy of a model's config: the same classes with few, narrow layers, short windows and few experts.
 
-It keeps what decides how a model is computed: types of layers and their order, ratios and sizes of heads, softcaps,
-scales.
+It keeps what decides how a model is computed: types of layers and their order, ratios and sizes of heads.
 """
 
 import copy
@@ -136,7 +135,6 @@ def _set_single_layers(text: Any, own: dict[int, dict[str, Any]], shrunk: bool =
 
 
 def _narrow_state(text: Any) -> None:
-    """Their own width and the model's must allow the number of heads."""
     keys, values = (getattr(text, f"linear_num_{which}_heads", None) for which in ("key", "value"))
     if isinstance(keys, int) and isinstance(values, int):
         text.linear_num_key_heads, text.linear_num_value_heads = 2, 2 * (values // keys)

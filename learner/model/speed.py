@@ -102,7 +102,7 @@ def _why_compiled(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, v
 
 
 def report_slower(written: LearnerConfig, chosen: LearnerConfig, automatic: LearnerConfig) -> None:
-    """Warn of keys in the run file that make a step `NOTABLE` times slower than `automatic`."""
+    """Warn of keys that make a step `NOTABLE` times slower."""
     gain = step_time(chosen) / step_time(automatic)
     keys = [
         f"learner.{key}: {str(getattr(written, key)).lower()} (auto: {str(getattr(automatic, key)).lower()})"

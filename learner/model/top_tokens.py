@@ -41,7 +41,6 @@ class Divergence(NamedTuple):
 
 
 def divergence(teacher: Tensor, policy: Tensor) -> Divergence:
-    """Compute D from log-probabilities of the same tokens, [tokens, k] each."""
     p, ratios = policy.exp(), policy - teacher
     rest, own = ((1 - each.exp().sum(-1)).clamp(min=0) for each in (teacher, policy))
     of_tail = own.clamp(min=LEAST_TAIL).log() - rest.clamp(min=LEAST_TAIL).log()
@@ -50,7 +49,7 @@ def divergence(teacher: Tensor, policy: Tensor) -> Divergence:
 
 
 class TopGradient(NamedTuple):
-    """How the teacher's tokens change the loss's gradient at a chunk's logits."""
+    """The gradient that the teacher's tokens change."""
 
     shift: Tensor
     """[tokens]: added to the gradient at the sampled token's log-probability, for all other logits."""
@@ -71,11 +70,7 @@ def top_gradient(
     grads: tuple[Tensor, Tensor | None],
     entropy: Tensor,
 ) -> TopGradient:
-    """The gradient of weights x D and of the loss of the sampled token together.
-
-    `target`: the sampled tokens and their log-probabilities; `grads`: the loss's, at these and, if wanted, at
-    `entropy`.
-    """
+    """The gradient of weights x D and of the loss of the sampled token together."""
     (ids, own), (slope, of_entropy), weights = target, grads, top.weights.to(policy.dtype)
     hits = top.ids == ids[:, None]
     outside = weights * found.outside

@@ -16,8 +16,8 @@ from learner.model.idle_parts import sees
 class ImageBlocks(NamedTuple):
     """Images whose tokens see each other, and what is before them in their document.
 
-    Example: a document of 2 tokens, and one of 7 with an image of 4 from its second token on: `places` [3, 4, 5, 6],
-    `starts` [0, 4], `keys` [2, 3, 4, 5, 6], `key_starts` [0, 5].
+    Example: an image of 4 from the second token of a document that begins at 2: `places` [3, 4, 5, 6] and `keys` [2, 3,
+    4, 5, 6] int64, `starts` [0, 4] and `key_starts` [0, 5] int32.
     """
 
     places: Tensor
@@ -57,8 +57,6 @@ class PackedImages:
 
 
 class TowerParts(NamedTuple):
-    """The parts of a model that see images."""
-
     tower: Any
     blocks: list[nn.Module]
     projectors: list[nn.Module]
@@ -125,7 +123,6 @@ class GridTower:
         return found
 
     def compute_block(self, block: nn.Module, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Compute one block's output for `hidden` [patches, width]."""
         width = hidden.shape[1] // self.tower.config.num_heads
         angles = 2 * [hidden.new_zeros(len(hidden), width, dtype=torch.float32)]
         out: Tensor = block(hidden, cu_seqlens=starts, max_seqlen=len(hidden), position_embeddings=angles)
@@ -194,5 +191,5 @@ def _embedded(convolution: Any, patches: Tensor) -> Tensor:
 
 
 def _add_at_places(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """Indices, because a mask would wait for the GPU."""
+    """A mask would wait for the GPU."""
     return hidden.index_add(1, places, features.to(hidden.dtype)[None])

@@ -1,8 +1,7 @@
 """A policy that sees: its images go through the tower, and the tower's features to the places that they stand for.
 
-transformers' own forward pass looks for placeholders by token id; here features go by place, and a sampled placeholder
-is text. The tower runs for every microbatch, on a blank image where there is none: ranks gather its weights together,
-and every parameter gets a gradient.
+Features go by place, not by token id: a sampled placeholder is text. The tower runs for every microbatch, on a blank
+image if need be: ranks gather its weights together, and every parameter gets a gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +18,7 @@ from learner.model.idle_parts import idle_names
 from learner.model.towers import GridTower, PackedImages, PooledTower, tower_parts
 
 PATCHES_PER_TOKEN = 2
-"""A microbatch's budget is multiplied by it: a token of an image is 4 patches, so images may fill half of a row. A
-sample with more gets its own microbatch."""
+"""A token of an image is 4 patches, so images may fill half of a row. A sample with more gets its own microbatch."""
 COLOURS = 3
 Grid = tuple[int, int, int]
 """Patches in time, height and width."""
@@ -29,8 +27,8 @@ Grid = tuple[int, int, int]
 def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) -> np.ndarray:
     """Rotary positions of a document in time, height and width: [3, length] int64.
 
-    `images`: where the placeholders of each begin, in order, and its grid. What follows an image begins after its
-    longer side. Equal to transformers' `get_rope_index` for still images.
+    `images`: where each begins, and its grid. What follows an image begins after its longer side. Equal to
+    transformers' `get_rope_index` for still images.
 
     Example: `rope_positions(7, [(1, (1, 4, 4))], 2)` is [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2,
     3, 4]].
@@ -96,7 +94,6 @@ class Sight:
         return replace(images, layout=self.tower.layout(images.grid))
 
     def _make_blank(self, device: torch.device) -> PackedImages:
-        """The smallest image, which no token stands for."""
         merge, channels, nothing = self.merge, COLOURS, torch.zeros(0, dtype=torch.int64)
         pixels = torch.zeros(merge**2, channels, self.config.patch_size**2, dtype=torch.uint8)
         one = torch.ones(2, channels, 1)

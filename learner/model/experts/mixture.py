@@ -34,7 +34,6 @@ def has_experts(config: Any) -> bool:
 
 
 def check_experts(config: Any, path: str, replay: bool) -> None:
-    """Raise ConfigError if routes are to be replayed by a model that cannot."""
     kind = config.get_text_config().model_type
     if replay and not has_experts(config):
         problem = f"rollout.routing_replay: true, and model.path {path} has no experts"
@@ -58,8 +57,6 @@ def share_taken(experts: nn.Module, config: Any) -> float:
 
 
 class Mixture:
-    """The routers of a model."""
-
     def __init__(self, sizes: Experts) -> None:
         self.sizes = sizes
         self.tally = torch.zeros(0)

@@ -1,8 +1,8 @@
 """The kernels behind `operators.attend`: forward and backward pass of attention over sequences of many lengths.
 
 All take query [queries, heads, head_dim], key and value [keys, fewer or as many heads, head_dim], and answer in that
-layout, with a log-sum-exp [heads, queries]. A backward pass may get those of a longer softmax, of which this one is a
-part: gradients are exact parts of the whole. No sequence is empty.
+layout, with a log-sum-exp [heads, queries]. Output and log-sum-exp in a backward pass may be a longer softmax's: then
+gradients are exact parts of the whole. No sequence is empty.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,6 @@ aten = torch.ops.aten
 
 class Kernel(NamedTuple):
     forward: Callable[[Tensor, Tensor, Tensor, Sequences], Pair]
-    """(query, key, value, sequences) -> output, log-sum-exp."""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequences], Triple]
     """(gradient of the output, query, key, value, output, log-sum-exp, sequences) -> gradients."""
 

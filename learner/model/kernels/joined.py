@@ -1,7 +1,6 @@
 """Attention over a row: one call of a kernel, or two whose softmaxes are joined where answers share a long prompt.
 
-One causal call covers every piece by itself; with short prompts, each answer sees a copy of its prompt's keys. A second
-call lets the answers to a long prompt, as one query sequence, see all of it. With outputs O, log-sum-exps L and s =
+The second call lets the answers, as one query sequence, see all of the prompt. With outputs O, log-sum-exps L and s =
 sigmoid(L_prompt - L_own), an answer's token gets
 
     O = (1 - s) O_own + s O_prompt,    L = log(exp(L_own) + exp(L_prompt)).
@@ -37,7 +36,8 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend over the pieces at `starts`: [tokens, heads, head_dim]. Only the kernel `plain` has a `softcap`."""
+    """Attend over the pieces at `starts`: [tokens, heads, head_dim]. `options`: whether causal, scale, sliding window,
+    kernel; `plain` alone has a `softcap`."""
     copied = shared if isinstance(shared, CopiedPrompts) else NOTHING_COPIED
     prompts = shared if isinstance(shared, SharedPrompts) else NOTHING_SHARED
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]

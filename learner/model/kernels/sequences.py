@@ -10,8 +10,8 @@ class Sequences(NamedTuple):
     """Queries of sequence i see its keys: all, or if `causal` those up to their own place. The last query is at the
     place of the last key.
 
-    Example: answers of 3 and 5 tokens to a prompt of 9 see all of it: `q_starts` [0, 8], `k_starts` [0, 9]. Causal,
-    each with its own copy of the prompt's keys: `q_starts` [0, 3, 8], `k_starts` [0, 12, 26].
+    Example: answers of 3 and 5 tokens, each with its own copy of a prompt of 9, have `q_starts` [0, 3, 8] and
+    `k_starts` [0, 12, 26], int32.
     """
 
     q_starts: Tensor

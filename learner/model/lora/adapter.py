@@ -1,7 +1,7 @@
 """LoRA (arXiv 2106.09685): `W x + scale B A x` in linear layers of the text model's blocks, W frozen, A and B trained.
 
 A layer keeps its class's arithmetic and its weight's name, so that sharding, recomputation and compilation see an
-ordinary model. What is frozen is held in the dtype that it computes in.
+ordinary model.
 """
 
 import hashlib
