@@ -53,7 +53,7 @@ class Critic:
         self._announced = dist.get_rank() != 0
 
     def warms_up(self, version: int) -> bool:
-        """Whether the policy stays as it is in the step from `version`; logged once."""
+        """Whether the policy stays as it is in the step from `version`."""
         last = self.config.warmup_versions
         if version < last and not self._announced:
             line = "critic warm-up: from version %d to %d the critic learns, the policy stays as it is"

@@ -173,7 +173,7 @@ class _Whole(torch.autograd.Function):
 
 
 def check_same(digest: int, name: str) -> None:
-    """Raise RuntimeError unless all ranks of the group have the same `digest` of their samples."""
+    """Raise RuntimeError unless all ranks of the group have the same `digest`."""
     own = GROUPS[name]
     both = torch.tensor([digest, -digest])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=own.group)

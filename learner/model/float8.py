@@ -101,7 +101,6 @@ def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def convert(model: PreTrainedModel) -> int:
-    """Raises ConfigError for a model that `why_not` refuses."""
     if problem := why_not(model):
         raise ConfigError([f"{KEY}: {problem}; {REMEDY}"])
     layers = list(layers_of(model))

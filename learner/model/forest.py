@@ -1,7 +1,7 @@
 """A row in which texts go on from each other: a forest of prefixes, of which each is computed once.
 
 Each text lays the tokens that the text before it lacks, and sees copies of the keys of its first tokens before its own
-(`CopiedPrompts`). So attention computes what it computes for the text alone.
+(`CopiedPrompts`).
 
 Several texts may train one token. So per-token tensors have further entries behind the row's tokens; the head computes
 each predicted token once (`Targets`).

@@ -34,7 +34,6 @@ CHUNK_ON_CPU = 1024
 
 
 def chunk_tokens(learner: LearnerConfig) -> int:
-    """An undecided `auto` takes the smaller of its two values."""
     return CHUNK_ON_CPU if learner.head_chunk_tokens == "auto" else learner.head_chunk_tokens
 
 

@@ -37,7 +37,6 @@ WRONG_VALUES = (StrictDataclassError, ArithmeticError, AttributeError, LookupErr
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
-    """Raises ConfigError if transformers cannot read it."""
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
@@ -118,7 +117,6 @@ def has_blocks(model: PreTrainedModel) -> bool:
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """Raises ValueError where the decoder does not list its blocks as `layers`."""
     if not has_blocks(model):
         raise ValueError(
             f"model.path: {type(model).__name__} has no decoder.layers; take a model that lists its blocks there"

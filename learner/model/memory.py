@@ -103,13 +103,13 @@ def gpu_memory(device: torch.device) -> int | None:
 
 
 def share_of_batch(config: Config) -> int:
-    """A microbatch need not be larger."""
+    """The most tokens of a rank's part of a batch."""
     samples = config.sft.rows or config.batch.groups * config.batch.samples
     return -(-samples // parts_of(config.learner)) * max_sample_tokens(config)
 
 
 def least_microbatch(config: Config, patches: int = 0) -> int:
-    """Tokens of the largest microbatch that must fit. `patches`: most of one sample."""
+    """Tokens of the largest microbatch that must fit."""
     wanted, sample = config.learner.tokens_per_microbatch, max_sample_tokens(config)
     return max(sample, -(-patches // PATCHES_PER_TOKEN), 0 if wanted == "auto" else wanted)
 
@@ -188,7 +188,6 @@ def budget_in(
 
 
 def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
-    """Memory that `activation_checkpointing: offload` pins."""
     if learner.activation_checkpointing != "offload":
         return 0
     text = sizes_of(model, learner.context_parallel).text
@@ -330,6 +329,7 @@ class Traced:
     inputs: int
     layers: int
     width: int
+    """Bytes of a block's input."""
     widest: int
     alike: bool = True
 

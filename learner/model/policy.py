@@ -143,7 +143,7 @@ class Policy(nn.Module):
         if compiled:
             torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
         for block in loading.all_blocks(self.model):
-            if compiled:  # only the arithmetic: FSDP's hooks around it gather and reduce as before
+            if compiled:  # FSDP's hooks around it gather and reduce as before
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
             block.register_forward_pre_hook(partial(_cast_inputs, self.dtype), with_kwargs=True)
             fully_shard(block, reshard_after_forward=not gathers_once, **options)

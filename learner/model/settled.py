@@ -56,7 +56,6 @@ def settle_speed(config: Config, memory: int, patches: int) -> Config:
 
 
 def settle_gather(config: Config, memory: int, patches: int) -> Config:
-    """`batch` only if every rank has room for it."""
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
     own = [choose_gather(config.model, config.learner, *sizes, sends, keeps_critic(config)) for sends in roles(config)]
     return config.model_copy(update={"learner": next((way for way in own if way.gather == "pass"), own[0])})

@@ -75,7 +75,6 @@ def wanted_tokens(learner: LearnerConfig, tokens: int) -> int:
 
 
 def report(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions: int, tokens: int) -> None:
-    """Log each decided key with its reason."""
     if written.compile == "auto":
         why = _why_compiled(written, chosen, on_gpu, versions)
         log.info("learner.compile: auto takes %s: %s", str(chosen.compile).lower(), why)

@@ -24,7 +24,6 @@ class ValueHead(nn.Module):
 
 
 def replace_head(model: PreTrainedModel) -> None:
-    """Give `model`, on meta, a value head."""
     width = model.get_output_embeddings().weight.shape[1]  # type: ignore[no-untyped-call]
     with torch.device("meta"):
         model.set_output_embeddings(ValueHead(width))  # type: ignore[arg-type]

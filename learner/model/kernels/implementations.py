@@ -25,7 +25,6 @@ class Kernel(NamedTuple):
 
 
 def empty_results(q: Tensor, v: Tensor) -> Pair:
-    """The log-sum-exp is float32 or wider."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=dtype)
 
@@ -35,7 +34,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _cpu_mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
-    """It replaces aten's own causal mask, which has the first query at the place of the first key."""
+    """aten's own causal mask has the first query at the place of the first key."""
     (queries, keys), dtype = (len(q), len(k)), q.dtype
     if not causal or queries == keys:
         return causal, None
