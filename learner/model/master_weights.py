@@ -72,7 +72,7 @@ def host_memory(numbers: int, device: torch.device, portion: int = PORTION) -> T
     began = time.monotonic()
     pages = mmap.mmap(-1, 4 * numbers, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.float32).zero_()  # touches the pages, with all threads
+    memory = torch.frombuffer(pages, dtype=torch.float32).zero_()  # touches the pages
     for part in memory.split(portion):
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.nbytes, 0))
     if memory.nbytes >= LOGGED:

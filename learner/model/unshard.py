@@ -17,7 +17,7 @@ GATHER_BYTES = 512 << 20
 
 
 def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole weight, times its scale and then rounded to `dtype`; in order.
+    """Yield name and whole weight, scaled and then rounded to `dtype`; in order. Weights are sharded by rows.
 
     A collective, which all ranks must iterate to the end, on a GPU without changing the current stream. What is yielded
     may share memory: copy it or only read it.
