@@ -1,8 +1,4 @@
-"""Copies of a policy's weights, in buckets on one device. The sender keeps two, each worker one to stage a version.
-
-`Buckets` is one whole copy; nothing in it waits: on a GPU its work is queued on the current stream. `DoubleBuffer` is
-the sender's two copies, which are whole, or hold one rank's rows (`rows.RowPool`).
-"""
+"""Copies of a policy's weights, in buckets on one device, with their checksums."""
 
 import asyncio
 import threading
@@ -20,21 +16,20 @@ from learner.weights.plan import Plan, Slot
 from learner.weights.protocol import Probe
 
 WORDS = 4128
-"""Words of 8 bytes per row of the checksum, 32 KiB and 256 bytes: the words of a column are read one after the other,
-and at a power of two apart all of them would have the same few places in a processor's cache."""
+"""Words of 8 bytes per row of the checksum: 32 KiB and 256 bytes. At a power of two apart the words of a column would
+compete for the same few places of a processor's cache."""
 ROW = 8 * WORDS
 CACHED_ROWS = 16
-"""Rows of half a MiB together, which a processor's cache holds."""
+"""Rows that a processor's cache holds: half a MiB."""
 FACTOR = 0x9E3779B97F4A7C1
 HALVES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
-"""Odd numbers by which the low and the high half of a column's sum are multiplied."""
 
 
 class Allocation:
-    """Buckets of `sizes` bytes in one allocation on `device`, flat uint8 tensors, zero at first. Each is aligned to a
-    row of the checksum, so that a few operations compute all checksums.
+    """Buckets of `sizes` bytes in one allocation, flat uint8 tensors, zero at first. Each begins at a row of the
+    checksum.
 
-    `places`: a rank's share of a bucket has some of its rows; for each share, the indices of them in the bucket.
+    `places`: for each share of a rank, the indices of its rows in the bucket.
     """
 
     def __init__(
@@ -51,14 +46,14 @@ class Allocation:
         self._places = [slice(begin, end) for begin, end in pairwise(begins)]
 
     def checksums(self) -> torch.Tensor:
-        """`checksum` of every bucket, `[buckets] int64`. On a GPU in one operation for each and ten for all: each
-        operation of this thread waits for the GIL, which training or generation holds."""
+        """`checksum` of every bucket, `[buckets] int64`, in few operations: each waits for the GIL, which training or
+        generation holds."""
         rows, columns = self.sums()
         return rows + _sum_of_columns(columns, self._column_weights)
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums that the checksum of each bucket is made of: `[buckets]` of its rows, weighted, and `[buckets,
-        WORDS]` of its columns, int64. The sums of the ranks' shares add up to those of the bucket (`add_up`)."""
+        """Weighted sums of rows `[buckets]` and sums of columns `[buckets, WORDS]`, int64, of which checksums are made.
+        The sums of the ranks' shares add up to those of the bucket (`add_up`)."""
         words = self._memory.view(torch.int64).view(-1, WORDS)
         if words.device.type == "cpu":
             found, columns = zip(*(_sums(words[place]) for place in self._places), strict=True)
@@ -70,11 +65,11 @@ class Allocation:
 
 
 class Buckets:
-    """The buckets of `plan` on `device`: the frozen ones, if any, in one allocation, the trained ones in another.
+    """The buckets of `plan`: the frozen ones in one allocation, the trained ones in another. On a GPU all work is
+    queued.
 
-    `rotating`: only two (`turns`) are allocated, and bucket i overwrites bucket i - 2. `beside`: another copy, whose
-    frozen buckets are this one's too. `scratch`: bytes of two further buffers, of a receiver from several ranks: their
-    shares arrive there, and `rows.receive` copies them into place.
+    `rotating`: later buckets overwrite the first `turns`. `beside`: another copy, which shares its frozen buckets.
+    `scratch`: bytes of two further buffers in which shares of several ranks arrive (`rows.receive`).
     """
 
     def __init__(
@@ -90,7 +85,7 @@ class Buckets:
         self._parts: list[Allocation] = []
         self.scratch = [torch.empty(scratch, dtype=torch.uint8, device=device) for _ in range(2 if scratch else 0)]
         self.copies: dict[tuple[int, int], list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = {}
-        """What brings a share, by its number, from one of the two buffers into place: pairs of lists of views."""
+        """What brings each share into place, by share and scratch buffer (`rows`)."""
         if rotating:
             few = Allocation([max(plan.sizes)] * min(turns, len(plan.sizes)), device).buckets
             self.buckets = [few[index % turns][:size] for index, size in enumerate(plan.sizes)]
@@ -101,21 +96,20 @@ class Buckets:
         self.buckets = [bucket for part in self._parts for bucket in part.buckets]
 
     def views(self, bucket: int | None = None, first: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors from bucket `first` on, or those of one bucket, by name, in order: views, not copies."""
+        """Views of the tensors from bucket `first` on, or of one bucket, by name, in order."""
         for slot in self.plan.slots:
             if slot.bucket >= first and bucket in (None, slot.bucket):
                 yield slot.spec.name, self.view(slot)
 
     def view(self, slot: Slot) -> torch.Tensor:
-        """The tensor at `slot`: a view."""
         flat = self.buckets[slot.bucket][slot.offset : slot.offset + slot.size]
         return flat.view(slot.spec.dtype).view(slot.spec.shape)
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy `weights` in, which are all, in the plan's order but for the frozen ones among them; or all but those
-        named `without`. Raises ValueError if they are not the plan's, but only after consuming all of them: gathering
-        them is collective, and the other ranks go on."""
+        """Copy in all `weights` but those named `without`; the frozen ones, and the others, come in the plan's order.
+        Raises ValueError if they are not the plan's, but only after consuming all of them: gathering them is
+        collective."""
         problem, frozen = "", self.plan.frozen_names
         wanted = [slot for slot in self.plan.slots if slot.spec.name not in without]
         kinds = [iter([slot for slot in wanted if (slot.spec.name in frozen) == kind]) for kind in (False, True)]
@@ -134,12 +128,10 @@ class Buckets:
             raise ValueError(problem)
 
     def messages(self, first: int = 0) -> list[torch.Tensor]:
-        """The buckets that are broadcast, in order: every one from `first` on."""
         return self.buckets[first:]
 
     def checksums(self, first: int = 0) -> torch.Tensor:
-        """`checksum` of every bucket, `[buckets] int64`, or of those from `first` on, the first trained one. Raises
-        ValueError if rotating."""
+        """`checksum` of every bucket from `first` on, 0 or the first trained one: `[buckets] int64`."""
         if self.rotating:
             raise ValueError("rotating buckets are never all there at once: checksum them one by one")
         return torch.cat([part.checksums() for part in self._parts[1 if first else 0 :]])
@@ -149,16 +141,16 @@ def checksum(bucket: torch.Tensor) -> torch.Tensor:
     """`[bytes] uint8 -> [] int64`: the sums of all rows and of all columns of words, each weighted by its index, modulo
     2^64.
 
-    Exact in any order of summation, equal on every device. A flipped bit, missing rows and values in another order
-    change it: what stays in its row has moved to another column.
+    Exact in any order of summation and on every device. A flipped bit, missing rows and values in another order change
+    it.
     """
     rows, columns = bucket_sums(bucket, row_weights(len(bucket) // ROW + 1, bucket.device))
     return rows + _sum_of_columns(columns, _column_weights(bucket.device))
 
 
 def bucket_sums(bucket: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[bytes] uint8 -> [], [WORDS] int64`: what `checksum` is made of, the sum of its rows, weighted, and those of its
-    columns. `weights`: `row_weights` of its rows, or of more."""
+    """The weighted sum of a bucket's rows and the sums of its columns, `[bytes] uint8 -> [], [WORDS] int64`. `weights`:
+    `row_weights` of at least as many rows."""
     words = bucket.view(torch.int64)
     whole = len(words) // WORDS * WORDS
     rest = words[whole:]
@@ -169,13 +161,12 @@ def bucket_sums(bucket: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tens
 
 
 def checksums_of(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
-    """`[buckets], [buckets, WORDS] int64`: the checksums of buckets with these `bucket_sums`."""
+    """The checksums of buckets with these `bucket_sums`."""
     return [int(value) for value in (rows + _sum_of_columns(columns, _column_weights(columns.device))).tolist()]
 
 
 def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[rows, WORDS] int64 -> [rows], [WORDS] int64`: the sums of the rows and of the columns. A GPU reads the memory
-    twice, a CPU once: there the second sum of a block finds it in the cache."""
+    """Sums of rows and of columns. On a CPU the second sum of a block finds it in the cache."""
     if words.device.type != "cpu" or len(words) <= CACHED_ROWS:
         return words.sum(1), words.sum(0)
     columns, rows = words.new_zeros(WORDS), list[torch.Tensor]()
@@ -186,44 +177,40 @@ def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sum_of_columns(sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`[..., WORDS] int64 -> [...] int64`: the weighted sum of the columns' sums, of each half for itself.
-
-    A sign that moves from one word to another is the highest bit of both: any even multiple of it is 0 modulo 2^64.
-    """
+    """Each half by itself: a sign that moves from one word to another is the highest bit of both, of which any even
+    multiple is 0 modulo 2^64."""
     return (sums.view(torch.int32) * weights).sum(-1)
 
 
 def _column_weights(device: torch.device) -> torch.Tensor:
-    """`[2 * WORDS] int64`: the weights of the low and the high half of each column's sum, in turns."""
     halves = torch.tensor(HALVES, dtype=torch.int64, device=device)
     return (row_weights(WORDS, device)[:, None] * halves).flatten()
 
 
 def row_weights(number: int, device: torch.device) -> torch.Tensor:
-    """`[number] int64`: the weights of so many rows or columns."""
+    """The weights of so many rows or columns: int64."""
     return _weights_of(torch.arange(number, device=device))
 
 
 def _weights_of(index: torch.Tensor) -> torch.Tensor:
-    """The weights of the rows or columns at `index`, int64: all odd, so that no bit is lost modulo 2^64."""
+    """All odd, so that no bit is lost modulo 2^64."""
     return (2 * index + 1) * FACTOR
 
 
 def add_up(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
-    """The checksums of whole buckets. `rows` [ranks, buckets] and `columns` [ranks, buckets, WORDS], int64 on the
-    CPU: the `sums` of the ranks' shares."""
+    """The checksums of whole buckets from the ranks' sums: `[ranks, buckets]`, `[ranks, buckets, WORDS]` int64."""
     return checksums_of(rows.sum(0), columns.sum(0))
 
 
 def pending() -> "Future[Any]":
-    """A future that whoever waits for it cannot cancel."""
+    """A future that nobody who waits for it can cancel."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 class PublishedWeights(Protocol):
-    """What one process sends of a version: all weights (`Buckets`), or a rank's rows of them (`rows.RowPool`)."""
+    """What one process sends of a version: all weights (`Buckets`), or a rank's rows (`rows.RowPool`)."""
 
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None: ...
     def messages(self, first: int = 0) -> list[torch.Tensor]: ...
@@ -231,45 +218,41 @@ class PublishedWeights(Protocol):
 
 @dataclass(eq=False)
 class PublishedPolicy:
-    """One version of the weights, and what servers verify it with. Never changed while anybody holds it."""
+    """One version of the weights, and what servers verify it with. Does not change while anybody holds it."""
 
     weights: PublishedWeights
     version: int = -1
     published_at: float = 0.0
-    """`time.perf_counter` at the start of its publication."""
+    """`time.perf_counter` when `publish` was called."""
     filled: "Future[torch.cuda.Event | None]" = field(default_factory=pending)
     """Done once all weights are copied, or, on a GPU, queued to be copied before this event."""
     probe: "Future[Probe] | None" = None
-    """The probe, if one is due: its forward pass follows the copying."""
     checksums: "dict[str, asyncio.Future[list[int]]]" = field(default_factory=dict)
-    """The checksums of each plan, by its digest: computed in the background in its first round, for all its rounds."""
+    """By the plan's digest: computed once, for all rounds."""
     holders: int = 0
 
 
 class DoubleBuffer:
-    """The sender's two copies of the weights of `plan` on `device`, allocated when first needed: one is filled while a
-    broadcast may still read the other.
+    """The sender's two copies of the weights, shared by the learner's thread and the serving threads: one is filled
+    while a broadcast may still read the other.
 
-    Shared by the learner's thread (`reserve`, `offer`) and the serving threads (`hold`, `reading`). `reserve` waits
-    until nobody holds one of the two: rounds are served one at a time, so that is at once unless a broken broadcast
-    lingers. Where several ranks send, each has such a pair, with its own rows. Rank 0 chooses which of the two is
-    filled, the others fill the same one (`take`), and send the version that rank 0 names (`hold_version`).
+    Where several ranks send, each has such a pair of its own rows. Rank 0 chooses which copy all of them fill (`take`),
+    and names the version to send (`hold_version`).
     """
 
     def __init__(
         self, plan: Plan, device: torch.device, allocate: Callable[[Any], PublishedWeights] | None = None
     ) -> None:
-        """`allocate` makes a copy, given the one before it, if any; by default a whole one."""
+        """`allocate` makes a copy, given the one before it, if any."""
         self.plan, self._device = plan, device
         self._allocate = allocate or (lambda before: Buckets(plan, device, beside=before))
         self._copies: list[PublishedPolicy] = []
         self.newest: PublishedPolicy | None = None
-        """The newest version offered."""
         self._latest = -1
         self._changed = threading.Condition()
 
     def reserve(self, timeout_s: float) -> PublishedPolicy:
-        """A copy to fill, invisible to others until offered; the newest one only if there is no other. Raises
+        """A copy to fill, invisible to others until offered; the newest one only if no other is free. Raises
         TimeoutError."""
         if len(self._copies) < 2:
             return self._further()
@@ -280,11 +263,10 @@ class DoubleBuffer:
             return self._free(min(idle, key=lambda copy: copy is self.newest))
 
     def number_of(self, policy: PublishedPolicy) -> int:
-        """Which of the two copies it is, for the other ranks' `take`."""
         return self._copies.index(policy)
 
     def take(self, number: int, timeout_s: float) -> PublishedPolicy:
-        """The copy of that number to fill, as `reserve`. Raises TimeoutError."""
+        """The copy of that number, which rank 0 has reserved. Raises TimeoutError."""
         if number == len(self._copies):
             return self._further()
         with self._changed:
@@ -305,7 +287,7 @@ class DoubleBuffer:
         return chosen
 
     def offer(self, policy: PublishedPolicy) -> None:
-        """`policy` is the newest; its weights are being copied, in this thread."""
+        """Make `policy` the newest, while this thread still copies its weights."""
         with self._changed:
             self.newest = policy
             self._latest = max(self._latest, policy.version)
@@ -313,9 +295,8 @@ class DoubleBuffer:
 
     @contextmanager
     def hold_version(self, version: int, timeout_s: float) -> Iterator[PublishedPolicy]:
-        """Keep the policy of `version`, which may be published only now, from being filled anew within the block.
-        Raises LookupError if it is not published in time, or its copy has another one by now: this rank must never send
-        rows of another version than the other ranks do, because no checksum would show it."""
+        """Wait for `version`, and keep it from being overwritten within the block. Raises LookupError if it does not
+        come or was overwritten: rows of another version than the other ranks send would pass every checksum."""
         with self._changed:
             published = self._changed.wait_for(lambda: self._latest >= version, timeout_s)
             held = next((copy for copy in self._copies if copy.version == version), None)
@@ -332,8 +313,7 @@ class DoubleBuffer:
 
     @contextmanager
     def reading(self, policy: PublishedPolicy) -> Iterator[PublishedWeights]:
-        """The weights of `policy`, all there for this thread, whose GPU work runs on a stream of its own within the
-        block. Waits for `publish` to have queued its copying."""
+        """The complete weights of `policy`, on a stream of this thread's own."""
         with self.hold(policy), own_stream(self._device):
             copied = policy.filled.result()
             if copied is not None:

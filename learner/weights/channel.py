@@ -1,11 +1,10 @@
-"""The process group that weights are broadcast over: a rank of the learner and all workers of some servers. gloo or
-NCCL. Where several ranks of the learner send, each has a group of its own (`WorkerChannels` is a worker's end of all).
+"""The process group that weights are broadcast over: a rank of the learner and all workers of some servers, by gloo or
+NCCL.
 
-A `Channel` is separate from the default process group of either side and meets at the learner's `Rendezvous`. `connect`
-waits until all ranks are there, `broadcast` until all buckets are sent, both at most `timeout_s`; `abort`, called from
-another thread, ends them early over NCCL (gloo runs into its timeout). A channel that failed is useless: the next one
-has a new epoch. Sender and workers run it in threads and on CUDA streams of their own, so that neither training nor
-generation waits. Why its kernels cannot deadlock with theirs: docs/design/weights-wire.md.
+`connect` waits for all ranks, `broadcast` for all buckets, both at most `timeout_s`; `abort`, from another thread, ends
+them early over NCCL (gloo runs into its timeout). A channel that failed is useless: the next one has a new epoch. Both
+ends run it in threads and on CUDA streams of their own, so that neither training nor generation waits. Why its kernels
+cannot deadlock with theirs: docs/design/weights-wire.md.
 """
 
 import asyncio
@@ -26,19 +25,18 @@ import torch.distributed as dist
 T = TypeVar("T")
 c10d: Any = dist  # torch does not export these classes to type checkers
 AHEAD = 3
-"""Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once and waited for once:
-the fewer calls from Python, the less this thread contends for the GIL with the one that trains or generates."""
+"""Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once: fewer calls from
+Python contend less for the GIL."""
 NCCL_SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""A wait returns with an error at its timeout, and we handle a failure of this group: torch must not end the
-process."""
+"""A wait returns with an error at its timeout, and torch does not end the process."""
 
 
 class ChannelError(RuntimeError):
-    """The group could not be formed, broke, or timed out. Build another one. `absent`: ranks that did not come."""
+    """The group could not be formed, broke, or timed out. `absent`: ranks that did not come."""
 
     def __init__(self, what: str, absent: Sequence[int] = ()) -> None:
         super().__init__(what)
@@ -46,7 +44,7 @@ class ChannelError(RuntimeError):
 
 
 class Rendezvous:
-    """The learner's TCPStore, at which the ranks of a group meet. Listens on `host` only."""
+    """The learner's TCPStore, at which the ranks of a group meet."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -82,12 +80,11 @@ class Channel:
         self.epoch, self.rank, self.world, self.device = epoch, rank, world, device
         self._host, self._port, self.timeout = host, port, timedelta(seconds=timeout_s)
         self.span_s = 0.0
-        """Seconds of the last broadcast, from all ranks present to all buckets received, by this host's clock."""
+        """From all ranks present to all buckets received."""
         self._group: dist.ProcessGroup | None = None
         self.aborted = False
 
     def open_store(self) -> Any:
-        """A connection to the learner's store. Raises ChannelError."""
         try:
             return c10d.TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=self.timeout)
         except RuntimeError as error:
@@ -112,7 +109,6 @@ class Channel:
             self.abort()
 
     def _meet(self, store: Any) -> None:
-        """Wait until all ranks are at the store. Raises ChannelError, which names those that are not."""
         keys = [f"here/{rank}" for rank in range(self.world)]
         try:
             store.wait(keys, self.timeout)
@@ -121,11 +117,9 @@ class Channel:
             raise ChannelError(f"group {self.epoch} of {self.world} ranks did not form: {error}", absent) from None
 
     def broadcast(self, buckets: Sequence[torch.Tensor], ahead: int | None = None) -> Iterator[int]:
-        """Send (rank 0) or fill (other ranks) `buckets`: `broadcast_in_turn` over this group alone."""
         return broadcast_in_turn([(self, bucket) for bucket in buckets], ahead)
 
     def group(self) -> Any:
-        """The connected group. Raises ChannelError once it was given up."""
         if self._group is None or self.aborted:
             raise ChannelError(f"group {self.epoch} was given up")
         return self._group
@@ -162,17 +156,16 @@ class Channel:
 
 
 class WorkerChannels:
-    """A worker's end of the groups of all ranks of the learner that send, in the order of these `channels`.
+    """A worker's end of the groups of all ranks of the learner that send.
 
-    One thread forms them one after the other and issues all broadcasts, in the same order on every worker: NCCL allows
-    no other use of several groups of one device.
+    One thread forms them in turn and issues all broadcasts, in the same order on every worker: NCCL allows no other use
+    of several groups of one device.
     """
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels, self.epoch, self._formed = channels, channels[0].epoch, False
 
     def connect(self) -> None:
-        """Form all groups that do not exist. Raises ChannelError."""
         store = None if self._formed else self._channels[0].open_store()
         for channel in self._channels:
             channel.connect(store)
@@ -183,19 +176,18 @@ class WorkerChannels:
     def broadcast(
         self, buckets: Sequence[torch.Tensor], ahead: int | None = None, roots: Sequence[int] | None = None
     ) -> Iterator[int]:
-        """Fill `buckets`, each from the rank of the learner in `roots`, by default rank 0; `broadcast_in_turn`."""
+        """Fill `buckets`, each from the rank of the learner in `roots`, by default rank 0."""
         of = [self._channels[root] for root in roots or [0] * len(buckets)]
         return broadcast_in_turn(list(zip(of, buckets, strict=True)), ahead)
 
     def abort(self) -> None:
-        """Give up all groups. Over NCCL each is aborted in a thread of its own: an abort waits for kernels that may
-        wait for another group, whose abort must not come after it."""
+        """Give up all groups, over NCCL each in a thread of its own: an abort waits for kernels that may wait for
+        another group."""
         for channel in self._channels:
             channel.abort()
 
     @property
     def span_s(self) -> float:
-        """Seconds of the last broadcast, as `Channel.span_s`."""
         return self._channels[0].span_s
 
 
@@ -203,15 +195,14 @@ def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: i
     """Send (rank 0) or fill (other ranks) the buckets in `messages`, each over its channel, at most `ahead` beyond the
     one yielded. Raises ChannelError.
 
-    Waits for all ranks first, so that `span_s` measures the buckets only. Yields the index of each complete bucket; on
-    a GPU it is complete for what this thread's stream does next, and for everybody when the iterator is exhausted. What
-    a bucket's memory is used for before the next call is done before the memory is filled again: with `ahead` 1 two
-    buffers are enough for any number of buckets.
+    Yields the index of each complete bucket; on a GPU it is complete for what this thread's stream does next, and for
+    everybody when the iterator is exhausted. A bucket's memory may be filled again after the next call: with `ahead` 1
+    two buffers are enough for any number of buckets.
     """
-    if not messages:  # a rank whose rows of a plan are none: workers do not wait for it either
+    if not messages:  # a rank without rows in a plan: workers do not wait for it either
         return
     channels = list(dict.fromkeys(channel for channel, _ in messages))
-    # groups and works are held here, so that this thread destroys them, which may take a while
+    # held here, so that this thread destroys them, which may take a while
     groups = [channel.group() for channel in channels]
     device, timeout, (epoch, world) = channels[0].device, channels[0].timeout, (channels[0].epoch, channels[0].world)
     options = dist.BroadcastOptions()
@@ -260,13 +251,12 @@ def _end(group: Any) -> None:
 
 
 def backend_of(device: torch.device) -> str:
-    """`nccl` for a GPU, `gloo` for a CPU."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Run this thread's GPU work on a stream of its own, complete at the end of the block. No effect on a CPU."""
+    """Run this thread's GPU work on a stream of its own, complete at the end of the block."""
     if device.type != "cuda":
         yield
         return
@@ -295,7 +285,7 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 def own_address(host: str, port: int) -> str:
-    """This machine's address on the route to `host`, at which the other ranks reach this one. Raises OSError."""
+    """This machine's address on the route to `host`."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing

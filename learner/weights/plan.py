@@ -1,12 +1,8 @@
 """The plan of the weights wire: which tensor lies at which offset of which bucket. Pure: both ends compute the same.
 
 Tensors keep their order (vLLM loads layer by layer) and are never split: a tensor larger than a bucket gets a bucket of
-its own. Each starts at a multiple of `ALIGN` bytes, so that it can be viewed in place. Two plans with the same `digest`
-have the same tensors in the same places.
-
-Weights that are never trained, such as a frozen vision tower, come first, in buckets of their own. The whole plan is
-sent to a server that has none of this learner's weights; `Plan.trained`, the rest of the buckets, to all others.
-Where several ranks send, each its own rows, `rows.py` says which rank sends what of a bucket.
+its own. Weights that are never trained come first, in buckets of their own: only a server that has none of this
+learner's weights gets them.
 """
 
 import hashlib
@@ -22,7 +18,7 @@ ALIGN = 256
 """Bytes: a multiple of every dtype's size, of vector loads and of the checksum's words."""
 LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
-"""With `model.lora` the policy's tensors are an adapter's: two for each layer, called by its name and these."""
+"""With `model.lora` a layer's name and these name its two tensors."""
 
 
 class Spec(NamedTuple):
@@ -44,8 +40,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All slots in order, and the size of each bucket in bytes. The first `frozen` buckets hold what is never
-    trained. `ranks` of the learner send, each its own rows of every tensor that is not named `replicated`."""
+    """All slots in order, and the bytes of each bucket. The first `frozen` buckets are never trained. `ranks` of the
+    learner send, each its own rows of every tensor that is not named `replicated` (`rows.py`)."""
 
     slots: tuple[Slot, ...]
     sizes: tuple[int, ...]
@@ -62,8 +58,8 @@ class Plan:
         ranks: int = 1,
         replicated: Collection[str] = (),
     ) -> "Plan":
-        """Lay `specs` out in buckets of at most `bucket_bytes`; those named `frozen` come first. Raises ValueError if
-        none is trained, a name comes twice, or `frozen` or `replicated` has others."""
+        """Lay `specs` out in buckets of at most `bucket_bytes`. Raises ValueError for a list that contradicts
+        itself."""
         slots: list[Slot] = []
         sizes: list[int] = []
         seen: set[str] = set()
@@ -91,7 +87,7 @@ class Plan:
 
     @cached_property
     def trained(self) -> "Plan":
-        """The plan of what is trained: all but the frozen buckets."""
+        """The plan of all but the frozen buckets."""
         if not self.frozen:
             return self
         slots = (slot._replace(bucket=slot.bucket - self.frozen) for slot in self.slots if slot.bucket >= self.frozen)
@@ -99,7 +95,6 @@ class Plan:
 
     @cached_property
     def frozen_names(self) -> frozenset[str]:
-        """Weights that are never trained."""
         return frozenset(slot.spec.name for slot in self.slots if slot.bucket < self.frozen)
 
     def first(self, digest: str) -> int:
@@ -110,24 +105,23 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over all slots, and over who sends them where several ranks do."""
+        """16 hex digits over all slots, and over who sends them."""
         rows = "".join(f"{s.name} {s.shape} {s.dtype} {bucket} {offset}\n" for s, bucket, offset, _ in self.slots)
         rows += f"{self.ranks} ranks, {sorted(self.replicated)} on each\n" if self.ranks > 1 else ""
         return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
     @property
     def total_bytes(self) -> int:
-        """Size of one copy of the weights."""
         return sum(self.sizes)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `"bfloat16"`, the form in which a dtype is sent."""
+    """The form in which a dtype is sent: `torch.bfloat16` -> `"bfloat16"`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Undo `dtype_name`. Raises ValueError for an unknown dtype."""
+    """Undo `dtype_name`. Raises ValueError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype")

@@ -1,8 +1,7 @@
-"""The probe: a fixed text whose log-probabilities learner and server must agree on. Used by `sender/publish.py` and
-`receiver/staged.py`; waits for the policy's forward pass only.
+"""The probe: a fixed text whose log-probabilities learner and server must agree on.
 
 For a model that sees, a picture comes first, and the text describes it: a text alone would show neither a wrong tower
-nor an image that the server has kept since an earlier version. Each end draws the picture by itself.
+nor a stale image. Each end draws the picture by itself.
 """
 
 import random
@@ -21,8 +20,8 @@ from learner.weights.protocol import Probe, ProbeImage
 PROBE_TOKENS = 64
 TEXT = ", ".join(map(str, range(1, 65)))
 """A text every model predicts well. Where a token is nearly certain, rounding to bfloat16 changes its log-probability
-little and wrong weights change it much; elsewhere two correct implementations differ by some hundredths. SmolLM2-135M
-in bfloat16, vLLM against transformers: 0.005 nat on this text, 0.016 on names of days and months, 0.07 on sums."""
+little and wrong weights change it much. SmolLM2-135M in bfloat16, vLLM against transformers: 0.005 nat on this text,
+0.016 on names of days and months, 0.07 on sums."""
 CAPTION = "The left half of the picture is red, the right half is blue. "
 """Begins the text behind the picture: likely of this picture only."""
 PICTURE = (4, 6)
@@ -52,7 +51,7 @@ class Prober:
     def __init__(
         self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: ShownProbe | Sequence[int] | None
     ) -> None:
-        """`probe` None: tokens drawn from `seed` among the rows of the first matrix, the embedding."""
+        """`probe` None: random tokens."""
         if probe is None:
             rows = next(spec.shape[0] for spec in specs if len(spec.shape) == 2)
             draw = random.Random(seed)
@@ -78,8 +77,7 @@ class Prober:
 
 
 def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:
-    """`text` as the model's tokens, at most `longest` of them; for a tokenizer that does not know it random tokens, but
-    none of `without`.
+    """`text` as at most `longest` tokens; random ones, but none of `without`, if the tokenizer does not know it.
 
     A server samples one token after the probe, so `longest` is one less than what every server accepts.
     """
@@ -91,7 +89,7 @@ def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collectio
 
 
 def shown_tokens(tokenizer: Any, longest: int, form: ImageFormat) -> tuple[list[int], SeenImage]:
-    """The tokens of a probe with a picture, at most `longest`, and the picture. Raises ConfigError if they are more."""
+    """At most `longest` tokens of a probe with a picture, and the picture. Raises ConfigError if they are more."""
     high, wide = (form.side or sides * form.factor for sides in PICTURE)
     picture = draw(form, high, wide)
     before = [form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end]
@@ -110,8 +108,7 @@ def draw(form: ImageFormat, height: int, width: int) -> Picture:
 
 
 def images_of(probe: Probe, form: ImageFormat | None) -> list[SeenImage]:
-    """The picture of `probe`, if it has one, as a server draws it whose model sees as `form` says. Raises ValueError
-    unless it is the learner's."""
+    """The picture of `probe`, if it has one, as this server draws it. Raises ValueError unless it is the learner's."""
     if probe.image is None:
         return []
     if form is None:

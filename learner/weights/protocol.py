@@ -1,18 +1,15 @@
 """The messages of the weights wire, and its sockets. The learner's rank 0 listens (ROUTER), each rollout server
 connects (DEALER).
 
-A message is one ZeroMQ frame of MessagePack: a map with `kind` and the fields of the model of that name.
-
     server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
     learner:  Offer -> Ready, then Go; the weights are broadcast; Checksums -> Received; Probe -> Loaded; or Failed
-              instead of any. Checksums and Probe are sent as soon as they are known, beside the broadcast or after it
-    both:     KeepAlive, so that each notices the other's death
+              instead of any. Checksums and Probe are sent as soon as they are known
     learner:  Cancel: the round is off, another Offer follows.   Rejoin: you are not a member (any more), Join again
-    server:   Hold: it keeps the version that it has, in place of Ready or at any time between rounds; Release ends that
-    server:   Leave.   learner: Bye
+    server:   Hold: it keeps its version, in place of Ready or at any time between rounds; Release ends that
+    server:   Leave.   learner: Bye.   both: KeepAlive
 
-Round numbers grow, across restarts of the learner too. A message about another round than the current one is stale and
-counts as a heartbeat only.
+A message is one ZeroMQ frame of MessagePack: a map with `kind` and the fields. Round numbers grow, across restarts of
+the learner too. A message about another round than the current one is stale and counts as a heartbeat only.
 """
 
 from typing import Annotated
@@ -49,8 +46,7 @@ BEATS = 5
 MAX_BYTES = 64 << 20
 """Largest message: a ServerWelcome with 10^5 tensors stays below."""
 FROM_SERVERS = {zmq.MAXMSGSIZE: 1 << 16, zmq.RCVHWM: 64, zmq.SNDHWM: 256}
-"""What one server may have the learner hold: bytes of a message, messages to be read, and messages that it does not
-read, after which it loses further ones. All that servers say is short."""
+"""Limits of what the learner holds of one server: bytes of a message, messages received, and messages to send."""
 
 # from a server
 
@@ -62,7 +58,6 @@ class Join(Message):
     protocol: Count
     workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)]
     backend: Flag
-    """`nccl` or `gloo`: what its workers can receive with."""
     digest: Name = ""
     trained: Name = ""
     """Digests of the plans its workers have allocated for; empty at first."""
@@ -77,28 +72,25 @@ class Ready(Message):
 
 
 class Hold(Message):
-    """The server takes no newer version until it says Release: it evaluates the one it has. Also the answer to an
-    Offer."""
+    """The server takes no newer version until it says Release: it evaluates the one it has."""
 
     round: Count
 
 
 class Release(Message):
-    """The server takes newer versions again."""
+    ...
 
 
 class Received(Message):
-    """All buckets have arrived, and their checksums agree with the learner's. `span_s`: from all ranks present to all
-    buckets received."""
+    """All buckets have arrived with the learner's checksums."""
 
     round: Count
     span_s: Seconds
 
 
 class Loaded(Message):
-    """The server generates under the new version. Loading took `load_s`; generation was paused for `pause_s`, 0 unless
-    the version was received into place. `probe` is the mean absolute difference of the probe's log-probabilities, if a
-    probe was due."""
+    """The server generates under the new version. `pause_s` is 0 unless the version was received into place. `probe`:
+    mean absolute difference of the probe's log-probabilities."""
 
     round: Count
     load_s: Seconds
@@ -108,8 +100,7 @@ class Loaded(Message):
 
 
 class Failed(Message):
-    """The round failed here. `fatal`: the weights are wrong (checksum, probe, a tensor vLLM refuses), and the server
-    exits."""
+    """The round failed here. `fatal`: the weights are wrong, and the server exits."""
 
     round: Count
     reason: Text
@@ -117,7 +108,7 @@ class Failed(Message):
 
 
 class Leave(Message):
-    """The server shuts down."""
+    ...
 
 
 # from the learner
@@ -136,16 +127,15 @@ class ServerWelcome(Message):
 
     tensors: Many[TensorSpec]
     frozen: Many[LongName] = Field(default_factory=list)
-    """Names of those that are sent once: to a server that has no weights of this learner."""
+    """Names of weights that are sent once, to a server that has no weights of this learner."""
     bucket_bytes: Count
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
-    """Ranks of the learner that send, each its own rows."""
+    """Ranks of the learner that send."""
     replicated: Many[LongName] = Field(default_factory=list)
-    """Names of tensors that each of them holds whole."""
+    """Names of tensors that each rank holds whole."""
     digest: Name
-    """Digest of the plan of all tensors."""
     trained: Name
-    """Digest of the plan of the tensors that are not frozen; the same where no tensor is frozen."""
+    """Digest of the plan of the tensors that are not frozen."""
     heartbeat_s: Seconds
 
 
@@ -160,15 +150,14 @@ class Offer(Message):
 
 
 class Checksums(Message):
-    """The learner's checksum of each bucket. A server loads the version if its workers' are the same."""
+    """The learner's checksum of each bucket."""
 
     round: Count
     checksums: Many[Checksum]
 
 
 class ProbeImage(Message):
-    """A picture that both ends draw (`probe.draw`), `height` x `width` pixels with this SHA-256; its placeholders are
-    the probe's tokens from `start` on."""
+    """A picture that both ends draw (`probe.draw`); its placeholders are the probe's tokens from `start` on."""
 
     start: Count
     height: Count
@@ -177,22 +166,20 @@ class ProbeImage(Message):
 
 
 class Probe(Message):
-    """Fixed tokens and the learner's log-probabilities of the last of them, at temperature 1: of all but the first, or
-    of those behind the `image`. A server compares its own once it generates under the version."""
+    """Fixed tokens and the learner's log-probabilities at temperature 1, of all but the first token, or of those behind
+    the `image`."""
 
     round: Count = 0
-    """Set when it is sent: one probe may be sent in several rounds."""
+    """Set when it is sent."""
     tokens: Many[Count]
     image: ProbeImage | None = None
-    """For a model that sees."""
     logprobs: Many[float]
     tolerance: float
 
 
 class RankAssignment(Message):
     """Worker w of the server is rank `offset + w` of `world` in group `epoch`, which meets at `host:port`. Rank 0
-    sends. Where several ranks of the learner send, there is a group for each of these `roots`, with the same
-    workers."""
+    sends. Each of the learner's ranks below `roots` has such a group."""
 
     roots: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     epoch: Count
@@ -207,14 +194,13 @@ class Go(Message):
 
     round: Count
     session: Name
-    """Name of this start of the learner: each start has another one."""
+    """Unique name of this start of the learner."""
     version: Count
     plan: Name
-    """Digest of the plan that is sent: that of all tensors, or of the trained ones."""
+    """Digest of the plan that is sent."""
     timeout_s: Seconds
     source: RankAssignment | LongName
     probe: bool = False
-    """Whether a Probe follows."""
 
 
 class Cancel(Message):
@@ -233,16 +219,15 @@ class JoinRefused(Message):
 
 
 class Bye(Message):
-    """The learner shuts down in good order."""
+    ...
 
 
 class KeepAlive(Message):
-    """Heartbeat."""
+    ...
 
 
 class Staged(Message):
-    """From a worker to its server's front process: it has the buckets of `round` with these checksums, or `reason` says
-    why not."""
+    """From a worker to its front process: it has received `round` with these checksums, or `reason` says why not."""
 
     round: Count
     checksums: Many[Checksum] = Field(default_factory=list)
@@ -251,23 +236,22 @@ class Staged(Message):
     fatal: bool = False
 
 
-# between the ranks of a learner, each of which sends its own rows; over the ranks' store (`sender/mailbox.py`)
+# between the learner's ranks that send rows (`sender/mailbox.py`)
 
 
 class SendRows(Message):
-    """From rank 0: enter the group of `source`, and send this rank's rows of `version` there. `number` names the
-    sending in the answers."""
+    """From rank 0: send this rank's rows of `version` in the group of `source`. `number` names the sending in the
+    answers."""
 
     number: Count
     version: Count
     plan: Name
-    """Digest, as in Go."""
     timeout_s: Seconds
     source: RankAssignment
 
 
 class GiveUp(Message):
-    """From rank 0: the groups of `epoch` and what runs over them are given up."""
+    """From rank 0: the groups up to `epoch` are given up."""
 
     epoch: Count
 
@@ -280,8 +264,7 @@ class RowsBegun(Message):
 
 
 class RowsSent(Message):
-    """From another rank: its rows have all been sent, or `reason` says why not. `refused`: it does not hold the version
-    that it was to send."""
+    """From another rank: it has sent its rows, or `reason` says why not. `refused`: it does not hold the version."""
 
     rank: Count
     number: Count
@@ -290,8 +273,7 @@ class RowsSent(Message):
 
 
 class RowSums(Message):
-    """From another rank: the sums of its rows of `version`, which add up to checksums (`buckets.add_up`), for each
-    bucket of the plan."""
+    """From another rank: the sums of its rows for each bucket of the plan (`buckets.add_up`)."""
 
     rank: Count
     version: Count
@@ -301,8 +283,7 @@ class RowSums(Message):
     """`[buckets, WORDS]` int64."""
 
 
-# A learner's socket admits the keys of rollout servers only, and they connect to no key but the learner's: so these
-# tables of messages are also those of what each role may say.
+# Keys admit one role to each end of a connection, so these tables are also what each role may say.
 TO_LEARNER: dict[str, type[Message]] = {
     m.__name__: m for m in (Join, Ready, Hold, Release, Received, Loaded, Failed, Leave, KeepAlive)
 }
@@ -317,7 +298,6 @@ TO_RANK_0: dict[str, type[Message]] = {m.__name__: m for m in (RowsBegun, RowsSe
 
 
 def pack(message: Message) -> bytes:
-    """One message as one frame."""
     packed: bytes = msgpack.packb({"kind": type(message).__name__, **message.model_dump()})
     return packed
 
@@ -347,7 +327,7 @@ def router(
 
 
 def dealer(context: zmq.asyncio.Context, address: str, keys: ClientKeys) -> zmq.asyncio.Socket:
-    """A server's socket, which keeps connecting to `address`, and sends only to a learner with the run's key."""
+    """A server's socket, which sends only to a learner with the run's key."""
     socket = context.socket(zmq.DEALER)
     _limit(socket)
     identify(socket, keys, address)

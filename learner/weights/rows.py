@@ -1,15 +1,12 @@
 """Which bytes of which bucket each rank of the learner sends, where each publishes the rows that it owns.
 
 FSDP2 shards a tensor over its first dimension: of n ranks each has ceil(rows / n) rows, the last ones fewer or none. So
-what a rank has of a tensor is one range of bytes of a bucket (`RowRange`), and what it has of a bucket is one message
-(`Share`), in which the ranges are packed. `shares_of` is pure: both ends compute the same from a `Plan`. A rank keeps
-its shares in a `RowPool` and never sees rows of others; a worker receives shares into two scratch buffers and copies
-the ranges into place (`receive`), behind each other on a GPU's stream.
+a rank has one range of bytes of a tensor (`RowRange`), and its ranges of a bucket are one message (`Share`). A worker
+receives shares into two scratch buffers and copies the ranges into place.
 
-**Checksums are those of whole buckets, as they lie at the worker**, so that they also show what was copied to a wrong
-place. A checksum is made of weighted sums over rows of `buckets.ROW` bytes and over columns of words, and both add up:
-the ranks' sums give the bucket's (`buckets.add_up`). Therefore a range has the same offset modulo ROW in its share as
-in its bucket, and no row of the share has bytes of two ranges; the padding is zero at both ends.
+Checksums are those of whole buckets, as they lie at the worker, so that they also show misplaced rows. The ranks' sums
+give the bucket's (`buckets.add_up`) because a range has the same offset modulo `buckets.ROW` in its share as in its
+bucket, no row of the share has bytes of two ranges, and the padding is zero at both ends.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -52,7 +49,6 @@ class Share(NamedTuple):
 
 
 def bucket_bytes(config: WeightsConfig, ranks: int) -> int:
-    """Bytes of a bucket of weights that `ranks` ranks send."""
     return (config.bucket_mib << 20) * min(ranks, LARGER)
 
 
@@ -105,8 +101,7 @@ def _rows(target: int, size: int) -> int:
 
 
 class RowPool:
-    """The shares of `rank` on `device`, which it sends: a copy of its own rows. `beside`: another such copy, whose
-    frozen shares are this one's too."""
+    """The shares that `rank` sends, on `device`. `beside`: another pool, which shares its frozen shares."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, beside: "RowPool | None" = None) -> None:
         self.plan, self.rank = plan, rank
@@ -120,18 +115,15 @@ class RowPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shares."""
         return sum(len(memory) for _, memory in self._memory)
 
     def messages(self, first: int = 0) -> list[torch.Tensor]:
-        """What this rank broadcasts, in order: its shares of all buckets from `first` on."""
         return [memory for share, memory in self._memory if share.bucket >= first]
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy in this rank's rows of all weights but those named `without`, in any order: each tensor's own rows, or
-        all of one that each rank holds whole. Rounds to the plan's dtypes. Raises ValueError if they are not the
-        plan's."""
+        """Copy in this rank's rows of all weights but those named `without`, in any order. Rounds to the plan's dtypes.
+        Raises ValueError if they are not the plan's."""
         wanted = {slot.spec.name: slot for slot in self.plan.slots if slot.spec.name not in without}
         views = {
             each.name: memory[each.offset : each.offset + each.size]
@@ -149,14 +141,13 @@ class RowPool:
             raise ValueError(f"weights: {next(iter(wanted))} is missing")
 
     def _shape(self, slot: Slot) -> tuple[int, ...]:
-        """The shape of what this rank holds of the tensor at `slot`."""
         if slot.spec.name in self.plan.replicated or not slot.spec.shape:
             return slot.spec.shape
         return len(rows_of(slot.spec.shape[0], self.plan.ranks, self.rank)), *slot.spec.shape[1:]
 
     def sums(self, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this rank adds to the checksums of the buckets from `first` on, 0 or the first trained one: `[buckets]`
-        and `[buckets, WORDS]` int64, on the CPU, as `buckets.add_up` takes them."""
+        """What this rank adds to the checksums of the buckets from `first` on: `[buckets]` and `[buckets, WORDS]`
+        int64, on the CPU."""
         number, found = len(self.plan.sizes), [share.bucket for share, _ in self._memory if share.bucket >= first]
         held = [each.sums() for each in (*([] if first else [self._frozen]), self._trained) if each]
         rows, columns = (torch.cat([one[at].cpu() for one in held]) if held else None for at in (0, 1))
@@ -179,8 +170,8 @@ def scratch_bytes(plan: Plan) -> int:
 
 
 def receive(weights: Buckets, channels: WorkerChannels, first: int) -> Iterator[int]:
-    """Fill the buckets of `weights`, which has scratch, from `first` on. Yields the index of each complete bucket, as
-    `channel.broadcast_in_turn` does. Raises ChannelError."""
+    """Fill the buckets of `weights` from `first` on. Yields as `channel.broadcast_in_turn` does. Raises
+    ChannelError."""
     shares = [(number, share) for number, share in enumerate(shares_of(weights.plan)) if share.bucket >= first]
     ends = {share.bucket: index for index, (_, share) in enumerate(shares)}
     messages = [weights.scratch[index % 2][: share.size] for index, (_, share) in enumerate(shares)]
@@ -199,8 +190,8 @@ def receive(weights: Buckets, channels: WorkerChannels, first: int) -> Iterator[
 def _copies(
     weights: Buckets, number: int, share: Share, which: int
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """What brings share `number` from scratch buffer `which` into place: made once. Words of 8 bytes where a range
-    consists of such, which a GPU copies faster than bytes."""
+    """What brings share `number` from scratch buffer `which` into place. A GPU copies words of 8 bytes faster than
+    bytes."""
     if (number, which) not in weights.copies:
         bucket, scratch = weights.buckets[share.bucket], weights.scratch[which]
         pairs: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...] = ([], []), ([], [])

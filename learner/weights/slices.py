@@ -1,10 +1,8 @@
 """A staging copy of those parts of the weights that one worker loads: its rows and columns, not whole tensors.
 
-With tensor parallelism vLLM's loaders copy a part of most tensors into a worker's model. Which parts, is known from the
-copies that they make (`rollout/engine/region_copies.py` finds the `Region`s). A `SlicedCopy` holds these parts only.
-Buckets arrive whole, since a broadcast has the same bytes for all workers: each one into a buffer that later buckets
-overwrite. There it is checksummed, and its regions are copied out. Nothing waits: on a GPU all work is queued on the
-current stream.
+Buckets arrive whole, since a broadcast has the same bytes for all workers, each in a buffer that later buckets
+overwrite. There it is checksummed, and its regions are copied out. On a GPU all work is queued on the current
+stream.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -22,7 +20,7 @@ Copies = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class Region(NamedTuple):
-    """A part of the published tensor `name`: the view of it with this offset, shape and strides, in elements.
+    """A part of the published tensor `name`: a view of it, in elements (`rollout/engine/region_copies.py` finds them).
 
     Example: the second half of the columns of an 8 x 4 matrix: `Region("w", 2, (8, 2), (4, 1))`
     """
@@ -34,7 +32,7 @@ class Region(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """What one worker loads of the weights. `problem`: why that is not known, or not enough; empty if it is."""
+    """What one worker loads of the weights. `problem`: why that is not known, or not enough."""
 
     found: tuple[Region, ...] = ()
     problem: str = ""
@@ -47,7 +45,7 @@ def staged_bytes(plan: Plan, regions: Iterable[Region]) -> int:
 
 
 def arrival_bytes(plan: Plan, scratch: int) -> int:
-    """Bytes of the buffers in which buckets arrive, of which each of several ranks sends a share over `scratch`."""
+    """Bytes of the buffers in which buckets, and shares of `scratch` bytes, arrive."""
     return _turns(scratch) * max(plan.sizes) + 2 * scratch
 
 
@@ -69,7 +67,7 @@ class SlicedCopy:
         self._row_weights = row_weights(max(plan.sizes) // ROW + 1, device)
 
     def keep(self, bucket: int) -> Sums:
-        """Copy the regions of `bucket`, which has arrived, and return what its checksum is made of."""
+        """Copy the regions of `bucket`, which has arrived, and return its `bucket_sums`."""
         for parts, sources in self._copies[bucket]:
             torch._foreach_copy_(parts, sources)
         return bucket_sums(self.weights.buckets[bucket], self._row_weights)
@@ -80,14 +78,14 @@ class SlicedCopy:
         return checksums_of(torch.stack(rows), torch.stack(columns))
 
     def staged(self, first: int = 0) -> Iterator[tuple[Region, torch.Tensor]]:
-        """The regions of all buckets from `first` on, and what is staged of them: views."""
+        """The regions of all buckets from `first` on, and views of what is staged."""
         for region, part in zip(self.regions, self._parts, strict=True):
             if self._slots[region.name].bucket >= first:
                 yield region, part
 
     def _copies_of(self, bucket: int) -> Copies:
         """What brings the regions of `bucket` into the copy. torch fuses a list on a GPU if all of it is dense and has
-        one dtype: columns have lists of their own."""
+        one dtype."""
         groups: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for region, part in zip(self.regions, self._parts, strict=True):
             slot = self._slots[region.name]
@@ -100,14 +98,12 @@ class SlicedCopy:
         return list(groups.values())
 
     def _source(self, slot: Slot, region: Region) -> torch.Tensor:
-        """The view of the bucket that `region` is."""
         flat = self.weights.buckets[slot.bucket][slot.offset : slot.offset + slot.size].view(slot.spec.dtype)
         return flat.as_strided(region.shape, region.strides, flat.storage_offset() + region.offset)
 
 
 def _turns(scratch: int) -> int:
-    """Buffers for buckets. One is enough where shares arrive in buffers of their own: a bucket is made of them behind
-    what was done with the one before it."""
+    """Buffers for buckets. One is enough where shares arrive in buffers of their own."""
     return 1 if scratch else 2
 
 

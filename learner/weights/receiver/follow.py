@@ -1,12 +1,9 @@
-"""A rollout server's end of the weights wire. Runs in the front process's event loop, beside generation.
+"""A rollout server's end of the weights wire, in the front process's event loop.
 
-`policies` yields each version once its buckets are in the workers' staging copies with the checksums that the learner
-has (`StagedPolicy`); the rollout loop then loads it between two steps. Workers without room for copies receive it
-during `load` instead, while the engine is paused (`StreamedPolicy`). What may happen when is a table: `rounds.py`.
-Waits for: the buffer, which knows the learner's address (`where`), the learner's messages, the workers' reports. What
-the learner owes to a round (Checksums, Probe) is waited for until it offers another round or is replaced by another
-learner; it leaves a server out that does not answer in time, and offers again. When the learner falls silent this asks
-`where` again and keeps trying the old address, whichever succeeds first.
+`policies` yields each version once its buckets are in the workers' staging copies with the learner's checksums; the
+rollout loop then loads it between two steps. Workers without room for copies receive it during `load` instead, while
+the engine is paused. Waits for the buffer, which knows the learner's address (`where`), the learner's messages and the
+workers' reports. When the learner falls silent this asks `where` again and keeps trying the old address.
 """
 
 import asyncio
@@ -30,13 +27,12 @@ from learner.weights.receiver.workers import Workers, next_report
 
 log = logging.getLogger(__name__)
 STUCK = 3.0
-"""A server ends whose workers have not reported a round after so many of its timeouts since it was given up: they wait
-for the group, its first step and a bucket up to one timeout each."""
+"""Timeouts after which a server ends whose workers have not reported a round that was given up: they wait for the
+group, its first step and a bucket up to one timeout each."""
 
 
 class Receiver:
-    """`where(known)` returns the learner's address as soon as there is one other than `known`
-    (`buffer.wire.client.RolloutClient.where`)."""
+    """Follows the learner. `where(known)` returns its address as soon as there is one other than `known`."""
 
     def __init__(
         self,
@@ -49,24 +45,23 @@ class Receiver:
         *,
         keys: ClientKeys,
     ) -> None:
-        """`form`: how the server's model sees images. `keys`: those for the learner as a server."""
+        """`form`: how the server's model sees images."""
         self._where, self._keys, self._heartbeat_s, self._form = where, keys, heartbeat_s, form
         self._workers = Workers(engine, config.timeout_s, config.staging)
         self._policies: asyncio.Queue[StagedPolicy | StreamedPolicy | BaseException] = asyncio.Queue()
         self._connection: LearnerConnection | None = None
         self._join = protocol.Join(name=name, protocol=protocol.PROTOCOL, workers=1, backend="")
-        """Says what this server is and holds; kept up to date."""
+        """What this server is and holds, up to date."""
         self._clock, self._rounds = AwakeClock(), Rounds(self._say)
         self._streamed: StreamedPolicy | None = None
         """Yielded, and not in place yet: later rounds go on with it."""
 
     def hold(self, loading: bool = False) -> bool:
-        """Accept no newer version until `release`; False: another one is on its way by now. `loading`: this is called
-        between the `load` and the `loaded` of one."""
+        """Accept no newer version until `release`; False: one is on its way. `loading`: called between `load` and
+        `loaded`."""
         return self._rounds.hold(loading)
 
     def release(self) -> None:
-        """Accept newer versions again."""
         self._rounds.release()
 
     async def policies(self) -> AsyncGenerator[StagedPolicy | StreamedPolicy, None]:
@@ -96,7 +91,6 @@ class Receiver:
             self._streamed.finish(reason)
 
     async def _follow(self) -> None:
-        """Follow the learner from address to address."""
         number, backend = await self._workers.describe()
         self._join = self._join.model_copy(update={"workers": number, "backend": backend})
         with zmq.asyncio.Context() as context, self._workers.reporting(context) as reports:
@@ -166,7 +160,6 @@ class Receiver:
         connection.say(self._join)
 
     async def _on_fact(self, message: protocol.Checksums | protocol.Probe | protocol.Cancel) -> None:
-        """The learner sent this for the present round."""
         reception = self._rounds.reception
         assert reception
         if isinstance(message, protocol.Checksums):
@@ -192,19 +185,16 @@ class Receiver:
         self._streamed.begin(reception)
 
     async def _receive(self, reception: Reception) -> None:
-        """Have all workers receive the round, unless it was given up meanwhile."""
         if self._rounds.state is State.RECEIVING and reception is self._rounds.reception:
             await self._workers.receive(reception.go)
 
     async def _collect(self, reports: "zmq.asyncio.Socket") -> None:
-        """Take the workers' reports."""
         while True:
             self._rounds.report(await next_report(reports))
             self._judge()
 
     def _judge(self) -> None:
-        """Hand the version to the rollout loop once it is all there and the learner's checksums agree; end the round if
-        it cannot be loaded."""
+        """Hand the version over once it is all there and the checksums agree; end the round if it cannot be loaded."""
         reception = self._rounds.reception
         if self._rounds.state is not State.RECEIVING or not reception or not reception.complete:
             return
@@ -228,10 +218,7 @@ class Receiver:
             self._policies.put_nowait(StagedPolicy(reception, workers.engine, self._say, loaded, workers.timeout_s))
 
     async def _abandon(self, reason: str) -> None:
-        """Give up the present round, unless its version is verified: else it is never loaded.
-
-        A stuck thread keeps the only buckets, so no offer is accepted until the thread ends.
-        """
+        """Give up the present round, unless its version is verified."""
         if self._rounds.reception:
             self._rounds.reception.take_probe(None)
         if self._rounds.state is not State.RECEIVING:
@@ -246,8 +233,8 @@ class Receiver:
         self._say(protocol.Failed(round=reception.go.round, reason=reason))
 
     def _require_end(self) -> None:
-        """Raises WeightsError if the workers' threads of the round that was given up hang for ever: without their
-        buckets this server would keep its policy, and only a new start gives it others."""
+        """Raise WeightsError if the workers hang in the round that was given up: without their buckets this server
+        would keep its policy for ever."""
         reception = self._rounds.reception
         if self._rounds.state is not State.CLEARING or not reception:
             return
@@ -260,6 +247,5 @@ class Receiver:
             )
 
     def _say(self, message: Message) -> None:
-        """Send to the learner, if there is one."""
         if self._connection:
             self._connection.say(message)

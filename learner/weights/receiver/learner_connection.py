@@ -1,8 +1,7 @@
 """A server's connection to the learner at one address: sends heartbeats, joins until admitted, notices silence.
 
-Part of `follow.Receiver`. `receive` waits for the learner's next message, at most one heartbeat. After a long silence
-it connects with another socket, because libzmq does not connect again by itself once a handshake was refused, or the
-other end said something else than ZMTP.
+After a long silence it connects with another socket, because libzmq does not connect again by itself once a handshake
+was refused, or the other end did not speak ZMTP.
 """
 
 import asyncio
@@ -23,8 +22,8 @@ long."""
 
 
 class LearnerConnection:
-    """Open from the start. `joined`: the server is a member. `lost`: the learner was silent for too long, said Bye
-    or broke the connection, as one that is killed does."""
+    """Open from the start. `joined`: the server is a member. `lost`: the learner was silent, said Bye or broke the
+    connection."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str, keys: ClientKeys, heartbeat_s: float) -> None:
         self.address, self.heartbeat_s = address, heartbeat_s
@@ -66,7 +65,7 @@ class LearnerConnection:
         return unpack(data, TO_SERVER)
 
     def leave(self, lost: bool) -> None:
-        """The server is no longer a member: the next `receive` joins again."""
+        """Note that the server is no longer a member: the next `receive` joins again."""
         self.joined, self.lost, self._said_at = False, lost, -math.inf
 
     def say(self, message: Message) -> None:
@@ -74,7 +73,6 @@ class LearnerConnection:
         self._socket.send(pack(message))
 
     async def close(self) -> None:
-        """Say Leave and close."""
         self.say(Leave())
         ending: list[asyncio.Future[Any]] = [self._break, *([self._next] if self._next else [])]
         for one in ending:

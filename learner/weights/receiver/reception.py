@@ -1,8 +1,4 @@
-"""One round at a server, from Go until its buckets are free: what its workers report, and with what it is verified.
-
-Kept up to date by `follow.Receiver` and `rounds.Rounds`; nothing in it waits. `StagedPolicy` and `StreamedPolicy` wait
-for its `probe`.
-"""
+"""One round at a server, from Go until its buckets are free: what its workers report, and with what it is verified."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -18,18 +14,15 @@ class Reception:
     go: Go
     workers: int
     form: ImageFormat | None = None
-    """How this server's model sees images."""
     reports: list[Staged] = field(default_factory=list)
     checksums: Checksums | None = None
-    """The learner's, once they have arrived."""
+    """The learner's."""
     probe: "asyncio.Future[Probe | None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """The learner's probe, or None once it is known not to come. Only if `go` says that one follows."""
+    """The learner's probe, or None once it is known not to come."""
     given_up_at: float = 0.0
-    """When the round was given up, if it was, by the receiver's clock."""
 
     @property
     def complete(self) -> bool:
-        """Whether all workers have reported."""
         return len(self.reports) >= self.workers
 
     def failure(self) -> Failed | None:
@@ -46,6 +39,6 @@ class Reception:
         return None
 
     def take_probe(self, probe: Probe | None) -> None:
-        """`probe` has come; None: none will, because the learner is gone or went on to another round."""
+        """Note the probe; None: none will come."""
         if not self.probe.done():
             self.probe.set_result(probe)

@@ -1,4 +1,4 @@
-"""The rounds at a server, one at a time: the state of the present one, and what may follow it.
+"""The rounds at a server, one at a time: the state of the present one, and what may follow it. Nothing in it waits.
 
     IDLE       no round                                                  Ready was said -> PLEDGED
     PLEDGED    Ready was said, Go has not come                           Go -> RECEIVING    left the learner -> IDLE
@@ -7,9 +7,7 @@
     LOADING    verified: the rollout loop loads it                       loaded -> IDLE
     CLEARING   given up, but workers may still write to their buckets    cleared -> IDLE
 
-Offers that come while the buckets are not free (LOADING, CLEARING) wait, the newest one, until they are. A server that
-is held answers offers with Hold. `follow.Receiver` feeds this with the learner's messages and the workers' reports.
-Nothing in it waits.
+Offers that come while the buckets are not free (LOADING, CLEARING) wait, the newest one, until they are.
 """
 
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from learner.weights.receiver.reception import Reception
 
 
 class State(Enum):
-    """The state of a server's present round, as the table above explains."""
+    """The state of a server's present round (table above)."""
 
     IDLE = auto()
     PLEDGED = auto()
@@ -41,7 +39,7 @@ TRANSITIONS = {
     (State.LOADING, "loaded"): State.IDLE,
     (State.CLEARING, "cleared"): State.IDLE,
 }
-"""The state that follows a state and an event. No other event may happen in a state."""
+"""No other event may happen in a state."""
 
 
 class IllegalTransition(RuntimeError):
@@ -49,7 +47,7 @@ class IllegalTransition(RuntimeError):
 
 
 class Rounds:
-    """`say` sends to the learner, if there is one."""
+    """The present round of one server. `say` sends to the learner, if there is one."""
 
     def __init__(self, say: Callable[[Message], None]) -> None:
         self._say = say
@@ -59,7 +57,6 @@ class Rounds:
         self._offer: Offer | None = None
         """PLEDGED: the offer that was answered with Ready. LOADING and CLEARING: the offer that waits, if any."""
         self.held = False
-        """No offer is accepted at present."""
 
     def hold(self, loading: bool) -> bool:
         """Accept no offer until `release`. Returns False where a version is on its way. `loading`: the version in
@@ -72,13 +69,11 @@ class Rounds:
         return True
 
     def release(self) -> None:
-        """Accept offers again."""
         self.held = False
         self._say(Release())
 
     def offer(self, offer: Offer) -> None:
-        """Answer `offer` with Ready or Hold, now or once the buckets are free. A round that is received must have been
-        given up before."""
+        """Answer `offer` with Ready or Hold, now or once the buckets are free."""
         if self.state is State.RECEIVING:
             raise IllegalTransition("an offer in RECEIVING")
         self._offer = offer
@@ -99,7 +94,7 @@ class Rounds:
             self._enter("left")
 
     def go(self, reception: Reception) -> bool:
-        """Begin this round. Returns False for a stale Go: its round is not the one that Ready was said to."""
+        """Begin this round. Returns False for a stale Go."""
         if self.state is not State.PLEDGED or self._offer is None or self._offer.round != reception.go.round:
             return False
         self._enter("go")
@@ -107,38 +102,36 @@ class Rounds:
         return True
 
     def is_present(self, round: int) -> bool:
-        """Whether messages about `round` are about the present one."""
         return self.reception is not None and self.reception.go.round == round
 
     def report(self, staged: Staged) -> None:
-        """Note that a worker no longer writes to its buckets. Reports about other rounds are stale."""
+        """Note that a worker no longer writes to its buckets."""
         if self.reception and self.is_present(staged.round):
             self.reception.reports.append(staged)
             if self.state is State.CLEARING and self.reception.complete:
                 self.clear()
 
     def verify(self) -> Go:
-        """All buckets are there and their checksums agree: the version is the rollout loop's. Returns its Go."""
+        """All buckets are there and their checksums agree. Returns the round's Go."""
         self._enter("verified")
         assert self.reception
         return self.reception.go
 
     def fail(self, failed: Failed) -> None:
-        """The round is over without a version, and all workers have reported."""
+        """End the round without a version, after all workers have reported."""
         self._say(failed)
         self._enter("failed")
         self.reception = None
 
     def give_up(self, now: float) -> Reception:
-        """The round is off at the time `now`. Returns what of it may still be written."""
+        """Give up the round at the time `now`. Returns what of it may still be written."""
         self._enter("given up")
         assert self.reception
         self.reception.given_up_at = now
         return self.reception
 
     def aborted(self, free: bool) -> bool:
-        """The workers were made to give up the round; `free`: none writes any more. Returns whether the buckets are
-        free, be it by reports that came meanwhile."""
+        """The workers gave up the round; `free`: none writes any more. Returns whether the buckets are free by now."""
         if self.state is State.CLEARING and self.reception and (free or self.reception.complete):
             self.clear()
         return self.state is not State.CLEARING
@@ -152,7 +145,6 @@ class Rounds:
         self._free("loaded")
 
     def _free(self, event: str) -> None:
-        """The buckets are free: answer the offer that waits."""
         self._enter(event)
         self.reception = None
         self._answer()

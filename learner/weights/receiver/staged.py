@@ -1,7 +1,6 @@
 """A version that lies complete in the workers' staging copies: `load` it, with nothing paused, then `loaded`.
 
-Made by `follow.Receiver`, used by the rollout loop. `load` waits for the workers, `loaded` for the probe, if one is
-due: the learner's, whose forward pass follows the sending, and the engine's.
+`load` waits for the workers, `loaded` for both ends' probe, if one is due.
 """
 
 import logging
@@ -19,8 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class ReceivingEngine(Protocol):
-    """What receives weights: a vLLM engine with the worker extension of `rollout/engine/worker.py`. `paused` stops
-    generation within the block."""
+    """A vLLM engine whose workers receive weights (`rollout/engine/worker.py`). `paused` stops generation within the
+    block."""
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]: ...
     async def probe(self, tokens: list[int], images: Sequence[Any]) -> list[float]: ...
@@ -37,7 +36,7 @@ class WeightsError(RuntimeError):
 
 
 class StagedPolicy:
-    """`say` sends to the learner, `release` allows the staging copies to be overwritten."""
+    """A version to load. `say` sends to the learner, `release` allows the staging copies to be overwritten."""
 
     def __init__(
         self,
@@ -97,7 +96,6 @@ async def confirm(
 
 
 def _advice(ours: list[float], theirs: list[float]) -> str:
-    """Describe the remedy if the probe of the initial model fails, which no restart can fix."""
     most = max(range(len(ours)), key=lambda i: abs(ours[i] - theirs[i]))
     worst = f"most at position {most} ({ours[most]:.3f} here, {theirs[most]:.3f} at the learner)"
     cause = "vLLM and the learner compute this model differently, or read different files"

@@ -1,12 +1,9 @@
 """A vLLM worker's end of the weights wire: receives buckets in a thread and on a CUDA stream of its own.
 
-Held by the worker extension (`rollout/engine/worker.py`), driven by `follow.Receiver` in the front process. Mode
-`full`: into a staging copy, while generation goes on. Mode `slices`: the same, but the copy has only what this worker
-loads, and whole buckets pass through two further ones (`learner/weights/slices.py`). Mode `bucket`: there is room for
-two buckets only; each is loaded as soon as it arrives, and the front process keeps the engine paused meanwhile. Where
-several ranks of the learner send, each its own rows, there are two further buffers for what arrives
-(`learner/weights/rows.py`). The thread waits for the learner, at most the timeout that Go carries, and reports to the
-front process when it ends (`Staged`, over ZeroMQ).
+The worker extension (`rollout/engine/worker.py`) holds it, and the front process (`follow.Receiver`) drives it. Mode
+`full` receives into a copy of all weights while generation goes on, mode `slices` into a copy of what this worker
+loads. Mode `bucket` has room for two buckets: each is loaded as soon as it arrives, while the engine is paused. The
+thread waits for the learner at most Go's timeout, and reports when it ends (`Staged`).
 
 Only `prepare` allocates buckets. A round after a broken one waits until the buckets of the broken one are free, so
 recovery needs no further memory.
@@ -44,8 +41,7 @@ def whole_tensors(specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
 
 
 class Receipt:
-    """One round that is received into `weights`, over the groups of `channel` or, without, from files. One thread
-    receives it; another thread may give it up."""
+    """One round that is received into `weights`, over `channel` or, without one, from files."""
 
     def __init__(self, go: Go, weights: Buckets, channel: WorkerChannels | None) -> None:
         self.go, self.channel = go, channel
@@ -65,13 +61,11 @@ class Receipt:
             return self._weights
 
     def end(self) -> None:
-        """Mark that the thread no longer uses the buckets, and drop the reference to them."""
         self._weights = None
         self.over.set()
 
     def give_up(self) -> None:
-        """Give up the round: a thread that has not begun to fill the buckets never will, even if it still waits for the
-        group."""
+        """Give up the round: a thread that has not begun to fill the buckets never will."""
         with self._lock:
             self._given_up = True
             if not self._begun:
@@ -84,27 +78,26 @@ class Receipt:
 
 
 class Staging:
-    """The staging copy, or pair of buckets, of worker `worker` on `device`. `load` loads tensors into the model,
-    `find_regions` returns the parts that it takes of weights, those of some names never trained."""
+    """The staging copy, or pair of buckets, of one worker. `find_regions` returns the parts of the weights that `load`
+    takes."""
 
     def __init__(
         self, device: torch.device, worker: int, load: Load, find_regions: FindRegions = whole_tensors
     ) -> None:
         self.device, self.worker, self._load, self._find_regions = device, worker, load, find_regions
         self._buckets: Buckets | None = None
-        """Where buckets arrive: the staging copy in mode `full`."""
         self._slices: SlicedCopy | None = None
         self._channel: WorkerChannels | None = None
         self._receipts: list[Receipt] = []
         """The last round, and earlier rounds that may still write to the buckets."""
         self._version: int | None = None
         self._first = 0
-        """The bucket from which on `_version` was received."""
+        """The first bucket that was received with `_version`."""
         self._read: torch.cuda.Event | None = None
 
     def prepare(self, welcome: bytes, wanted: str) -> tuple[str, str, str]:
-        """Allocate room for the plan in `welcome`, a packed ServerWelcome; returns its digest, that of what is trained,
-        and the mode. Raises ValueError where the mode `wanted` does not fit, or cannot be."""
+        """Allocate room for the plan in `welcome`, a packed ServerWelcome. Returns the digests of the plan and of what
+        is trained, and the mode. Raises ValueError where the mode `wanted` does not fit or is impossible."""
         message = unpack(welcome, TO_SERVER)
         assert isinstance(message, ServerWelcome)
         specs = [Spec(tensor.name, tuple(tensor.shape), dtype_of(tensor.dtype)) for tensor in message.tensors]
@@ -124,7 +117,6 @@ class Staging:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of the weights that come once, at first."""
         return self._buckets.plan.frozen_names if self._buckets else frozenset()
 
     def receive(self, go: bytes, notify: str) -> None:
@@ -143,7 +135,6 @@ class Staging:
 
     @property
     def free(self) -> bool:
-        """Whether no thread writes to the buckets."""
         return not any(receipt.writes for receipt in self._receipts)
 
     def abort(self) -> bool:
@@ -155,15 +146,13 @@ class Staging:
         return self.free
 
     def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of `version` that were sent: views of the staging copy of mode `full`. Raises ValueError unless
-        all of them were received."""
+        """Views of the received tensors of `version`, in mode `full`. Raises ValueError unless all were received."""
         self._check_staged(version)
         assert self._buckets is not None and not self._buckets.rotating
         return self._buckets.views(first=self._first)
 
     def slices(self, version: int) -> list[tuple[Region, torch.Tensor]]:
-        """The regions of the tensors of `version` that were sent: views of the copy of mode `slices`. Raises ValueError
-        unless all of them were received."""
+        """Views of the received regions of `version`, in mode `slices`. Raises ValueError unless all were received."""
         self._check_staged(version)
         assert self._slices is not None
         return list(self._slices.staged(self._first))
@@ -173,11 +162,10 @@ class Staging:
             raise ValueError(f"version {version} is not staged; {self._version} is")
 
     def read_until(self, event: torch.cuda.Event) -> None:
-        """The GPU reads the staged version until `event`; the next one is received into its place only then."""
+        """Note that the GPU reads the staged version until `event`: the next one is received only then."""
         self._read = event
 
     def _allocate(self, plan: Plan, wanted: str) -> None:
-        """Make buckets that are received into only after the stream of the steps has zeroed them."""
         scratch, regions = scratch_bytes(plan), self._regions_for(plan, wanted)
         staged = plan.total_bytes if regions is None else staged_bytes(plan, regions) + arrival_bytes(plan, scratch)
         if self._rotating(plan, wanted, staged + (2 * scratch if regions is None else 0)):
@@ -191,8 +179,7 @@ class Staging:
             self.read_until(torch.cuda.current_stream(self.device).record_event())
 
     def _regions_for(self, plan: Plan, wanted: str) -> tuple[Region, ...] | None:
-        """Return the regions that mode `slices` stages; None for another mode. `auto` takes it where it needs less
-        memory. Raises ValueError if `slices` is wanted and cannot be."""
+        """The regions that mode `slices` stages; None for another mode."""
         if wanted not in ("auto", "slices"):
             return None
         regions = self._find_regions([slot.spec for slot in plan.slots], plan.frozen_names)
@@ -206,8 +193,7 @@ class Staging:
         return regions.found if smaller or wanted == "slices" else None
 
     def _rotating(self, plan: Plan, wanted: str, staged: int) -> bool:
-        """Whether there is room for two buckets only, not for `staged` bytes. Raises ValueError if that is not what is
-        wanted."""
+        """Whether there is room for two buckets only, not for `staged` bytes."""
         if wanted == "bucket" or self.device.type != "cuda":
             return wanted == "bucket"
         torch.cuda.empty_cache()
@@ -222,7 +208,6 @@ class Staging:
         return not fits
 
     def _channel_for(self, go: Go) -> WorkerChannels | None:
-        """The groups to enter: the present ones if they are those of `go`. None where the buckets come from files."""
         group = go.source
         if isinstance(group, str):
             return None
@@ -239,7 +224,6 @@ class Staging:
             self._channel = None
 
     def _run(self, receipt: Receipt, before: Sequence[Receipt], notify: str) -> None:
-        """Body of the thread: wait until the rounds `before` no longer use the buckets, receive, and report."""
         go, sums, reason, fatal = receipt.go, list[int](), "", False
         try:
             sums = self._receive(receipt, before)
@@ -253,7 +237,6 @@ class Staging:
         tell(notify, Staged(round=go.round, checksums=sums, span_s=span_s, reason=reason, fatal=fatal))
 
     def _receive(self, receipt: Receipt, before: Sequence[Receipt]) -> list[int]:
-        """Fill the buckets; returns their checksums. Raises ChannelError."""
         go, end = receipt.go, time.monotonic() + receipt.go.timeout_s
         for other in before:
             if not other.over.wait(max(end - time.monotonic(), 0.0)):
@@ -273,15 +256,13 @@ class Staging:
         return sums
 
     def _take(self, go: Go, weights: Buckets, channel: WorkerChannels | None) -> list[int]:
-        """Receive all buckets; in mode `slices` keep what is loaded of each, in mode `bucket` load it at once. Returns
-        their checksums."""
         if self._slices is not None:
             kept = [self._slices.keep(bucket) for bucket in arrivals(go, weights, channel)]
             return self._slices.checksums(kept)
         if not weights.rotating:
             last, computed = len(weights.buckets) - 1, torch.empty(0)
             for bucket in arrivals(go, weights, channel):
-                if bucket == last:  # on a GPU this is queued behind the last bucket, before anything waits for that
+                if bucket == last:  # on a GPU queued behind the last bucket, before anything waits
                     computed = weights.checksums(weights.plan.first(go.plan))
             return [int(value) for value in computed.tolist()]
         sums: list[torch.Tensor] = []
@@ -296,8 +277,8 @@ class Staging:
 
 
 def arrivals(go: Go, weights: Buckets, channel: WorkerChannels | None) -> Iterator[int]:
-    """Fill the buckets of `weights` in the plan of `go`, over the connected `channel` or from files. Yields the index
-    of each complete bucket. Raises ChannelError."""
+    """Fill the buckets in the plan of `go`, over the connected `channel` or from files. Yields each complete one's
+    index."""
     first = weights.plan.first(go.plan)
     if isinstance(go.source, str):
         yield from files.read(Path(go.source), weights, first)
@@ -309,7 +290,6 @@ def arrivals(go: Go, weights: Buckets, channel: WorkerChannels | None) -> Iterat
 
 
 def tell(notify: str, message: Staged) -> None:
-    """Send one message to the front process."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.setsockopt(zmq.LINGER, 5000)
         socket.connect(notify)

@@ -1,8 +1,7 @@
 """A version that is received straight into place while the engine is paused, for workers without room for a copy.
 
-Made by `follow.Receiver`, used by the rollout loop in place of `staged.StagedPolicy`. `load` pauses the engine and
-waits for the broadcast. One that breaks leaves weights of two versions in place, with which the engine must not resume:
-`load` waits on, for the next round and the next learner if need be.
+A broadcast that breaks leaves weights of two versions in place, with which the engine must not resume: `load` waits on,
+for the next round and the next learner if need be.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from learner.weights.receiver.staged import ReceivingEngine, confirm
 
 
 class StreamedPolicy:
-    """`receive` starts to receive a round, `say` sends to the learner, `release` accepts new offers."""
+    """Takes the place of `StagedPolicy`. `receive` starts to receive a round, `release` accepts new offers."""
 
     def __init__(
         self,
@@ -37,11 +36,11 @@ class StreamedPolicy:
         return self._reception.go.version
 
     def begin(self, reception: Reception) -> None:
-        """The receiver's: this round can be received now."""
+        """The receiver calls this when the round can be received."""
         self._events.put_nowait(reception)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The receiver's: the last round is in place, or none ever will be."""
+        """The receiver calls this when the last round is in place, or none ever will be."""
         self._events.put_nowait(error)
 
     async def load(self) -> None:
@@ -59,6 +58,5 @@ class StreamedPolicy:
         self._pause_s = time.perf_counter() - pausing
 
     async def loaded(self) -> None:
-        """Verify the version while the engine generates with it, and say Loaded. Raises WeightsError."""
         await confirm(self._reception, self._engine, self._say, self._load_s, self._pause_s)
         self._release()

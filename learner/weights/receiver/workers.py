@@ -1,7 +1,7 @@
-"""A server's vLLM workers, as its front process calls them to receive weights, and their reports.
+"""Calls to a server's vLLM workers to receive weights, and their reports.
 
-Part of `follow.Receiver`. Each method is one call to all workers (`rollout/engine/worker.py`) and waits for their
-answers; `receive` returns once they have begun. The threads that receive report over a socket of their own.
+Each method is one call to all workers (`rollout/engine/worker.py`) and waits for their answers; `receive` returns once
+they have begun.
 """
 
 import logging
@@ -26,23 +26,21 @@ WHERE = {
 
 
 class Workers:
-    """The workers of `engine`, which answer within `timeout_s`. `staging`: `weights.staging`."""
+    """The workers of `engine`. `staging`: `weights.staging`."""
 
     def __init__(self, engine: ReceivingEngine, timeout_s: float, staging: str) -> None:
         self.engine, self.timeout_s, self._staging = engine, timeout_s, staging
         self._notify = ""
-        """The address for reports."""
         self.streams = False
-        """Workers have room for two buckets only: versions are received into place."""
+        """Versions are received into place: there is room for two buckets only."""
 
     async def describe(self) -> tuple[int, str]:
-        """Number of workers, and the backend that they receive with."""
+        """Number of workers, and their backend."""
         workers = await self.engine.collective("rl_describe", timeout_s=self.timeout_s)
         return len(workers), str(workers[0]["backend"])
 
     async def prepare(self, welcome: ServerWelcome) -> None:
-        """Have all workers allocate room: each for a copy, whole or of what it loads, or all for two buckets. Raises
-        WeightsError."""
+        """Have all workers allocate room: each for a copy, or all for two buckets. Raises WeightsError."""
         theirs = welcome.digest, welcome.trained
         for staging in (self._staging, "bucket"):
             answers = await self.engine.collective("rl_prepare", pack(welcome), staging, timeout_s=self.timeout_s)
@@ -55,12 +53,10 @@ class Workers:
         log.info("weights: received %s", ", ".join(WHERE[mode] for mode in sorted(modes)))
 
     async def receive(self, go: Go) -> None:
-        """Have all workers begin to receive the round of `go`."""
         await self.engine.collective("rl_receive", pack(go), self._notify, timeout_s=self.timeout_s)
 
     async def abort(self) -> bool:
-        """Have all workers give up what they receive. Returns whether all buckets are free; a worker whose buckets are
-        not frees them by its report."""
+        """Have all workers give up what they receive. Returns whether all buckets are free."""
         return all(await self.engine.collective("rl_abort", timeout_s=self.timeout_s))
 
     @contextmanager
@@ -77,7 +73,6 @@ class Workers:
 
 
 async def next_report(socket: zmq.asyncio.Socket) -> Staged:
-    """The next report of a worker."""
     staged = unpack(await socket.recv(), TO_FRONT)
     assert isinstance(staged, Staged)
     return staged

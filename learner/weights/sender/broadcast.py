@@ -1,8 +1,4 @@
-"""The learner's side of the process group of a round: formed of its members, kept while they stay the same.
-
-Driven by `distributor.Distributor`. `send` waits in a thread until all members are in the group and all buckets are
-sent; `give_up` ends that.
-"""
+"""The learner's side of the process group of a round: formed of its members, kept while they stay the same."""
 
 import asyncio
 import time
@@ -41,15 +37,14 @@ class BroadcastGroup:
         self.members = members
 
     def give_up(self) -> None:
-        """Abort the group: whatever runs over it fails, and the next `prepare` forms another."""
+        """Abort the group: whatever runs over it fails."""
         if self._channel:
             self._channel.abort()
         self._channel, self.members = None, []
 
     @property
     def formed(self) -> RankAssignment | None:
-        """How this rank's peers among the learner's ranks enter groups of their own with the same workers; None without
-        a group."""
+        """How the learner's other ranks enter groups of their own with the same workers; None without a group."""
         return self._assignment(0) if self._channel else None
 
     def source(self, policy: PublishedPolicy, member: Member) -> RankAssignment:
@@ -76,7 +71,6 @@ class BroadcastGroup:
         return in_thread(run, "weights-broadcast")
 
     def checksums(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[list[int]]:
-        """Compute the checksums of the plan of that digest, in a thread."""
         return whole_checksums(policy, copies, digest)
 
 

@@ -1,10 +1,7 @@
-"""The serving half of the sender: brings each member the newest policy, round by round.
+"""The serving half of the sender: brings each member the newest policy, round by round (`sending_round.py`).
 
-Runs in the event loop of a background thread of learner rank 0, started by `publish.Sender`. Waits for a member that
-does not hold the newest policy. A round is Offer, Ready, Go, the broadcast, Received, Loaded (`sending_round.py`).
-A member that does not answer in time is left out; if the broadcast breaks, the group is given up and the next round
-forms a new group of the members that still answer. So one dead server costs at most one timeout. A server that is slow
-to be ready or to load costs the others less.
+Runs in the event loop of a background thread of learner rank 0. Waits for a member that does not hold the newest
+policy. One dead server costs at most one timeout; one that is slow to be ready or to load costs the others less.
 """
 
 import asyncio
@@ -25,8 +22,7 @@ from learner.weights.sender.suspects import Suspects
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
-"""A server for which so many consecutive rounds fail while no member is missing cannot be reached by broadcast: it is
-refused."""
+"""A server for which so many consecutive rounds fail while no member is missing is refused: no broadcast reaches it."""
 SERVER_TIMINGS = ("load_s", "pause_s", "verify_s")
 
 
@@ -66,8 +62,8 @@ class Distributor:
         self._last_round = {"weights/servers": 0.0}
 
     def stats(self) -> dict[str, float]:
-        """Figures of the last round that reached servers, and counts. Called by the learner's thread: `_last_round` is
-        replaced as a whole, so that it logs one round, not parts of two."""
+        """Figures of the last round that reached servers, and counts. The learner's thread calls it, so `_last_round`
+        is replaced as a whole."""
         members = float(len(list(self.members)))
         return {"weights/members": members, "weights/failed": float(self.members.failed)} | self._last_round
 
@@ -105,11 +101,10 @@ class Distributor:
         return [member for member in due if not self._suspects.out(member.name)]
 
     def _lack(self, member: Member) -> Plan:
-        """What `member` gets: everything, unless it holds the frozen weights since an earlier version."""
+        """Everything, unless `member` holds the frozen weights since an earlier version."""
         return self._copies.plan.trained if member.holds[0] == self._session else self._copies.plan
 
     async def _serve_round(self, policy: PublishedPolicy, plan: Plan) -> None:
-        """Bring `policy` to the members that lack what is in `plan`."""
         stale = [member for member in self._stale() if self._lack(member) is plan]
         if not stale:
             return
@@ -151,7 +146,6 @@ class Distributor:
             log.info("weights: version %d on %d server(s) after %.3f s", policy.version, len(loaded), round_s)
 
     def _suspect(self, ready: list[Member], cost_s: float) -> None:
-        """Note the members that spoilt the round: those that said Ready and did not answer, and the first to fail."""
         for member in ready:
             if member.spoilt:
                 member.spoilt = False
@@ -159,8 +153,8 @@ class Distributor:
                 log.warning("weights: no round waits for %s within the next %.0f s", member.name, pause_s)
 
     def _blame(self, ready: list[Member], broken: str) -> None:
-        """After a round that failed for some: refuse a member for which round after round fails with nobody missing, of
-        the members or of the ranks that send."""
+        """Refuse a member for which round after round fails with nobody missing, of the members or of the ranks that
+        send."""
         self._transport.give_up()
         failed = [member for member in ready if isinstance(member.answer, protocol.Failed) and not member.gone]
         log.warning("weights: round %d failed for %d of %d: %s", self._number, len(failed), len(ready), broken)
@@ -178,8 +172,8 @@ class Distributor:
 def round_stats(
     policy: PublishedPolicy, plan: Plan, loaded: Iterable[Member], received_s: float, span_s: float
 ) -> dict[str, float]:
-    """What `metrics.jsonl` shows of a round that reached `loaded`, in seconds: plain keys hold the slowest server's,
-    keys with a server's name that server's; docs/design/weights-wire.md explains each."""
+    """Figures of a round that reached `loaded`, in seconds (docs/design/weights-wire.md): plain keys hold the slowest
+    server's, keys with a server's name that server's."""
     answers = {member.name: member.answer for member in loaded if isinstance(member.answer, protocol.Loaded)}
     stats = {
         "weights/version": float(policy.version),

@@ -1,9 +1,7 @@
 """Weights as safetensors files in a folder that learner and servers share, for servers that no broadcast reaches.
 
-The learner's background thread writes a version once, one file per bucket, into a temporary folder that it then
-renames: a visible folder is complete. Frozen weights are written once, into a folder of their own. Workers read bucket
-by bucket and compare the same checksums as after a broadcast. `Files` takes the place of `broadcast.BroadcastGroup`.
-The two newest versions stay; a server that joins reads the newest.
+The learner's background thread writes a version into a temporary folder that it then renames: a visible folder is
+complete. Frozen weights are written once, into a folder of their own. The two newest versions stay.
 """
 
 import asyncio
@@ -25,7 +23,8 @@ KEPT = 2
 
 
 class Files:
-    """Published versions in `folder`. Servers of any `backend` can read them, and no group has `members`."""
+    """Takes the place of `broadcast.BroadcastGroup`. Servers of any `backend` can read the files, and no group has
+    `members`."""
 
     backend, at_fault = "", False
     members: tuple[Member, ...] = ()
@@ -46,17 +45,15 @@ class Files:
         """Nothing to abort: a server that still reads does no harm."""
 
     def source(self, policy: PublishedPolicy, member: Member) -> str:
-        """The folder with the files of `policy`."""
         return str(self._path(policy))
 
     def send(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[None]:
-        """Nothing is left to send: each server reads for itself."""
+        """Nothing to send: each server reads for itself."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
 
     def checksums(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[list[int]]:
-        """Compute the checksums of the plan of that digest, in a thread."""
         return whole_checksums(policy, copies, digest)
 
     def _path(self, policy: PublishedPolicy) -> Path:
@@ -82,8 +79,8 @@ class Files:
 
 
 def read(folder: Path, weights: Buckets, first: int) -> Iterator[int]:
-    """Fill the buckets of `weights` from `first` on from the files of a version; yields the index of each complete
-    one. Raises ChannelError."""
+    """Fill the buckets of `weights` from `first` on from the files of a version; yields the index of each complete one.
+    Raises ChannelError."""
     for bucket in range(first, len(weights.buckets)):
         weights.buckets[bucket].zero_()  # the padding between tensors counts in the checksum
         path = (frozen_beside(folder) if bucket < weights.plan.frozen else folder) / _file(bucket)
@@ -97,12 +94,11 @@ def read(folder: Path, weights: Buckets, first: int) -> Iterator[int]:
 
 
 def frozen_beside(folder: Path) -> Path:
-    """Where the frozen weights of a version's learner are: `v000007-1a2b3c4d` -> `frozen-1a2b3c4d`"""
+    """The folder of the frozen weights beside a version's: `v000007-1a2b3c4d` -> `frozen-1a2b3c4d`"""
     return folder.with_name(f"frozen-{folder.name.rpartition('-')[2]}")
 
 
 def _write_buckets(weights: Buckets, buckets: Iterable[int], path: Path) -> None:
-    """Write them into the folder `path`, unless it is there."""
     if path.is_dir():
         return
     partial = path.with_name(f".{path.name}")

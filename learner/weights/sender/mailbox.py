@@ -1,8 +1,6 @@
 """Messages between rank 0 and the other ranks that send rows, over the store in which the learner's ranks have met.
 
-A `Mailbox` is a numbered sequence of messages: any rank posts, in no more than a call to the store, and one thread of
-each reader waits for the next. Nobody is asked for a key there, as little as for the gradients: whoever reaches the
-ranks' store can break their training anyway.
+The store asks for no key: whoever reaches it can break the training anyway.
 """
 
 import threading
@@ -34,8 +32,9 @@ class SendingRanks(NamedTuple):
 
 
 class Mailbox:
-    """The messages `name` of `store`, of the types `kinds`. `posted` numbers are never used again, so a learner that
-    is started again needs a store, or a prefix, of its own; torch gives it one."""
+    """The messages `name` of `store`, of the types `kinds`, numbered: any rank posts, and one thread of each reader
+    waits for the next. Numbers are never used again, so a learner that is started again needs a store, or a prefix, of
+    its own; torch gives it one."""
 
     def __init__(self, store: Any, name: str, kinds: dict[str, type[Message]]) -> None:
         self._store, self._name, self._kinds = store.clone(), name, kinds
@@ -49,7 +48,7 @@ class Mailbox:
             self._store.delete_key(f"{self._name}/{number - KEPT}")
 
     def read(self) -> Iterator[Message]:
-        """Each message from the first on; ends when the store is gone, and its host with it. Waits for the next."""
+        """Each message from the first on; ends when the store is gone."""
         store, number = self._store.clone(), 1  # a connection of its own: a wait blocks it
         store.set_timeout(timedelta(days=1))
         while True:

@@ -1,7 +1,6 @@
 """The rollout servers on the weights wire, as the sender sees them: admitted, kept by heartbeats, dropped.
 
-`Members` owns the learner's socket and runs in the event loop of `distributor.py`, which sends versions to them. It
-waits for their messages.
+Owns the learner's socket and runs in the event loop of `distributor.py`.
 """
 
 import asyncio
@@ -26,13 +25,12 @@ log = logging.getLogger(__name__)
 REPEAT_S = 10.0
 """Shortest time between two lines of the log about refused messages."""
 FILES_S = 0.1
-"""Time between two looks at open files."""
 MOST_MEMBERS = 4096
 
 
 @dataclass(eq=False)
 class Member:
-    """A server that joined. `route` is the ZeroMQ identity its messages carry."""
+    """A server that joined. `route` is its ZeroMQ identity."""
 
     route: bytes
     name: str
@@ -44,17 +42,16 @@ class Member:
     gone: bool = False
     round: int = -1
     answer: Message | None = None
-    """Its latest answer in `round`: Ready, Hold, Received, Loaded or Failed."""
+    """Its latest answer in `round`."""
     holding: bool = False
-    """It takes no newer version at present."""
     asked_at: float | None = None
     """Time of the first Offer that it has not answered."""
     ready_s: float = 0.0
     """Seconds that it took to answer the last Offer."""
     late: bool = False
-    """A round continued without it because it had not answered. No round waits for it until it answers."""
+    """A round continued without it. No round waits for it until it answers."""
     spoilt: bool = False
-    """It spoilt a round: it was ready and did not answer, or was the first to fail."""
+    """It was ready and did not answer, or was the first to fail."""
     failures: int = 0
     """Consecutive rounds that failed for it while no member was missing."""
 
@@ -87,7 +84,7 @@ class Member:
 
 
 class Members:
-    """Iterates over the members there are. `on_drop` is called with each that leaves or falls silent."""
+    """Iterates over the members. `on_drop` is called with each that leaves or falls silent."""
 
     def __init__(
         self,
@@ -133,7 +130,6 @@ class Members:
                 authenticator.stop()
 
     def _work(self) -> tuple[Coroutine[None, None, None], ...]:
-        """What runs while servers are admitted."""
         return self._read(), self._watch(), self._beat(), self._keep_files(), self.clock.tick()
 
     async def _keep_files(self) -> None:
@@ -164,7 +160,6 @@ class Members:
             await self.next_change(None if timeout_s is None else left_s)
 
     async def next_change(self, timeout_s: float | None = None) -> None:
-        """Return at the next change, or after `timeout_s`."""
         self.changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -186,7 +181,7 @@ class Members:
             self.changed.set()
 
     def _log_refusal(self, error: ValueError) -> None:
-        """Log it, unless another one was just logged: a flood must not fill the disk."""
+        """Log rarely: a flood must not fill the disk."""
         self._refused += 1
         if (now := self.clock.now()) >= self._logged_at + REPEAT_S:
             self._logged_at = now
@@ -225,7 +220,6 @@ class Members:
             member.on_message(message)
 
     def _admit(self, route: bytes, join: protocol.Join) -> Message:
-        """The answer to `join`: refused, or the plan to allocate for, or admitted in place of one of the same name."""
         if join.protocol != protocol.PROTOCOL:
             return protocol.JoinRefused(
                 reason=f"weights protocol {join.protocol} here, {protocol.PROTOCOL} at the learner"

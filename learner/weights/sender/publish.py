@@ -1,14 +1,8 @@
 """The learner's end of the weights wire. The learner's loop calls `publish` on every rank after every optimizer step.
 
-The first replica publishes, ranks of others (`Bystander`) do nothing. Rank 0 (`Sender`) copies what it sends into
-one of its two copies and returns; its background thread (`distributor.Distributor`) brings it to the servers while the
-learner trains on: it gathers the servers while the weights are still being copied, and sends as soon as they are.
-`weights.publish` decides what each rank sends:
-
-- `rows`: each rank copies and sends the rows that it owns (`row_rank.RowRank` on the others). Nothing is gathered, and
-  no rank holds more than its share of the two copies.
-- `gather`: the ranks gather the full tensors; rank 0 holds and sends all of them, the others (`Follower`) only take
-  part in the gathering and the probe. One rank alone always does.
+Rank 0 (`Sender`) copies what it sends and returns; its background thread (`distributor.Distributor`) brings the copy to
+the servers while the learner trains on. With `weights.publish: rows` the other ranks of the first replica do so with
+their own rows (`row_rank.RowRank`). With `gather` they only take part in the gathering and the probe (`Follower`).
 
 `publish` waits for the other ranks and, rarely, up to `weights.timeout_s` for a copy that a broken broadcast still
 reads; on a GPU the copying is only queued.
@@ -44,17 +38,16 @@ HEARTBEAT_S = 2.0
 
 
 class Bystander:
-    """A rank that shares its copy of the model with others than rank 0: what rank 0 publishes needs nothing of it."""
+    """A rank of another replica than rank 0's: does nothing."""
 
     def publish(self, policy: ProbedPolicy, version: int) -> None:
-        """Nothing to gather."""
+        ...
 
     def stats(self) -> dict[str, float]:
-        """Empty: rank 0 has the figures."""
         return {}
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Nothing to close."""
+        ...
 
 
 class Follower:
@@ -80,11 +73,10 @@ class Follower:
             self._prober.ask(policy)
 
     def stats(self) -> dict[str, float]:
-        """Empty: rank 0 has the figures."""
         return {}
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Nothing to close."""
+        ...
 
 
 class Sender:
@@ -104,8 +96,8 @@ class Sender:
         *,
         keys: ServerKeys,
     ) -> None:
-        """`folder`: where `weights.transport: safetensors` writes. `frozen`: names of weights that are never trained,
-        which each server gets once. `ranks`: those that send their own rows, if not rank 0 everything."""
+        """`folder`: where `weights.transport: safetensors` writes. `frozen`: weights that are never trained. `ranks`:
+        ranks that send their own rows; None: rank 0 sends everything."""
         specs = [Spec(*spec) for spec in specs]
         self._known = frozenset[str]()
         """Frozen weights that have been gathered, by name."""
@@ -139,8 +131,7 @@ class Sender:
 
     def publish(self, policy: Any, version: int) -> None:
         """Copy `version` of the policy and return; the background thread distributes it. Raises what ended that thread,
-        if anything did. If the copying fails, the version is never sent. `policy`: a `ProbedPolicy`, or a
-        `ShardedPolicy` where each rank sends its rows."""
+        if anything did. If the copying fails, the version is never sent."""
         if self._ended.done():
             self._ended.result()
             raise RuntimeError("the weights wire is closed")

@@ -1,9 +1,8 @@
 """The learner's side of a round in which each rank sends its own rows, on rank 0: it orders, and sends its rows too.
 
-Takes the place of `broadcast.BroadcastGroup`, of which it has one, for rank 0's rows; each other rank forms a group
-with the same workers (`row_rank.RowRank`). `send` is over once all ranks have sent, or with the first that could not. A
-rank that does not answer is waited for as long as the distributor waits for the servers, whose broadcast it stops.
-Driven by `distributor.Distributor`, in its event loop; a thread reads the other ranks' answers.
+Takes the place of `broadcast.BroadcastGroup`, and has one for rank 0's rows; each other rank forms a group with the
+same workers (`row_rank.RowRank`). `send` is over once all ranks have sent, or with the first that could not. A thread
+reads the other ranks' answers.
 """
 
 import asyncio
@@ -49,7 +48,7 @@ class RowBroadcast:
         )
         self._number = time.time_ns() >> 20
         self._sent: dict[int, asyncio.Future[None]] = {}
-        """What this sending waits for, by rank."""
+        """By rank."""
         self._deaf: set[int] = set()
         """Ranks that have not got the order of this sending yet, or have refused it."""
         self._sums: dict[tuple[int, str, int], asyncio.Future[Sums]] = {}
@@ -63,11 +62,9 @@ class RowBroadcast:
 
     @property
     def members(self) -> list[Member]:
-        """Those whose workers are in the groups."""
         return self._group.members
 
     async def prepare(self, policy: PublishedPolicy, copies: DoubleBuffer, members: list[Member]) -> None:
-        """Form the groups of `members` unless they exist."""
         if self._reader is None:
             args = (asyncio.get_running_loop(),)
             self._reader = threading.Thread(target=self._read, args=args, name="weights-answers", daemon=True)
@@ -87,14 +84,13 @@ class RowBroadcast:
                 sent.set_exception(ChannelError("the groups were given up"))
 
     def close(self) -> None:
-        """Nothing more will be sent: the other ranks end their threads, and this one its own."""
+        """End the threads of the other ranks, and this one's own."""
         self._orders.post(Bye())
         self._answers.post(Bye())
         if self._reader:
             self._reader.join(CLOSE_S)
 
     def source(self, policy: PublishedPolicy, member: Member) -> RankAssignment:
-        """How the workers of `member` enter the groups."""
         return self._group.source(policy, member).model_copy(update={"roots": self._roots})
 
     def send(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[Any]:
@@ -132,7 +128,7 @@ class RowBroadcast:
         return self._sums[key]
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Body of the thread: pass the other ranks' answers to `loop`, until either is gone."""
+        """Body of the thread."""
         for answer in self._answers.read():
             if isinstance(answer, Bye):
                 return

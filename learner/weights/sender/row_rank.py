@@ -1,13 +1,9 @@
-"""A rank that sends its own rows, other than rank 0. The learner's loop calls `publish` on every rank of the first
-replica after every optimizer step.
+"""A rank that sends its own rows, other than rank 0.
 
-`publish` copies the rank's own rows into one of its two copies and returns; nothing is gathered. It waits for rank 0,
-which chooses the copy, because it knows which version it still offers. A thread reads rank 0's orders: `SendRows` names
-a version, and this rank sends the rows of that version or none. It waits for `publish` if it is behind, and refuses if
-it has overwritten them: rows of two versions would pass every checksum. `GiveUp` aborts the group; `Bye` ends the
-thread. Each sending, and each computation of sums, runs in a thread and on a stream of its own, as on rank 0.
-
-If a rank dies, the learner ends as a whole; servers keep the version that they have.
+`publish` copies the rows and returns. It waits for rank 0, which chooses the copy, because it knows which version it
+still offers. A thread reads rank 0's orders: `SendRows` names a version, and this rank sends the rows of that version
+or none, because rows of two versions would pass every checksum. Each sending, and each computation of sums, runs in a
+thread and on a stream of its own.
 """
 
 import logging
@@ -91,7 +87,6 @@ class RowRank:
             self._prober.ask(policy)
 
     def stats(self) -> dict[str, float]:
-        """Empty: rank 0 has the figures."""
         return {}
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -99,7 +94,6 @@ class RowRank:
         self._thread.join(CLOSE_S)
 
     def _follow(self) -> None:
-        """Do as rank 0 orders."""
         for order in self._orders.read():
             if isinstance(order, Bye):
                 break
@@ -130,7 +124,6 @@ class RowRank:
             self._channel = None
 
     def _send(self, order: SendRows, channel: Channel) -> None:
-        """Broadcast the rows of the version that the order names, and report."""
         reason, refused = "", False
         try:
             channel.connect()
@@ -143,7 +136,6 @@ class RowRank:
         self._answers.post(RowsSent(rank=self._ranks.rank, number=order.number, reason=reason, refused=refused))
 
     def _sum(self, order: SendRows) -> None:
-        """Compute the sums of the rows of the version that the order names, and report them."""
         try:
             with self._holding(order) as weights:
                 rows, columns = weights.sums(self.copies.plan.first(order.plan))
@@ -160,7 +152,6 @@ class RowRank:
 
     @contextmanager
     def _holding(self, order: SendRows) -> Iterator[RowPool]:
-        """This rank's rows of the version that the order names, on a stream of this thread's. Raises LookupError."""
         with (
             self.copies.hold_version(order.version, order.timeout_s) as policy,
             self.copies.reading(policy) as weights,

@@ -1,8 +1,6 @@
 """One round of the sender, step by step: offer, go, broadcast and facts, answers, loaded.
 
-Made and driven by `distributor.Distributor`. Each step waits for members: until all concerned have answered or are
-gone, or the timeout. Once the first servers have answered, `offer` and `loaded` wait for the rest a few times as long
-as the first took (`PATIENCE`); the next round serves the rest.
+Each step waits until all members concerned have answered or are gone, or for the timeout.
 """
 
 import asyncio
@@ -41,8 +39,8 @@ class SendingRound:
     copies: DoubleBuffer
 
     async def offer(self, members: list[Member], stale: Callable[[], list[Member]]) -> list[Member]:
-        """Offer the round to `members`; returns the ready members. A member that evaluates answers Hold. `stale`: the
-        members that would take the newest policy now.
+        """Offer the round to `members`; returns the ready members. `stale`: the members that would take the newest
+        policy now.
 
         Once one member is ready, the round does not wait for members that are late: they get the next round.
         """
@@ -98,7 +96,7 @@ class SendingRound:
             self.members.say(member, go)
 
     async def send_facts(self, ready: list[Member]) -> None:
-        """Send Checksums and Probe, each as soon as it is known: the members verify the policy with them."""
+        """Send Checksums and Probe, each as soon as it is known."""
         policy, digest = self.policy, self.plan.digest
         if digest not in policy.checksums:
             policy.checksums[digest] = self.transport.checksums(policy, self.copies, digest)
@@ -116,8 +114,7 @@ class SendingRound:
     async def answered(
         self, members: list[Member], *kinds: type[Message], timeout_s: float | None = None
     ) -> list[Member]:
-        """Wait for answers; returns the `members` that answer with one of `kinds` in time. Drops members that do not
-        answer."""
+        """The `members` that answer with one of `kinds` in time. Drops members that do not answer."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         await self.members.until(lambda: all(member.answered_or_gone(*kinds) for member in members), timeout_s)
         for member in members:
@@ -129,8 +126,7 @@ class SendingRound:
         return [member for member in members if not member.gone and isinstance(member.answer, kinds)]
 
     async def loaded(self, received: list[Member]) -> list[Member]:
-        """Wait for Loaded; returns the members that load `policy` in time. Once there is a newer policy, slow members
-        are not waited for: they are offered the newer one."""
+        """The members that load `policy` in time. Does not wait for slow members once there is a newer policy."""
         started, slowest_s, num_loaded = self.members.clock.now(), 0.0, 0
         while True:
             now_s = self.members.clock.now() - started

@@ -1,7 +1,7 @@
 """Members that were ready for a round and then did not answer: each is left out for a while, longer each time.
 
 The broadcast waits for every member that said Ready, so one that says nothing more costs all others the timeout, and
-may join again at once. Pure bookkeeping, used by `distributor.py`.
+may join again at once.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,16 @@ NEWCOMERS = ""
 
 
 class Suspects:
-    """By name. `clock` gives seconds."""
+    """Pauses by name. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._proven: Remembered[str] = Remembered(MOST_NAMES)
-        """Servers that have loaded a version."""
         self._failures: dict[str, int] = {}
-        """Consecutive rounds that a suspect has spoilt."""
         self._until: dict[str, float] = {}
 
     def blame(self, name: str, cost_s: float) -> float:
-        """A round that took `cost_s` failed because this server did not answer. Returns for how long it is left out."""
+        """Note that this server spoilt a round that took `cost_s`. Returns for how long it is left out."""
         key = self._key(name)
         self._failures[key] = self._failures.get(key, 0) + 1
         pause_s = min(cost_s * 2.0 ** (self._failures[key] - 1), MOST_PAUSE_S)
@@ -34,7 +32,7 @@ class Suspects:
         return pause_s
 
     def clear(self, name: str) -> None:
-        """This server has loaded a version."""
+        """Note that this server has loaded a version."""
         self._proven.add(name)
         self._failures.pop(name, None)
         self._until.pop(name, None)
