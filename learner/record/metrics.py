@@ -2,10 +2,8 @@
 
 An evaluation has a record of its own, with keys that begin with `eval/`: its `version` is the learner's when it was
 written, and `eval/version` the one that was evaluated. A record of servers and buffer (`observer.py`) has no `version`
-but `time` and `"kind": "servers"`. This process alone writes the file, from two threads: so no line is torn, and none
-of the servers is lost when a learner that restored a version replaces the file. Consumes the metrics of each version;
-waits for nothing. The other ranks hold a `Metrics` without a path, which writes nothing. Trackers (`trackers.py`) get
-the same records.
+but `time` and `"kind": "servers"`. This process alone writes the file, from two threads. Ranks other than 0 hold a
+`Metrics` without a path, which writes nothing.
 """
 
 import json
@@ -95,7 +93,7 @@ class Metrics:
             self._track({"version": self._version} | {key: value for key, value in record.items() if key != "kind"})
 
     def evaluations(self, version: int) -> list[int]:
-        """Evaluations recorded up to `version`, which was restored: the versions at which they were due."""
+        """The versions at which evaluations recorded up to `version`, which was restored, were due."""
         self._version = version
         if self.path is None or not self.path.exists():
             return []
@@ -165,12 +163,11 @@ def evaluation_record(version: int, result: EvaluationResult) -> Record:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of versions and evaluations, oldest first, without a last line that was not written completely."""
+    """The records of versions and evaluations, oldest first, without an incomplete last line."""
     return [record for record in _read_all(path) if "version" in record]
 
 
 def _read_all(path: Path) -> list[dict[str, Any]]:
-    """All records, also of servers and buffer."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 

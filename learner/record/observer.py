@@ -1,7 +1,7 @@
 """What servers and buffer say of themselves, for `metrics.jsonl` and the trackers: a record every few seconds.
 
-Consumes the buffer's State, over a connection of its own in a thread of its own on learner rank 0; the learner never
-waits for it. While the buffer is silent there is nothing to record. Built by `learner/__main__.py`.
+Asks the buffer for its State, over a connection and in a thread of its own on learner rank 0; the learner never waits
+for it. While the buffer is silent there is nothing to record.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from configs.schema import Config
 
 log = logging.getLogger(__name__)
 MISSED_HEARTBEATS = 5
-"""After so many the buffer ends a server's leases: it counts as gone."""
+"""After so many the buffer ends a server's leases."""
 MOST_SERVERS = 64
 """Servers with figures of their own; of more there are only the sums."""
 EXTREMES = ("kv_usage", "stall_s", "scoring_s", "task_s", "teacher_s")
@@ -61,7 +61,7 @@ class Observer:
             log.warning("no more records of servers and buffer: %s", error)
 
     async def _record(self) -> None:
-        """Record until cancelled. The learner's own connection warns of a buffer that is out of reach."""
+        """The learner's own connection warns of a buffer that is out of reach."""
         address, config, has_failed = self.config.buffer.address, self.config, False
         async with Connection(address, "observer", "observer", keys=self.keys, late_s=math.inf) as connection:
             while True:
@@ -110,7 +110,7 @@ def servers_record(state: State, now: float, config: Config, learner_gpus: int =
 
 
 def _sums(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Sums of the figures of servers that are not silent, or the largest; the oldest version that one runs."""
+    """Sums of the figures of servers, or the largest; the oldest version that one runs."""
     found: dict[str, float] = {}
     for server in servers.values():
         for key, value in server.get("stats", {}).items():

@@ -1,9 +1,8 @@
-"""Experiment trackers that get the records of `metrics.py`: TensorBoard, Weights & Biases, SwanLab. The run never waits
-for them.
+"""Experiment trackers that get the records of `metrics.py`: TensorBoard, Weights & Biases, SwanLab.
 
 Each runs in its own thread on learner rank 0 and reads a queue. One that is missing, fails or hangs costs a warning,
-never the run, and metrics.jsonl has the records anyway. The learner ends without the interpreter's exit hooks, so each
-writes and sends the rest itself when it is closed.
+never the run. The learner ends without the interpreter's exit hooks, so each sends the rest itself when it is
+closed.
 """
 
 import json
@@ -34,7 +33,6 @@ class Tracker:
         self._queue.put(record)
 
     def close(self) -> None:
-        """End the tracker's thread."""
         self._queue.put(None)
         self._thread.join(LAST_S)
         if self._thread.is_alive():

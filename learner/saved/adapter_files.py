@@ -1,7 +1,6 @@
 """An adapter as the folder that peft and vLLM load: `adapter_model.safetensors` and `adapter_config.json`.
 
-Names in the file are peft's: the layer's below `base_model.model.`, then `lora_A.weight` or `lora_B.weight`. Rank 0
-writes it in the checkpoint's thread; `merge.py` reads it.
+Names in the file are peft's: the layer's below `base_model.model.`, then `lora_A.weight` or `lora_B.weight`.
 """
 
 import json

@@ -1,9 +1,7 @@
-"""`python -m learner digest CHECKPOINT MODEL`: prints the digest of the model MODEL, as CHECKPOINT has that of the base
-which its adapter was trained beside.
+"""`python -m learner digest CHECKPOINT MODEL`: prints the digest of MODEL as the base of CHECKPOINT's adapter.
 
-Run by `python -m rollout evaluate` where an adapter's base has another name than before: as a process, because rollout
-does not import this package. Reads the whole model, in `model.dtype` into host memory. Exit 2: one of the two cannot be
-read.
+`python -m rollout evaluate` runs it as a process, because rollout does not import this package. Reads the whole model,
+in `model.dtype` into host memory. Exit 2: one of the two cannot be read.
 """
 
 import sys

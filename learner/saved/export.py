@@ -1,7 +1,6 @@
 """The policy as a Hugging Face folder that `vllm serve` loads: the initial model's files with new weights.
 
-`collect` is a collective on the training thread (the first replica gathers, rank 0 keeps); `write` runs on rank 0 in
-the checkpoint's thread and waits for the disk only.
+`collect` is a collective on the training thread; `write` runs on rank 0 in the checkpoint's thread.
 """
 
 import json
@@ -29,8 +28,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.in
 
 
 def collect(policy: Policy) -> dict[str, Tensor]:
-    """The whole weights by name in host memory on rank 0, or the adapter's; nothing on the others, and no work for
-    other replicas."""
+    """The whole weights by name in host memory on rank 0, or the adapter's; empty on other ranks."""
     if replica(policy.mesh) > 0:
         return {}
     keep = dist.get_rank() == 0
@@ -41,8 +39,8 @@ def collect(policy: Policy) -> dict[str, Tensor]:
 
 
 def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight as the files of the models in PROVEN have it: `layers.0.mlp.experts.down_proj` [experts, ...] expert by
-    expert. Weights of other models have the form of their files already (`learner/model/file_form.py`)."""
+    """A weight as the files of the models in PROVEN have it: experts one by one. Weights of other models have the form
+    of their files already (`learner/model/file_form.py`)."""
     layer, _, kind = name.rpartition(".experts.")
     if kind not in FUSED or not layer:
         yield name, weight

@@ -1,8 +1,5 @@
 """What makes a folder a checkpoint: a manifest of all its files with sizes and checksums, written last. Which ones a
-run keeps.
-
-`learner/checkpoint.py` writes checkpoints; `configs/checkpoint_files.py` reads manifests, also for other processes.
-"""
+run keeps."""
 
 import json
 import os
@@ -42,21 +39,17 @@ class AdapterOf(BaseModel):
 
 
 class DataPosition(BaseModel):
-    """How far demonstrations are read.
-
-    Example: `DataPosition(data="8c2f0e1b9a3d4c57", rows=640)`
-    """
+    """How far demonstrations are read. Example: `DataPosition(data="8c2f0e1b9a3d4c57", rows=640)`"""
 
     data: str
     """Digest of the demonstrations in tokens."""
     rows: int
-    """Rows drawn, counted over all epochs: the next batch begins there."""
+    """Rows drawn, counted over all epochs."""
     beside: bool = False
-    """They are trained beside the samples of reinforcement learning; else alone."""
+    """They are trained beside the samples of reinforcement learning."""
 
     @property
     def kind(self) -> str:
-        """What trains on them."""
         return "reinforcement learning with demonstrations" if self.beside else "supervised fine-tuning"
 
 
@@ -80,7 +73,7 @@ def reward_of(checkpoint: Path) -> float | None:
 
 def adapter_of(checkpoint: Path) -> AdapterOf | None:
     """What the adapter in a complete checkpoint was trained beside; None if it has whole weights. Raises OSError or
-    ValueError, with one line, if the manifest cannot be read."""
+    ValueError if the manifest cannot be read."""
     try:
         found = manifest_of(checkpoint).get("adapter")
         return AdapterOf.model_validate(found) if found else None
@@ -130,7 +123,7 @@ def seal(
 
 
 def _sums_of_shards(partial: Path) -> dict[str, int]:
-    """The CRC32C of each shard by name, as its rank noted it while it wrote; removes the notes."""
+    """The CRC32C of each shard by name, as its rank noted it; removes the notes."""
     sums = {}
     for note in sorted(partial.rglob(f"*{SUM_NOTE}")):
         sums[str(note.relative_to(partial)).removesuffix(SUM_NOTE)] = int(note.read_text(encoding="ascii"), 16)

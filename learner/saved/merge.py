@@ -1,8 +1,6 @@
 """`python -m learner merge CHECKPOINT OUT`: whole weights, as a Hugging Face folder, of a checkpoint with an adapter.
 
-Reads `checkpoints/v000100` and the model that the adapter was trained beside, and refuses another one. Computes on the
-CPU, in float32, and rounds once, to `model.dtype`. Waits for nothing but the disk. Exit 2: something named is not what
-it has to be.
+Computes on the CPU, in float32, and rounds once, to `model.dtype`. Exit 2: something named is not what it has to be.
 """
 
 import sys
@@ -26,7 +24,6 @@ PROG = "python -m learner merge"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`, without `merge`; returns the exit code."""
     description = "Write the whole weights of a checkpoint with an adapter."
     parser = CommandParser(PROG, description=description)
     parser.add_argument("checkpoint", type=Path, help="as runs/NAME/checkpoints/v000100")

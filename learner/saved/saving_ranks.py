@@ -1,8 +1,7 @@
 """Which ranks write checkpoints, whether they see one folder, and what all ranks agree on of the files in it.
 
 All ranks write their shards into one folder, or, with `learner.checkpoint_on: first_node`, the ranks of the first
-replica alone, which hold a whole copy. Used by `learner/checkpoint.py`. Each method is a collective: all ranks must
-call it, and it waits for the last one.
+replica alone, which hold a whole copy. Each method is a collective.
 """
 
 import logging
@@ -22,7 +21,7 @@ log = logging.getLogger(__name__)
 MARKER = ".shared-"
 """Begins the name of the file by which the ranks find out whether they see one folder."""
 SEEN_S = 5.0
-"""Time in which a file must be seen on all nodes that share a folder: network file systems cache what is not there."""
+"""Network file systems cache what is not there."""
 
 
 class SavingRanks:
@@ -34,10 +33,8 @@ class SavingRanks:
         self.by_first = first_node and shards < dist.get_world_size()
         """Only the ranks of the first replica write."""
         self.writes = dist.get_rank() < shards or not self.by_first
-        """Whether this rank writes."""
         self.group = dist.new_group(backend="gloo")  # the writing threads must not use training's collectives
         self.writers = dist.new_group(list(range(shards)), backend="gloo") if self.by_first else self.group
-        """The ranks that write."""
 
     def check_folder(self) -> None:
         """Raise ConfigError unless all ranks see what rank 0 writes into the folder, or need not."""
@@ -66,10 +63,8 @@ class SavingRanks:
             raise ConfigError([judged[0]])
 
     def newest_sound(self) -> int:
-        """Version of the newest complete checkpoint whose shards are as they were written, 0 if there is none.
-
-        A damaged one is set aside, so that it counts no longer.
-        """
+        """Version of the newest complete checkpoint whose shards are as they were written, 0 if there is none. Sets
+        damaged ones aside."""
         if dist.get_rank() == 0 and self.folder.is_dir():
             recover(self.folder)
         while version := self._newest():
@@ -85,7 +80,7 @@ class SavingRanks:
         return version
 
     def _damage(self, folder: Path) -> str | None:
-        """Describe damage in this rank's share of the shards; every rank that writes checks a share."""
+        """Describe damage in this rank's share of the shards."""
         rank, world = dist.get_rank(self.writers), dist.get_world_size(self.writers)
         try:
             names = sorted(name for name in listed(folder).sums if name.startswith("state/"))
@@ -94,8 +89,8 @@ class SavingRanks:
             return f"rank {dist.get_rank()} cannot read its manifest: {error}"
 
     def _newest(self) -> int:
-        """Version of the newest complete checkpoint. Raises ConfigError if another node has a newer one than the first,
-        which alone will write from now on."""
+        """Version of the newest complete checkpoint. Raises ConfigError if another node has a newer one than the
+        first."""
         rank, world = dist.get_rank(), dist.get_world_size()
         looks = rank % self.shards == 0 if self.by_first else rank == 0
         mine = newest(self.folder) if looks else 0
@@ -109,7 +104,7 @@ class SavingRanks:
 
 
 def _seen(marker: Path) -> bool:
-    """Whether `marker` is there, now or within SEEN_S: no event announces a file on another machine."""
+    """Whether `marker` is there within SEEN_S: no event announces a file on another machine."""
     end = time.monotonic() + SEEN_S
     while not (seen := marker.exists()) and time.monotonic() < end:
         time.sleep(0.5)

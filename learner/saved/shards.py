@@ -1,11 +1,10 @@
 """Writes and reads a checkpoint's shards by torch.distributed.checkpoint, with checksums and without running code.
 
-`Writer` computes the CRC32C of a shard while its rank writes it, and notes it in a file beside it, which `seal` reads
-into the manifest: nobody has to read a shard again, least of all over the network.
+`Writer` notes the CRC32C of a shard while its rank writes it, in a file that `seal` reads into the manifest: nobody has
+to read a shard again.
 
 torch unpickles `.metadata`, the index of the shards, and whatever in a state is no tensor: a file made for it could run
-any program. `Reader` and `Planner` take only the classes that torch writes for a learner's state, and plain values; all
-else is refused by its name. Used by `learner/checkpoint.py`.
+any program. `Reader` and `Planner` take only the classes that torch writes for a learner's state, and plain values.
 """
 
 import io
@@ -59,7 +58,6 @@ class SummedStream:
         self._stream, self.crc = stream, 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of `data`."""
         view = memoryview(data).cast("B")
         for begin in range(0, len(view), CHUNK_BYTES):
             self.crc = extend(self.crc, bytes(view[begin : begin + CHUNK_BYTES]))
@@ -74,7 +72,6 @@ class SummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        """Open `path`."""
         with super().create_stream(path, mode) as stream:
             if not str(path).endswith(DEFAULT_SUFFIX) or mode != "wb":
                 yield stream
@@ -99,14 +96,13 @@ class Uncopied(AsyncStager):
     _synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return `state_dict` itself, which is written without a copy."""
         return state_dict
 
     def synchronize_staging(self) -> None:
-        """Does nothing: no copy is on its way."""
+        ...
 
     def close(self) -> None:
-        """Does nothing: it holds nothing."""
+        ...
 
 
 class RefusedClass(pickle.UnpicklingError):
@@ -117,7 +113,6 @@ class PlainUnpickler(pickle.Unpickler):
     """Loads objects of CLASSES and plain values. Raises RefusedClass, with the name, for all else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What `module` and `name` refer to."""
         if (module, name) in CLASSES:
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
@@ -128,7 +123,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
-    """The member `name` of an Enum; Python 3.11 writes it as a call of `getattr`."""
+    """The member of an Enum; Python 3.11 writes it as a call of `getattr`."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind.__members__[name]
     raise RefusedClass(f"builtins.getattr of {name}")
@@ -138,7 +133,6 @@ class Reader(FileSystemReader):
     """torch's reader of `folder`, but for what it unpickles."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the shards. Raises RefusedClass, or what else UNREADABLE has."""
         metadata = read_index(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -149,7 +143,6 @@ class Planner(DefaultLoadPlanner):
     """torch's planner, but for what it unpickles."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Have what is no tensor in the state, unless it is more than plain values."""
         try:
             torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:  # torch's text is long, and names it in the middle

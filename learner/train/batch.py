@@ -1,10 +1,8 @@
-"""A rank's part of a batch becomes microbatches, in three steps: open, agree, pack.
+"""A rank's part of a batch becomes microbatches, in three steps: open, agree, pack (docs/design/learner.md).
 
-`open_part` makes units of the samples of the buffer's `Part`: each segment of a sample is a document of its own, and
-documents that share a prompt are one unit, with the prompt once, or a tree, with every prefix that they share once.
-`agree` is a collective: all ranks have parts of one batch, no rank has found a problem, and each takes the same number
-of microbatches, so that FSDP's collectives match.
-`pack_all` lays the units out in so many rows of at most a token budget. Used by `step.py`.
+`open_part` makes units of the samples of the buffer's `Part`: documents that share a prompt, or a tree of prefixes.
+`agree` is a collective: each rank takes the same number of microbatches, so that FSDP's collectives match. `pack_all`
+lays the units out in so many rows of at most a token budget.
 """
 
 from collections import defaultdict
@@ -35,20 +33,18 @@ LEAST_SAVED = 0.03
 
 @dataclass(frozen=True)
 class Document:
-    """A segment of a sample, which attention sees as a text by itself. Its sample is the unit of everything else."""
+    """A segment of a sample, which attention sees as a text by itself."""
 
     row: int
     """Index of its sample in `Batch.rows`."""
     columns: Sequence[np.ndarray]
-    """Arrays of `Sample.DTYPES`, and the index in `Batch.turns` of each sampled token, -1 of others: [tokens] each."""
+    """`Sample.DTYPES`, and the index in `Batch.turns` of each sampled token, -1 of others: [tokens] each."""
     images: Sequence[SeenImage] = ()
-    """With their places in the document."""
     routes: np.ndarray | None = None
-    """[tokens, layers with experts, k] integers: experts that the server chose; None: not replayed."""
+    """[tokens, layers with experts, k] integers; None: not replayed."""
     teacher: np.ndarray | None = None
-    """[tokens] float32: log-probabilities of its teacher, 0 for tokens that were given; None: it has no teacher."""
+    """[tokens] float32: log-probabilities of its teacher, 0 for tokens that were given."""
     top: TeacherTop | None = None
-    """Its teacher's most probable tokens in place of each sampled one; None: they were not asked for."""
 
     @property
     def tokens(self) -> int:
@@ -75,11 +71,9 @@ class Unit:
 
     documents: Sequence[Document]
     prompt: int
-    """Tokens before the first sampled one."""
 
     @property
     def answers(self) -> list[int]:
-        """Tokens of each document after the prompt."""
         return [document.tokens - self.prompt for document in self.documents]
 
     @property
@@ -89,7 +83,6 @@ class Unit:
 
     @property
     def images(self) -> list[SeenImage]:
-        """The images of all documents."""
         return [image for document in self.documents for image in document.images]
 
     @property
@@ -114,17 +107,15 @@ class Tree:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row that it takes."""
         return sum(document.tokens for document in self.documents) - sum(self.joined)
 
     @property
     def images(self) -> list[SeenImage]:
-        """None: models that see images grow no trees."""
+        """Always empty: models that see images grow no trees."""
         return []
 
     @property
     def squares(self) -> int:
-        """As of a `Unit`."""
         both = zip(self.documents, self.joined, strict=True)
         return sum(document.tokens**2 - joined**2 for document, joined in both)
 
@@ -146,22 +137,21 @@ class Batch:
     num_segments: list[int]
     """Likewise."""
     turns: Turns
-    """The turns of this rank's samples."""
+    """Of this rank's samples."""
     scattered: bool
     """Samples may be spread over several microbatches, of this rank or another."""
     microbatches: list[Microbatch]
     tokens: int
-    """Tokens of this rank's rows: each shared prompt or longer prefix counts once, dummies do not."""
+    """Tokens of this rank's rows, without dummies."""
     squares: int
-    """What attention costs in this rank's rows (`Unit.squares`)."""
     alone: tuple[int, int]
-    """Both for the same documents with nothing shared."""
+    """`tokens` and `squares` of the same documents with nothing shared."""
     undone: tuple[int, int] = (0, 0)
     """The fields `restored` and `reached` of `Part`."""
     teachers: Mapping[int, str] = field(default_factory=dict)
-    """The teacher of each of this rank's samples that has one, by index of the sample in `rows`."""
+    """By index in `rows`, for this rank's samples that have a teacher."""
     teacher_kl: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Sums over this rank's samples, as `learner.algorithms.teachers.kl_sums` has them."""
+    """Sums over this rank's samples, for `learner.algorithms.teachers.kl_sums`."""
 
     @property
     def head_rows(self) -> int:
@@ -183,12 +173,10 @@ class Batch:
         """Pack `part` into microbatches of at most `budget` tokens and PATCHES_PER_TOKEN patches for each of them; a
         longer document gets one of its own.
 
-        `quadratic`: cost of attention, so that a document of n tokens costs n + quadratic * n²; `patch_cost`: cost of a
-        patch of its images. `form`: how a vision-language model sees images. `replayed`: the mixture of experts that
-        takes the samples' routes. `key_room`: longer prefixes than prompts are shared too, and a key that is copied for
-        that takes so much of the budget, in tokens; None: they are not. Raises RuntimeError when the ranks' parts are
-        not of one batch, and on all ranks PictureMismatch if one has an image that is not what the policy saw,
-        RouteMismatch if one has no such routes.
+        `quadratic`: cost of attention, so that a document of n tokens costs n + quadratic * n². `form`: how a
+        vision-language model sees images. `replayed`: the experts that take the samples' routes. `key_room`: what a key
+        that is copied takes of the budget, in tokens; None: only prompts are shared. Raises, on all ranks, RuntimeError
+        when their parts are not of one batch, PictureMismatch or RouteMismatch.
         """
         opened = open_part(part, budget, share_prompts, form, replayed, key_room)
         agreed = agree(opened, budget)
@@ -201,29 +189,22 @@ class Opened(NamedTuple):
     part: Part
     units: Sequence[Unit | Tree]
     sizes: Sequence[int]
-    """For each unit."""
     num_versions: list[int]
-    """For each sample: how many policy versions sampled its tokens."""
     num_segments: list[int]
-    """For each sample."""
     turns: Turns
     misrouted: str
     """Why a sample's routes cannot be replayed; empty if all can."""
     unseen: str
     """Why an image is not what the policy saw; empty if all are."""
     teachers: dict[int, str]
-    """As in `Batch`."""
     teacher_kl: dict[str, tuple[float, int]]
-    """As in `Batch`."""
 
 
 class Agreed(NamedTuple):
-    """What all ranks know of a batch."""
+    """What all ranks know of a batch. `microbatches`: number that each rank takes."""
 
     microbatches: int
-    """Number that each rank takes."""
     scattered: bool
-    """Samples may be spread over several microbatches."""
 
 
 def open_part(
@@ -267,7 +248,7 @@ def agree(opened: Opened, budget: int) -> Agreed:
 
 
 def pack_all(opened: Opened, agreed: Agreed, budget: int, quadratic: float, patch_cost: float) -> Batch:
-    """Pack the units into the microbatches that were agreed on, of similar cost; arguments as of `Batch.from_part`."""
+    """Pack the units into the microbatches that were agreed on, of similar cost."""
     part, units = opened.part, opened.units
     costs = [each.tokens + quadratic * each.squares + patch_cost * num_patches(each.images) for each in units]
     bins = balance(opened.sizes, costs, budget, agreed.microbatches)
@@ -312,8 +293,7 @@ def documents_of(
     seen: Seen = NOTHING_SEEN,
     routes: Sequence[np.ndarray | None] | None = None,
 ) -> tuple[list[Document], Turns]:
-    """The segments and turns of `samples`, whose indices in `Batch.rows` are `rows`; `seen`: their images, by row;
-    `routes`: of each sample, to be replayed."""
+    """The segments and turns of `samples`, whose indices in `Batch.rows` are `rows`."""
     documents, turn_rows, rewards = list[Document](), list[int](), list[float]()
     for sample, row, routed in zip(samples, rows, routes or [None] * len(samples), strict=True):
         sampled = sample.sampled.numpy() != 0
@@ -340,12 +320,8 @@ def alone(documents: Sequence[Document]) -> list[Unit]:
 
 
 def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) -> list[Unit]:
-    """The documents in units of at most `budget` tokens, and as many patches as it allows: the documents of one item
-    with the same prompt together.
-
-    `items`: of each row of the batch. A group larger than the budget becomes several units. Documents that share no
-    prompt, or would save less than `LEAST_SAVED`, stay separate units.
-    """
+    """The documents in units of at most `budget` tokens, and as many patches as it allows. Documents that share no
+    prompt, or would save less than `LEAST_SAVED`, stay separate units. `items`: of each row of the batch."""
     groups: dict[tuple[int, bytes, tuple[str, ...]], list[Document]] = defaultdict(list)
     for document in documents:
         prompt = document.columns[0][: document.prompt]
@@ -364,8 +340,7 @@ def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) 
 
 
 def trees_of(documents: Sequence[Document], items: np.ndarray, budget: int, key_room: float) -> list[Unit | Tree]:
-    """The documents of each item in trees; a document that shares too little with any other one by itself. Arguments as
-    in `shared_units` and `Batch.from_part`."""
+    """The documents of each item in trees; a document that shares too little with any other one by itself."""
     of_items: dict[int, list[Document]] = defaultdict(list)
     for document in documents:
         of_items[items[document.row]].append(document)
@@ -378,7 +353,6 @@ def trees_of(documents: Sequence[Document], items: np.ndarray, budget: int, key_
 
 
 def tokens_of(units: Sequence[Unit | Tree]) -> int:
-    """Tokens of the rows that `units` take."""
     return sum(unit.tokens for unit in units)
 
 
@@ -387,7 +361,6 @@ def _room_of_copies(unit: Unit | Tree, key_room: float | None) -> int:
 
 
 def _alone(units: Sequence[Unit | Tree]) -> tuple[int, int]:
-    """Tokens and squares of the units' documents with nothing shared."""
     lengths = [document.tokens for unit in units for document in unit.documents]
     return sum(lengths), sum(length**2 for length in lengths)
 
@@ -455,10 +428,8 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, number: int) -> list[list[int]]:
-    """Indices of `lengths` in `number` bins of at most `budget` and of similar cost, the costliest bin first.
-
-    `number` is at least what `first_fit` takes; where balancing does not fit the budget, its bins are the answer.
-    """
+    """Indices of `lengths` in `number` bins of at most `budget` and of similar cost, the costliest bin first; the bins
+    of `first_fit`, which takes at most `number`, where balancing does not fit."""
     bins: list[list[int]] = [[] for _ in range(number)]
     load, used = [0.0] * number, [0] * number
     for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):

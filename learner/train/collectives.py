@@ -1,8 +1,7 @@
 """What learner ranks exchange besides gradients: agreements on a number, tensors whose length differs by rank, a state.
 
 Each call is a collective: every rank must make it, and waits for the last one, up to `learner.timeout_s`. Numbers
-travel as CPU tensors over gloo, whatever the model's device. Used by `step.py`, `batch.py`, `learner/checkpoint.py`,
-`drain.py`, `sound.py`.
+travel as CPU tensors over gloo, whatever the model's device.
 """
 
 from typing import Any
@@ -45,7 +44,6 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def broadcast_from_rank0(number: int) -> int:
-    """Rank 0's `number`, on every rank."""
     tensor = torch.tensor(number, dtype=torch.int64)
     dist.broadcast(tensor, src=0)
     return int(tensor)
@@ -59,8 +57,8 @@ def broadcast_from_first(number: int, group: dist.ProcessGroup) -> int:
 
 
 def broadcast_state(state: dict[Any, Any], group: dist.ProcessGroup) -> None:
-    """Each tensor of `state`, dicts in dicts, from the first rank of `group` to its others, in place; of a sharded one
-    the local shard, so that `group` must be of ranks with the same shards."""
+    """Bring each tensor of `state`, dicts in dicts, from the first rank of `group` to its others, in place; of a
+    sharded one the local shard, so that `group` must be of ranks with the same shards."""
     for _, value in sorted(state.items(), key=lambda item: str(item[0])):
         if isinstance(value, dict):
             broadcast_state(value, group)

@@ -1,7 +1,5 @@
-"""What a step asks of texts that are trained beside the samples of a batch, in the same optimizer step.
-
-`learner/sft/beside.py` has them, for demonstrations. Waits for nothing.
-"""
+"""What a step asks of texts that are trained beside the samples of a batch, in the same optimizer step
+(`learner/sft/beside.py`)."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -44,4 +42,4 @@ class TrainedBeside(Protocol):
     """Texts of which each version draws some."""
 
     def draw(self, policy: Policy, version: int) -> DrawnBeside:
-        """The texts of batch `version`."""
+        ...

@@ -1,9 +1,8 @@
 """Tries `learner.cpu_offload: optimizer` at the start, on the run's GPUs, before a weight of the model is loaded.
 
-Two linear layers in bfloat16, sharded as the run's model will be, are trained by `OffloadedAdamW`, with all rows in one
-portion and with many portions, and beside it in fp32 by torch's AdamW without offloading. What was trained must be
-equal bit for bit; otherwise, or if torch lacks what `keep_wide_gradients` sets, the run is refused in one line. Called
-by `learner/__main__.py` and `learner/sft/command.py`. A collective of all ranks; takes a second or two.
+Two linear layers in bfloat16, sharded as the run's model will be, are trained by `OffloadedAdamW`, with one portion and
+with many, and in fp32 by torch's AdamW without offloading. If the results are not equal bit for bit, the run is
+refused. A collective; takes a second or two.
 """
 
 import gc
@@ -34,8 +33,8 @@ KEY, REMEDY = "learner.cpu_offload: optimizer", "set it to true or false"
 
 
 def check_offload(learner: LearnerConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """Raise ConfigError, on all ranks alike, if the run is to offload its optimizer to the host of a GPU and a trial
-    differs from training without offloading."""
+    """Raise ConfigError, on all ranks alike, if the run is to offload its optimizer and a trial differs from training
+    without."""
     if learner.cpu_offload == "optimizer" and device.type == "cuda":
         try_offload(mesh, device)
         gc.collect()
@@ -122,7 +121,7 @@ def _train(model: nn.Module, optimizer: AdamW, device: torch.device, width: int)
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """The largest between numbers of the same place; infinite where one is not a number, or of another dtype."""
+    """The largest; infinite where a number is not finite, or of another dtype."""
     if one.dtype != other.dtype:
         return math.inf
     if one.numel() == 0 or torch.equal(one.cpu(), other.cpu()):

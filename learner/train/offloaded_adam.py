@@ -1,9 +1,8 @@
 """AdamW whose master weights and moments lie in host memory (`learner.cpu_offload: optimizer`).
 
 A step brings one portion after another to the GPU, updates it there by torch's own fused AdamW, rounds the weights to
-the parameters, and takes the portion back; both copies go on while other portions are updated. So a step takes as long
-as the slower way over PCIe, whatever the processor, and its numbers are those of a step without offloading. Used by
-`optimizer.py`; a step waits until the last portion is back.
+the parameters, and takes the portion back, while other portions are updated. So a step takes as long as the slower way
+over PCIe, and its numbers are those of a step without offloading.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,7 @@ class OffloadedAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
+        """Update all parameters that have a gradient; waits until the last portion is back."""
         assert closure is None
         gradients = [None if p.grad is None else rows_of(p.grad).view(-1) for p in self._parameters]
         lanes = _Lanes(self._masters)
@@ -46,7 +45,7 @@ class OffloadedAdamW(AdamW):
             self.state[parameter]["step"] += float(gradient is not None)
 
     def _update(self, spans: list[HeldSpan], portion: Tensor, gradients: list[Tensor | None]) -> None:
-        """One portion, which is on the device: [KINDS, numbers] float32."""
+        """Update one portion, which is on the device: [KINDS, numbers] float32."""
         if not spans:
             return
         weights, first, second = ([kind[p.offset : p.offset + p.size] for p in spans] for kind in portion)
@@ -101,7 +100,6 @@ class _Lanes:
         return found
 
     def store(self, slot: int, hosts: list[Tensor]) -> None:
-        """Begin to take the portion in `slot` back."""
         if self._back:
             self._back.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._back) if self._back else nullcontext():
@@ -111,6 +109,5 @@ class _Lanes:
                 self._stored[slot] = self._back.record_event()
 
     def finish(self) -> None:
-        """Wait until all is back."""
         if self._back:
             self._back.synchronize()

@@ -1,8 +1,7 @@
 """AdamW over the sharded master weights: gradients are clipped by their global norm, and the learning rate depends only
 on the version.
 
-`update` is a collective. If the gradient is not finite, every rank skips the step, because all have the same global
-norm. Used by `step.py`, which reports skipped steps (`skipped.py`); `learner/checkpoint.py` saves its state.
+If the gradient is not finite, every rank skips the step, because all have the same global norm.
 """
 
 import math
@@ -49,7 +48,7 @@ class Optimizer:
         return self.config.lr * (FLOOR + (1 - FLOOR) * decay[self.config.schedule])
 
     def update(self, version: int) -> dict[str, float]:
-        """Apply the gradients and clear them; the metrics are the same on all ranks."""
+        """Apply the gradients and clear them; the metrics are the same on all ranks. A collective."""
         parameters = [p for group in self.adamw.param_groups for p in group["params"]]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -90,7 +89,7 @@ class Optimizer:
             group.update({name: self.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
 
     def _overflowed(self, parameters: Sequence[torch.nn.Parameter]) -> float:
-        """Return 1 if every part of the gradient is finite on every rank but the norm is not. A collective."""
+        """1 if every part of the gradient is finite on every rank but the norm is not. A collective."""
         parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
         (unfit,) = collectives.all_reduce_max(not all(bool(part.isfinite().all()) for part in parts))
         return float(not unfit)

@@ -1,8 +1,7 @@
 """The images of a rank's part of a batch: decoded as the servers did it, and packed for the tower.
 
-Consumes the buffer's `Part`, which has the files of its rows' images once for each item. Each file is decoded once, in
-threads, and the digest of its pixels compared with the one that the server recorded: a policy must not be trained on
-another picture than it saw. Used by `batch.py`; waits for nothing.
+Each file is decoded once, in threads, and the digest of its pixels compared with the one that the server recorded: a
+policy must not be trained on another picture than it saw.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,7 +61,7 @@ def max_sample_patches(config: Config, form: ImageFormat) -> int:
 
 
 def open_images(part: Part, samples: Sequence[Sample], form: ImageFormat | None) -> tuple[Seen, str]:
-    """The images of `samples`, which are those of `part`, and what is wrong with one; nothing for a text model."""
+    """The images of `samples`, and what is wrong with one."""
     if form is None:
         return NOTHING_SEEN, ""
     rows = part.positions.numpy().tolist()
@@ -122,7 +121,7 @@ def _fits(sample: Sample, start: int, picture: Picture) -> bool:
 
 
 def num_patches(images: Iterable[SeenImage]) -> int:
-    """Patches that the tower encodes for them: each distinct picture once."""
+    """Patches that the tower encodes: each distinct picture once."""
     return sum({picture.digest: prod(picture.grid) for _, picture in images}.values())
 
 

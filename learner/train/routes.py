@@ -1,8 +1,4 @@
-"""The routes of samples: the experts that a server chose for each token, on their way to a microbatch.
-
-Consumes the samples of a rank's part where `rollout.routing_replay` is on. Pure functions of arrays, used by
-`batch.py`.
-"""
+"""The routes of samples: the experts that a server chose for each token (`rollout.routing_replay`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +17,8 @@ class RouteMismatch(RuntimeError):
 
 
 def open_routes(part: Part, samples: Sequence[Sample], sizes: Experts | None) -> tuple[list[np.ndarray | None], str]:
-    """The routes of each of `samples`, which are those of `part`, and what is wrong with one; None without `sizes`.
-
-    Each is [tokens, layers, k] integers below `sizes.number`.
-    """
+    """The routes of each of `samples`, [tokens, layers, k] integers below `sizes.number`, and what is wrong with
+    one."""
     if sizes is None:
         return [None] * len(samples), ""
     opened = [None if sample.routes is None else sample.routes.numpy() for sample in samples]
@@ -36,7 +30,6 @@ def open_routes(part: Part, samples: Sequence[Sample], sizes: Experts | None) ->
 
 
 def _wrong(sample: Sample, routes: np.ndarray | None, sizes: Experts) -> str:
-    """Why these routes cannot be replayed; "" where they can."""
     remedy = "the servers must run this model, with rollout.routing_replay: true"
     if routes is None:
         return f"has no routes; {remedy}"

@@ -1,8 +1,7 @@
 """Counts optimizer steps that changed nothing, logs their cause, and ends a run that has only such steps.
 
-A step is skipped if its gradient is not finite. A step with a gradient of zero learns nothing from its batch. `step.py`
-notes each step; waits for nothing. All ranks have the same norm of the gradient and so the same counts: they end
-together.
+A step is skipped if its gradient is not finite. A step with a gradient of zero learns nothing. All ranks have the same
+norm of the gradient and so the same counts: they end together.
 """
 
 import logging
@@ -18,12 +17,10 @@ UNFIT_ADVANTAGES, TAUGHT = "advantages_unfit", "advantages_nonzero"
 
 
 NOTHING_LEFT = "the model gives every trained token the probability 1; end the run"
-"""Why supervised fine-tuning has a gradient of zero."""
 
 
 CRITIC_UNFIT = "the critic's gradient is not finite; lower algorithm.critic.learning_rate, and look at its rewards"
 CRITIC_RIGHT = "each value of the critic is the return already, as at the start where every reward is 0"
-"""Why the critic's gradient was zero."""
 
 
 class StepsSkipped(RuntimeError):
@@ -45,12 +42,10 @@ class SkippedSteps:
         self._note(version, metrics, lambda: why_skipped(rewards, metrics, sums), lambda: why_zero(sums))
 
     def note_supervised(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Note a step of supervised fine-tuning."""
         sums = {UNFIT_ADVANTAGES: 0.0}
         self._note(version, metrics, lambda: why_skipped((0.0, 0.0), metrics, sums), lambda: NOTHING_LEFT)
 
     def note_critic(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Note an update of a critic."""
         self._note(version, metrics, lambda: CRITIC_UNFIT, lambda: CRITIC_RIGHT)
 
     def _note(
@@ -72,7 +67,7 @@ class SkippedSteps:
             raise StepsSkipped(f"the run was given up at version {self._last}: {self._text()}")
 
     def check_end(self) -> None:
-        """At the end of the run: raise StepsSkipped if all steps, or the last MOST_SKIPPED ones, were skipped."""
+        """Raise StepsSkipped if all steps of the run, or the last MOST_SKIPPED ones, were skipped."""
         if 0 < self._last == self.in_row or self.in_row >= MOST_SKIPPED:
             raise StepsSkipped(f"the run ended at version {self._last} without a result: {self._text()}")
 

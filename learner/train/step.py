@@ -1,7 +1,7 @@
 """The algorithm's step: a batch becomes one optimizer step, the same whatever the ranks, packing or microbatches.
 
-Consumes the buffer's `Part`; the gradients of microbatches add up, since each loss is divided by counts of the whole
-batch. A collective: all ranks must call it, each with its part of the same batch. Called by `learner/loop.py`.
+The gradients of microbatches add up, since each loss is divided by counts of the whole batch. A collective: all ranks
+must call it, each with its `Part` of the same batch.
 """
 
 import logging
@@ -46,23 +46,21 @@ PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 TEACHER_WEIGHTS = "teacher_weights"
 """The entry of `Algorithm.shared_context` from which `loss_context` computes what teachers add to advantages."""
 PHASES = ("pack", "backward", "update")
-"""The phases of a step: packing the batch, forward and backward passes, optimizer."""
 JUDGED = "a critic judges each token of a row for one sample"
 TOPPED = "teacher.top_k: most probable tokens are given for each sample's own tokens"
 TALLY = "moe"
-"""Among a rank's sums, of a mixture of experts, what its routers did: [layers, ...]."""
+"""Among a rank's sums, what the routers of a mixture of experts did: [layers, ...]."""
 Result = tuple[Tensor, dict[str, Tensor]]
-"""Result of a forward pass: the loss of the microbatch, ready for `backward`, and its sums."""
+"""The loss of a microbatch, ready for `backward`, and its sums."""
 
 
 class Algorithm:
     """Loss, advantages and optimizer. `reference` is the initial model, if the loss needs one.
 
     `budget`: tokens per microbatch. `max_tokens`: the longest answer, from which the soft overlong penalty and, by
-    default, `aggregation: constant` count. `form`: how a vision-language model sees images. `critic`: gives each token
-    its advantage, with `advantage: gae`. `beside`: texts that are trained beside the samples. `teachers`: the weight of
-    each teacher, by the `data_source` of its rows; `top_k`: whether they gave their most probable tokens, for a loss
-    that `is_tokenwise`.
+    default, `aggregation: constant` count. `form`: how a vision-language model sees images. `beside`: texts that are
+    trained beside the samples. `teachers`: the weight of each teacher, by the `data_source` of its rows; `top_k`:
+    whether they gave their most probable tokens.
     """
 
     def __init__(
@@ -84,8 +82,7 @@ class Algorithm:
         self.form, self.beside, self.skipped = form, beside, SkippedSteps()
         self.loss, self.critic = loss_of(config), critic
         self.advantage = None if critic else advantage_of(config)
-        # A tokenwise loss is differentiated chunk by chunk while the head's logits exist: three matmuls of the
-        # vocabulary's size instead of four, 1.7 % of a 1.5B step (docs/design/learner.md).
+        # three matmuls of the vocabulary's size instead of four (docs/design/learner.md)
         self.forward = self.by_chunk if is_tokenwise(config) else self.at_once
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
@@ -186,9 +183,7 @@ class Algorithm:
         return sums if policy.mixture is None else sums | {TALLY: policy.mixture.tally.double()}
 
     def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
-        """The loss of all tokens together, after the head; the head recomputes its logits in the backward pass. Ranks
-        that share the row compute the same loss, and each differentiates it by the tokens that it predicts. There is no
-        `top`: the run file was checked."""
+        """The loss of all tokens together, after the head, which recomputes its logits in the backward pass."""
         assert top is None
         logprobs, entropy = policy(microbatch)
         loss, sums = self.loss(context.inputs(logprobs, entropy), self.config)
@@ -196,11 +191,7 @@ class Algorithm:
 
     def by_chunk(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
         """The same for a loss that `is_tokenwise`, differentiated in the head's chunks; the sums of all tokens
-        together.
-
-        A chunk's loss is some fifty kernels of microseconds beside milliseconds of matmuls; the sums would be three
-        times as many again.
-        """
+        together, which would take three times as many kernels a chunk as the loss."""
         loss, scored = self.loss, context.select(microbatch.predicted)
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice | Tensor) -> Tensor:
@@ -227,8 +218,7 @@ class Algorithm:
 
     def shared_context(self, batch: Batch, device: torch.device, counts: bool = True) -> dict[str, Any]:
         """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`, but
-        `advantages`, which are of this rank's turns or, by a critic, of its tokens, and TEACHER_WEIGHTS, which are of
-        its turns. `counts`: as in `Policy`."""
+        `advantages` are of this rank's turns or, by a critic, of its tokens, and TEACHER_WEIGHTS of its turns."""
         _, item, sampled, _ = _tensors(batch.rows)
         _, group = item.unique(return_inverse=True)
         group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)
@@ -254,10 +244,7 @@ class Algorithm:
 
     def _advantages(self, batch: Batch, counts: bool = True) -> Tensor:
         """Advantage of each of this rank's turns, then a 0 for what was given: [turns + 1] float32. By a critic, of
-        each of its tokens.
-
-        Every rank computes those of all samples of the batch: it is cheap and exact.
-        """
+        each of its tokens. Every rank computes the advantages of all samples: it is cheap and exact."""
         if self.advantage is None:
             return torch.cat([each.advantages for each in batch.microbatches if each.advantages is not None])
         config, turns = self.config, torch.from_numpy(batch.turns.rows)
@@ -286,7 +273,6 @@ class Algorithm:
         return torch.stack(sums).sum(0)
 
     def _m2_limit(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
-        """M2PO's limit over the whole batch, from one more forward pass; see `needs_first_pass`."""
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
         squares = torch.cat([m2_squares(each.clean()) for each in inputs])
         every = collectives.all_gather_ragged(squares if policy.counts else squares[:0])
@@ -306,8 +292,8 @@ def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = Tr
     """The return of each of this rank's turns, and the first return of each sample of the batch: [turns] and [samples]
     float64.
 
-    `rewards` [samples] are those of the rows, or less: a penalty is the last turn's. A collective: the rows know
-    nothing of turns, so each rank that `counts` contributes the returns of its own samples.
+    A collective: the rows know nothing of turns, so each rank that `counts` contributes the returns of its own
+    samples.
     """
     turns = torch.from_numpy(batch.turns.rows)
     first = turns.diff(prepend=turns.new_tensor([-1])) != 0
@@ -317,12 +303,11 @@ def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = Tr
 
 
 def _uncounted(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The sums of a rank whose row another rank counts: zeros, but for the largest values."""
+    """For a rank whose row another rank counts."""
     return {name: value if is_max(name) else torch.zeros_like(value) for name, value in sums.items()}
 
 
 def _digest(part: Part) -> int:
-    """A checksum of the samples that a rank trains."""
     digest = crc32(part.positions.data)
     for sample in part.samples:
         digest = crc32(sample, digest)
@@ -330,19 +315,17 @@ def _digest(part: Part) -> int:
 
 
 def _of_samples(batch: Batch) -> dict[str, Sequence[int]]:
-    """What is counted of each of this rank's samples."""
     turns = np.unique(batch.turns.rows, return_counts=True)[1].tolist()
     return {"versions": batch.num_versions, "segments": batch.num_segments, "turns": turns}
 
 
 def _work(batch: Batch) -> dict[str, float]:
-    """What this rank computes, and what it would compute with nothing shared; as `Costs.total` counts it."""
+    """What this rank computes, and what it would compute with nothing shared."""
     done: dict[str, float] = {"row_tokens": batch.tokens, "squares": batch.squares, "head_rows": batch.head_rows}
     return done | {"tokens_alone": batch.alone[0], "squares_alone": batch.alone[1]}
 
 
 def _seen(policy: Policy, batch: Batch) -> dict[str, float]:
-    """Images that this rank encodes, their patches and the tower's FLOPs; empty for a text model."""
     if policy.costs.tower is None:
         return {}
     images = [row.images.grid.prod(-1) for row in batch.microbatches if row.images is not None]
@@ -351,7 +334,7 @@ def _seen(policy: Policy, batch: Batch) -> dict[str, float]:
 
 
 def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
-    """Metrics of the experts; of this rank's `tally`, and so a collective. Empty for a model without experts."""
+    """Metrics of the experts. A collective."""
     if policy.mixture is None or tally is None:
         return {}
     total = collectives.all_reduce_sum(tally.cpu())
@@ -371,7 +354,6 @@ def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:
 
 
 def _all_reduce(sums: dict[str, Tensor]) -> dict[str, float]:
-    """The sums of all ranks, added, or the largest for `is_max` keys."""
     total: dict[str, float] = {}
     for maximum, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
         names = [key for key in sums if is_max(key) is maximum]
@@ -387,15 +369,15 @@ def _tensors(rows: SampleRows) -> list[Tensor]:
 
 
 def buffer_metrics(part: Part) -> dict[str, float]:
-    """What the buffer has counted: attempts and groups so far, running samples and places of all servers."""
+    """What the buffer has counted."""
     counts = {f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried", "quarantined")}
     servers = {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
     return counts | servers | {"buffer/failed_share": part.failed / max(part.failed + part.generated, 1)}
 
 
 def problem_metrics(part: Part) -> dict[str, float]:
-    """How many problems are in each band of solved share, retired and left out, and the share of groups without
-    variance among those made for the batch."""
+    """How many problems are in each band of solved share, and the share of groups without variance among those made for
+    the batch."""
     metrics = {f"problems/{name}": float(number) for name, number in part.problems.items()}
     if rows := sum(part.problems.values()) - part.problems.get("retired", 0):
         metrics["problems/left_out_share"] = part.problems.get("left_out", 0) / rows

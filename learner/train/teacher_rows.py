@@ -1,7 +1,4 @@
-"""What teachers gave, laid out for a microbatch: in the order of its pieces, zeros where a piece has no teacher.
-
-Pure functions of arrays, used by `batch.py` as it packs.
-"""
+"""What teachers gave, laid out for a microbatch: in the order of its pieces, zeros where a piece has no teacher."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,18 +13,17 @@ from learner.model.microbatch import Microbatch
 
 
 class TeacherTop(NamedTuple):
-    """A teacher's k most probable tokens in place of each sampled token of a text."""
+    """A teacher's k most probable tokens in place of each sampled token of a text: [sampled tokens, k]."""
 
     ids: np.ndarray
-    """int32 [sampled tokens, k]"""
+    """int32"""
     logprobs: np.ndarray
-    """float32 [sampled tokens, k]"""
+    """float32"""
 
 
 def top_of(sample: Sample, sampled: np.ndarray, start: int, stop: int) -> TeacherTop | None:
-    """The most probable tokens of the segment from `start` to `stop` of a sample, None where the sample has none.
-
-    `sampled`: [tokens] bool."""
+    """The most probable tokens of the segment from `start` to `stop` of a sample, if it has any. `sampled`: [tokens]
+    bool."""
     top = sample.teacher_top
     if top is None:
         return None
@@ -41,8 +37,7 @@ def pieces_of(packed: Microbatch) -> list[int]:
 
 
 def teacher_row(taught: Sequence[np.ndarray | None], lengths: Sequence[int]) -> Tensor | None:
-    """The teachers' log-probabilities of a row of pieces: [tokens] float32, 0 in a piece without a teacher; None where
-    no piece has one."""
+    """The teachers' log-probabilities of a row of pieces: [tokens] float32; None where no piece has a teacher."""
     if all(each is None for each in taught):
         return None
     whole = [
@@ -52,9 +47,8 @@ def teacher_row(taught: Sequence[np.ndarray | None], lengths: Sequence[int]) -> 
 
 
 def with_top(packed: Microbatch, tops: Sequence[TeacherTop | None]) -> Microbatch:
-    """`packed` with the teachers' tokens of its pieces, of which a piece without sampled tokens gets none; unchanged
-    where no piece has any. A piece has all sampled tokens of its document, or none: a shared prompt is what is before
-    the first one."""
+    """`packed` with the teachers' tokens of its pieces. A piece has all sampled tokens of its document, or none: a
+    shared prompt is what is before the first one."""
     widths = {top.ids.shape[1] for top in tops if top is not None}
     if not widths:
         return packed
