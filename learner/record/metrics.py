@@ -1,9 +1,8 @@
 """The record of a run: `metrics.jsonl`, one flat JSON object per version, written by learner rank 0.
 
-An evaluation has a record of its own, with keys that begin with `eval/`: its `version` is the learner's when it was
-written, and `eval/version` the one that was evaluated. A record of servers and buffer (`observer.py`) has no `version`
-but `time` and `"kind": "servers"`. This process alone writes the file, from two threads. Ranks other than 0 hold a
-`Metrics` without a path, which writes nothing.
+An evaluation has a record of its own: its `version` is the learner's when it was written, and `eval/version` the one
+that was evaluated. A record of servers and buffer (`observer.py`) has no `version` but `"kind": "servers"`. Other ranks
+hold a `Metrics` without a path, which writes nothing.
 """
 
 import json
@@ -33,8 +32,7 @@ REPEATED = 20
 class Metrics:
     """`with metrics.span("train")` adds to `time/train_s`; `log` writes the record and starts the next one.
 
-    `peak`: FLOP/s of all the learner's GPUs together, if known. `mfu` is over the time in training, `mfu/version` over
-    all time, waiting included (formula: `model/flops.py`).
+    `peak`: FLOP/s of all the learner's GPUs. `mfu` is over the time in training, `mfu/version` over all time.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class Metrics:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the `with` block, also if it raises."""
         start = self.clock()
         try:
             yield
@@ -85,7 +82,6 @@ class Metrics:
                 self._write(self.path, version + 1, record)
 
     def log_servers(self, record: Mapping[str, float | str]) -> None:
-        """Record what the servers and the buffer said of themselves; from any thread."""
         if self.path is None:
             return
         with self._writing:
@@ -93,7 +89,7 @@ class Metrics:
             self._track({"version": self._version} | {key: value for key, value in record.items() if key != "kind"})
 
     def evaluations(self, version: int) -> list[int]:
-        """The versions at which evaluations recorded up to `version`, which was restored, were due."""
+        """The versions at which evaluations recorded up to `version` were due."""
         self._version = version
         if self.path is None or not self.path.exists():
             return []
@@ -102,7 +98,7 @@ class Metrics:
         return [int(record["eval/due"]) for record in found if record["version"] <= version]
 
     def _write(self, path: Path, version: int, record: Record) -> None:
-        """Append `record`; first remove what is recorded of `version` and later ones, if this process has not yet."""
+        """Append `record`; the first time remove what is recorded of `version` and later ones."""
         with self._writing:
             if not self._opened:
                 self._truncate(path, version)
@@ -111,7 +107,7 @@ class Metrics:
             self._track(record)
 
     def _append(self, path: Path, record: Mapping[str, float | str]) -> None:
-        """Write one line; what an earlier process left of an unfinished one is removed."""
+        """Write one line; removes an unfinished one of an earlier process."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+", opener=open_private) as file:
             if end := file.tell():
@@ -126,7 +122,7 @@ class Metrics:
             track(dict(record))
 
     def record(self, version: int, stats: Mapping[str, float]) -> Record:
-        """All metrics of `version`, without those that are not finite. Resets the times for the next version."""
+        """All finite metrics of `version`. Resets the times."""
         now = self.clock()
         elapsed, self._started = now - self._started, now
         spans, self._spans = self._spans, {}
@@ -141,7 +137,7 @@ class Metrics:
         return record | peak_memory() | {"time": round(time.time(), 3)}
 
     def _truncate(self, path: Path, version: int) -> None:
-        """Remove what an earlier process recorded from `version` on: these versions are trained again."""
+        """Remove what an earlier process recorded from `version` on, which is trained again."""
         path.parent.mkdir(parents=True, exist_ok=True)
         found = _read_all(path) if path.exists() else []
         kept = [record for record in found if record.get("version", -1) < version]
@@ -154,7 +150,7 @@ class Metrics:
 
 
 def evaluation_record(version: int, result: EvaluationResult) -> Record:
-    """An evaluation's record. Example of a key: `eval/aime/pass@8`."""
+    """Example of a key: `eval/aime/pass@8`."""
     record: Record = {"version": version, "eval/due": result.due, "eval/version": result.version}
     for name, figures in result.figures.items():
         record |= {f"eval/{name}/{key}": value for key, value in figures.items()}
@@ -163,7 +159,7 @@ def evaluation_record(version: int, result: EvaluationResult) -> Record:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of versions and evaluations, oldest first, without an incomplete last line."""
+    """The records of versions and evaluations, oldest first."""
     return [record for record in _read_all(path) if "version" in record]
 
 
@@ -172,7 +168,7 @@ def _read_all(path: Path) -> list[dict[str, Any]]:
 
 
 def peak_memory() -> Record:
-    """Peak memory so far in GiB: of this process, and of its GPU."""
+    """In GiB, so far: of this process, and of its GPU."""
     unit = 1024 if sys.platform == "linux" else 1
     record = {"memory/host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -1,7 +1,6 @@
-"""What servers and buffer say of themselves, for `metrics.jsonl` and the trackers: a record every few seconds.
+"""Records what servers and buffer say of themselves, every few seconds, for `metrics.jsonl` and the trackers.
 
-Asks the buffer for its State, over a connection and in a thread of its own on learner rank 0; the learner never waits
-for it. While the buffer is silent there is nothing to record.
+Asks the buffer, over a connection and in a thread of its own on learner rank 0; the learner never waits for it.
 """
 
 import asyncio
@@ -23,15 +22,15 @@ log = logging.getLogger(__name__)
 MISSED_HEARTBEATS = 5
 """After so many the buffer ends a server's leases."""
 MOST_SERVERS = 64
-"""Servers with figures of their own; of more there are only the sums."""
+"""Servers with figures of their own; the sums count all."""
 EXTREMES = ("kv_usage", "stall_s", "scoring_s", "task_s", "teacher_s")
-"""Figures of servers of which the largest counts, not the sum."""
+"""Figures of which the largest counts, not the sum."""
 NOT_SUMMED = "limit_"
-"""Beginning of the figures that say what bounds one server."""
+"""Prefix of figures that say what bounds one server."""
 
 
 class Observer:
-    """Context manager around the learner's loop. `log_record` is `Metrics.log_servers`; `learner_gpus` of all ranks."""
+    """Context manager around the learner's loop. `learner_gpus`: of all ranks."""
 
     def __init__(
         self,
@@ -61,7 +60,6 @@ class Observer:
             log.warning("no more records of servers and buffer: %s", error)
 
     async def _record(self) -> None:
-        """The learner's own connection warns of a buffer that is out of reach."""
         address, config, has_failed = self.config.buffer.address, self.config, False
         async with Connection(address, "observer", "observer", keys=self.keys, late_s=math.inf) as connection:
             while True:
@@ -110,7 +108,6 @@ def servers_record(state: State, now: float, config: Config, learner_gpus: int =
 
 
 def _sums(servers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Sums of the figures of servers, or the largest; the oldest version that one runs."""
     found: dict[str, float] = {}
     for server in servers.values():
         for key, value in server.get("stats", {}).items():

@@ -1,8 +1,7 @@
 """Experiment trackers that get the records of `metrics.py`: TensorBoard, Weights & Biases, SwanLab.
 
 Each runs in its own thread on learner rank 0 and reads a queue. One that is missing, fails or hangs costs a warning,
-never the run. The learner ends without the interpreter's exit hooks, so each sends the rest itself when it is
-closed.
+never the run. The learner ends without the interpreter's exit hooks, so `close` sends the rest.
 """
 
 import json
@@ -17,7 +16,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 Record = Mapping[str, float]
 LAST_S = 10.0
-"""Time that a tracker gets at the end to send the rest of its queue."""
+"""Longest wait for a tracker at the end."""
 
 
 class Tracker:
@@ -68,8 +67,8 @@ def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[C
 
 @contextmanager
 def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
-    """Weights & Biases, under the project `headrace`; its environment variables (WANDB_MODE, WANDB_PROJECT) apply.
-    Where the service cannot be reached or has no key, the records are kept in `folder`, and a warning says so."""
+    """Weights & Biases, under the project `headrace`; its environment variables apply. Where the service cannot be
+    reached or has no key, the records are kept in `folder`."""
     import wandb as service
 
     options = {"project": "headrace", "name": run, "id": run, "dir": str(folder), "config": dict(config)}
@@ -84,7 +83,7 @@ def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callabl
 
 @contextmanager
 def swanlab(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
-    """SwanLab, under the project `headrace`; SWANLAB_MODE applies. Offline as wandb."""
+    """SwanLab, under the project `headrace`. Offline as wandb."""
     import swanlab as service
 
     options = {"project": "headrace", "name": run, "log_dir": str(folder / "swanlab"), "config": dict(config)}

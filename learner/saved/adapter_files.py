@@ -1,7 +1,4 @@
-"""An adapter as the folder that peft and vLLM load: `adapter_model.safetensors` and `adapter_config.json`.
-
-Names in the file are peft's: the layer's below `base_model.model.`, then `lora_A.weight` or `lora_B.weight`.
-"""
+"""An adapter as the folder that peft and vLLM load, with peft's names for its layers."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +16,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def write(weights: Mapping[str, Tensor], model: ModelConfig, folder: Path) -> None:
-    """Write the adapter `weights` of `model`, named as on the wire and not scaled, into `folder`."""
+    """Write the adapter `weights`, named as on the wire and not scaled, into `folder`."""
     lora = model.lora
     assert lora is not None
     folder.mkdir(parents=True)
@@ -43,5 +40,5 @@ def write(weights: Mapping[str, Tensor], model: ModelConfig, folder: Path) -> No
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """The adapter's tensors under the names that `write` was given."""
+    """The tensors that `write` was given."""
     return {name.removeprefix(PREFIX): x for name, x in load_file(folder / WEIGHTS).items()}

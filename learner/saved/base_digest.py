@@ -1,7 +1,7 @@
 """`python -m learner digest CHECKPOINT MODEL`: prints the digest of MODEL as the base of CHECKPOINT's adapter.
 
-`python -m rollout evaluate` runs it as a process, because rollout does not import this package. Reads the whole model,
-in `model.dtype` into host memory. Exit 2: one of the two cannot be read.
+`python -m rollout evaluate` runs it as a process, because rollout does not import this package. Reads the whole model
+into host memory. Exit 2: one of the two cannot be read.
 """
 
 import sys
@@ -20,7 +20,7 @@ PROG = "python -m learner digest"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`, without `digest`; returns the exit code."""
+    """Run the command line `argv`; returns the exit code."""
     try:
         if len(argv) != 2:
             raise ValueError("takes CHECKPOINT and MODEL, two folders")

@@ -1,7 +1,4 @@
-"""The policy as a Hugging Face folder that `vllm serve` loads: the initial model's files with new weights.
-
-`collect` is a collective on the training thread; `write` runs on rank 0 in the checkpoint's thread.
-"""
+"""The policy as a Hugging Face folder that `vllm serve` loads: the initial model's files with new weights."""
 
 import json
 import shutil
@@ -23,12 +20,12 @@ from learner.model.policy import Policy
 SHARD_BYTES = 5 << 30
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The weights of a block's experts, each one tensor in the policy, and what files have of each expert."""
+"""Fused weights of a block's experts, and their names in files."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
 def collect(policy: Policy) -> dict[str, Tensor]:
-    """The whole weights by name in host memory on rank 0, or the adapter's; empty on other ranks."""
+    """The whole weights, or the adapter's, by name in host memory on rank 0; empty on other ranks. A collective."""
     if replica(policy.mesh) > 0:
         return {}
     keep = dist.get_rank() == 0
@@ -40,7 +37,7 @@ def collect(policy: Policy) -> dict[str, Tensor]:
 
 def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A weight as the files of the models in PROVEN have it: experts one by one. Weights of other models have the form
-    of their files already (`learner/model/file_form.py`)."""
+    of their files already."""
     layer, _, kind = name.rpartition(".experts.")
     if kind not in FUSED or not layer:
         yield name, weight
@@ -51,7 +48,7 @@ def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def write(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:
-    """Write `weights`, and all files of the initial model that are not weights, into `folder`."""
+    """Write `weights`, and the initial model's other files, into `folder`."""
     folder.mkdir(parents=True)
     source = Path(model.path)
     if source.is_dir():

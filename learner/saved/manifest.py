@@ -24,7 +24,7 @@ from configs.schema import LearnerConfig, ModelConfig
 from configs.variables import open_private
 
 SUM_NOTE = ".crc32c-note"
-"""Ending of the file in which a rank notes the CRC32C of the shard that it has written."""
+"""Suffix of the file in which a rank notes its shard's CRC32C."""
 
 
 class AdapterOf(BaseModel):
@@ -35,7 +35,7 @@ class AdapterOf(BaseModel):
 
     model: ModelConfig
     base: str
-    """Digest of its frozen weights: where they lie may change."""
+    """Digest of its frozen weights, wherever they lie."""
 
 
 class DataPosition(BaseModel):
@@ -44,9 +44,9 @@ class DataPosition(BaseModel):
     data: str
     """Digest of the demonstrations in tokens."""
     rows: int
-    """Rows drawn, counted over all epochs."""
+    """Rows drawn, over all epochs."""
     beside: bool = False
-    """They are trained beside the samples of reinforcement learning."""
+    """Trained beside samples of reinforcement learning."""
 
     @property
     def kind(self) -> str:
@@ -54,7 +54,7 @@ class DataPosition(BaseModel):
 
 
 def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig) -> set[int]:
-    """The newest checkpoints, each `keep_every`-th, and the best rewarded. `rewards`: by version, None if unknown."""
+    """The newest checkpoints, each `keep_every`-th, and the best rewarded. `rewards`: by version."""
     newest = sorted(rewards)[-config.keep_checkpoints :]
     every = [version for version in rewards if config.keep_every and version % config.keep_every == 0]
     known = [(reward, version) for version, reward in rewards.items() if reward is not None]
@@ -63,7 +63,7 @@ def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig)
 
 
 def reward_of(checkpoint: Path) -> float | None:
-    """The mean reward that a complete checkpoint was saved with; None if unknown."""
+    """The mean reward that a checkpoint was saved with."""
     manifest = manifest_of(checkpoint)
     if "files" not in manifest and (checkpoint / "figures.json").exists():  # written by an earlier release
         manifest = json.loads((checkpoint / "figures.json").read_text())
@@ -72,8 +72,8 @@ def reward_of(checkpoint: Path) -> float | None:
 
 
 def adapter_of(checkpoint: Path) -> AdapterOf | None:
-    """What the adapter in a complete checkpoint was trained beside; None if it has whole weights. Raises OSError or
-    ValueError if the manifest cannot be read."""
+    """What the adapter in a complete checkpoint was trained beside; None: it has whole weights. Raises OSError or
+    ValueError."""
     try:
         found = manifest_of(checkpoint).get("adapter")
         return AdapterOf.model_validate(found) if found else None
@@ -86,7 +86,7 @@ def adapter_of(checkpoint: Path) -> AdapterOf | None:
 
 
 def position_of(checkpoint: Path) -> DataPosition | None:
-    """How far the demonstrations were read at a complete checkpoint; None for one of reinforcement learning."""
+    """How far the demonstrations were read; None for reinforcement learning alone."""
     found = manifest_of(checkpoint).get("position")
     return DataPosition.model_validate(found) if found else None
 
@@ -123,7 +123,6 @@ def seal(
 
 
 def _sums_of_shards(partial: Path) -> dict[str, int]:
-    """The CRC32C of each shard by name, as its rank noted it; removes the notes."""
     sums = {}
     for note in sorted(partial.rglob(f"*{SUM_NOTE}")):
         sums[str(note.relative_to(partial)).removesuffix(SUM_NOTE)] = int(note.read_text(encoding="ascii"), 16)
@@ -132,7 +131,7 @@ def _sums_of_shards(partial: Path) -> dict[str, int]:
 
 
 def recover(folder: Path) -> None:
-    """Finish what a kill in the middle of `seal` left, and remove what was being written."""
+    """Finish what a kill in the middle of `seal` left, and remove unfinished checkpoints."""
     for old in folder.glob(f"v*{REPLACED}"):
         final, partial = old.with_suffix(""), old.with_suffix(".tmp")
         if not final.exists() and fault(partial) is None:
@@ -146,7 +145,7 @@ def recover(folder: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is none any more; returns its folder."""
+    """Rename a damaged checkpoint, so that it is none any more."""
     aside = checkpoint.with_suffix(DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     return checkpoint.rename(aside)
@@ -161,6 +160,6 @@ def _fsync(path: Path) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint: the manifest first, so that it is never mistaken for a complete one."""
+    """Remove a checkpoint, the manifest first, so that it never seems complete."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)

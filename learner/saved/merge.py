@@ -1,6 +1,6 @@
 """`python -m learner merge CHECKPOINT OUT`: whole weights, as a Hugging Face folder, of a checkpoint with an adapter.
 
-Computes on the CPU, in float32, and rounds once, to `model.dtype`. Exit 2: something named is not what it has to be.
+Computes on the CPU, in float32, and rounds once, to `model.dtype`. Exit 2: bad input.
 """
 
 import sys
@@ -57,7 +57,7 @@ def merge(checkpoint: Path, out: Path) -> None:
 
 
 def add(model: PreTrainedModel, adapter: dict[str, Tensor], scale: float) -> None:
-    """Add the change that `adapter` is to the layers of `model`, rounded once to their dtype."""
+    """Add `adapter` to the layers of `model`, rounded once to their dtype."""
     for name in adapter:
         if name.endswith(LORA_A):
             layer = name.removesuffix(LORA_A)

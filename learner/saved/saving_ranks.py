@@ -1,7 +1,6 @@
 """Which ranks write checkpoints, whether they see one folder, and what all ranks agree on of the files in it.
 
-All ranks write their shards into one folder, or, with `learner.checkpoint_on: first_node`, the ranks of the first
-replica alone, which hold a whole copy. Each method is a collective.
+All ranks write, or, with `learner.checkpoint_on: first_node`, the first replica alone. Each method is a collective.
 """
 
 import logging
@@ -19,19 +18,17 @@ from learner.train.collectives import all_reduce_max, broadcast_from_rank0
 
 log = logging.getLogger(__name__)
 MARKER = ".shared-"
-"""Begins the name of the file by which the ranks find out whether they see one folder."""
+"""Prefix of the file by which the ranks find out whether they see one folder."""
 SEEN_S = 5.0
 """Network file systems cache what is not there."""
 
 
 class SavingRanks:
-    """The ranks of checkpoints in `folder`. `shards`: ranks that share one copy of the model. `first_node`: only the
-    first node has the folder."""
+    """The ranks of checkpoints in `folder`. `shards`: ranks that share one copy of the model."""
 
     def __init__(self, folder: Path, shards: int, first_node: bool) -> None:
         self.folder, self.shards = folder, shards
         self.by_first = first_node and shards < dist.get_world_size()
-        """Only the ranks of the first replica write."""
         self.writes = dist.get_rank() < shards or not self.by_first
         self.group = dist.new_group(backend="gloo")  # the writing threads must not use training's collectives
         self.writers = dist.new_group(list(range(shards)), backend="gloo") if self.by_first else self.group
@@ -63,8 +60,7 @@ class SavingRanks:
             raise ConfigError([judged[0]])
 
     def newest_sound(self) -> int:
-        """Version of the newest complete checkpoint whose shards are as they were written, 0 if there is none. Sets
-        damaged ones aside."""
+        """Version of the newest complete and undamaged checkpoint, 0 if there is none. Sets damaged ones aside."""
         if dist.get_rank() == 0 and self.folder.is_dir():
             recover(self.folder)
         while version := self._newest():
@@ -80,7 +76,6 @@ class SavingRanks:
         return version
 
     def _damage(self, folder: Path) -> str | None:
-        """Describe damage in this rank's share of the shards."""
         rank, world = dist.get_rank(self.writers), dist.get_world_size(self.writers)
         try:
             names = sorted(name for name in listed(folder).sums if name.startswith("state/"))
@@ -89,8 +84,7 @@ class SavingRanks:
             return f"rank {dist.get_rank()} cannot read its manifest: {error}"
 
     def _newest(self) -> int:
-        """Version of the newest complete checkpoint. Raises ConfigError if another node has a newer one than the
-        first."""
+        """Raises ConfigError if another node has a newer checkpoint than the first."""
         rank, world = dist.get_rank(), dist.get_world_size()
         looks = rank % self.shards == 0 if self.by_first else rank == 0
         mine = newest(self.folder) if looks else 0
@@ -104,7 +98,7 @@ class SavingRanks:
 
 
 def _seen(marker: Path) -> bool:
-    """Whether `marker` is there within SEEN_S: no event announces a file on another machine."""
+    """Polls: no event announces a file on another machine."""
     end = time.monotonic() + SEEN_S
     while not (seen := marker.exists()) and time.monotonic() < end:
         time.sleep(0.5)

@@ -1,10 +1,8 @@
 """Writes and reads a checkpoint's shards by torch.distributed.checkpoint, with checksums and without running code.
 
-`Writer` notes the CRC32C of a shard while its rank writes it, in a file that `seal` reads into the manifest: nobody has
-to read a shard again.
-
-torch unpickles `.metadata`, the index of the shards, and whatever in a state is no tensor: a file made for it could run
-any program. `Reader` and `Planner` take only the classes that torch writes for a learner's state, and plain values.
+`Writer` notes the CRC32C of a shard as it writes it: nobody has to read a shard again. torch unpickles `.metadata`, the
+index of the shards, and whatever in a state is no tensor: a file made for it could run any program. `Reader` and
+`Planner` take only what torch writes for a learner's state.
 """
 
 import io
@@ -41,9 +39,9 @@ CLASSES = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
-"""By module and name: what torch's `.metadata` of a learner's state refers to."""
+"""Module and name of what `.metadata` of a learner's state refers to."""
 UNFIT = re.compile(r"Missing key in checkpoint state_dict: (\S+)\.|Size mismatch between saved .* for (\S+)")
-"""How torch says that a checkpoint lacks what is to be loaded, or has it in another shape."""
+"""torch's message for a key that is missing, or of another shape."""
 UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError),
     OSError,
@@ -52,7 +50,7 @@ UNREADABLE = (
 
 
 class SummedStream:
-    """A file that is written from its beginning to its end, and the CRC32C of what was written."""
+    """A file that is written from beginning to end, and its CRC32C."""
 
     def __init__(self, stream: io.IOBase) -> None:
         self._stream, self.crc = stream, 0
@@ -68,7 +66,7 @@ class SummedStream:
 
 
 class SummedFiles(FileSystem):
-    """The file system, with a note of its CRC32C beside each shard that was written."""
+    """The file system, with a note of its CRC32C beside each shard."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
@@ -82,7 +80,7 @@ class SummedFiles(FileSystem):
 
 
 class Writer(_FileSystemWriter):
-    """torch's writer of `folder`; not its public subclass, which copies the state in another way than `async_save`."""
+    """torch's writer; not its public subclass, which copies the state in another way than `async_save`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -90,8 +88,8 @@ class Writer(_FileSystemWriter):
 
 
 class Uncopied(AsyncStager):
-    """Has the writer read a state where it lies: for one that is as large as host memory allows, and that nobody
-    changes meanwhile."""
+    """Has the writer read a state where it lies, for one that is too large to copy and that nobody changes
+    meanwhile."""
 
     _synchronize_after_execute = False
 
@@ -110,7 +108,7 @@ class RefusedClass(pickle.UnpicklingError):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Loads objects of CLASSES and plain values. Raises RefusedClass, with the name, for all else."""
+    """Loads objects of CLASSES and plain values. Raises RefusedClass for all else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in CLASSES:
@@ -123,14 +121,14 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
-    """The member of an Enum; Python 3.11 writes it as a call of `getattr`."""
+    """Python 3.11 writes an Enum's member as a call of `getattr`."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind.__members__[name]
     raise RefusedClass(f"builtins.getattr of {name}")
 
 
 class Reader(FileSystemReader):
-    """torch's reader of `folder`, but for what it unpickles."""
+    """torch's reader, with PlainUnpickler."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_index(Path(self.path))
@@ -140,7 +138,7 @@ class Reader(FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's planner, but for what it unpickles."""
+    """torch's planner, with tensors and plain values only."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
@@ -153,7 +151,7 @@ class Planner(DefaultLoadPlanner):
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of the shards in `folder`. Raises RefusedClass, or what else UNREADABLE has."""
+    """The index of the shards. Raises UNREADABLE."""
     with open(folder / METADATA, "rb") as file:
         found = PlainUnpickler(file).load()
     if not isinstance(found, Metadata):
@@ -162,7 +160,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def refusal(folder: Path) -> str | None:
-    """Why the index of the shards in `folder` is not to be believed; None if it is. Runs nothing that it names."""
+    """Why the index of the shards in `folder` is refused, if it is."""
     try:
         read_index(folder)
     except RefusedClass as error:
@@ -173,13 +171,13 @@ def refusal(folder: Path) -> str | None:
 
 
 def refused_value(folder: Path, error: CheckpointException) -> str | None:
-    """Why a shard in `folder` was refused, if that is what ended its loading."""
+    """Why a shard was refused, if that ended the loading."""
     found = next((one for one, _ in error.failures.values() if isinstance(one, RefusedClass)), None)
     return _refused(folder, found) if found else None
 
 
 def of_another_model(folder: Path, error: CheckpointException) -> str | None:
-    """Why the shards in `folder` do not fit what is trained now, if that is what ended their loading."""
+    """Why the shards do not fit the model, if that ended the loading."""
     for one, _ in error.failures.values():
         if found := UNFIT.search(str(one)):
             lacks = f"has no {found[1]}" if found[1] else f"holds {found[2]} in another shape"

@@ -1,8 +1,7 @@
 """A rank's part of a batch becomes microbatches, in three steps: open, agree, pack (docs/design/learner.md).
 
-`open_part` makes units of the samples of the buffer's `Part`: documents that share a prompt, or a tree of prefixes.
-`agree` is a collective: each rank takes the same number of microbatches, so that FSDP's collectives match. `pack_all`
-lays the units out in so many rows of at most a token budget.
+`open_part` makes units of the samples of the buffer's `Part`. `agree` is a collective: each rank takes the same number
+of microbatches, so that FSDP's collectives match. `pack_all` lays the units out in rows.
 """
 
 from collections import defaultdict
@@ -28,7 +27,7 @@ from learner.train.teacher_rows import TeacherTop, pieces_of, teacher_row, top_o
 from learner.train.trees import copies, grow
 
 LEAST_SAVED = 0.03
-"""A prompt is shared where that saves at least this share of its samples' tokens: sharing costs some time itself."""
+"""A prompt is shared where that saves at least this share of its samples' tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,13 @@ class Document:
     """A segment of a sample, which attention sees as a text by itself."""
 
     row: int
-    """Index of its sample in `Batch.rows`."""
     columns: Sequence[np.ndarray]
-    """`Sample.DTYPES`, and the index in `Batch.turns` of each sampled token, -1 of others: [tokens] each."""
+    """`Sample.DTYPES`, and each sampled token's index in `Batch.turns`, -1 of others: [tokens] each."""
     images: Sequence[SeenImage] = ()
     routes: np.ndarray | None = None
     """[tokens, layers with experts, k] integers; None: not replayed."""
     teacher: np.ndarray | None = None
-    """[tokens] float32: log-probabilities of its teacher, 0 for tokens that were given."""
+    """[tokens] float32: log-probabilities of its teacher, 0 for given tokens."""
     top: TeacherTop | None = None
 
     @property
@@ -52,12 +50,11 @@ class Document:
 
     @property
     def prompt(self) -> int:
-        """Tokens before the first sampled one."""
         return int(self.columns[1].argmax())
 
 
 class Turns(NamedTuple):
-    """The turns of a rank's samples, in order; a sample without rewards for them has its whole reward in the last."""
+    """The turns of a rank's samples; a sample without rewards for turns has its reward in the last one."""
 
     rows: np.ndarray
     """int64 [turns]: index of the sample in `Batch.rows`."""
@@ -67,7 +64,7 @@ class Turns(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Documents that share their prompt, which is computed once; or a single one, whole."""
+    """Documents that share their prompt, which is computed once; or a single one."""
 
     documents: Sequence[Document]
     prompt: int
@@ -78,7 +75,6 @@ class Unit:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row that it takes."""
         return self.prompt + sum(self.answers)
 
     @property
@@ -87,23 +83,22 @@ class Unit:
 
     @property
     def squares(self) -> int:
-        """What attention costs, as the square of a document's length costs that document."""
+        """Cost of attention, where a document of n tokens costs n²."""
         return self.prompt**2 + sum(n * (n + 2 * self.prompt) for n in self.answers)
 
     @property
     def saves(self) -> float:
-        """Share of the documents' tokens that need not be computed."""
         saved = (len(self.documents) - 1) * self.prompt
         return saved / (saved + self.tokens)
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Documents of which each goes on from the one before it, which computes what both begin with (`trees.py`)."""
+    """Documents of which each goes on from the one before it (`trees.py`)."""
 
     documents: Sequence[Document]
     joined: Sequence[int]
-    """First tokens of each document that the one before it has too."""
+    """First tokens of each document that the one before it computes."""
 
     @property
     def tokens(self) -> int:
@@ -111,7 +106,6 @@ class Tree:
 
     @property
     def images(self) -> list[SeenImage]:
-        """Always empty: models that see images grow no trees."""
         return []
 
     @property
@@ -121,41 +115,32 @@ class Tree:
 
     @property
     def copies(self) -> int:
-        """Keys that are copied for its documents."""
         return sum(copies(document.tokens, n) for document, n in zip(self.documents, self.joined, strict=True))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's microbatches, and a row for each sample of the whole batch."""
+    """A rank's microbatches, and a row for each sample of the whole batch, the same on every rank."""
 
     version: int
     rows: SampleRows
-    """The same on every rank."""
     num_versions: list[int]
-    """For each of this rank's samples: how many policy versions sampled its tokens."""
+    """Policy versions that sampled the tokens of each of this rank's samples."""
     num_segments: list[int]
-    """Likewise."""
     turns: Turns
-    """Of this rank's samples."""
     scattered: bool
-    """Samples may be spread over several microbatches, of this rank or another."""
+    """Samples may be spread over several microbatches."""
     microbatches: list[Microbatch]
     tokens: int
-    """Tokens of this rank's rows, without dummies."""
     squares: int
     alone: tuple[int, int]
-    """`tokens` and `squares` of the same documents with nothing shared."""
+    """`tokens` and `squares` with nothing shared."""
     undone: tuple[int, int] = (0, 0)
-    """The fields `restored` and `reached` of `Part`."""
     teachers: Mapping[int, str] = field(default_factory=dict)
-    """By index in `rows`, for this rank's samples that have a teacher."""
     teacher_kl: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Sums over this rank's samples, for `learner.algorithms.teachers.kl_sums`."""
 
     @property
     def head_rows(self) -> int:
-        """Hidden states of this rank's rows to which the head is applied."""
         return sum(microbatch.head_rows for microbatch in self.microbatches)
 
     @classmethod
@@ -170,13 +155,12 @@ class Batch:
         replayed: Experts | None = None,
         key_room: float | None = None,
     ) -> "Batch":
-        """Pack `part` into microbatches of at most `budget` tokens and PATCHES_PER_TOKEN patches for each of them; a
-        longer document gets one of its own.
+        """Pack `part` into microbatches of at most `budget` tokens and PATCHES_PER_TOKEN patches for each; a longer
+        document gets its own.
 
-        `quadratic`: cost of attention, so that a document of n tokens costs n + quadratic * n². `form`: how a
-        vision-language model sees images. `replayed`: the experts that take the samples' routes. `key_room`: what a key
-        that is copied takes of the budget, in tokens; None: only prompts are shared. Raises, on all ranks, RuntimeError
-        when their parts are not of one batch, PictureMismatch or RouteMismatch.
+        A document of n tokens costs n + quadratic * n². `form`: how the model sees images. `key_room`: tokens of the
+        budget that a copied key takes; None: only prompts are shared. Raises, on all ranks, RuntimeError when their
+        parts are not of one batch, PictureMismatch or RouteMismatch.
         """
         opened = open_part(part, budget, share_prompts, form, replayed, key_room)
         agreed = agree(opened, budget)
@@ -184,7 +168,8 @@ class Batch:
 
 
 class Opened(NamedTuple):
-    """A rank's part, decoded: `units` of its samples, with what they take of a microbatch's budget."""
+    """A rank's part, decoded: `units`, with what they take of a microbatch's budget. `misrouted` and `unseen`: what is
+    wrong."""
 
     part: Part
     units: Sequence[Unit | Tree]
@@ -193,15 +178,13 @@ class Opened(NamedTuple):
     num_segments: list[int]
     turns: Turns
     misrouted: str
-    """Why a sample's routes cannot be replayed; empty if all can."""
     unseen: str
-    """Why an image is not what the policy saw; empty if all are."""
     teachers: dict[int, str]
     teacher_kl: dict[str, tuple[float, int]]
 
 
 class Agreed(NamedTuple):
-    """What all ranks know of a batch. `microbatches`: number that each rank takes."""
+    """What all ranks know of a batch. `microbatches`: of each rank."""
 
     microbatches: int
     scattered: bool
@@ -215,7 +198,7 @@ def open_part(
     replayed: Experts | None,
     key_room: float | None = None,
 ) -> Opened:
-    """Decode the samples of `part` and group them into units; arguments as of `Batch.from_part`."""
+    """Decode the samples of `part` and group them into units."""
     samples = [Sample.unpack(data) for data in part.samples]
     seen, unseen = open_images(part, samples, form)
     routes, misrouted = open_routes(part, samples, replayed)
@@ -232,7 +215,7 @@ def open_part(
 
 
 def agree(opened: Opened, budget: int) -> Agreed:
-    """A collective. Raises, on all ranks, as `Batch.from_part` does."""
+    """Compare the ranks' parts. A collective. Raises as `Batch.from_part` does."""
     version, rows = opened.part.version, opened.part.rows
     least, digest = max(len(first_fit(opened.sizes, budget)), 1), crc32(rows.item.data + rows.reward.data)
     mine = (least, version, -version, digest, -digest, max(opened.num_segments, default=0))
@@ -248,7 +231,7 @@ def agree(opened: Opened, budget: int) -> Agreed:
 
 
 def pack_all(opened: Opened, agreed: Agreed, budget: int, quadratic: float, patch_cost: float) -> Batch:
-    """Pack the units into the microbatches that were agreed on, of similar cost."""
+    """Pack the units into microbatches of similar cost."""
     part, units = opened.part, opened.units
     costs = [each.tokens + quadratic * each.squares + patch_cost * num_patches(each.images) for each in units]
     bins = balance(opened.sizes, costs, budget, agreed.microbatches)
@@ -270,13 +253,12 @@ def pack_all(opened: Opened, agreed: Agreed, budget: int, quadratic: float, patc
 
 
 def teachers_of(samples: Sequence[Sample], rows: Sequence[int]) -> dict[int, str]:
-    """The teacher of each sample that has one, by its index in `Batch.rows`."""
     both = zip(samples, rows, strict=True)
     return {row: sample.teacher_name for sample, row in both if sample.teacher_logprobs is not None}
 
 
 def teacher_kl(samples: Sequence[Sample]) -> dict[str, tuple[float, int]]:
-    """By teacher the sum of log mu - log q over the sampled tokens of its samples, and their number."""
+    """By teacher the sum of log mu - log q over its samples' sampled tokens, and their number."""
     found = dict[str, tuple[float, int]]()
     for sample in samples:
         if sample.teacher_logprobs is not None:
@@ -315,13 +297,12 @@ def documents_of(
 
 
 def alone(documents: Sequence[Document]) -> list[Unit]:
-    """Each document by itself."""
     return [Unit([document], 0) for document in documents]
 
 
 def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) -> list[Unit]:
-    """The documents in units of at most `budget` tokens, and as many patches as it allows. Documents that share no
-    prompt, or would save less than `LEAST_SAVED`, stay separate units. `items`: of each row of the batch."""
+    """The documents in units of at most `budget` tokens. Documents that share no prompt, or would save less than
+    LEAST_SAVED, stay separate. `items`: of each row of the batch."""
     groups: dict[tuple[int, bytes, tuple[str, ...]], list[Document]] = defaultdict(list)
     for document in documents:
         prompt = document.columns[0][: document.prompt]
@@ -340,7 +321,7 @@ def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) 
 
 
 def trees_of(documents: Sequence[Document], items: np.ndarray, budget: int, key_room: float) -> list[Unit | Tree]:
-    """The documents of each item in trees; a document that shares too little with any other one by itself."""
+    """The documents of each item in trees."""
     of_items: dict[int, list[Document]] = defaultdict(list)
     for document in documents:
         of_items[items[document.row]].append(document)
@@ -366,7 +347,6 @@ def _alone(units: Sequence[Unit | Tree]) -> tuple[int, int]:
 
 
 def _room(tokens: int, images: Sequence[SeenImage]) -> int:
-    """What tokens with `images` take of a microbatch's budget, which bounds patches too."""
     return max(tokens, -(-num_patches(images) // PATCHES_PER_TOKEN))
 
 
@@ -375,8 +355,7 @@ def _num_versions(sample: Sample) -> int:
 
 
 def pack(units: Sequence[Unit | Tree]) -> Microbatch:
-    """A microbatch of `units`; of none, a dummy without trainable tokens. Units that share prompts and trees are not
-    mixed."""
+    """A microbatch of `units`; of none, a dummy without trainable tokens."""
     if not units:
         return lay_out([np.zeros(2)], [np.zeros(2)], [np.zeros(2)], [np.full(2, -1)], [0])
     plain = [unit for unit in units if isinstance(unit, Unit)]
@@ -384,7 +363,6 @@ def pack(units: Sequence[Unit | Tree]) -> Microbatch:
 
 
 def pack_trees(units: Sequence[Unit | Tree]) -> Microbatch:
-    """A row in which each document goes on from the one before it in its unit."""
     texts = []
     for unit in units:
         assert isinstance(unit, Tree) or len(unit.documents) == 1
@@ -396,7 +374,6 @@ def pack_trees(units: Sequence[Unit | Tree]) -> Microbatch:
 
 
 def pack_plain(units: Sequence[Unit]) -> Microbatch:
-    """A row of units that share prompts, or nothing."""
     shared = [unit for unit in units if len(unit.documents) > 1]
     pieces = [(unit.documents[0], slice(unit.prompt)) for unit in shared]
     pieces += [(document, slice(unit.prompt, None)) for unit in shared for document in unit.documents]
@@ -414,7 +391,7 @@ def pack_plain(units: Sequence[Unit]) -> Microbatch:
 
 
 def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: indices of `lengths` in bins of at most `budget`, few of them."""
+    """First-fit decreasing: indices of `lengths` in bins of at most `budget`."""
     bins: list[list[int]] = []
     free: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -428,8 +405,8 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, number: int) -> list[list[int]]:
-    """Indices of `lengths` in `number` bins of at most `budget` and of similar cost, the costliest bin first; the bins
-    of `first_fit`, which takes at most `number`, where balancing does not fit."""
+    """Indices of `lengths` in `number` bins of at most `budget` and of similar cost, the costliest bin first; else the
+    bins of `first_fit`, which takes at most `number`."""
     bins: list[list[int]] = [[] for _ in range(number)]
     load, used = [0.0] * number, [0] * number
     for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):

@@ -1,7 +1,6 @@
-"""What learner ranks exchange besides gradients: agreements on a number, tensors whose length differs by rank, a state.
+"""What learner ranks exchange besides gradients. Each call is a collective, which waits up to `learner.timeout_s`.
 
-Each call is a collective: every rank must make it, and waits for the last one, up to `learner.timeout_s`. Numbers
-travel as CPU tensors over gloo, whatever the model's device.
+Numbers travel as CPU tensors over gloo, whatever the model's device.
 """
 
 from typing import Any
@@ -37,7 +36,6 @@ def meet() -> None:
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """The sum of every rank's `values`, CPU tensors of one shape."""
     total = values.clone()
     dist.all_reduce(total)
     return total
@@ -50,15 +48,14 @@ def broadcast_from_rank0(number: int) -> int:
 
 
 def broadcast_from_first(number: int, group: dist.ProcessGroup) -> int:
-    """The number of the first rank of `group`, on each of its ranks."""
     tensor = torch.tensor(number, dtype=torch.int64)
     dist.broadcast(tensor, group=group, group_src=0)
     return int(tensor)
 
 
 def broadcast_state(state: dict[Any, Any], group: dist.ProcessGroup) -> None:
-    """Bring each tensor of `state`, dicts in dicts, from the first rank of `group` to its others, in place; of a
-    sharded one the local shard, so that `group` must be of ranks with the same shards."""
+    """Bring the tensors of `state`, dicts in dicts, from the first rank of `group` to its others, in place; of a
+    sharded one the local shard, so all ranks of `group` must have the same shards."""
     for _, value in sorted(state.items(), key=lambda item: str(item[0])):
         if isinstance(value, dict):
             broadcast_state(value, group)

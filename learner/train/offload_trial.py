@@ -1,8 +1,7 @@
 """Tries `learner.cpu_offload: optimizer` at the start, on the run's GPUs, before a weight of the model is loaded.
 
-Two linear layers in bfloat16, sharded as the run's model will be, are trained by `OffloadedAdamW`, with one portion and
-with many, and in fp32 by torch's AdamW without offloading. If the results are not equal bit for bit, the run is
-refused. A collective; takes a second or two.
+Two layers in bfloat16, sharded as the run's model will be, are trained with offloading, in one portion and in many, and
+in fp32 without. If the results are not equal bit for bit, the run is refused. A collective; takes a second or two.
 """
 
 import gc
@@ -27,14 +26,13 @@ log = logging.getLogger(__name__)
 WIDTH, FACTOR, TOKENS = 512, 4, 16
 STEPS, MICROBATCHES = 3, 2
 SMALL = 1 << 14
-"""Numbers of the smaller portions: 64 KiB, because whole pages of memory are locked, which may be as large."""
+"""Numbers of the smaller portions: 64 KiB, because memory is locked in whole pages, which may be as large."""
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 KEY, REMEDY = "learner.cpu_offload: optimizer", "set it to true or false"
 
 
 def check_offload(learner: LearnerConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """Raise ConfigError, on all ranks alike, if the run is to offload its optimizer and a trial differs from training
-    without."""
+    """Raise ConfigError, on all ranks alike, if the run is to offload its optimizer and the trial fails."""
     if learner.cpu_offload == "optimizer" and device.type == "cuda":
         try_offload(mesh, device)
         gc.collect()
@@ -47,7 +45,7 @@ def check_offload(learner: LearnerConfig, mesh: DeviceMesh, device: torch.device
 def try_offload(
     mesh: DeviceMesh, device: torch.device, optimizer: type[OffloadedAdamW] = OffloadedAdamW, width: int = WIDTH
 ) -> None:
-    """Raise ConfigError if two layers, of `width` and FACTOR times that, are not trained as without offloading."""
+    """Raise ConfigError unless two layers, of `width` and FACTOR times that, are trained as without offloading."""
     problem = f"{KEY}: with torch {torch.__version__}"
     try:
         expected = _trained_plainly(mesh, device, width)
@@ -63,7 +61,7 @@ def try_offload(
 
 
 def _trained_plainly(mesh: DeviceMesh, device: torch.device, width: int) -> list[Tensor]:
-    """This rank's rows of the weights in fp32, and as the next forward pass has them."""
+    """This rank's weights in fp32, and as the next forward pass has them."""
     model = _sharded(mesh, width, narrowed=False)
     _fill(model, device, width)
     _train(model, AdamW(model.parameters(), fused=True, **OPTIONS), device, width)
@@ -74,7 +72,6 @@ def _trained_plainly(mesh: DeviceMesh, device: torch.device, width: int) -> list
 def _trained_apart(
     mesh: DeviceMesh, device: torch.device, width: int, portion: int, optimizer: type[OffloadedAdamW]
 ) -> list[Tensor]:
-    """The same with master weights in host memory."""
     model = _sharded(mesh, width, narrowed=True)
     masters = MasterWeights(model, device, portion)
     _fill(model, device, width, masters)
@@ -88,7 +85,6 @@ def _trained_apart(
 
 
 def _sharded(mesh: DeviceMesh, width: int, narrowed: bool) -> nn.Module:
-    """The layers without weights, wrapped as `Policy` wraps a model."""
     layers = nn.Linear(width, FACTOR * width, device="meta"), nn.Linear(FACTOR * width, width, device="meta")
     model = nn.Sequential(*layers)
     if narrowed:
@@ -100,7 +96,7 @@ def _sharded(mesh: DeviceMesh, width: int, narrowed: bool) -> nn.Module:
 
 
 def _fill(model: nn.Module, device: torch.device, width: int, masters: MasterWeights | None = None) -> None:
-    """Give each parameter the same random weights each time, in fp32 to `masters`."""
+    """Give each parameter the same random weights each time."""
     filled, draw = {}, torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         whole = torch.randn(parameter.shape, generator=draw, device=device) / math.sqrt(width)
@@ -121,7 +117,6 @@ def _train(model: nn.Module, optimizer: AdamW, device: torch.device, width: int)
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """The largest; infinite where a number is not finite, or of another dtype."""
     if one.dtype != other.dtype:
         return math.inf
     if one.numel() == 0 or torch.equal(one.cpu(), other.cpu()):

@@ -1,8 +1,7 @@
 """AdamW whose master weights and moments lie in host memory (`learner.cpu_offload: optimizer`).
 
-A step brings one portion after another to the GPU, updates it there by torch's own fused AdamW, rounds the weights to
-the parameters, and takes the portion back, while other portions are updated. So a step takes as long as the slower way
-over PCIe, and its numbers are those of a step without offloading.
+A step brings one portion after another to the GPU, updates it there by torch's own fused AdamW, and takes it back while
+other portions are updated. So its numbers are those of a step without offloading.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from learner.model.master_weights import KINDS, SLOTS, HeldSpan, MasterWeights, 
 
 
 class OffloadedAdamW(AdamW):
-    """The state is that of torch's AdamW, so that a checkpoint may be restored with or without offloading."""
+    """Has the state of torch's AdamW, so that a checkpoint may be restored with or without offloading."""
 
     def __init__(self, masters: MasterWeights, **options: Any) -> None:
         super().__init__(masters.parameters, fused=True, **options)
@@ -31,7 +30,6 @@ class OffloadedAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient; waits until the last portion is back."""
         assert closure is None
         gradients = [None if p.grad is None else rows_of(p.grad).view(-1) for p in self._parameters]
         lanes = _Lanes(self._masters)
@@ -45,7 +43,7 @@ class OffloadedAdamW(AdamW):
             self.state[parameter]["step"] += float(gradient is not None)
 
     def _update(self, spans: list[HeldSpan], portion: Tensor, gradients: list[Tensor | None]) -> None:
-        """Update one portion, which is on the device: [KINDS, numbers] float32."""
+        """`portion`: [KINDS, numbers] float32, on the device."""
         if not spans:
             return
         weights, first, second = ([kind[p.offset : p.offset + p.size] for p in spans] for kind in portion)
@@ -60,7 +58,7 @@ class OffloadedAdamW(AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state into the same host memory. torch would bring it to the GPU, in the dtype of the parameters."""
+        """Take a state into the same host memory. torch would bring it to the GPU, in the parameters' dtype."""
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         for key, parameter in zip(keys, self._parameters, strict=True):
             for name, value in state_dict["state"][key].items():
@@ -74,7 +72,7 @@ class OffloadedAdamW(AdamW):
 
 
 class _Lanes:
-    """The way of portions to the device and back: on a GPU each has a stream, on a CPU nothing waits."""
+    """Streams that bring portions to the GPU and back; on a CPU nothing waits."""
 
     def __init__(self, masters: MasterWeights) -> None:
         self.portion = min(masters.portion, len(masters.values))
@@ -88,7 +86,6 @@ class _Lanes:
             self._there.wait_stream(torch.cuda.current_stream())  # what the memory was used for before
 
     def fetch(self, slot: int, hosts: list[Tensor]) -> Tensor:
-        """Begin to bring a portion into `slot`; what is called next on the device has it."""
         found = self._memory[slot, :, : len(hosts[0])]
         with torch.cuda.stream(self._there) if self._there else nullcontext():
             if self._there and slot in self._stored:

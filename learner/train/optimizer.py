@@ -1,5 +1,4 @@
-"""AdamW over the sharded master weights: gradients are clipped by their global norm, and the learning rate depends only
-on the version.
+"""AdamW over the sharded master weights; the learning rate depends only on the version.
 
 If the gradient is not finite, every rank skips the step, because all have the same global norm.
 """
@@ -23,9 +22,9 @@ FLOOR = 0.1
 
 
 class Optimizer:
-    """Wraps torch's AdamW, as `adamw`. Each version is one `update`, applied or skipped, or a `hold`.
+    """Wraps torch's AdamW. Each version is one `update`, applied or skipped, or a `hold`.
 
-    `held`: versions at the beginning in which the weights stay as they are; the schedule begins after them.
+    `held`: first versions, in which the weights stay as they are; the schedule begins after them.
     """
 
     def __init__(self, policy: Policy, config: LearnerConfig, versions: int, held: int = 0) -> None:
@@ -39,7 +38,7 @@ class Optimizer:
         )
 
     def learning_rate(self, version: int) -> float:
-        """Learning rate of the step from `version` to `version + 1`."""
+        """Of the step from `version` to `version + 1`."""
         warmup, version = self.config.warmup_versions, version - self.held
         if version < warmup:
             return self.config.lr * (version + 1) / warmup
@@ -66,30 +65,29 @@ class Optimizer:
         return {"lr": rate} | skipped | ({"gradient/norm": float(norm)} if finite else {})
 
     def hold(self) -> dict[str, float]:
-        """As `update`, but the weights stay as they are, and the learning rate is 0."""
+        """As `update`, but leave the weights as they are."""
         norm = self._cleared()
         finite = bool(norm.isfinite())
         skipped = {"gradient/skipped": float(not finite), "gradient/overflowed": 0.0, "gradient/zero": float(not norm)}
         return {"lr": 0.0} | skipped | ({"gradient/norm": float(norm)} if finite else {})
 
     def discard(self) -> bool:
-        """Clear the gradients without applying them; returns whether their norm is finite, on all ranks alike."""
+        """Clear the gradients; returns whether their norm is finite, on all ranks alike."""
         return bool(self._cleared().isfinite())
 
     def _cleared(self) -> torch.Tensor:
-        """Clear the gradients; returns the norm that they had: [] float32."""
         parameters = [p for group in self.adamw.param_groups for p in group["params"]]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         self.adamw.zero_grad()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def restore_options(self) -> None:
-        """Take betas, eps and weight decay from the run file: a checkpoint's state has those that it was made with."""
+        """Take betas, eps and weight decay from the run file in place of the checkpoint's."""
         for group in self.adamw.param_groups:
             group.update({name: self.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
 
     def _overflowed(self, parameters: Sequence[torch.nn.Parameter]) -> float:
-        """1 if every part of the gradient is finite on every rank but the norm is not. A collective."""
+        """1 if every part of the gradient is finite on every rank but the norm is not."""
         parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
         (unfit,) = collectives.all_reduce_max(not all(bool(part.isfinite().all()) for part in parts))
         return float(not unfit)

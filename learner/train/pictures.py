@@ -1,7 +1,7 @@
 """The images of a rank's part of a batch: decoded as the servers did it, and packed for the tower.
 
-Each file is decoded once, in threads, and the digest of its pixels compared with the one that the server recorded: a
-policy must not be trained on another picture than it saw.
+The digest of each image's pixels is compared with the server's: a policy must not be trained on another picture than it
+saw.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,16 +30,16 @@ SAME_DATA = "restore the data file that the run began with"
 
 
 class PictureMismatch(RuntimeError):
-    """An image is not the one that the policy saw; one line for people."""
+    """An image is not the one that the policy saw."""
 
 
 Seen = Mapping[int, Sequence[SeenImage]]
-"""The images of samples that have any, by their index in `Batch.rows`, in order of `start`."""
+"""Images by index in `Batch.rows`, in order of `start`."""
 NOTHING_SEEN: Seen = MappingProxyType({})
 
 
 class Piece(NamedTuple):
-    """The `part` of a sample of `length` tokens with `images` that is one piece of a row."""
+    """The `part` of a sample of `length` tokens that is one piece of a row."""
 
     images: Sequence[SeenImage]
     length: int
@@ -55,7 +55,7 @@ class Placed(NamedTuple):
 
 
 def max_sample_patches(config: Config, form: ImageFormat) -> int:
-    """Most patches of the images of one sample: as many as its tokens, or as its images, can be."""
+    """Most patches of the images of one sample, by its tokens and by its images."""
     most = config.data.max_images * form.max_pixels // form.patch**2
     return min(most, max_sample_tokens(config) * form.merge**2)
 
@@ -113,7 +113,7 @@ def _compared(
 
 
 def _fits(sample: Sample, start: int, picture: Picture) -> bool:
-    """Whether just as many placeholders that were given stand there as the picture takes."""
+    """Whether just as many given placeholders stand there as the picture takes."""
     own = (sample.tokens.numpy() == picture.format.image_token) & (sample.sampled.numpy() == 0)
     stop = start + picture.num_tokens
     more = stop < own.size and own[stop] and all(image.start != stop for image in sample.images)
@@ -121,12 +121,11 @@ def _fits(sample: Sample, start: int, picture: Picture) -> bool:
 
 
 def num_patches(images: Iterable[SeenImage]) -> int:
-    """Patches that the tower encodes: each distinct picture once."""
     return sum({picture.digest: prod(picture.grid) for _, picture in images}.values())
 
 
 def show(row: Microbatch, pieces: Sequence[Piece]) -> Microbatch:
-    """`row`, which consists of `pieces`, with their images: each distinct one is encoded once for all of them."""
+    """`row`, which consists of `pieces`, with their images: each distinct one is encoded once."""
     placed = [
         Placed(begins + image.start - start, image.picture, begins)
         for begins, (images, length, part) in zip(row.cu_seqlens.tolist(), pieces, strict=False)
@@ -149,7 +148,6 @@ def show(row: Microbatch, pieces: Sequence[Piece]) -> Microbatch:
 
 
 def _blocks(placed: Sequence[Placed]) -> ImageBlocks:
-    """The images as blocks of tokens that see each other."""
     ends = [each.start + each.picture.num_tokens for each in placed]
     own = [np.arange(each.start, end) for each, end in zip(placed, ends, strict=True)]
     seen = [np.arange(each.document, end) for each, end in zip(placed, ends, strict=True)]
@@ -162,12 +160,11 @@ def _blocks(placed: Sequence[Placed]) -> ImageBlocks:
 
 
 def one_shown(tokens: Sequence[int], images: Sequence[SeenImage]) -> Microbatch:
-    """As `one_document`, with images."""
     return show(one_document(tokens), [Piece(images, len(tokens), slice(None))])
 
 
 def pack_images(placed: Sequence[Placed]) -> PackedImages:
-    """Pictures in a row, without the blocks that their tokens are."""
+    """Pictures in a row, without `blocks`."""
     distinct = {each.picture.digest: each.picture for each in placed}
     sizes = [picture.num_tokens for picture in distinct.values()]
     features = dict(zip(distinct, (np.cumsum(sizes) - sizes).tolist(), strict=True))

@@ -13,12 +13,11 @@ from learner.model.experts.mixture import Experts
 
 
 class RouteMismatch(RuntimeError):
-    """A sample has no routes that this model can replay; one line for people."""
+    """A sample has no routes that this model can replay."""
 
 
 def open_routes(part: Part, samples: Sequence[Sample], sizes: Experts | None) -> tuple[list[np.ndarray | None], str]:
-    """The routes of each of `samples`, [tokens, layers, k] integers below `sizes.number`, and what is wrong with
-    one."""
+    """The routes of each of `samples`, [tokens, layers, k], and what is wrong with one."""
     if sizes is None:
         return [None] * len(samples), ""
     opened = [None if sample.routes is None else sample.routes.numpy() for sample in samples]
@@ -43,7 +42,7 @@ def _wrong(sample: Sample, routes: np.ndarray | None, sizes: Experts) -> str:
 
 
 def laid_out(pieces: Sequence[np.ndarray | None]) -> Tensor | None:
-    """The routes of a row of `pieces` [tokens, layers, k], one after another: [layers, tokens, k]; None without."""
+    """Pieces [tokens, layers, k] one after another: [layers, tokens, k]."""
     known = [piece for piece in pieces if piece is not None]
     if not known:
         return None

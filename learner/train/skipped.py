@@ -1,7 +1,6 @@
 """Counts optimizer steps that changed nothing, logs their cause, and ends a run that has only such steps.
 
-A step is skipped if its gradient is not finite. A step with a gradient of zero learns nothing. All ranks have the same
-norm of the gradient and so the same counts: they end together.
+A step is skipped if its gradient is not finite. All ranks have the same norm of the gradient, so they end together.
 """
 
 import logging
@@ -11,9 +10,9 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 MOST_SKIPPED = 20
-"""Number of skipped steps in a row that ends the run."""
+"""Skipped steps in a row that end the run."""
 UNFIT_ADVANTAGES, TAUGHT = "advantages_unfit", "advantages_nonzero"
-"""Sums of a batch: turns whose advantage is not finite in float32, and turns whose advantage is not zero."""
+"""Sums of a batch: turns whose advantage is not finite in float32, and not zero."""
 
 
 NOTHING_LEFT = "the model gives every trained token the probability 1; end the run"
@@ -24,21 +23,21 @@ CRITIC_RIGHT = "each value of the critic is the return already, as at the start 
 
 
 class StepsSkipped(RuntimeError):
-    """The run no longer trains. The text gives the version, the cause and the remedy."""
+    """The run no longer trains."""
 
 
 class SkippedSteps:
-    """Counts of one process: `note` each step, `check` before the next one, `check_end` at the end of the run."""
+    """`note` each step, `check` before the next one, `check_end` at the end of the run."""
 
     def __init__(self) -> None:
         self.in_row = self.zero_in_row = 0
-        """Number of last steps in a row that were skipped, and whose gradient was zero."""
+        """Last steps in a row that were skipped, and whose gradient was zero."""
         self._last, self._why = 0, ""
 
     def note(
         self, version: int, rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]
     ) -> None:
-        """Note the step to `version`. `sums` are of the whole batch; `rewards` are its smallest and largest one."""
+        """Note the step to `version`. `rewards`: the batch's smallest and largest one."""
         self._note(version, metrics, lambda: why_skipped(rewards, metrics, sums), lambda: why_zero(sums))
 
     def note_supervised(self, version: int, metrics: Mapping[str, float]) -> None:
@@ -62,7 +61,6 @@ class SkippedSteps:
             self._warn("version %d: the gradient is zero, %s: %s", version, many, why_none())
 
     def check(self) -> None:
-        """Raise StepsSkipped if too many steps in a row were skipped."""
         if self.in_row >= MOST_SKIPPED:
             raise StepsSkipped(f"the run was given up at version {self._last}: {self._text()}")
 
@@ -81,7 +79,7 @@ class SkippedSteps:
 
 
 def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]) -> str:
-    """Why the gradient was not finite, and what to do."""
+    """Why the gradient was not finite, and the remedy."""
     if sums[UNFIT_ADVANTAGES]:
         least, largest = rewards
         return (
@@ -96,7 +94,6 @@ def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums
 
 
 def why_zero(sums: Mapping[str, float]) -> str:
-    """Why the gradient was zero, and what to do."""
     if sums[TAUGHT]:
         return "the loss masks every token; widen its bounds, or lower batch.max_staleness"
     return (

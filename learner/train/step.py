@@ -1,7 +1,6 @@
 """The algorithm's step: a batch becomes one optimizer step, the same whatever the ranks, packing or microbatches.
 
-The gradients of microbatches add up, since each loss is divided by counts of the whole batch. A collective: all ranks
-must call it, each with its `Part` of the same batch.
+The gradients of microbatches add up, since each loss is divided by counts of the whole batch.
 """
 
 import logging
@@ -42,25 +41,24 @@ from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
 
 log = logging.getLogger(__name__)
 PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
-"""Entries of `Algorithm.shared_context` that are [samples], in the order of `Batch.rows`."""
+"""Entries of `Algorithm.shared_context` that are [samples]."""
 TEACHER_WEIGHTS = "teacher_weights"
-"""The entry of `Algorithm.shared_context` from which `loss_context` computes what teachers add to advantages."""
+"""Entry of `Algorithm.shared_context`: what teachers' gaps weigh in advantages."""
 PHASES = ("pack", "backward", "update")
 JUDGED = "a critic judges each token of a row for one sample"
 TOPPED = "teacher.top_k: most probable tokens are given for each sample's own tokens"
 TALLY = "moe"
-"""Among a rank's sums, what the routers of a mixture of experts did: [layers, ...]."""
+"""Among a rank's sums, what the routers did: [layers, ...]."""
 Result = tuple[Tensor, dict[str, Tensor]]
-"""The loss of a microbatch, ready for `backward`, and its sums."""
+"""A microbatch's loss, ready for `backward`, and its sums."""
 
 
 class Algorithm:
     """Loss, advantages and optimizer. `reference` is the initial model, if the loss needs one.
 
     `budget`: tokens per microbatch. `max_tokens`: the longest answer, from which the soft overlong penalty and, by
-    default, `aggregation: constant` count. `form`: how a vision-language model sees images. `beside`: texts that are
-    trained beside the samples. `teachers`: the weight of each teacher, by the `data_source` of its rows; `top_k`:
-    whether they gave their most probable tokens.
+    default, `aggregation: constant` count. `teachers`: weights by `data_source`; `top_k`: they gave their most probable
+    tokens.
     """
 
     def __init__(
@@ -86,8 +84,8 @@ class Algorithm:
         self.forward = self.by_chunk if is_tokenwise(config) else self.at_once
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
-        """Train on this rank's `part`; the metrics are of the whole batch and the same on all ranks. Raises
-        StepsSkipped if too many steps before this one changed nothing."""
+        """Train on this rank's `part`; the metrics are of the whole batch and the same on all ranks. A collective.
+        Raises StepsSkipped."""
         self.skipped.check()
         times = [time.perf_counter()]
         batch = self.pack(policy, part)
@@ -125,7 +123,7 @@ class Algorithm:
         return metrics | {"flops": flops + totals.get("tower", 0.0), "tokens_computed": computed_tokens}
 
     def rehearse(self, policy: Policy, part: Part) -> bool:
-        """Whether the gradient of `part` is finite; trains nothing. A collective, with the same result on all ranks."""
+        """Whether the gradient of `part` is finite, on all ranks alike; trains nothing. A collective."""
         self.backward(policy, self.pack(policy, part))
         return self.optimizer.discard()
 
@@ -146,8 +144,7 @@ class Algorithm:
         return batch
 
     def backward(self, policy: Policy, batch: Batch, drawn: DrawnBeside | None = None) -> dict[str, Tensor]:
-        """Leave the gradient of the batch's loss, and of what was drawn beside it, in the parameters; returns this
-        rank's sums."""
+        """Leave the gradient in the parameters; returns this rank's sums."""
         shared = self.shared_context(batch, policy.device, policy.counts)
         microbatches = [policy.place(microbatch) for microbatch in batch.microbatches]  # all now: copies block
         with policy.gathering.held():
@@ -172,7 +169,7 @@ class Algorithm:
         return combine(sums) | {name: turns.double().sum() for name, turns in taught.items()}
 
     def backward_of(self, policy: Policy, microbatch: Microbatch, shared: dict[str, Any]) -> dict[str, Tensor]:
-        """Add one microbatch's gradient. Nothing in here synchronises with the GPU, so its queue never runs empty."""
+        """Add one microbatch's gradient, without synchronising with the GPU, so that its queue never runs empty."""
         if self.reference:
             unrouted = replace(microbatch, routes=None)  # the routes are the policy's
             shared = shared | {"reference": self.reference.score(unrouted)}
@@ -183,15 +180,15 @@ class Algorithm:
         return sums if policy.mixture is None else sums | {TALLY: policy.mixture.tally.double()}
 
     def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
-        """The loss of all tokens together, after the head, which recomputes its logits in the backward pass."""
+        """The loss of all tokens together, after the head."""
         assert top is None
         logprobs, entropy = policy(microbatch)
         loss, sums = self.loss(context.inputs(logprobs, entropy), self.config)
         return loss + 0.0 * logprobs.sum(), sums  # so that even a dummy's loss depends on every parameter
 
     def by_chunk(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
-        """The same for a loss that `is_tokenwise`, differentiated in the head's chunks; the sums of all tokens
-        together, which would take three times as many kernels a chunk as the loss."""
+        """A tokenwise loss, differentiated in the head's chunks; the sums of all tokens together, which take three
+        times as many kernels."""
         loss, scored = self.loss, context.select(microbatch.predicted)
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice | Tensor) -> Tensor:
@@ -206,8 +203,8 @@ class Algorithm:
         return total, sums
 
     def _top(self, microbatch: Microbatch, context: LossContext, of_turns: Tensor) -> TopTokens:
-        """The teachers' most probable tokens in place of the trainable ones, weighted as the loss of these is, times
-        the weight of the teacher of their turn."""
+        """The teachers' most probable tokens, weighted as the loss of the sampled ones, times the weight of the
+        teacher."""
         config, scored = self.config, microbatch.scored
         inputs = context.select(scored).inputs(microbatch.behaviour[scored])
         weights = aggregation_weights(inputs, config.aggregation, config.constant_length)
@@ -217,8 +214,8 @@ class Algorithm:
         return TopTokens(ids, logprobs, weights * of_turns[microbatch.turn[scored]])
 
     def shared_context(self, batch: Batch, device: torch.device, counts: bool = True) -> dict[str, Any]:
-        """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`, but
-        `advantages` are of this rank's turns or, by a critic, of its tokens, and TEACHER_WEIGHTS of its turns."""
+        """Fields of `LossInputs` that come from the whole batch: [samples], but `advantages` and TEACHER_WEIGHTS are of
+        this rank's turns or, by a critic, `advantages` of its tokens."""
         _, item, sampled, _ = _tensors(batch.rows)
         _, group = item.unique(return_inverse=True)
         group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)
@@ -236,15 +233,14 @@ class Algorithm:
         }
 
     def _rewards(self, batch: Batch) -> Tensor:
-        """Reward of each sample of the batch, less the penalty for its length: [samples] float64."""
+        """Less the penalty for length: [samples] float64."""
         config, (rewards, _, lengths, _) = self.config, _tensors(batch.rows)
         if config.overlong != "soft":
             return rewards
         return soft_overlong(rewards, lengths, self.max_tokens, config.overlong_buffer, config.overlong_factor)
 
     def _advantages(self, batch: Batch, counts: bool = True) -> Tensor:
-        """Advantage of each of this rank's turns, then a 0 for what was given: [turns + 1] float32. By a critic, of
-        each of its tokens. Every rank computes the advantages of all samples: it is cheap and exact."""
+        """Of each of this rank's turns, then 0 for given tokens: [turns + 1] float32. By a critic, of each token."""
         if self.advantage is None:
             return torch.cat([each.advantages for each in batch.microbatches if each.advantages is not None])
         config, turns = self.config, torch.from_numpy(batch.turns.rows)
@@ -259,15 +255,14 @@ class Algorithm:
         return torch.cat([advantages.float(), torch.zeros(1)])
 
     def _teacher_weights(self, batch: Batch) -> Tensor:
-        """Weight of the teacher of each of this rank's turns, 0 without one or where the sample is masked, then a 0 for
-        what was given: [turns + 1] float32."""
+        """Of each of this rank's turns, then 0 for given tokens: [turns + 1] float32."""
         rows, truncated = batch.turns.rows.tolist(), batch.rows.truncated.numpy()
         masked = truncated.astype(bool) if self.config.overlong == "mask" else np.zeros(len(truncated), bool)
         taught = {row: self.teachers[name] for row, name in batch.teachers.items() if not masked[row]}
         return torch.tensor([*(taught.get(row, 0.0) for row in rows), 0.0], dtype=torch.float32)
 
     def _log_ratios(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
-        """The sum of each sample's log-ratios, from one more forward pass: [samples] float, 0 for other ranks'."""
+        """Sums of each sample's log-ratios: [samples] float, 0 for other ranks'."""
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
         sums = [each.per_sequence(each.log_ratio)[: each.num_sequences] for each in map(LossInputs.clean, inputs)]
         return torch.stack(sums).sum(0)
@@ -280,8 +275,8 @@ class Algorithm:
 
 
 def turn_rewards(batch: Batch, rewards: Tensor) -> Tensor:
-    """Reward of each of this rank's turns: [turns] float64. `rewards` [samples] are those of the rows, or less: a
-    penalty is the last turn's."""
+    """Reward of each of this rank's turns: [turns] float64. `rewards` [samples] may have penalties, which are the last
+    turn's."""
     turns, of_turns = map(torch.from_numpy, batch.turns)
     last = turns.diff(append=turns.new_tensor([-1])) != 0
     penalties = rewards - torch.tensor(batch.rows.reward.numpy())
@@ -289,12 +284,8 @@ def turn_rewards(batch: Batch, rewards: Tensor) -> Tensor:
 
 
 def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = True) -> tuple[Tensor, Tensor]:
-    """The return of each of this rank's turns, and the first return of each sample of the batch: [turns] and [samples]
-    float64.
-
-    A collective: the rows know nothing of turns, so each rank that `counts` contributes the returns of its own
-    samples.
-    """
+    """The return of each of this rank's turns, and the first return of each sample of the batch, float64. A collective:
+    the rows know nothing of turns, so each rank that `counts` contributes its samples."""
     turns = torch.from_numpy(batch.turns.rows)
     first = turns.diff(prepend=turns.new_tensor([-1])) != 0
     returns = turn_returns(turn_rewards(batch, rewards), turns, discount)
@@ -303,7 +294,6 @@ def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = Tr
 
 
 def _uncounted(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For a rank whose row another rank counts."""
     return {name: value if is_max(name) else torch.zeros_like(value) for name, value in sums.items()}
 
 
@@ -320,7 +310,6 @@ def _of_samples(batch: Batch) -> dict[str, Sequence[int]]:
 
 
 def _work(batch: Batch) -> dict[str, float]:
-    """What this rank computes, and what it would compute with nothing shared."""
     done: dict[str, float] = {"row_tokens": batch.tokens, "squares": batch.squares, "head_rows": batch.head_rows}
     return done | {"tokens_alone": batch.alone[0], "squares_alone": batch.alone[1]}
 
@@ -334,7 +323,6 @@ def _seen(policy: Policy, batch: Batch) -> dict[str, float]:
 
 
 def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
-    """Metrics of the experts. A collective."""
     if policy.mixture is None or tally is None:
         return {}
     total = collectives.all_reduce_sum(tally.cpu())
@@ -342,7 +330,7 @@ def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
 
 
 def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:
-    """What is known of a microbatch's tokens before its forward pass; `shared` as in `Algorithm.shared_context`."""
+    """What is known of a microbatch's tokens before its forward pass."""
     known = {name: x[microbatch.sequence] if name in PER_SAMPLE else x for name, x in shared.items()}
     weights, own = known.pop(TEACHER_WEIGHTS)[microbatch.turn], microbatch.advantages
     known["advantages"] = shared["advantages"][microbatch.turn] if own is None else own
@@ -364,20 +352,18 @@ def _all_reduce(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _tensors(rows: SampleRows) -> list[Tensor]:
-    """Reward, item, sampled tokens, and whether truncated: [samples] each."""
+    """Reward, item, sampled tokens, truncated: [samples] each."""
     return [torch.tensor(column.numpy()) for column in (rows.reward, rows.item, rows.sampled, rows.truncated)]
 
 
 def buffer_metrics(part: Part) -> dict[str, float]:
-    """What the buffer has counted."""
     counts = {f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried", "quarantined")}
     servers = {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
     return counts | servers | {"buffer/failed_share": part.failed / max(part.failed + part.generated, 1)}
 
 
 def problem_metrics(part: Part) -> dict[str, float]:
-    """How many problems are in each band of solved share, and the share of groups without variance among those made for
-    the batch."""
+    """Problems in each band of solved share, and the share of groups without variance."""
     metrics = {f"problems/{name}": float(number) for name, number in part.problems.items()}
     if rows := sum(part.problems.values()) - part.problems.get("retired", 0):
         metrics["problems/left_out_share"] = part.problems.get("left_out", 0) / rows
@@ -387,7 +373,7 @@ def problem_metrics(part: Part) -> dict[str, float]:
 
 
 def batch_metrics(batch: Batch, sums: dict[str, float]) -> dict[str, float]:
-    """Metrics from the losses' `sums` and the rows of the samples, both of the whole batch."""
+    """Metrics from the losses' `sums` and the samples' rows."""
     rows = batch.rows
     metrics = summary(sums)
     metrics["loss"] = sum(value for key, value in metrics.items() if key.startswith("loss/"))

@@ -1,4 +1,4 @@
-"""What teachers gave, laid out for a microbatch: in the order of its pieces, zeros where a piece has no teacher."""
+"""What teachers gave, laid out for a microbatch: zeros where a piece has no teacher."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,17 +13,14 @@ from learner.model.microbatch import Microbatch
 
 
 class TeacherTop(NamedTuple):
-    """A teacher's k most probable tokens in place of each sampled token of a text: [sampled tokens, k]."""
+    """A teacher's k most probable tokens in place of each sampled one: [sampled tokens, k], int32 and float32."""
 
     ids: np.ndarray
-    """int32"""
     logprobs: np.ndarray
-    """float32"""
 
 
 def top_of(sample: Sample, sampled: np.ndarray, start: int, stop: int) -> TeacherTop | None:
-    """The most probable tokens of the segment from `start` to `stop` of a sample, if it has any. `sampled`: [tokens]
-    bool."""
+    """The most probable tokens of one segment of a sample. `sampled`: [tokens] bool."""
     top = sample.teacher_top
     if top is None:
         return None
@@ -32,12 +29,11 @@ def top_of(sample: Sample, sampled: np.ndarray, start: int, stop: int) -> Teache
 
 
 def pieces_of(packed: Microbatch) -> list[int]:
-    """Tokens of each piece of a row."""
     return packed.cu_seqlens.diff().tolist()  # type: ignore[no-any-return]
 
 
 def teacher_row(taught: Sequence[np.ndarray | None], lengths: Sequence[int]) -> Tensor | None:
-    """The teachers' log-probabilities of a row of pieces: [tokens] float32; None where no piece has a teacher."""
+    """The teachers' log-probabilities of a row: [tokens] float32; None where no piece has a teacher."""
     if all(each is None for each in taught):
         return None
     whole = [
@@ -47,8 +43,7 @@ def teacher_row(taught: Sequence[np.ndarray | None], lengths: Sequence[int]) -> 
 
 
 def with_top(packed: Microbatch, tops: Sequence[TeacherTop | None]) -> Microbatch:
-    """`packed` with the teachers' tokens of its pieces. A piece has all sampled tokens of its document, or none: a
-    shared prompt is what is before the first one."""
+    """`packed` with the teachers' tokens. A piece has all sampled tokens of its document, or none."""
     widths = {top.ids.shape[1] for top in tops if top is not None}
     if not widths:
         return packed

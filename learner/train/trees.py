@@ -1,7 +1,7 @@
 """Which texts of a group form a tree, so that each prefix that several of them share is computed once.
 
-A tree lists texts in such an order that each text goes on from the one before it: the row has that text without its
-first `joined` tokens. Pure functions of arrays; `learner/model/forest.py` lays a tree out in a row.
+In a tree each text goes on from the one before it: its row lacks the first `joined` tokens
+(`learner/model/forest.py`).
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 
 LEAST_JOINED = 0.03
-"""A text goes on from another one where that leaves out at least this share of its tokens."""
+"""A text goes on from another one where that saves at least this share of its tokens."""
 Joined = tuple[int, int]
-"""Index of a text, and how many of its first tokens are those of the text before it."""
+"""Index of a text, and how many first tokens it has in common with the text before it."""
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """How many first numbers of two arrays are equal."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -25,8 +24,7 @@ def grow(texts: Sequence[np.ndarray], budget: int, key_room: float = 0.0) -> lis
     """The texts in trees, each of at most `budget` tokens; a longer text gets a tree of its own.
 
     In order of their tokens, longer texts before their own prefixes, no earlier text shares more with a text than the
-    one before it. So a tree is a run of that order. `key_room`: what a key that is copied takes of the budget, in
-    tokens.
+    one before it. `key_room`: tokens of the budget that a copied key takes.
 
     Example: `grow([array([1, 2, 3]), array([1, 2]), array([1, 2, 9])], 99) == [[(2, 0), (0, 2), (1, 2)]]`
     """
@@ -47,5 +45,5 @@ def grow(texts: Sequence[np.ndarray], budget: int, key_room: float = 0.0) -> lis
 
 
 def copies(length: int, joined: int) -> int:
-    """Keys that are copied for a text: none where the row has nothing else of it."""
+    """Keys that are copied for a text."""
     return joined if length > joined else 0

@@ -1,11 +1,11 @@
 """The weights wire: how each new policy gets from the learner into running servers (docs/design/weights-wire.md).
 
-    plan.py, rows.py       which tensor lies where in which bucket, and which bytes of it each rank sends
-    buckets.py, slices.py  one copy of the weights, whole or of what one worker loads, with its checksums
+    plan.py, rows.py       which tensor lies where in which bucket, and what of it each rank sends
+    buckets.py, slices.py  a copy of the weights, whole or of what one worker loads
     channel.py             the process group that buckets are broadcast over
-    probe.py               the fixed tokens whose log-probabilities both ends must agree on
+    probe.py               the fixed tokens that both ends compare
     protocol.py            the messages between the ends (ZeroMQ)
-    sender/                the learner's end: `publish.py` takes a copy, `distributor.py` brings it to the servers
+    sender/                the learner's end
     receiver/              a server's end: `follow.py` in its front process, `staging.py` in each vLLM worker
 
 Imports neither vLLM nor the rest of the learner.

@@ -16,18 +16,17 @@ from learner.weights.plan import Plan, Slot
 from learner.weights.protocol import Probe
 
 WORDS = 4128
-"""Words of 8 bytes per row of the checksum: 32 KiB and 256 bytes. At a power of two apart the words of a column would
-compete for the same few places of a processor's cache."""
+"""Words of 8 bytes per row of the checksum, 32 KiB and 256 bytes: at a power of two apart they would compete for few
+places of a processor's cache."""
 ROW = 8 * WORDS
 CACHED_ROWS = 16
-"""Rows that a processor's cache holds: half a MiB."""
+"""Half a MiB, which a processor's cache holds."""
 FACTOR = 0x9E3779B97F4A7C1
 HALVES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 
 
 class Allocation:
-    """Buckets of `sizes` bytes in one allocation, flat uint8 tensors, zero at first. Each begins at a row of the
-    checksum.
+    """Buckets of `sizes` bytes in one allocation, uint8, zero at first. Each begins at a row of the checksum.
 
     `places`: for each share of a rank, the indices of its rows in the bucket.
     """
@@ -46,14 +45,13 @@ class Allocation:
         self._places = [slice(begin, end) for begin, end in pairwise(begins)]
 
     def checksums(self) -> torch.Tensor:
-        """`checksum` of every bucket, `[buckets] int64`, in few operations: each waits for the GIL, which training or
-        generation holds."""
+        """`[buckets] int64`, in few operations: each waits for the GIL."""
         rows, columns = self.sums()
         return rows + _sum_of_columns(columns, self._column_weights)
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weighted sums of rows `[buckets]` and sums of columns `[buckets, WORDS]`, int64, of which checksums are made.
-        The sums of the ranks' shares add up to those of the bucket (`add_up`)."""
+        """Weighted sums of rows `[buckets]` and sums of columns `[buckets, WORDS]`, int64. Sums of the ranks' shares
+        add up."""
         words = self._memory.view(torch.int64).view(-1, WORDS)
         if words.device.type == "cpu":
             found, columns = zip(*(_sums(words[place]) for place in self._places), strict=True)
@@ -65,11 +63,10 @@ class Allocation:
 
 
 class Buckets:
-    """The buckets of `plan`: the frozen ones in one allocation, the trained ones in another. On a GPU all work is
-    queued.
+    """The buckets of `plan`. On a GPU all work is queued.
 
     `rotating`: later buckets overwrite the first `turns`. `beside`: another copy, which shares its frozen buckets.
-    `scratch`: bytes of two further buffers in which shares of several ranks arrive (`rows.receive`).
+    `scratch`: bytes of two buffers in which shares of several ranks arrive.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class Buckets:
         self._parts: list[Allocation] = []
         self.scratch = [torch.empty(scratch, dtype=torch.uint8, device=device) for _ in range(2 if scratch else 0)]
         self.copies: dict[tuple[int, int], list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = {}
-        """What brings each share into place, by share and scratch buffer (`rows`)."""
+        """By share and scratch buffer (`rows`)."""
         if rotating:
             few = Allocation([max(plan.sizes)] * min(turns, len(plan.sizes)), device).buckets
             self.buckets = [few[index % turns][:size] for index, size in enumerate(plan.sizes)]
@@ -96,7 +93,7 @@ class Buckets:
         self.buckets = [bucket for part in self._parts for bucket in part.buckets]
 
     def views(self, bucket: int | None = None, first: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the tensors from bucket `first` on, or of one bucket, by name, in order."""
+        """Views of the tensors from bucket `first` on, or of one bucket, in order."""
         for slot in self.plan.slots:
             if slot.bucket >= first and bucket in (None, slot.bucket):
                 yield slot.spec.name, self.view(slot)
@@ -107,9 +104,8 @@ class Buckets:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy in all `weights` but those named `without`; the frozen ones, and the others, come in the plan's order.
-        Raises ValueError if they are not the plan's, but only after consuming all of them: gathering them is
-        collective."""
+        """Copy in all `weights` but those named `without`, in the plan's order. Raises ValueError if they are not the
+        plan's, but only after consuming all of them: gathering them is collective."""
         problem, frozen = "", self.plan.frozen_names
         wanted = [slot for slot in self.plan.slots if slot.spec.name not in without]
         kinds = [iter([slot for slot in wanted if (slot.spec.name in frozen) == kind]) for kind in (False, True)]
@@ -131,7 +127,7 @@ class Buckets:
         return self.buckets[first:]
 
     def checksums(self, first: int = 0) -> torch.Tensor:
-        """`checksum` of every bucket from `first` on, 0 or the first trained one: `[buckets] int64`."""
+        """Of all buckets, or of those from `first`, the first trained one, on: `[buckets] int64`."""
         if self.rotating:
             raise ValueError("rotating buckets are never all there at once: checksum them one by one")
         return torch.cat([part.checksums() for part in self._parts[1 if first else 0 :]])
@@ -141,16 +137,14 @@ def checksum(bucket: torch.Tensor) -> torch.Tensor:
     """`[bytes] uint8 -> [] int64`: the sums of all rows and of all columns of words, each weighted by its index, modulo
     2^64.
 
-    Exact in any order of summation and on every device. A flipped bit, missing rows and values in another order change
-    it.
+    Exact in any order of summation and on every device. Values in another order change it.
     """
     rows, columns = bucket_sums(bucket, row_weights(len(bucket) // ROW + 1, bucket.device))
     return rows + _sum_of_columns(columns, _column_weights(bucket.device))
 
 
 def bucket_sums(bucket: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighted sum of a bucket's rows and the sums of its columns, `[bytes] uint8 -> [], [WORDS] int64`. `weights`:
-    `row_weights` of at least as many rows."""
+    """The weighted sum of a bucket's rows and the sums of its columns: `[bytes] uint8 -> [], [WORDS] int64`."""
     words = bucket.view(torch.int64)
     whole = len(words) // WORDS * WORDS
     rest = words[whole:]
@@ -166,7 +160,7 @@ def checksums_of(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
 
 
 def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of rows and of columns. On a CPU the second sum of a block finds it in the cache."""
+    """On a CPU the second sum of a block finds it in the cache."""
     if words.device.type != "cpu" or len(words) <= CACHED_ROWS:
         return words.sum(1), words.sum(0)
     columns, rows = words.new_zeros(WORDS), list[torch.Tensor]()
@@ -177,8 +171,7 @@ def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sum_of_columns(sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Each half by itself: a sign that moves from one word to another is the highest bit of both, of which any even
-    multiple is 0 modulo 2^64."""
+    """Each half by itself: a sign is the highest bit, of which any even multiple is 0 modulo 2^64."""
     return (sums.view(torch.int32) * weights).sum(-1)
 
 
@@ -188,17 +181,16 @@ def _column_weights(device: torch.device) -> torch.Tensor:
 
 
 def row_weights(number: int, device: torch.device) -> torch.Tensor:
-    """The weights of so many rows or columns: int64."""
     return _weights_of(torch.arange(number, device=device))
 
 
 def _weights_of(index: torch.Tensor) -> torch.Tensor:
-    """All odd, so that no bit is lost modulo 2^64."""
+    """Odd, so that no bit is lost modulo 2^64."""
     return (2 * index + 1) * FACTOR
 
 
 def add_up(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
-    """The checksums of whole buckets from the ranks' sums: `[ranks, buckets]`, `[ranks, buckets, WORDS]` int64."""
+    """The checksums of whole buckets from the ranks' sums."""
     return checksums_of(rows.sum(0), columns.sum(0))
 
 
@@ -210,7 +202,7 @@ def pending() -> "Future[Any]":
 
 
 class PublishedWeights(Protocol):
-    """What one process sends of a version: all weights (`Buckets`), or a rank's rows (`rows.RowPool`)."""
+    """What one process sends of a version."""
 
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None: ...
     def messages(self, first: int = 0) -> list[torch.Tensor]: ...
@@ -223,12 +215,11 @@ class PublishedPolicy:
     weights: PublishedWeights
     version: int = -1
     published_at: float = 0.0
-    """`time.perf_counter` when `publish` was called."""
     filled: "Future[torch.cuda.Event | None]" = field(default_factory=pending)
-    """Done once all weights are copied, or, on a GPU, queued to be copied before this event."""
+    """Done once all weights are copied, or queued to be copied before this event."""
     probe: "Future[Probe] | None" = None
     checksums: "dict[str, asyncio.Future[list[int]]]" = field(default_factory=dict)
-    """By the plan's digest: computed once, for all rounds."""
+    """By the plan's digest."""
     holders: int = 0
 
 
@@ -236,14 +227,13 @@ class DoubleBuffer:
     """The sender's two copies of the weights, shared by the learner's thread and the serving threads: one is filled
     while a broadcast may still read the other.
 
-    Where several ranks send, each has such a pair of its own rows. Rank 0 chooses which copy all of them fill (`take`),
-    and names the version to send (`hold_version`).
+    Where several ranks send, rank 0 chooses which copy all of them fill (`take`), and names the version to send
+    (`hold_version`).
     """
 
     def __init__(
         self, plan: Plan, device: torch.device, allocate: Callable[[Any], PublishedWeights] | None = None
     ) -> None:
-        """`allocate` makes a copy, given the one before it, if any."""
         self.plan, self._device = plan, device
         self._allocate = allocate or (lambda before: Buckets(plan, device, beside=before))
         self._copies: list[PublishedPolicy] = []
@@ -266,7 +256,7 @@ class DoubleBuffer:
         return self._copies.index(policy)
 
     def take(self, number: int, timeout_s: float) -> PublishedPolicy:
-        """The copy of that number, which rank 0 has reserved. Raises TimeoutError."""
+        """The copy of that number. Raises TimeoutError."""
         if number == len(self._copies):
             return self._further()
         with self._changed:
@@ -287,7 +277,7 @@ class DoubleBuffer:
         return chosen
 
     def offer(self, policy: PublishedPolicy) -> None:
-        """Make `policy` the newest, while this thread still copies its weights."""
+        """Make `policy` the newest, while its weights are still copied."""
         with self._changed:
             self.newest = policy
             self._latest = max(self._latest, policy.version)
@@ -295,8 +285,8 @@ class DoubleBuffer:
 
     @contextmanager
     def hold_version(self, version: int, timeout_s: float) -> Iterator[PublishedPolicy]:
-        """Wait for `version`, and keep it from being overwritten within the block. Raises LookupError if it does not
-        come or was overwritten: rows of another version than the other ranks send would pass every checksum."""
+        """Wait for `version`, and keep it within the block. Raises LookupError if it does not come or was overwritten:
+        rows of another version would pass every checksum."""
         with self._changed:
             published = self._changed.wait_for(lambda: self._latest >= version, timeout_s)
             held = next((copy for copy in self._copies if copy.version == version), None)
@@ -322,7 +312,7 @@ class DoubleBuffer:
 
     @contextmanager
     def hold(self, policy: PublishedPolicy | None = None) -> Iterator[PublishedPolicy | None]:
-        """Keep `policy`, or else the newest, from being reserved within the block; None before the first."""
+        """Keep `policy`, or else the newest, from being reserved within the block."""
         with self._changed:
             held = policy or self.newest
             if held:

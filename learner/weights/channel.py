@@ -1,10 +1,9 @@
 """The process group that weights are broadcast over: a rank of the learner and all workers of some servers, by gloo or
 NCCL.
 
-`connect` waits for all ranks, `broadcast` for all buckets, both at most `timeout_s`; `abort`, from another thread, ends
-them early over NCCL (gloo runs into its timeout). A channel that failed is useless: the next one has a new epoch. Both
-ends run it in threads and on CUDA streams of their own, so that neither training nor generation waits. Why its kernels
-cannot deadlock with theirs: docs/design/weights-wire.md.
+`connect` and `broadcast` wait at most `timeout_s`; `abort`, from another thread, ends them early over NCCL. A channel
+that failed is useless: the next one has a new epoch. Why its kernels cannot deadlock with training and generation:
+docs/design/weights-wire.md.
 """
 
 import asyncio
@@ -25,8 +24,8 @@ import torch.distributed as dist
 T = TypeVar("T")
 c10d: Any = dist  # torch does not export these classes to type checkers
 AHEAD = 3
-"""Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once: fewer calls from
-Python contend less for the GIL."""
+"""Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once, because calls from
+Python contend for the GIL."""
 NCCL_SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -36,7 +35,7 @@ NCCL_SETTINGS = {
 
 
 class ChannelError(RuntimeError):
-    """The group could not be formed, broke, or timed out. `absent`: ranks that did not come."""
+    """The group could not be formed, broke, or timed out. `absent`: missing ranks."""
 
     def __init__(self, what: str, absent: Sequence[int] = ()) -> None:
         super().__init__(what)
@@ -62,8 +61,7 @@ class Rendezvous:
 
 
 class Channel:
-    """Rank `rank` of `world` ranks that meet at the store at `host:port`. Rank 0 sends: it is rank `root` of the
-    learner."""
+    """Rank `rank` of `world`. Rank 0 sends: it is rank `root` of the learner."""
 
     def __init__(
         self,
@@ -80,7 +78,6 @@ class Channel:
         self.epoch, self.rank, self.world, self.device = epoch, rank, world, device
         self._host, self._port, self.timeout = host, port, timedelta(seconds=timeout_s)
         self.span_s = 0.0
-        """From all ranks present to all buckets received."""
         self._group: dist.ProcessGroup | None = None
         self.aborted = False
 
@@ -125,7 +122,7 @@ class Channel:
         return self._group
 
     def abort(self) -> None:
-        """Give the group up. Threads that wait in it get a ChannelError, at the latest after the timeout."""
+        """Threads that wait in the group get a ChannelError, at the latest after the timeout."""
         self.aborted = True
         group, self._group = self._group, None
         if group is None:
@@ -158,8 +155,8 @@ class Channel:
 class WorkerChannels:
     """A worker's end of the groups of all ranks of the learner that send.
 
-    One thread forms them in turn and issues all broadcasts, in the same order on every worker: NCCL allows no other use
-    of several groups of one device.
+    One thread issues all broadcasts, in the same order on every worker: NCCL allows no other use of several groups of
+    one device.
     """
 
     def __init__(self, channels: Sequence[Channel]) -> None:
@@ -176,13 +173,12 @@ class WorkerChannels:
     def broadcast(
         self, buckets: Sequence[torch.Tensor], ahead: int | None = None, roots: Sequence[int] | None = None
     ) -> Iterator[int]:
-        """Fill `buckets`, each from the rank of the learner in `roots`, by default rank 0."""
+        """Fill `buckets`, each from the rank of the learner in `roots`."""
         of = [self._channels[root] for root in roots or [0] * len(buckets)]
         return broadcast_in_turn(list(zip(of, buckets, strict=True)), ahead)
 
     def abort(self) -> None:
-        """Give up all groups, over NCCL each in a thread of its own: an abort waits for kernels that may wait for
-        another group."""
+        """Over NCCL each in a thread of its own: an abort waits for kernels that may wait for another group."""
         for channel in self._channels:
             channel.abort()
 
@@ -196,13 +192,12 @@ def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: i
     one yielded. Raises ChannelError.
 
     Yields the index of each complete bucket; on a GPU it is complete for what this thread's stream does next, and for
-    everybody when the iterator is exhausted. A bucket's memory may be filled again after the next call: with `ahead` 1
-    two buffers are enough for any number of buckets.
+    everybody at the end. The next call may fill its memory again: with `ahead` 1 two buffers are enough.
     """
     if not messages:  # a rank without rows in a plan: workers do not wait for it either
         return
     channels = list(dict.fromkeys(channel for channel, _ in messages))
-    # held here, so that this thread destroys them, which may take a while
+    # so that this thread destroys them, which may take a while
     groups = [channel.group() for channel in channels]
     device, timeout, (epoch, world) = channels[0].device, channels[0].timeout, (channels[0].epoch, channels[0].world)
     options = dist.BroadcastOptions()
@@ -268,14 +263,14 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread: unlike an executor's thread, one stuck in a collective does not block the exit."""
+    """Run `work` in a daemon thread: one stuck in a collective does not block the exit."""
 
     def run(future: Future[T]) -> None:
         try:
             future.set_result(work())
         except BaseException as error:  # raised where the future is awaited
             future.set_exception(error)
-        # The error refers to this frame. Without a cycle this thread frees what its frames hold, not the collector.
+        # avoids a cycle: the error refers to this frame
         del future
 
     future: Future[T] = Future()

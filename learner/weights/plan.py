@@ -1,8 +1,7 @@
 """The plan of the weights wire: which tensor lies at which offset of which bucket. Pure: both ends compute the same.
 
-Tensors keep their order (vLLM loads layer by layer) and are never split: a tensor larger than a bucket gets a bucket of
-its own. Weights that are never trained come first, in buckets of their own: only a server that has none of this
-learner's weights gets them.
+Tensors keep their order (vLLM loads layer by layer) and are never split. Weights that are never trained come first, in
+buckets of their own: only a server that has none of this learner's weights gets them.
 """
 
 import hashlib
@@ -15,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 ALIGN = 256
-"""Bytes: a multiple of every dtype's size, of vector loads and of the checksum's words."""
+"""A multiple of every dtype's size, of vector loads and of the checksum's words."""
 LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
-"""With `model.lora` a layer's name and these name its two tensors."""
+"""Suffixes of the two tensors of a layer's adapter."""
 
 
 class Spec(NamedTuple):
@@ -40,8 +39,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All slots in order, and the bytes of each bucket. The first `frozen` buckets are never trained. `ranks` of the
-    learner send, each its own rows of every tensor that is not named `replicated` (`rows.py`)."""
+    """All slots in order, and the bytes of each bucket. The first `frozen` buckets are never trained. `ranks` send,
+    each its own rows of every tensor that is not named `replicated` (`rows.py`)."""
 
     slots: tuple[Slot, ...]
     sizes: tuple[int, ...]
@@ -58,8 +57,7 @@ class Plan:
         ranks: int = 1,
         replicated: Collection[str] = (),
     ) -> "Plan":
-        """Lay `specs` out in buckets of at most `bucket_bytes`. Raises ValueError for a list that contradicts
-        itself."""
+        """Lay `specs` out in buckets of at most `bucket_bytes`. Raises ValueError."""
         slots: list[Slot] = []
         sizes: list[int] = []
         seen: set[str] = set()
@@ -87,7 +85,6 @@ class Plan:
 
     @cached_property
     def trained(self) -> "Plan":
-        """The plan of all but the frozen buckets."""
         if not self.frozen:
             return self
         slots = (slot._replace(bucket=slot.bucket - self.frozen) for slot in self.slots if slot.bucket >= self.frozen)
@@ -98,14 +95,14 @@ class Plan:
         return frozenset(slot.spec.name for slot in self.slots if slot.bucket < self.frozen)
 
     def first(self, digest: str) -> int:
-        """The first bucket of the plan of that digest, which is this one or `trained`. Raises ValueError."""
+        """The first bucket of the plan of that digest. Raises ValueError."""
         if digest not in (self.digest, self.trained.digest):
             raise ValueError(f"the plan {digest} of the weights is neither {self.digest} nor {self.trained.digest}")
         return 0 if digest == self.digest else self.frozen
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over all slots, and over who sends them."""
+        """16 hex digits."""
         rows = "".join(f"{s.name} {s.shape} {s.dtype} {bucket} {offset}\n" for s, bucket, offset, _ in self.slots)
         rows += f"{self.ranks} ranks, {sorted(self.replicated)} on each\n" if self.ranks > 1 else ""
         return hashlib.sha256(rows.encode()).hexdigest()[:16]
@@ -116,7 +113,7 @@ class Plan:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The form in which a dtype is sent: `torch.bfloat16` -> `"bfloat16"`."""
+    """`torch.bfloat16` -> `"bfloat16"`"""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,7 +1,7 @@
 """The probe: a fixed text whose log-probabilities learner and server must agree on.
 
-For a model that sees, a picture comes first, and the text describes it: a text alone would show neither a wrong tower
-nor a stale image. Each end draws the picture by itself.
+For a model that sees, a picture comes first, and the text describes it: a text alone would not show a wrong tower. Each
+end draws the picture by itself.
 """
 
 import random
@@ -20,12 +20,11 @@ from learner.weights.protocol import Probe, ProbeImage
 PROBE_TOKENS = 64
 TEXT = ", ".join(map(str, range(1, 65)))
 """A text every model predicts well. Where a token is nearly certain, rounding to bfloat16 changes its log-probability
-little and wrong weights change it much. SmolLM2-135M in bfloat16, vLLM against transformers: 0.005 nat on this text,
-0.016 on names of days and months, 0.07 on sums."""
+little and wrong weights change it much: SmolLM2-135M differs by 0.005 nat on this text, 0.07 on sums."""
 CAPTION = "The left half of the picture is red, the right half is blue. "
-"""Begins the text behind the picture: likely of this picture only."""
+"""Likely of this picture only."""
 PICTURE = (4, 6)
-"""Its height and width in tokens: more than one window of Qwen2.5-VL's tower."""
+"""Height and width in tokens: more than one window of Qwen2.5-VL's tower."""
 LEFT, RIGHT = (210, 45, 40), (40, 60, 205)
 
 
@@ -38,7 +37,7 @@ class ShownProbe(NamedTuple):
 
 
 class ProbedPolicy(Protocol):
-    """A policy as the sender sees it (`learner/model/policy.py`)."""
+    """A policy as the sender sees it."""
 
     def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]: ...
     def logprobs_of(self, tokens: Any) -> list[float]: ...
@@ -46,7 +45,7 @@ class ProbedPolicy(Protocol):
 
 class Prober:
     """Decides when a probe is due, equally on every rank, since its forward pass is collective: at the first version
-    published and at multiples of `weights.probe_every`, never if that is 0."""
+    published and at multiples of `weights.probe_every`."""
 
     def __init__(
         self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: ShownProbe | Sequence[int] | None
@@ -60,12 +59,11 @@ class Prober:
         self._first = True
 
     def due(self, version: int) -> bool:
-        """Whether a probe is due at `version`, the next one published."""
         first, self._first = self._first, False
         return self._every > 0 and (first or version % self._every == 0)
 
     def ask(self, policy: ProbedPolicy) -> Probe:
-        """The probe and its log-probabilities under `policy`: a forward pass."""
+        """The probe under `policy`: a forward pass."""
         if not isinstance(self._probe, ShownProbe):
             tokens = list(self._probe)
             return Probe(tokens=tokens, logprobs=policy.logprobs_of(tokens), tolerance=self._tolerance)
@@ -77,7 +75,7 @@ class Prober:
 
 
 def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:
-    """`text` as at most `longest` tokens; random ones, but none of `without`, if the tokenizer does not know it.
+    """`text` as at most `longest` tokens; random ones if the tokenizer does not know it.
 
     A server samples one token after the probe, so `longest` is one less than what every server accepts.
     """
@@ -89,7 +87,7 @@ def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collectio
 
 
 def shown_tokens(tokenizer: Any, longest: int, form: ImageFormat) -> tuple[list[int], SeenImage]:
-    """At most `longest` tokens of a probe with a picture, and the picture. Raises ConfigError if they are more."""
+    """At most `longest` tokens of a probe with a picture, and the picture. Raises ConfigError."""
     high, wide = (form.side or sides * form.factor for sides in PICTURE)
     picture = draw(form, high, wide)
     before = [form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end]
@@ -101,14 +99,14 @@ def shown_tokens(tokenizer: Any, longest: int, form: ImageFormat) -> tuple[list[
 
 
 def draw(form: ImageFormat, height: int, width: int) -> Picture:
-    """A red half and a blue one, neither of them even: by arithmetic, so that it is the same everywhere."""
+    """A red half and a blue one, by arithmetic, so that it is the same everywhere."""
     y, x = np.indices((height, width))
     colours = np.where((x < width // 2)[..., None], LEFT, RIGHT)
     return Picture((colours + ((7 * y + 13 * x) % 41 - 20)[..., None]).astype(np.uint8), form)
 
 
 def images_of(probe: Probe, form: ImageFormat | None) -> list[SeenImage]:
-    """The picture of `probe`, if it has one, as this server draws it. Raises ValueError unless it is the learner's."""
+    """The picture of `probe`, as this server draws it. Raises ValueError unless it is the learner's."""
     if probe.image is None:
         return []
     if form is None:

@@ -4,12 +4,11 @@ connects (DEALER).
     server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
     learner:  Offer -> Ready, then Go; the weights are broadcast; Checksums -> Received; Probe -> Loaded; or Failed
               instead of any. Checksums and Probe are sent as soon as they are known
-    learner:  Cancel: the round is off, another Offer follows.   Rejoin: you are not a member (any more), Join again
-    server:   Hold: it keeps its version, in place of Ready or at any time between rounds; Release ends that
-    server:   Leave.   learner: Bye.   both: KeepAlive
+    learner:  Cancel: the round is off.   Rejoin: you are not a member (any more)
+    server:   Hold, in place of Ready or at any time between rounds; Release ends that
 
-A message is one ZeroMQ frame of MessagePack: a map with `kind` and the fields. Round numbers grow, across restarts of
-the learner too. A message about another round than the current one is stale and counts as a heartbeat only.
+Round numbers grow, across restarts of the learner too. A message about another round than the current one is stale and
+counts as a heartbeat only.
 """
 
 from typing import Annotated
@@ -44,15 +43,15 @@ PROTOCOL = 7
 BEATS = 5
 """A peer that misses so many heartbeats is taken for dead."""
 MAX_BYTES = 64 << 20
-"""Largest message: a ServerWelcome with 10^5 tensors stays below."""
+"""A ServerWelcome with 10^5 tensors stays below."""
 FROM_SERVERS = {zmq.MAXMSGSIZE: 1 << 16, zmq.RCVHWM: 64, zmq.SNDHWM: 256}
-"""Limits of what the learner holds of one server: bytes of a message, messages received, and messages to send."""
+"""One server may have the learner hold only short messages, and few of them."""
 
 # from a server
 
 
 class Join(Message):
-    """Admit this server. `session` and `version` name the weights it runs, if any: the same ones are not sent again."""
+    """Admit this server. `session` and `version`: the weights it runs, which are not sent again."""
 
     name: Name
     protocol: Count
@@ -60,19 +59,17 @@ class Join(Message):
     backend: Flag
     digest: Name = ""
     trained: Name = ""
-    """Digests of the plans its workers have allocated for; empty at first."""
+    """Digests of the plans its workers have allocated for."""
     session: Name = ""
     version: VersionOrNone = -1
 
 
 class Ready(Message):
-    """All workers are idle and wait for Go."""
-
     round: Count
 
 
 class Hold(Message):
-    """The server takes no newer version until it says Release: it evaluates the one it has."""
+    """The server evaluates its version, and takes no newer one until Release."""
 
     round: Count
 
@@ -89,8 +86,7 @@ class Received(Message):
 
 
 class Loaded(Message):
-    """The server generates under the new version. `pause_s` is 0 unless the version was received into place. `probe`:
-    mean absolute difference of the probe's log-probabilities."""
+    """The server generates under the new version. `probe`: mean absolute difference of the log-probabilities."""
 
     round: Count
     load_s: Seconds
@@ -123,41 +119,35 @@ class TensorSpec(Message):
 
 
 class ServerWelcome(Message):
-    """What will be sent: allocate room, then Join again with the digests."""
+    """Allocate room for this plan, then Join again with the digests."""
 
     tensors: Many[TensorSpec]
     frozen: Many[LongName] = Field(default_factory=list)
-    """Names of weights that are sent once, to a server that has no weights of this learner."""
+    """Names of weights that are sent once."""
     bucket_bytes: Count
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
-    """Ranks of the learner that send."""
     replicated: Many[LongName] = Field(default_factory=list)
-    """Names of tensors that each rank holds whole."""
     digest: Name
     trained: Name
-    """Digest of the plan of the tensors that are not frozen."""
+    """Digest of the plan without frozen tensors."""
     heartbeat_s: Seconds
 
 
 class Joined(Message):
-    """You are a member: an Offer follows when there is a newer version."""
+    ...
 
 
 class Offer(Message):
-    """A version can be sent in this round."""
-
     round: Count
 
 
 class Checksums(Message):
-    """The learner's checksum of each bucket."""
-
     round: Count
     checksums: Many[Checksum]
 
 
 class ProbeImage(Message):
-    """A picture that both ends draw (`probe.draw`); its placeholders are the probe's tokens from `start` on."""
+    """A picture that both ends draw (`probe.draw`), at the tokens from `start` on."""
 
     start: Count
     height: Count
@@ -166,11 +156,9 @@ class ProbeImage(Message):
 
 
 class Probe(Message):
-    """Fixed tokens and the learner's log-probabilities at temperature 1, of all but the first token, or of those behind
-    the `image`."""
+    """Fixed tokens and the learner's log-probabilities, of all but the first token, or of those behind the `image`."""
 
     round: Count = 0
-    """Set when it is sent."""
     tokens: Many[Count]
     image: ProbeImage | None = None
     logprobs: Many[float]
@@ -178,8 +166,8 @@ class Probe(Message):
 
 
 class RankAssignment(Message):
-    """Worker w of the server is rank `offset + w` of `world` in group `epoch`, which meets at `host:port`. Rank 0
-    sends. Each of the learner's ranks below `roots` has such a group."""
+    """Worker w of the server is rank `offset + w` of `world` in group `epoch`; rank 0 sends. Each of the learner's
+    ranks below `roots` has such a group."""
 
     roots: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     epoch: Count
@@ -190,14 +178,13 @@ class RankAssignment(Message):
 
 
 class Go(Message):
-    """Every member is ready: receive. `source` is the group to enter, or the folder with files to read instead."""
+    """Every member is ready: receive. `source` is the group to enter, or the folder with files to read."""
 
     round: Count
     session: Name
     """Unique name of this start of the learner."""
     version: Count
     plan: Name
-    """Digest of the plan that is sent."""
     timeout_s: Seconds
     source: RankAssignment | LongName
     probe: bool = False
@@ -213,8 +200,6 @@ class Rejoin(Message):
 
 
 class JoinRefused(Message):
-    """Final: the server exits with `reason`, which is one line for people."""
-
     reason: Text
 
 
@@ -227,7 +212,7 @@ class KeepAlive(Message):
 
 
 class Staged(Message):
-    """From a worker to its front process: it has received `round` with these checksums, or `reason` says why not."""
+    """From a worker to its front process: it has received `round`, or `reason` says why not."""
 
     round: Count
     checksums: Many[Checksum] = Field(default_factory=list)
@@ -240,8 +225,7 @@ class Staged(Message):
 
 
 class SendRows(Message):
-    """From rank 0: send this rank's rows of `version` in the group of `source`. `number` names the sending in the
-    answers."""
+    """From rank 0: send your rows of `version` in the group of `source`. `number` names the sending in answers."""
 
     number: Count
     version: Count
@@ -264,7 +248,7 @@ class RowsBegun(Message):
 
 
 class RowsSent(Message):
-    """From another rank: it has sent its rows, or `reason` says why not. `refused`: it does not hold the version."""
+    """From another rank: it has sent its rows, or not. `refused`: it does not hold the version."""
 
     rank: Count
     number: Count
@@ -273,7 +257,7 @@ class RowsSent(Message):
 
 
 class RowSums(Message):
-    """From another rank: the sums of its rows for each bucket of the plan (`buckets.add_up`)."""
+    """From another rank: the sums of its rows (`buckets.add_up`)."""
 
     rank: Count
     version: Count
@@ -283,7 +267,7 @@ class RowSums(Message):
     """`[buckets, WORDS]` int64."""
 
 
-# Keys admit one role to each end of a connection, so these tables are also what each role may say.
+# keys admit one role to each end, so these tables are also what each role may say
 TO_LEARNER: dict[str, type[Message]] = {
     m.__name__: m for m in (Join, Ready, Hold, Release, Received, Loaded, Failed, Leave, KeepAlive)
 }
@@ -303,14 +287,14 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
-    """Undo `pack`. Raises ValueError, in one line, for what is not a message of `kinds`."""
+    """Undo `pack`. Raises ValueError for what is not a message of `kinds`."""
     return validate(open_map(data), kinds)
 
 
 def router(
     context: zmq.asyncio.Context, host: str, keys: ServerKeys
 ) -> tuple[zmq.asyncio.Socket, ThreadAuthenticator, str]:
-    """Bind the learner's socket to a free port of `host`; returns the socket, its authenticator and its address."""
+    """Bind the learner's socket to a free port of `host`; returns socket, authenticator and address."""
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
     for option, value in FROM_SERVERS.items():

@@ -1,12 +1,9 @@
 """Which bytes of which bucket each rank of the learner sends, where each publishes the rows that it owns.
 
 FSDP2 shards a tensor over its first dimension: of n ranks each has ceil(rows / n) rows, the last ones fewer or none. So
-a rank has one range of bytes of a tensor (`RowRange`), and its ranges of a bucket are one message (`Share`). A worker
-receives shares into two scratch buffers and copies the ranges into place.
-
-Checksums are those of whole buckets, as they lie at the worker, so that they also show misplaced rows. The ranks' sums
-give the bucket's (`buckets.add_up`) because a range has the same offset modulo `buckets.ROW` in its share as in its
-bucket, no row of the share has bytes of two ranges, and the padding is zero at both ends.
+a rank has one range of bytes of a tensor, and its ranges of a bucket are one message, its share. The ranks' sums give a
+bucket's checksum because a range has the same offset modulo `buckets.ROW` in its share as in its bucket, no row of the
+share has bytes of two ranges, and the padding is zero at both ends.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -40,7 +37,7 @@ class Share(NamedTuple):
     size: int
 
     def places(self) -> torch.Tensor:
-        """`[rows of the share] int64`: the row of the bucket that each of them lies in."""
+        """The row of the bucket that each row of the share lies in: int64."""
         rows = torch.zeros(self.size // ROW, dtype=torch.int64)
         for _, offset, target, size in self.ranges:
             first, number = offset // ROW, _rows(target, size)
@@ -53,7 +50,7 @@ def bucket_bytes(config: WeightsConfig, ranks: int) -> int:
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> range:
-    """The rows that `rank` of `ranks` has of a tensor with so many."""
+    """The rows that `rank` of `ranks` has of a tensor."""
     each = -(-rows // ranks)
     return range(min(rank * each, rows), min((rank + 1) * each, rows))
 
@@ -81,8 +78,7 @@ def shares_of(plan: Plan) -> tuple[Share, ...]:
 
 
 def _owners(slot: Slot, plan: Plan, sent: list[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """The ranks that send some of the tensor at `slot`, each with first byte and number of bytes. What each rank holds
-    whole is sent by the one that has the least to send so far."""
+    """Ranks that send some of the tensor at `slot`, with first byte and number of bytes."""
     if slot.spec.name in plan.replicated:
         if slot.size:
             yield sent.index(min(sent)), (0, slot.size)
@@ -96,12 +92,11 @@ def _owners(slot: Slot, plan: Plan, sent: list[int]) -> Iterator[tuple[int, tupl
 
 
 def _rows(target: int, size: int) -> int:
-    """Rows of the checksum that bytes from `target` on lie in."""
     return -(-(target % ROW + size) // ROW)
 
 
 class RowPool:
-    """The shares that `rank` sends, on `device`. `beside`: another pool, which shares its frozen shares."""
+    """The shares that `rank` sends. `beside`: another pool, which shares its frozen shares."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, beside: "RowPool | None" = None) -> None:
         self.plan, self.rank = plan, rank
@@ -122,8 +117,8 @@ class RowPool:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy in this rank's rows of all weights but those named `without`, in any order. Rounds to the plan's dtypes.
-        Raises ValueError if they are not the plan's."""
+        """Copy in this rank's rows of all weights but those named `without`, in any order. Raises ValueError if they
+        are not the plan's."""
         wanted = {slot.spec.name: slot for slot in self.plan.slots if slot.spec.name not in without}
         views = {
             each.name: memory[each.offset : each.offset + each.size]
@@ -146,8 +141,7 @@ class RowPool:
         return len(rows_of(slot.spec.shape[0], self.plan.ranks, self.rank)), *slot.spec.shape[1:]
 
     def sums(self, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this rank adds to the checksums of the buckets from `first` on: `[buckets]` and `[buckets, WORDS]`
-        int64, on the CPU."""
+        """`Allocation.sums` for the buckets from `first` on, on the CPU."""
         number, found = len(self.plan.sizes), [share.bucket for share, _ in self._memory if share.bucket >= first]
         held = [each.sums() for each in (*([] if first else [self._frozen]), self._trained) if each]
         rows, columns = (torch.cat([one[at].cpu() for one in held]) if held else None for at in (0, 1))
@@ -165,13 +159,12 @@ def _allocate(shares: list[Share], device: torch.device) -> Allocation | None:
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Bytes of each of the two buffers in which a worker receives shares; 0 where one rank sends whole buckets."""
+    """Bytes of each buffer in which a worker receives shares; 0 where one rank sends whole buckets."""
     return max(share.size for share in shares_of(plan)) if plan.ranks > 1 else 0
 
 
 def receive(weights: Buckets, channels: WorkerChannels, first: int) -> Iterator[int]:
-    """Fill the buckets of `weights` from `first` on. Yields as `channel.broadcast_in_turn` does. Raises
-    ChannelError."""
+    """Fill the buckets of `weights` from `first` on. Yields as `channel.broadcast_in_turn`."""
     shares = [(number, share) for number, share in enumerate(shares_of(weights.plan)) if share.bucket >= first]
     ends = {share.bucket: index for index, (_, share) in enumerate(shares)}
     messages = [weights.scratch[index % 2][: share.size] for index, (_, share) in enumerate(shares)]
@@ -190,8 +183,7 @@ def receive(weights: Buckets, channels: WorkerChannels, first: int) -> Iterator[
 def _copies(
     weights: Buckets, number: int, share: Share, which: int
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """What brings share `number` from scratch buffer `which` into place. A GPU copies words of 8 bytes faster than
-    bytes."""
+    """Copies of share `number` out of scratch buffer `which`. A GPU copies words of 8 bytes faster than bytes."""
     if (number, which) not in weights.copies:
         bucket, scratch = weights.buckets[share.bucket], weights.scratch[which]
         pairs: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...] = ([], []), ([], [])

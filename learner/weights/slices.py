@@ -1,8 +1,7 @@
 """A staging copy of those parts of the weights that one worker loads: its rows and columns, not whole tensors.
 
-Buckets arrive whole, since a broadcast has the same bytes for all workers, each in a buffer that later buckets
-overwrite. There it is checksummed, and its regions are copied out. On a GPU all work is queued on the current
-stream.
+Buckets arrive whole, since a broadcast has the same bytes for all workers. Each is checksummed, and its regions are
+copied out, before later buckets overwrite it.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -20,10 +19,8 @@ Copies = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class Region(NamedTuple):
-    """A part of the published tensor `name`: a view of it, in elements (`rollout/engine/region_copies.py` finds them).
-
-    Example: the second half of the columns of an 8 x 4 matrix: `Region("w", 2, (8, 2), (4, 1))`
-    """
+    """A part of the published tensor `name`: a view, in elements. Example, half of the columns of an 8 x 4 matrix:
+    `Region("w", 2, (8, 2), (4, 1))`"""
 
     name: str
     offset: int
@@ -32,25 +29,25 @@ class Region(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """What one worker loads of the weights. `problem`: why that is not known, or not enough."""
+    """What one worker loads. `problem`: why that is not known."""
 
     found: tuple[Region, ...] = ()
     problem: str = ""
 
 
 def staged_bytes(plan: Plan, regions: Iterable[Region]) -> int:
-    """Bytes of the regions as they are staged."""
+    """Bytes of the staged regions."""
     sizes = {slot.spec.name: slot.spec.dtype.itemsize for slot in plan.slots}
     return sum(_padded(prod(region.shape) * sizes[region.name]) for region in regions)
 
 
 def arrival_bytes(plan: Plan, scratch: int) -> int:
-    """Bytes of the buffers in which buckets, and shares of `scratch` bytes, arrive."""
+    """Bytes of the buffers for buckets and for shares of `scratch` bytes."""
     return _turns(scratch) * max(plan.sizes) + 2 * scratch
 
 
 class SlicedCopy:
-    """The `regions` of the weights of `plan`, on `device`. `scratch`: as for `Buckets`."""
+    """The `regions` of the weights of `plan`."""
 
     def __init__(self, plan: Plan, device: torch.device, regions: Collection[Region], scratch: int = 0) -> None:
         self.weights = Buckets(plan, device, rotating=True, scratch=scratch, turns=_turns(scratch))
@@ -67,25 +64,22 @@ class SlicedCopy:
         self._row_weights = row_weights(max(plan.sizes) // ROW + 1, device)
 
     def keep(self, bucket: int) -> Sums:
-        """Copy the regions of `bucket`, which has arrived, and return its `bucket_sums`."""
+        """Copy the regions of `bucket` out; returns its `bucket_sums`."""
         for parts, sources in self._copies[bucket]:
             torch._foreach_copy_(parts, sources)
         return bucket_sums(self.weights.buckets[bucket], self._row_weights)
 
     def checksums(self, sums: Iterable[Sums]) -> list[int]:
-        """The checksums of the buckets that were kept."""
         rows, columns = zip(*sums, strict=True)
         return checksums_of(torch.stack(rows), torch.stack(columns))
 
     def staged(self, first: int = 0) -> Iterator[tuple[Region, torch.Tensor]]:
-        """The regions of all buckets from `first` on, and views of what is staged."""
         for region, part in zip(self.regions, self._parts, strict=True):
             if self._slots[region.name].bucket >= first:
                 yield region, part
 
     def _copies_of(self, bucket: int) -> Copies:
-        """What brings the regions of `bucket` into the copy. torch fuses a list on a GPU if all of it is dense and has
-        one dtype."""
+        """torch fuses a list on a GPU if all of it is dense and has one dtype."""
         groups: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for region, part in zip(self.regions, self._parts, strict=True):
             slot = self._slots[region.name]
@@ -103,7 +97,7 @@ class SlicedCopy:
 
 
 def _turns(scratch: int) -> int:
-    """Buffers for buckets. One is enough where shares arrive in buffers of their own."""
+    """One buffer is enough where shares arrive in buffers of their own."""
     return 1 if scratch else 2
 
 

@@ -1,9 +1,8 @@
 """A rollout server's end of the weights wire, in the front process's event loop.
 
-`policies` yields each version once its buckets are in the workers' staging copies with the learner's checksums; the
-rollout loop then loads it between two steps. Workers without room for copies receive it during `load` instead, while
-the engine is paused. Waits for the buffer, which knows the learner's address (`where`), the learner's messages and the
-workers' reports. When the learner falls silent this asks `where` again and keeps trying the old address.
+`policies` yields each version once the workers have it with the learner's checksums; the rollout loop then loads it.
+Workers without room for copies receive it during `load` instead. Waits for the learner's messages and the workers'
+reports. When the learner falls silent this asks the buffer (`where`) and keeps trying the old address.
 """
 
 import asyncio
@@ -27,12 +26,12 @@ from learner.weights.receiver.workers import Workers, next_report
 
 log = logging.getLogger(__name__)
 STUCK = 3.0
-"""Timeouts after which a server ends whose workers have not reported a round that was given up: they wait for the
-group, its first step and a bucket up to one timeout each."""
+"""Timeouts after which a server ends whose workers hang in a round that was given up: they wait for the group, its
+first step and a bucket up to one timeout each."""
 
 
 class Receiver:
-    """Follows the learner. `where(known)` returns its address as soon as there is one other than `known`."""
+    """Follows the learner. `where(known)` returns its address as soon as it is not `known`."""
 
     def __init__(
         self,
@@ -51,14 +50,13 @@ class Receiver:
         self._policies: asyncio.Queue[StagedPolicy | StreamedPolicy | BaseException] = asyncio.Queue()
         self._connection: LearnerConnection | None = None
         self._join = protocol.Join(name=name, protocol=protocol.PROTOCOL, workers=1, backend="")
-        """What this server is and holds, up to date."""
+        """What this server is and holds."""
         self._clock, self._rounds = AwakeClock(), Rounds(self._say)
         self._streamed: StreamedPolicy | None = None
-        """Yielded, and not in place yet: later rounds go on with it."""
+        """Not in place yet: later rounds go on with it."""
 
     def hold(self, loading: bool = False) -> bool:
-        """Accept no newer version until `release`; False: one is on its way. `loading`: called between `load` and
-        `loaded`."""
+        """Accept no newer version until `release`; False: one is on its way."""
         return self._rounds.hold(loading)
 
     def release(self) -> None:
@@ -171,7 +169,6 @@ class Receiver:
             await self._abandon(message.reason)
 
     async def _begin(self, reception: Reception) -> None:
-        """Receive into the staging copies at once, or into place as soon as the engine is paused."""
         if not self._rounds.go(reception):
             return
         if not self._workers.streams:
@@ -194,7 +191,6 @@ class Receiver:
             self._judge()
 
     def _judge(self) -> None:
-        """Hand the version over once it is all there and the checksums agree; end the round if it cannot be loaded."""
         reception = self._rounds.reception
         if self._rounds.state is not State.RECEIVING or not reception or not reception.complete:
             return
@@ -233,8 +229,7 @@ class Receiver:
         self._say(protocol.Failed(round=reception.go.round, reason=reason))
 
     def _require_end(self) -> None:
-        """Raise WeightsError if the workers hang in the round that was given up: without their buckets this server
-        would keep its policy for ever."""
+        """Raise WeightsError if workers hang: without their buckets this server would keep its policy for ever."""
         reception = self._rounds.reception
         if self._rounds.state is not State.CLEARING or not reception:
             return

@@ -1,7 +1,7 @@
 """A server's connection to the learner at one address: sends heartbeats, joins until admitted, notices silence.
 
 After a long silence it connects with another socket, because libzmq does not connect again by itself once a handshake
-was refused, or the other end did not speak ZMTP.
+was refused.
 """
 
 import asyncio
@@ -17,13 +17,11 @@ from buffer.wire.message import Message
 from learner.weights.protocol import BEATS, TO_SERVER, Join, KeepAlive, Leave, dealer, pack, unpack
 
 BEATS_ANEW = 3 * BEATS
-"""Heartbeats of silence after which the server connects anew. A learner that is only paused keeps its servers so
-long."""
+"""Heartbeats of silence after which the server connects anew; a paused learner keeps its servers for less."""
 
 
 class LearnerConnection:
-    """Open from the start. `joined`: the server is a member. `lost`: the learner was silent, said Bye or broke the
-    connection."""
+    """`joined`: the server is a member. `lost`: the learner was silent, said Bye or broke the connection."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str, keys: ClientKeys, heartbeat_s: float) -> None:
         self.address, self.heartbeat_s = address, heartbeat_s
@@ -65,11 +63,10 @@ class LearnerConnection:
         return unpack(data, TO_SERVER)
 
     def leave(self, lost: bool) -> None:
-        """Note that the server is no longer a member: the next `receive` joins again."""
         self.joined, self.lost, self._said_at = False, lost, -math.inf
 
     def say(self, message: Message) -> None:
-        """Send without waiting: the queue is unbounded."""
+        """Send without waiting."""
         self._socket.send(pack(message))
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One round at a server, from Go until its buckets are free: what its workers report, and with what it is verified."""
+"""One round at a server, from Go until its buckets are free."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -9,16 +9,15 @@ from learner.weights.protocol import Checksums, Failed, Go, Probe, Staged
 
 @dataclass(eq=False)
 class Reception:
-    """`workers` of them receive the round of `go`. Make it in an event loop."""
+    """`workers` of them receive the round of `go`."""
 
     go: Go
     workers: int
     form: ImageFormat | None = None
     reports: list[Staged] = field(default_factory=list)
     checksums: Checksums | None = None
-    """The learner's."""
     probe: "asyncio.Future[Probe | None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """The learner's probe, or None once it is known not to come."""
+    """None: it does not come."""
     given_up_at: float = 0.0
 
     @property
@@ -26,7 +25,7 @@ class Reception:
         return len(self.reports) >= self.workers
 
     def failure(self) -> Failed | None:
-        """Why the version cannot be loaded, as far as is known once all workers have reported."""
+        """Why the version cannot be loaded, once all workers have reported."""
         bad = max((report for report in self.reports if report.reason), key=lambda report: report.fatal, default=None)
         if bad:
             return Failed(round=self.go.round, reason=bad.reason, fatal=bad.fatal)
@@ -39,6 +38,5 @@ class Reception:
         return None
 
     def take_probe(self, probe: Probe | None) -> None:
-        """Note the probe; None: none will come."""
         if not self.probe.done():
             self.probe.set_result(probe)

@@ -1,4 +1,4 @@
-"""The rounds at a server, one at a time: the state of the present one, and what may follow it. Nothing in it waits.
+"""The rounds at a server, one at a time: the state of the present one, and what may follow it.
 
     IDLE       no round                                                  Ready was said -> PLEDGED
     PLEDGED    Ready was said, Go has not come                           Go -> RECEIVING    left the learner -> IDLE
@@ -7,7 +7,7 @@
     LOADING    verified: the rollout loop loads it                       loaded -> IDLE
     CLEARING   given up, but workers may still write to their buckets    cleared -> IDLE
 
-Offers that come while the buckets are not free (LOADING, CLEARING) wait, the newest one, until they are.
+The newest offer that comes while the buckets are not free (LOADING, CLEARING) waits until they are.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,6 @@ from learner.weights.receiver.reception import Reception
 
 
 class State(Enum):
-    """The state of a server's present round (table above)."""
-
     IDLE = auto()
     PLEDGED = auto()
     RECEIVING = auto()
@@ -39,28 +37,26 @@ TRANSITIONS = {
     (State.LOADING, "loaded"): State.IDLE,
     (State.CLEARING, "cleared"): State.IDLE,
 }
-"""No other event may happen in a state."""
 
 
 class IllegalTransition(RuntimeError):
-    """An event that may not happen in the state: a fault of this program."""
+    """A fault of this program."""
 
 
 class Rounds:
-    """The present round of one server. `say` sends to the learner, if there is one."""
+    """The present round of one server. `say` sends to the learner."""
 
     def __init__(self, say: Callable[[Message], None]) -> None:
         self._say = say
         self.state = State.IDLE
         self.reception: Reception | None = None
-        """The round from its Go until its buckets are free."""
         self._offer: Offer | None = None
-        """PLEDGED: the offer that was answered with Ready. LOADING and CLEARING: the offer that waits, if any."""
+        """The offer that was answered with Ready, or that waits."""
         self.held = False
 
     def hold(self, loading: bool) -> bool:
         """Accept no offer until `release`. Returns False where a version is on its way. `loading`: the version in
-        LOADING is in place, and the caller has yet to say so."""
+        LOADING is in place."""
         if self.state in (State.PLEDGED, State.RECEIVING) or (self.state is State.LOADING and not loading):
             return False
         self.held = True
@@ -73,7 +69,7 @@ class Rounds:
         self._say(Release())
 
     def offer(self, offer: Offer) -> None:
-        """Answer `offer` with Ready or Hold, now or once the buckets are free."""
+        """Answer with Ready or Hold, now or once the buckets are free."""
         if self.state is State.RECEIVING:
             raise IllegalTransition("an offer in RECEIVING")
         self._offer = offer
@@ -81,14 +77,13 @@ class Rounds:
             self._answer()
 
     def joined(self) -> None:
-        """The learner admitted this server anew: it knows nothing of this server's round, nor of its hold."""
+        """The learner admitted this server anew and knows nothing of its round or hold."""
         if self.reception:
             self.reception.take_probe(None)
         if self.held and self.state is not State.LOADING:
             self._say(Hold(round=0))
 
     def leave(self) -> None:
-        """This server is not a member of the learner any more: no Go follows."""
         self._offer = None
         if self.state is State.PLEDGED:
             self._enter("left")
@@ -105,43 +100,39 @@ class Rounds:
         return self.reception is not None and self.reception.go.round == round
 
     def report(self, staged: Staged) -> None:
-        """Note that a worker no longer writes to its buckets."""
         if self.reception and self.is_present(staged.round):
             self.reception.reports.append(staged)
             if self.state is State.CLEARING and self.reception.complete:
                 self.clear()
 
     def verify(self) -> Go:
-        """All buckets are there and their checksums agree. Returns the round's Go."""
         self._enter("verified")
         assert self.reception
         return self.reception.go
 
     def fail(self, failed: Failed) -> None:
-        """End the round without a version, after all workers have reported."""
+        """End the round without a version."""
         self._say(failed)
         self._enter("failed")
         self.reception = None
 
     def give_up(self, now: float) -> Reception:
-        """Give up the round at the time `now`. Returns what of it may still be written."""
+        """Returns what of the round may still be written."""
         self._enter("given up")
         assert self.reception
         self.reception.given_up_at = now
         return self.reception
 
     def aborted(self, free: bool) -> bool:
-        """The workers gave up the round; `free`: none writes any more. Returns whether the buckets are free by now."""
+        """The workers gave up; `free`: none writes any more. Returns whether the buckets are free by now."""
         if self.state is State.CLEARING and self.reception and (free or self.reception.complete):
             self.clear()
         return self.state is not State.CLEARING
 
     def clear(self) -> None:
-        """No worker writes to the buckets of the round that was given up."""
         self._free("cleared")
 
     def loaded(self) -> None:
-        """The version is in place: the buckets may be overwritten."""
         self._free("loaded")
 
     def _free(self, event: str) -> None:

@@ -1,7 +1,4 @@
-"""A version that lies complete in the workers' staging copies: `load` it, with nothing paused, then `loaded`.
-
-`load` waits for the workers, `loaded` for both ends' probe, if one is due.
-"""
+"""A version that lies complete in the workers' staging copies: `load` it, with nothing paused, then `loaded`."""
 
 import logging
 import time
@@ -18,8 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class ReceivingEngine(Protocol):
-    """A vLLM engine whose workers receive weights (`rollout/engine/worker.py`). `paused` stops generation within the
-    block."""
+    """A vLLM engine whose workers receive weights (`rollout/engine/worker.py`)."""
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]: ...
     async def probe(self, tokens: list[int], images: Sequence[Any]) -> list[float]: ...
@@ -27,8 +23,7 @@ class ReceivingEngine(Protocol):
 
 
 class WeightsError(RuntimeError):
-    """The received weights are wrong, or the learner refuses this server. The process ends with the text. `final`: a
-    restart would end the same way."""
+    """The received weights are wrong, or the learner refuses this server. `final`: a restart would end the same way."""
 
     def __init__(self, reason: str, final: bool = False) -> None:
         super().__init__(reason)
@@ -36,7 +31,7 @@ class WeightsError(RuntimeError):
 
 
 class StagedPolicy:
-    """A version to load. `say` sends to the learner, `release` allows the staging copies to be overwritten."""
+    """A version to load. `release` allows the staging copies to be overwritten."""
 
     def __init__(
         self,
@@ -51,7 +46,7 @@ class StagedPolicy:
         self._load_s = 0.0
 
     async def load(self) -> None:
-        """Put the version in place between two steps of the engine, whose tokens carry it from then on."""
+        """Put the version in place between two steps of the engine."""
         started = time.perf_counter()
         try:
             await self._engine.collective("rl_load", self.version, timeout_s=self._timeout_s)
@@ -61,7 +56,7 @@ class StagedPolicy:
         self._load_s = time.perf_counter() - started
 
     async def loaded(self) -> None:
-        """Verify the version while the engine generates with it, and say Loaded. Raises WeightsError."""
+        """Verify the version while the engine generates with it. Raises WeightsError."""
         await confirm(self._reception, self._engine, self._say, self._load_s, pause_s=0.0)
         self._release()
 
@@ -69,7 +64,7 @@ class StagedPolicy:
 async def confirm(
     reception: Reception, engine: ReceivingEngine, say: Callable[[Message], None], load_s: float, pause_s: float
 ) -> None:
-    """Compare the probe, if one is due, and say Loaded. Raises WeightsError where the probe differs too much."""
+    """Compare the probe, if one is due, and say Loaded. Raises WeightsError."""
     go, difference, started = reception.go, None, time.perf_counter()
     probe = await reception.probe if go.probe else None
     if probe is not None:

@@ -1,12 +1,10 @@
 """A vLLM worker's end of the weights wire: receives buckets in a thread and on a CUDA stream of its own.
 
-The worker extension (`rollout/engine/worker.py`) holds it, and the front process (`follow.Receiver`) drives it. Mode
-`full` receives into a copy of all weights while generation goes on, mode `slices` into a copy of what this worker
-loads. Mode `bucket` has room for two buckets: each is loaded as soon as it arrives, while the engine is paused. The
-thread waits for the learner at most Go's timeout, and reports when it ends (`Staged`).
+The front process drives it (`follow.Receiver`). Mode `full` receives into a copy of all weights while generation goes
+on, mode `slices` into a copy of what this worker loads. Mode `bucket` has room for two buckets: each is loaded as soon
+as it arrives, while the engine is paused. The thread waits at most Go's timeout, and reports when it ends (`Staged`).
 
-Only `prepare` allocates buckets. A round after a broken one waits until the buckets of the broken one are free, so
-recovery needs no further memory.
+Only `prepare` allocates buckets: a round waits until those of a broken one are free, so recovery needs no memory.
 """
 
 import logging
@@ -30,13 +28,12 @@ from learner.weights.slices import Region, Regions, SlicedCopy, arrival_bytes, s
 log = logging.getLogger(__name__)
 GIB = 1 << 30
 SPARE = GIB
-"""Bytes of GPU memory to leave free beside a staging copy."""
+"""Bytes of GPU memory to leave free."""
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 FindRegions = Callable[[Sequence[Spec], Collection[str]], Regions]
 
 
 def whole_tensors(specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
-    """For a worker that loads whole tensors only."""
     return Regions(problem="its loader takes whole tensors")
 
 
@@ -46,7 +43,7 @@ class Receipt:
     def __init__(self, go: Go, weights: Buckets, channel: WorkerChannels | None) -> None:
         self.go, self.channel = go, channel
         self.over = threading.Event()
-        """Set by `end`: the thread no longer uses buckets or group, but may still send its report."""
+        """The thread no longer uses buckets or group, but may still send its report."""
         self._weights: Buckets | None = weights
         self._begun, self._given_up, self._lock = False, False, threading.Lock()
 
@@ -65,7 +62,7 @@ class Receipt:
         self.over.set()
 
     def give_up(self) -> None:
-        """Give up the round: a thread that has not begun to fill the buckets never will."""
+        """A thread that has not begun to fill the buckets never will."""
         with self._lock:
             self._given_up = True
             if not self._begun:
@@ -73,7 +70,6 @@ class Receipt:
 
     @property
     def writes(self) -> bool:
-        """Whether the thread may still write to the buckets."""
         return not self.over.is_set() and (self._begun or not self._given_up)
 
 
@@ -89,15 +85,13 @@ class Staging:
         self._slices: SlicedCopy | None = None
         self._channel: WorkerChannels | None = None
         self._receipts: list[Receipt] = []
-        """The last round, and earlier rounds that may still write to the buckets."""
         self._version: int | None = None
         self._first = 0
-        """The first bucket that was received with `_version`."""
         self._read: torch.cuda.Event | None = None
 
     def prepare(self, welcome: bytes, wanted: str) -> tuple[str, str, str]:
         """Allocate room for the plan in `welcome`, a packed ServerWelcome. Returns the digests of the plan and of what
-        is trained, and the mode. Raises ValueError where the mode `wanted` does not fit or is impossible."""
+        is trained, and the mode. Raises ValueError where the mode `wanted` is impossible."""
         message = unpack(welcome, TO_SERVER)
         assert isinstance(message, ServerWelcome)
         specs = [Spec(tensor.name, tuple(tensor.shape), dtype_of(tensor.dtype)) for tensor in message.tensors]
@@ -110,7 +104,6 @@ class Staging:
 
     @property
     def mode(self) -> str:
-        """`full`, `slices` or `bucket`; empty before `prepare`."""
         if self._buckets is None or self._slices is not None:
             return "slices" if self._slices else ""
         return "bucket" if self._buckets.rotating else "full"
@@ -120,7 +113,7 @@ class Staging:
         return self._buckets.plan.frozen_names if self._buckets else frozenset()
 
     def receive(self, go: bytes, notify: str) -> None:
-        """Start to receive the round of `go`, a packed Go, and return. The report goes to the socket at `notify`."""
+        """Start to receive the round of `go`, a packed Go. The report goes to the socket at `notify`."""
         message = unpack(go, TO_SERVER)
         assert isinstance(message, Go) and self._buckets is not None
         self._version = None
@@ -138,21 +131,20 @@ class Staging:
         return not any(receipt.writes for receipt in self._receipts)
 
     def abort(self) -> bool:
-        """Give up the process group and the round. Returns whether the buckets are free; if not, the thread's report
-        frees them."""
+        """Give up the round. Returns whether the buckets are free; if not, the thread's report frees them."""
         for receipt in self._receipts:
             receipt.give_up()
         self._leave_group()
         return self.free
 
     def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the received tensors of `version`, in mode `full`. Raises ValueError unless all were received."""
+        """Views of the tensors of `version`, in mode `full`. Raises ValueError unless all were received."""
         self._check_staged(version)
         assert self._buckets is not None and not self._buckets.rotating
         return self._buckets.views(first=self._first)
 
     def slices(self, version: int) -> list[tuple[Region, torch.Tensor]]:
-        """Views of the received regions of `version`, in mode `slices`. Raises ValueError unless all were received."""
+        """Views of the regions of `version`, in mode `slices`. Raises ValueError unless all were received."""
         self._check_staged(version)
         assert self._slices is not None
         return list(self._slices.staged(self._first))
@@ -162,7 +154,7 @@ class Staging:
             raise ValueError(f"version {version} is not staged; {self._version} is")
 
     def read_until(self, event: torch.cuda.Event) -> None:
-        """Note that the GPU reads the staged version until `event`: the next one is received only then."""
+        """The GPU reads the staged version until `event`: the next one is received only then."""
         self._read = event
 
     def _allocate(self, plan: Plan, wanted: str) -> None:
@@ -179,7 +171,6 @@ class Staging:
             self.read_until(torch.cuda.current_stream(self.device).record_event())
 
     def _regions_for(self, plan: Plan, wanted: str) -> tuple[Region, ...] | None:
-        """The regions that mode `slices` stages; None for another mode."""
         if wanted not in ("auto", "slices"):
             return None
         regions = self._find_regions([slot.spec for slot in plan.slots], plan.frozen_names)
@@ -193,7 +184,6 @@ class Staging:
         return regions.found if smaller or wanted == "slices" else None
 
     def _rotating(self, plan: Plan, wanted: str, staged: int) -> bool:
-        """Whether there is room for two buckets only, not for `staged` bytes."""
         if wanted == "bucket" or self.device.type != "cuda":
             return wanted == "bucket"
         torch.cuda.empty_cache()
@@ -277,8 +267,7 @@ class Staging:
 
 
 def arrivals(go: Go, weights: Buckets, channel: WorkerChannels | None) -> Iterator[int]:
-    """Fill the buckets in the plan of `go`, over the connected `channel` or from files. Yields each complete one's
-    index."""
+    """Fill the buckets over `channel` or from files. Yields the index of each complete one."""
     first = weights.plan.first(go.plan)
     if isinstance(go.source, str):
         yield from files.read(Path(go.source), weights, first)

@@ -1,7 +1,7 @@
 """A version that is received straight into place while the engine is paused, for workers without room for a copy.
 
-A broadcast that breaks leaves weights of two versions in place, with which the engine must not resume: `load` waits on,
-for the next round and the next learner if need be.
+A broadcast that breaks leaves weights of two versions in place, so `load` waits on, for the next round and the next
+learner if need be.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from learner.weights.receiver.staged import ReceivingEngine, confirm
 
 
 class StreamedPolicy:
-    """Takes the place of `StagedPolicy`. `receive` starts to receive a round, `release` accepts new offers."""
+    """`receive` starts to receive a round, `release` accepts new offers."""
 
     def __init__(
         self,
@@ -32,19 +32,18 @@ class StreamedPolicy:
 
     @property
     def version(self) -> int:
-        """The version announced; after `load`, the version in place, which may be a later one."""
+        """After `load` the version in place, which may be a later one than announced."""
         return self._reception.go.version
 
     def begin(self, reception: Reception) -> None:
-        """The receiver calls this when the round can be received."""
         self._events.put_nowait(reception)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The receiver calls this when the last round is in place, or none ever will be."""
+        """The last round is in place, or none ever will be."""
         self._events.put_nowait(error)
 
     async def load(self) -> None:
-        """Pause the engine, receive the version into place, and stamp tokens with it from then on."""
+        """Pause the engine, receive the version into place, and stamp tokens with it."""
         pausing = time.perf_counter()
         async with self._engine.paused():
             started = time.perf_counter()

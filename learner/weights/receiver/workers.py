@@ -1,8 +1,4 @@
-"""Calls to a server's vLLM workers to receive weights, and their reports.
-
-Each method is one call to all workers (`rollout/engine/worker.py`) and waits for their answers; `receive` returns once
-they have begun.
-"""
+"""Calls to all vLLM workers of a server to receive weights, and their reports."""
 
 import logging
 import shutil
@@ -32,10 +28,9 @@ class Workers:
         self.engine, self.timeout_s, self._staging = engine, timeout_s, staging
         self._notify = ""
         self.streams = False
-        """Versions are received into place: there is room for two buckets only."""
+        """Versions are received into place."""
 
     async def describe(self) -> tuple[int, str]:
-        """Number of workers, and their backend."""
         workers = await self.engine.collective("rl_describe", timeout_s=self.timeout_s)
         return len(workers), str(workers[0]["backend"])
 
@@ -56,12 +51,11 @@ class Workers:
         await self.engine.collective("rl_receive", pack(go), self._notify, timeout_s=self.timeout_s)
 
     async def abort(self) -> bool:
-        """Have all workers give up what they receive. Returns whether all buckets are free."""
+        """Returns whether all buckets are free."""
         return all(await self.engine.collective("rl_abort", timeout_s=self.timeout_s))
 
     @contextmanager
     def reporting(self, context: zmq.asyncio.Context) -> Iterator[zmq.asyncio.Socket]:
-        """The socket at which reports arrive, within the block."""
         folder = tempfile.mkdtemp(prefix="headrace-", dir=socket_folder(WEIGHTS_BYTES))
         self._notify = f"ipc://{folder}/weights"
         try:

@@ -12,10 +12,10 @@ from learner.weights.sender.members import Member
 
 
 class BroadcastGroup:
-    """Rank 0 and the workers of `members`, in order; empty at first."""
+    """Rank 0 and the workers of `members`, in order."""
 
     at_fault = False
-    """Whether a failed round is no server's fault."""
+    """A failed round is no server's fault."""
 
     def __init__(self, host: str, device: torch.device, timeout_s: float) -> None:
         self.members: list[Member] = []
@@ -26,7 +26,7 @@ class BroadcastGroup:
         self._epoch = time.time_ns() >> 20  # greater than the epochs of a learner that died before
 
     async def prepare(self, policy: PublishedPolicy, copies: DoubleBuffer, members: list[Member]) -> None:
-        """Form the group of `members`: the present one if it is intact and has these members, else a new epoch."""
+        """Form the group of `members`, unless it is intact and has these members."""
         if self._channel is not None and members == self.members:
             return
         self.give_up()
@@ -37,18 +37,16 @@ class BroadcastGroup:
         self.members = members
 
     def give_up(self) -> None:
-        """Abort the group: whatever runs over it fails."""
         if self._channel:
             self._channel.abort()
         self._channel, self.members = None, []
 
     @property
     def formed(self) -> RankAssignment | None:
-        """How the learner's other ranks enter groups of their own with the same workers; None without a group."""
+        """How the learner's other ranks enter groups of their own with the same workers."""
         return self._assignment(0) if self._channel else None
 
     def source(self, policy: PublishedPolicy, member: Member) -> RankAssignment:
-        """How the workers of `member` enter the group."""
         return self._assignment(1 + sum(other.workers for other in self.members[: self.members.index(member)]))
 
     def _assignment(self, offset: int) -> RankAssignment:
@@ -57,8 +55,7 @@ class BroadcastGroup:
         return RankAssignment(epoch=self._epoch, offset=offset, world=world, host=host, port=port)
 
     def send(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[None]:
-        """Broadcast the plan of that digest in a thread, which holds `policy` for as long as it reads it. Raises
-        ChannelError."""
+        """Broadcast the plan of that digest in a thread. Raises ChannelError."""
         channel, first = self._channel, copies.plan.first(digest)
         assert channel is not None
 

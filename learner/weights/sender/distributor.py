@@ -1,7 +1,7 @@
 """The serving half of the sender: brings each member the newest policy, round by round (`sending_round.py`).
 
-Runs in the event loop of a background thread of learner rank 0. Waits for a member that does not hold the newest
-policy. One dead server costs at most one timeout; one that is slow to be ready or to load costs the others less.
+Runs in a background thread of learner rank 0. One dead server costs at most one timeout; a slow one costs the others
+less.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from learner.weights.sender.suspects import Suspects
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
-"""A server for which so many consecutive rounds fail while no member is missing is refused: no broadcast reaches it."""
+"""Rounds in a row that fail for a server while no member is missing, until it is refused."""
 SERVER_TIMINGS = ("load_s", "pause_s", "verify_s")
 
 
@@ -62,13 +62,12 @@ class Distributor:
         self._last_round = {"weights/servers": 0.0}
 
     def stats(self) -> dict[str, float]:
-        """Figures of the last round that reached servers, and counts. The learner's thread calls it, so `_last_round`
-        is replaced as a whole."""
+        """The learner's thread calls it, so `_last_round` is replaced as a whole."""
         members = float(len(list(self.members)))
         return {"weights/members": members, "weights/failed": float(self.members.failed)} | self._last_round
 
     async def serve(self, bound: Callable[[str], None]) -> None:
-        """Serve rounds until cancelled; calls `bound` with the address once servers may join."""
+        """Serve rounds; calls `bound` with the address once servers may join."""
         async with self.members.listen() as address:
             bound(address)
             try:
@@ -93,7 +92,6 @@ class Distributor:
             self._transport.give_up()
 
     def _stale(self) -> list[Member]:
-        """Members that do not hold the newest policy, and would take it."""
         newest = self._copies.newest
         if newest is None:
             return []
@@ -101,7 +99,7 @@ class Distributor:
         return [member for member in due if not self._suspects.out(member.name)]
 
     def _lack(self, member: Member) -> Plan:
-        """Everything, unless `member` holds the frozen weights since an earlier version."""
+        """Everything, unless `member` has the frozen weights."""
         return self._copies.plan.trained if member.holds[0] == self._session else self._copies.plan
 
     async def _serve_round(self, policy: PublishedPolicy, plan: Plan) -> None:
@@ -153,8 +151,7 @@ class Distributor:
                 log.warning("weights: no round waits for %s within the next %.0f s", member.name, pause_s)
 
     def _blame(self, ready: list[Member], broken: str) -> None:
-        """Refuse a member for which round after round fails with nobody missing, of the members or of the ranks that
-        send."""
+        """Refuse a member for which round after round fails with nobody missing."""
         self._transport.give_up()
         failed = [member for member in ready if isinstance(member.answer, protocol.Failed) and not member.gone]
         log.warning("weights: round %d failed for %d of %d: %s", self._number, len(failed), len(ready), broken)
@@ -172,8 +169,7 @@ class Distributor:
 def round_stats(
     policy: PublishedPolicy, plan: Plan, loaded: Iterable[Member], received_s: float, span_s: float
 ) -> dict[str, float]:
-    """Figures of a round that reached `loaded`, in seconds (docs/design/weights-wire.md): plain keys hold the slowest
-    server's, keys with a server's name that server's."""
+    """Figures of a round (docs/design/weights-wire.md): plain keys hold the slowest server's."""
     answers = {member.name: member.answer for member in loaded if isinstance(member.answer, protocol.Loaded)}
     stats = {
         "weights/version": float(policy.version),

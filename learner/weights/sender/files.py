@@ -1,7 +1,7 @@
 """Weights as safetensors files in a folder that learner and servers share, for servers that no broadcast reaches.
 
-The learner's background thread writes a version into a temporary folder that it then renames: a visible folder is
-complete. Frozen weights are written once, into a folder of their own. The two newest versions stay.
+A version is written into a temporary folder that is then renamed: a visible folder is complete. Frozen weights are
+written once, into a folder of their own.
 """
 
 import asyncio
@@ -23,8 +23,7 @@ KEPT = 2
 
 
 class Files:
-    """Takes the place of `broadcast.BroadcastGroup`. Servers of any `backend` can read the files, and no group has
-    `members`."""
+    """Takes the place of `broadcast.BroadcastGroup`."""
 
     backend, at_fault = "", False
     members: tuple[Member, ...] = ()
@@ -42,13 +41,12 @@ class Files:
         await in_thread(run, "weights-write")
 
     def give_up(self) -> None:
-        """Nothing to abort: a server that still reads does no harm."""
+        """A server that still reads does no harm."""
 
     def source(self, policy: PublishedPolicy, member: Member) -> str:
         return str(self._path(policy))
 
     def send(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[None]:
-        """Nothing to send: each server reads for itself."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
@@ -79,8 +77,7 @@ class Files:
 
 
 def read(folder: Path, weights: Buckets, first: int) -> Iterator[int]:
-    """Fill the buckets of `weights` from `first` on from the files of a version; yields the index of each complete one.
-    Raises ChannelError."""
+    """Fill the buckets of `weights` from `first` on; yields the index of each complete one. Raises ChannelError."""
     for bucket in range(first, len(weights.buckets)):
         weights.buckets[bucket].zero_()  # the padding between tensors counts in the checksum
         path = (frozen_beside(folder) if bucket < weights.plan.frozen else folder) / _file(bucket)
@@ -94,7 +91,7 @@ def read(folder: Path, weights: Buckets, first: int) -> Iterator[int]:
 
 
 def frozen_beside(folder: Path) -> Path:
-    """The folder of the frozen weights beside a version's: `v000007-1a2b3c4d` -> `frozen-1a2b3c4d`"""
+    """The folder of a version's frozen weights: `v000007-1a2b3c4d` -> `frozen-1a2b3c4d`"""
     return folder.with_name(f"frozen-{folder.name.rpartition('-')[2]}")
 
 

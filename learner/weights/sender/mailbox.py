@@ -1,4 +1,4 @@
-"""Messages between rank 0 and the other ranks that send rows, over the store in which the learner's ranks have met.
+"""Messages between the ranks that send rows, over the store in which they have met.
 
 The store asks for no key: whoever reaches it can break the training anyway.
 """
@@ -14,7 +14,7 @@ from buffer.wire.message import Message
 from learner.weights.protocol import pack, unpack
 
 KEPT = 1000
-"""Messages that stay in the store for readers that are behind."""
+"""Messages that stay in the store for slow readers."""
 ORDERS, ANSWERS = "weights/orders", "weights/answers"
 
 
@@ -24,31 +24,30 @@ class SendingRanks(NamedTuple):
     rank: int
     number: int
     store: Any
-    """`torch.distributed.Store` in which all of them have met."""
+    """`torch.distributed.Store`"""
     agree: Callable[[int], int]
-    """A collective of them that returns rank 0's argument."""
+    """A collective that returns rank 0's argument."""
     replicated: frozenset[str] = frozenset()
     """Weights that each rank holds whole, by name."""
 
 
 class Mailbox:
-    """The messages `name` of `store`, of the types `kinds`, numbered: any rank posts, and one thread of each reader
-    waits for the next. Numbers are never used again, so a learner that is started again needs a store, or a prefix, of
-    its own; torch gives it one."""
+    """The numbered messages `name` of `store`: any rank posts. Numbers are never used again, so each start of the
+    learner needs a store, or a prefix, of its own; torch gives it one."""
 
     def __init__(self, store: Any, name: str, kinds: dict[str, type[Message]]) -> None:
         self._store, self._name, self._kinds = store.clone(), name, kinds
         self._lock = threading.Lock()
 
     def post(self, message: Message) -> None:
-        """Append `message`. Raises `dist.DistError` if the store is gone."""
+        """Raises `dist.DistError` if the store is gone."""
         with self._lock:
             number = self._store.add(f"{self._name}/posted", 1)
             self._store.set(f"{self._name}/{number}", pack(message))
             self._store.delete_key(f"{self._name}/{number - KEPT}")
 
     def read(self) -> Iterator[Message]:
-        """Each message from the first on; ends when the store is gone."""
+        """Each message from the first on, until the store is gone."""
         store, number = self._store.clone(), 1  # a connection of its own: a wait blocks it
         store.set_timeout(timedelta(days=1))
         while True:

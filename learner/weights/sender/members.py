@@ -1,7 +1,4 @@
-"""The rollout servers on the weights wire, as the sender sees them: admitted, kept by heartbeats, dropped.
-
-Owns the learner's socket and runs in the event loop of `distributor.py`.
-"""
+"""The rollout servers on the weights wire, as the sender sees them: admitted, kept by heartbeats, dropped."""
 
 import asyncio
 import logging
@@ -23,7 +20,6 @@ from learner.weights import protocol
 
 log = logging.getLogger(__name__)
 REPEAT_S = 10.0
-"""Shortest time between two lines of the log about refused messages."""
 FILES_S = 0.1
 MOST_MEMBERS = 4096
 
@@ -36,27 +32,25 @@ class Member:
     name: str
     workers: int
     holds: tuple[str, int]
-    """Session and version of the weights it has received."""
+    """Session and version of its weights."""
     clock: Callable[[], float] = time.monotonic
     heard_at: float = -math.inf
     gone: bool = False
     round: int = -1
     answer: Message | None = None
-    """Its latest answer in `round`."""
     holding: bool = False
     asked_at: float | None = None
-    """Time of the first Offer that it has not answered."""
+    """Time of the first unanswered Offer."""
     ready_s: float = 0.0
-    """Seconds that it took to answer the last Offer."""
     late: bool = False
-    """A round continued without it. No round waits for it until it answers."""
+    """No round waits for it until it answers."""
     spoilt: bool = False
     """It was ready and did not answer, or was the first to fail."""
     failures: int = 0
-    """Consecutive rounds that failed for it while no member was missing."""
+    """Rounds in a row that failed for it while no member was missing."""
 
     def on_message(self, message: Message) -> None:
-        """Record any message as a sign of life; keep an answer to the current round, and a fatal failure."""
+        """Record any message as a sign of life; keep answers to the current round, and fatal failures."""
         self.heard_at = self.clock()
         if isinstance(message, protocol.Hold | protocol.Release):
             self.holding = isinstance(message, protocol.Hold)
@@ -68,18 +62,16 @@ class Member:
                 self.ready_s, self.asked_at, self.late = self.heard_at - self.asked_at, None, False
 
     def offer(self, round: int) -> protocol.Offer:
-        """Make the Offer of `round`; the next answer belongs to it."""
         self.round, self.answer = round, None
         self.asked_at = self.clock() if self.asked_at is None else self.asked_at
         return protocol.Offer(round=round)
 
     def answered_or_gone(self, *kinds: type[Message]) -> bool:
-        """Whether it has answered with one of `kinds` or failed, or will not answer any more."""
+        """Whether it has answered with one of `kinds` or failed, or never will."""
         return self.gone or isinstance(self.answer, (protocol.Failed, *kinds))
 
     @property
     def fatal(self) -> str:
-        """Why the server can never load this version; empty if it can."""
         return self.answer.reason if isinstance(self.answer, protocol.Failed) and self.answer.fatal else ""
 
 
@@ -94,26 +86,25 @@ class Members:
         keys: ServerKeys,
         on_drop: Callable[[Member], None],
     ) -> None:
-        """`backend`: the one that servers must receive with; empty if any will do."""
+        """`backend`: what servers must receive with, if it matters."""
         self._welcome, self._backend, self._host, self._keys, self._on_drop = welcome, backend, host, keys, on_drop
         self._by_route: dict[bytes, Member] = {}
         self._tracker = ConnectionTracker()
         self._heard: dict[bytes, int] = {}
-        """Routes of the messages read since the last events, and the file descriptors of their connections."""
+        """Routes of the messages read since the last events, and file descriptors."""
         self.changed = asyncio.Event()
-        """Set whenever a member joined, answered or left, and by whoever else changes what `until` waits for."""
+        """Set whenever a member joined, answered or left, or what `until` waits for changed."""
         self.clock = AwakeClock()
         self._refused, self._logged_at = 0, -math.inf
         self._limits = ConnectionLimits()
         self.failed = 0
-        """Times that a version did not reach a server."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._by_route.values()))
 
     @asynccontextmanager
     async def listen(self) -> AsyncIterator[str]:
-        """Admit servers within the block; yields the address they join at. Says Bye to all at the end."""
+        """Admit servers within the block; yields the address they join at."""
         with zmq.asyncio.Context() as self._context:
             self._socket, authenticator, address = protocol.router(self._context, self._host, self._keys)
             self._limits.endpoint = address
@@ -133,18 +124,18 @@ class Members:
         return self._read(), self._watch(), self._beat(), self._keep_files(), self.clock.tick()
 
     async def _keep_files(self) -> None:
-        """Close connections without a Join while the learner is nearly out of open files: checkpoints need some."""
+        """Close connections without a Join while the learner is nearly out of open files."""
         while True:
             await asyncio.sleep(FILES_S)
             self._limits.keep_files()
             self._limits.log(self.clock.now())
 
     def say(self, member: Member, message: Message) -> None:
-        """Send without waiting: the queue is unbounded."""
+        """Send without waiting."""
         self._send(member.route, message)
 
     def drop(self, member: Member, reason: str) -> None:
-        """Leave `member` out until it joins again. Without a reason it left of its own accord."""
+        """Leave `member` out until it joins again. Without a reason it left by itself."""
         self._remove(member)
         self._on_drop(member)
         if reason:
@@ -154,7 +145,6 @@ class Members:
         self.changed.set()
 
     async def until(self, true: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Return as soon as `true()`, evaluated at each change, or after `timeout_s`."""
         until = math.inf if timeout_s is None else self.clock.now() + timeout_s
         while not true() and (left_s := until - self.clock.now()) > 0:
             await self.next_change(None if timeout_s is None else left_s)
@@ -181,14 +171,14 @@ class Members:
             self.changed.set()
 
     def _log_refusal(self, error: ValueError) -> None:
-        """Log rarely: a flood must not fill the disk."""
+        """A flood must not fill the disk."""
         self._refused += 1
         if (now := self.clock.now()) >= self._logged_at + REPEAT_S:
             self._logged_at = now
             log.error("weights: refused a message, %d since the start: %s", self._refused, error)
 
     async def _watch(self) -> None:
-        """Drop members whose connection breaks: nobody waits for the answer of a server that was killed."""
+        """Drop members whose connection breaks."""
         events = ConnectionEvents(self._context, self._socket)
         try:
             while True:

@@ -1,11 +1,10 @@
 """The learner's end of the weights wire. The learner's loop calls `publish` on every rank after every optimizer step.
 
-Rank 0 (`Sender`) copies what it sends and returns; its background thread (`distributor.Distributor`) brings the copy to
-the servers while the learner trains on. With `weights.publish: rows` the other ranks of the first replica do so with
-their own rows (`row_rank.RowRank`). With `gather` they only take part in the gathering and the probe (`Follower`).
+Rank 0 (`Sender`) copies what it sends and returns; a background thread brings the copy to the servers while the learner
+trains on. With `weights.publish: rows` the other ranks of the first replica do so with their own rows
+(`row_rank.RowRank`), with `gather` they only take part in the gathering and the probe (`Follower`).
 
-`publish` waits for the other ranks and, rarely, up to `weights.timeout_s` for a copy that a broken broadcast still
-reads; on a GPU the copying is only queued.
+`publish` waits for the other ranks and, rarely, up to `weights.timeout_s` for a copy that a broken broadcast reads.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ class Bystander:
 
 
 class Follower:
-    """Every rank of the first replica but 0: takes part in what is collective, in the order of `Sender.publish`."""
+    """A rank of the first replica but 0: takes part in what is collective, in the order of `Sender.publish`."""
 
     def __init__(
         self,
@@ -65,7 +64,6 @@ class Follower:
         self._frozen, self._known = frozen, frozenset[str]()
 
     def publish(self, policy: ProbedPolicy, version: int) -> None:
-        """Gather `version` with the other ranks, what is frozen only once, and probe it if that is due."""
         for _ in policy.full_weights(self._known):
             pass
         self._known = frozenset(self._frozen)
@@ -96,11 +94,10 @@ class Sender:
         *,
         keys: ServerKeys,
     ) -> None:
-        """`folder`: where `weights.transport: safetensors` writes. `frozen`: weights that are never trained. `ranks`:
-        ranks that send their own rows; None: rank 0 sends everything."""
+        """`folder`: for `weights.transport: safetensors`. `ranks`: they send their own rows, if not rank 0
+        everything."""
         specs = [Spec(*spec) for spec in specs]
         self._known = frozenset[str]()
-        """Frozen weights that have been gathered, by name."""
         self._config, self._prober = config, Prober(specs, config, seed, probe)
         self._ranks, self._on_gpu = ranks, device.type == "cuda"
         if ranks:
@@ -130,8 +127,8 @@ class Sender:
         self.address: str = started.result()
 
     def publish(self, policy: Any, version: int) -> None:
-        """Copy `version` of the policy and return; the background thread distributes it. Raises what ended that thread,
-        if anything did. If the copying fails, the version is never sent."""
+        """Copy `version` of the policy and return. Raises what ended the background thread. If the copying fails, the
+        version is never sent."""
         if self._ended.done():
             self._ended.result()
             raise RuntimeError("the weights wire is closed")
@@ -152,11 +149,10 @@ class Sender:
             copy.probe.set_result(self._prober.ask(policy))
 
     def stats(self) -> dict[str, float]:
-        """Seconds and counts of the last publication and of the last round that reached servers, and the last probe."""
         return self._published | self._distributor.stats()
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Close the wire, after waiting up to `drain_s` seconds until every server has loaded the newest version."""
+        """Close the wire, after waiting up to `drain_s` seconds until every server has the newest version."""
         if drain_s and not self._ended.done():
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._distributor.drained(), self._loop).result(drain_s)
@@ -173,7 +169,7 @@ class Sender:
 
 
 def _run(serve: Callable[[], Coroutine[Any, Any, None]], started: "Future[str]", ended: "Future[None]") -> None:
-    """Body of the thread. What ends it is raised by the learner's next `publish`."""
+    """What ends the thread is raised by the next `publish`."""
     try:
         with suppress(asyncio.CancelledError):
             asyncio.run(serve())

@@ -1,8 +1,7 @@
 """The learner's side of a round in which each rank sends its own rows, on rank 0: it orders, and sends its rows too.
 
-Takes the place of `broadcast.BroadcastGroup`, and has one for rank 0's rows; each other rank forms a group with the
-same workers (`row_rank.RowRank`). `send` is over once all ranks have sent, or with the first that could not. A thread
-reads the other ranks' answers.
+Takes the place of `broadcast.BroadcastGroup`, and has one for rank 0's rows. `send` is over once all ranks have sent,
+or with the first that could not. A thread reads the other ranks' answers.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ CLOSE_S = 5.0
 
 
 class RowBroadcast:
-    """Rank 0 of `ranks`. `group`: that of rank 0 with the workers."""
+    """Rank 0 of `ranks`. `group`: its own with the workers."""
 
     def __init__(self, group: BroadcastGroup, ranks: SendingRanks, timeout_s: float) -> None:
         self.backend, self._group, self._timeout_s = group.backend, group, timeout_s
@@ -48,16 +47,15 @@ class RowBroadcast:
         )
         self._number = time.time_ns() >> 20
         self._sent: dict[int, asyncio.Future[None]] = {}
-        """By rank."""
         self._deaf: set[int] = set()
-        """Ranks that have not got the order of this sending yet, or have refused it."""
+        """Ranks that have not got the order of this sending yet, or refused it."""
         self._sums: dict[tuple[int, str, int], asyncio.Future[Sums]] = {}
         """By version, plan and rank."""
         self._reader: threading.Thread | None = None
 
     @property
     def at_fault(self) -> bool:
-        """Whether the last sending failed, or will, because a rank does not get its orders or cannot follow them."""
+        """A failed sending is the fault of a rank."""
         return bool(self._deaf)
 
     @property
@@ -74,7 +72,6 @@ class RowBroadcast:
         await self._group.prepare(policy, copies, members)
 
     def give_up(self) -> None:
-        """Abort the groups on every rank."""
         group = self._group.formed
         self._group.give_up()
         if group:
@@ -84,7 +81,6 @@ class RowBroadcast:
                 sent.set_exception(ChannelError("the groups were given up"))
 
     def close(self) -> None:
-        """End the threads of the other ranks, and this one's own."""
         self._orders.post(Bye())
         self._answers.post(Bye())
         if self._reader:
@@ -106,7 +102,7 @@ class RowBroadcast:
         return asyncio.gather(self._group.send(policy, copies, digest), *self._sent.values())
 
     def checksums(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[list[int]]:
-        """Add up the sums of all ranks' rows of `policy`, which they compute when they send."""
+        """Add up the sums of all ranks' rows, which they compute when they send."""
 
         def own() -> Sums:
             with copies.reading(policy) as weights:
@@ -128,7 +124,6 @@ class RowBroadcast:
         return self._sums[key]
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Body of the thread."""
         for answer in self._answers.read():
             if isinstance(answer, Bye):
                 return

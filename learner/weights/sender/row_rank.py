@@ -1,9 +1,8 @@
 """A rank that sends its own rows, other than rank 0.
 
 `publish` copies the rows and returns. It waits for rank 0, which chooses the copy, because it knows which version it
-still offers. A thread reads rank 0's orders: `SendRows` names a version, and this rank sends the rows of that version
-or none, because rows of two versions would pass every checksum. Each sending, and each computation of sums, runs in a
-thread and on a stream of its own.
+still offers. A thread reads rank 0's orders: each names a version, and this rank sends the rows of that version or
+none, because rows of two versions would pass every checksum.
 """
 
 import logging
@@ -27,7 +26,7 @@ from learner.weights.sender.mailbox import ANSWERS, ORDERS, Mailbox, SendingRank
 
 log = logging.getLogger(__name__)
 CLOSE_S = 30.0
-"""Longest wait at the end for rank 0, which first brings the last version to the servers."""
+"""Rank 0 first brings the last version to the servers."""
 
 
 class ShardedPolicy(ProbedPolicy, Protocol):
@@ -39,7 +38,6 @@ class ShardedPolicy(ProbedPolicy, Protocol):
 def row_copies(
     specs: Sequence[Spec], config: WeightsConfig, device: torch.device, frozen: Collection[str], ranks: SendingRanks
 ) -> DoubleBuffer:
-    """The two copies of a rank's own rows."""
     size = bucket_bytes(config, ranks.number)
     plan = Plan.of(specs, size, frozen, ranks.number, ranks.replicated)
     return DoubleBuffer(plan, device, lambda before: RowPool(plan, ranks.rank, device, before))
@@ -65,17 +63,16 @@ class RowRank:
         self._orders = Mailbox(ranks.store, ORDERS, TO_RANKS)
         self._channel: Channel | None = None
         self._summed: set[tuple[int, str]] = set()
-        """Versions and plans whose sums rank 0 has, or will get."""
+        """Versions and plans whose sums rank 0 gets."""
         self._failed: Future[None] = Future()
         self._thread = threading.Thread(target=self._guard, args=(self._follow,), name="weights", daemon=True)
         self._thread.start()
 
     def publish(self, policy: ShardedPolicy, version: int) -> None:
-        """Copy this rank's rows of `version`, what is frozen only once, and probe it if that is due. Raises what ended
-        one of the threads, if anything did."""
+        """Copy this rank's rows of `version`. Raises what ended one of the threads."""
         if self._failed.done():
             self._failed.result()
-        # a broken broadcast may wait a timeout for the workers, and another one for the last bucket
+        # a broken broadcast may wait one timeout for the workers, and one for the last bucket
         copy = self.copies.take(self._ranks.agree(0), 2 * self._timeout_s)
         copy.version, copy.filled = version, pending()
         self.copies.offer(copy)
@@ -90,7 +87,6 @@ class RowRank:
         return {}
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Send until rank 0 says Bye, at most CLOSE_S."""
         self._thread.join(CLOSE_S)
 
     def _follow(self) -> None:
@@ -163,10 +159,10 @@ class RowRank:
         threading.Thread(target=self._guard, args=(work,), name=name, daemon=True).start()
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Body of each thread. What ends one is raised by the learner's next `publish`."""
+        """What ends a thread is raised by the next `publish`."""
         try:
             work()
-        except dist.DistError:  # rank 0 is gone, or the machine with the store: the learner ends as a whole
+        except dist.DistError:  # rank 0 is gone: the learner ends as a whole
             log.warning("weights: rank 0 is out of reach")
         except BaseException as error:  # the outermost boundary of the thread
             log.exception("weights: a thread of rank %d ended", self._ranks.rank)

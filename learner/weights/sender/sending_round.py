@@ -1,7 +1,4 @@
-"""One round of the sender, step by step: offer, go, broadcast and facts, answers, loaded.
-
-Each step waits until all members concerned have answered or are gone, or for the timeout.
-"""
+"""One round of the sender, step by step: offer, go, broadcast and facts, answers, loaded."""
 
 import asyncio
 import logging
@@ -20,8 +17,8 @@ from learner.weights.sender.row_broadcast import RowBroadcast
 
 log = logging.getLogger(__name__)
 PATIENCE, LEAST_PATIENCE_S = 3.0, 1.0
-"""After the first answers a round waits PATIENCE times as long as they took, and at least LEAST_PATIENCE_S: a new
-broadcast group without the late members costs about a second."""
+"""A round waits PATIENCE times as long as the first answers took, and at least LEAST_PATIENCE_S: a new group without
+the late members costs about a second."""
 Transport = BroadcastGroup | RowBroadcast | Files
 
 
@@ -39,11 +36,8 @@ class SendingRound:
     copies: DoubleBuffer
 
     async def offer(self, members: list[Member], stale: Callable[[], list[Member]]) -> list[Member]:
-        """Offer the round to `members`; returns the ready members. `stale`: the members that would take the newest
-        policy now.
-
-        Once one member is ready, the round does not wait for members that are late: they get the next round.
-        """
+        """Offer the round to `members`; returns the ready ones. Late members get the next round. `stale`: the members
+        that would take the newest policy now."""
         for member in members:
             self.members.say(member, member.offer(self.number))
         while True:
@@ -61,11 +55,10 @@ class SendingRound:
         return [member for member in members if not member.gone and isinstance(member.answer, protocol.Ready)]
 
     def _long_ago(self) -> float:
-        """Time of an Offer whose answer is due now."""
         return self.members.clock.now() - self.timeout_s
 
     def _patience_s(self, members: list[Member], stale: Callable[[], list[Member]]) -> float:
-        """Seconds to wait for further answers of `members` to an Offer; 0 or less: do not wait."""
+        """Seconds to wait for further answers to an Offer; 0 or less: do not wait."""
         asked = [member for member in members if member.asked_at is not None and not member.gone]
         prompt = [member.asked_at or 0.0 for member in asked if not member.late]
         ready = [member.ready_s for member in members if isinstance(member.answer, protocol.Ready) and not member.gone]
@@ -78,11 +71,9 @@ class SendingRound:
         return 0.0 if others and not prompt else left_s
 
     def _enough_s(self, slowest_s: float) -> float:
-        """Seconds to wait for a member if the slowest member so far took `slowest_s`."""
         return max(PATIENCE * slowest_s, min(LEAST_PATIENCE_S, self.timeout_s / 4))
 
     def go(self, ready: list[Member]) -> None:
-        """Have the members that are ready begin to receive."""
         for member in ready:
             go = protocol.Go(
                 round=self.number,
@@ -114,7 +105,7 @@ class SendingRound:
     async def answered(
         self, members: list[Member], *kinds: type[Message], timeout_s: float | None = None
     ) -> list[Member]:
-        """The `members` that answer with one of `kinds` in time. Drops members that do not answer."""
+        """The `members` that answer with one of `kinds` in time; drops silent ones."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         await self.members.until(lambda: all(member.answered_or_gone(*kinds) for member in members), timeout_s)
         for member in members:
@@ -126,7 +117,7 @@ class SendingRound:
         return [member for member in members if not member.gone and isinstance(member.answer, kinds)]
 
     async def loaded(self, received: list[Member]) -> list[Member]:
-        """The members that load `policy` in time. Does not wait for slow members once there is a newer policy."""
+        """The members that load `policy` in time. Does not wait for slow ones once there is a newer policy."""
         started, slowest_s, num_loaded = self.members.clock.now(), 0.0, 0
         while True:
             now_s = self.members.clock.now() - started
@@ -144,7 +135,7 @@ class SendingRound:
         return [member for member in received if not member.gone and isinstance(member.answer, protocol.Loaded)]
 
     async def broadcast(self, ready: list[Member]) -> str:
-        """Send the buckets; returns why that broke, or an empty string. A member that fails or dies ends it at once."""
+        """Send the buckets; returns why that broke, if it did. A member that fails or dies ends it at once."""
         sending = self.transport.send(self.policy, self.copies, self.plan.digest)
         sending.add_done_callback(lambda _: self.members.changed.set())
 
@@ -174,7 +165,7 @@ class SendingRound:
 
 
 def owners(members: Iterable[Member], ranks: Collection[int]) -> list[Member]:
-    """The members of a group that have some of `ranks`, which are counted from 1 in the order of the members."""
+    """The members of a group that have some of `ranks`, counted from 1."""
     found, offset = [], 1
     for member in members:
         if any(offset <= rank < offset + member.workers for rank in ranks):

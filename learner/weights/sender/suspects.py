@@ -1,7 +1,6 @@
 """Members that were ready for a round and then did not answer: each is left out for a while, longer each time.
 
-The broadcast waits for every member that said Ready, so one that says nothing more costs all others the timeout, and
-may join again at once.
+The broadcast waits for every member that said Ready, so one that does not answer costs all others the timeout.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ NEWCOMERS = ""
 
 
 class Suspects:
-    """Pauses by name. `clock` gives seconds."""
+    """Pauses by name."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -24,7 +23,7 @@ class Suspects:
         self._until: dict[str, float] = {}
 
     def blame(self, name: str, cost_s: float) -> float:
-        """Note that this server spoilt a round that took `cost_s`. Returns for how long it is left out."""
+        """This server spoilt a round that took `cost_s`. Returns for how long it is left out."""
         key = self._key(name)
         self._failures[key] = self._failures.get(key, 0) + 1
         pause_s = min(cost_s * 2.0 ** (self._failures[key] - 1), MOST_PAUSE_S)
@@ -32,7 +31,6 @@ class Suspects:
         return pause_s
 
     def clear(self, name: str) -> None:
-        """Note that this server has loaded a version."""
         self._proven.add(name)
         self._failures.pop(name, None)
         self._until.pop(name, None)
