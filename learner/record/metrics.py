@@ -1,8 +1,8 @@
 """The record of a run: `metrics.jsonl`, one flat JSON object per version, written by learner rank 0.
 
 An evaluation has a record of its own: its `version` is the learner's when it was written, and `eval/version` the one
-that was evaluated. A record of servers and buffer (`observer.py`) has no `version` but `"kind": "servers"`. Other ranks
-hold a `Metrics` without a path, which writes nothing.
+that was evaluated. A record of servers and buffer has no `version` but `"kind": "servers"`. Ranks without a path write
+nothing.
 """
 
 import json
@@ -73,7 +73,6 @@ class Metrics:
         self._history = [*self._history, record][-LOOKED_BACK:]
 
     def log_evaluations(self, version: int, results: Sequence[EvaluationResult]) -> None:
-        """Record `results`, which have come since the record of `version`."""
         for result in results:
             record = evaluation_record(version, result)
             if result.reason:
@@ -107,7 +106,6 @@ class Metrics:
             self._track(record)
 
     def _append(self, path: Path, record: Mapping[str, float | str]) -> None:
-        """Write one line; removes an unfinished one of an earlier process."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+", opener=open_private) as file:
             if end := file.tell():

@@ -1,6 +1,6 @@
-"""Records what servers and buffer say of themselves, every few seconds, for `metrics.jsonl` and the trackers.
+"""Records what servers and buffer say of themselves, for `metrics.jsonl` and the trackers.
 
-Asks the buffer, over a connection and in a thread of its own on learner rank 0; the learner never waits for it.
+Asks the buffer over a connection and in a thread of its own on learner rank 0; the learner never waits for it.
 """
 
 import asyncio
@@ -20,13 +20,11 @@ from configs.schema import Config
 
 log = logging.getLogger(__name__)
 MISSED_HEARTBEATS = 5
-"""After so many the buffer ends a server's leases."""
 MOST_SERVERS = 64
 """Servers with figures of their own; the sums count all."""
 EXTREMES = ("kv_usage", "stall_s", "scoring_s", "task_s", "teacher_s")
 """Figures of which the largest counts, not the sum."""
 NOT_SUMMED = "limit_"
-"""Prefix of figures that say what bounds one server."""
 
 
 class Observer:

@@ -1,7 +1,7 @@
 """Experiment trackers that get the records of `metrics.py`: TensorBoard, Weights & Biases, SwanLab.
 
-Each runs in its own thread on learner rank 0 and reads a queue. One that is missing, fails or hangs costs a warning,
-never the run. The learner ends without the interpreter's exit hooks, so `close` sends the rest.
+Each runs in its own thread on learner rank 0. One that is missing, fails or hangs costs a warning, never the run. The
+learner ends without the interpreter's exit hooks, so `close` sends the rest.
 """
 
 import json
@@ -16,7 +16,6 @@ from typing import Any
 log = logging.getLogger(__name__)
 Record = Mapping[str, float]
 LAST_S = 10.0
-"""Longest wait for a tracker at the end."""
 
 
 class Tracker:
@@ -42,7 +41,7 @@ class Tracker:
             with TRACKERS[self.name](folder, run, config) as track:
                 while (record := self._queue.get()) is not None:
                     track(record)
-        except Exception as error:  # the thread's outermost boundary; trackers may raise anything
+        except Exception as error:  # trackers may raise anything
             reason: object = error
             if isinstance(error, ModuleNotFoundError) and error.name:
                 reason = f'{error.name} is not installed; pip install -e ".[tracking]" installs all trackers'
@@ -67,8 +66,8 @@ def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[C
 
 @contextmanager
 def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
-    """Weights & Biases, under the project `headrace`; its environment variables apply. Where the service cannot be
-    reached or has no key, the records are kept in `folder`."""
+    """Weights & Biases; its environment variables apply. Where the service cannot be reached or has no key, the records
+    are kept in `folder`."""
     import wandb as service
 
     options = {"project": "headrace", "name": run, "id": run, "dir": str(folder), "config": dict(config)}
@@ -83,7 +82,7 @@ def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callabl
 
 @contextmanager
 def swanlab(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
-    """SwanLab, under the project `headrace`. Offline as wandb."""
+    """SwanLab. Offline as wandb."""
     import swanlab as service
 
     options = {"project": "headrace", "name": run, "log_dir": str(folder / "swanlab"), "config": dict(config)}

@@ -1,7 +1,6 @@
 """`python -m learner digest CHECKPOINT MODEL`: prints the digest of MODEL as the base of CHECKPOINT's adapter.
 
-`python -m rollout evaluate` runs it as a process, because rollout does not import this package. Reads the whole model
-into host memory. Exit 2: one of the two cannot be read.
+`python -m rollout evaluate` runs it as a process, because rollout does not import this package. Exit 2: bad input.
 """
 
 import sys

@@ -20,7 +20,6 @@ from learner.model.policy import Policy
 SHARD_BYTES = 5 << 30
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Fused weights of a block's experts, and their names in files."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
@@ -36,8 +35,7 @@ def collect(policy: Policy) -> dict[str, Tensor]:
 
 
 def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight as the files of the models in PROVEN have it: experts one by one. Weights of other models have the form
-    of their files already."""
+    """A weight as the files of the models in PROVEN have it: experts one by one."""
     layer, _, kind = name.rpartition(".experts.")
     if kind not in FUSED or not layer:
         yield name, weight

@@ -42,11 +42,9 @@ class DataPosition(BaseModel):
     """How far demonstrations are read. Example: `DataPosition(data="8c2f0e1b9a3d4c57", rows=640)`"""
 
     data: str
-    """Digest of the demonstrations in tokens."""
     rows: int
     """Rows drawn, over all epochs."""
     beside: bool = False
-    """Trained beside samples of reinforcement learning."""
 
     @property
     def kind(self) -> str:
@@ -54,7 +52,7 @@ class DataPosition(BaseModel):
 
 
 def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig) -> set[int]:
-    """The newest checkpoints, each `keep_every`-th, and the best rewarded. `rewards`: by version."""
+    """The newest checkpoints, each `keep_every`-th, and the best rewarded."""
     newest = sorted(rewards)[-config.keep_checkpoints :]
     every = [version for version in rewards if config.keep_every and version % config.keep_every == 0]
     known = [(reward, version) for version, reward in rewards.items() if reward is not None]
@@ -86,7 +84,7 @@ def adapter_of(checkpoint: Path) -> AdapterOf | None:
 
 
 def position_of(checkpoint: Path) -> DataPosition | None:
-    """How far the demonstrations were read; None for reinforcement learning alone."""
+    """How far the demonstrations were read, if any were."""
     found = manifest_of(checkpoint).get("position")
     return DataPosition.model_validate(found) if found else None
 

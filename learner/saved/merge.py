@@ -24,6 +24,7 @@ PROG = "python -m learner merge"
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`; returns the exit code."""
     description = "Write the whole weights of a checkpoint with an adapter."
     parser = CommandParser(PROG, description=description)
     parser.add_argument("checkpoint", type=Path, help="as runs/NAME/checkpoints/v000100")

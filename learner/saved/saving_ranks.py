@@ -1,6 +1,6 @@
-"""Which ranks write checkpoints, whether they see one folder, and what all ranks agree on of the files in it.
+"""Which ranks write checkpoints, and what all ranks agree on of the files. Each method is a collective.
 
-All ranks write, or, with `learner.checkpoint_on: first_node`, the first replica alone. Each method is a collective.
+All ranks write, or, with `learner.checkpoint_on: first_node`, the first replica alone.
 """
 
 import logging
@@ -18,9 +18,8 @@ from learner.train.collectives import all_reduce_max, broadcast_from_rank0
 
 log = logging.getLogger(__name__)
 MARKER = ".shared-"
-"""Prefix of the file by which the ranks find out whether they see one folder."""
 SEEN_S = 5.0
-"""Network file systems cache what is not there."""
+"""How long a file of another machine is looked for: network file systems cache what is not there."""
 
 
 class SavingRanks:
@@ -98,7 +97,6 @@ class SavingRanks:
 
 
 def _seen(marker: Path) -> bool:
-    """Polls: no event announces a file on another machine."""
     end = time.monotonic() + SEEN_S
     while not (seen := marker.exists()) and time.monotonic() < end:
         time.sleep(0.5)

@@ -1,8 +1,8 @@
 """Writes and reads a checkpoint's shards by torch.distributed.checkpoint, with checksums and without running code.
 
-`Writer` notes the CRC32C of a shard as it writes it: nobody has to read a shard again. torch unpickles `.metadata`, the
-index of the shards, and whatever in a state is no tensor: a file made for it could run any program. `Reader` and
-`Planner` take only what torch writes for a learner's state.
+`Writer` notes the CRC32C of a shard as it writes it: nobody has to read a shard again. torch unpickles `.metadata` and
+whatever in a state is no tensor: a file made for it could run any program. `Reader` and `Planner` take only what torch
+writes for a learner's state.
 """
 
 import io
@@ -39,14 +39,12 @@ CLASSES = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
-"""Module and name of what `.metadata` of a learner's state refers to."""
+"""What `.metadata` of a learner's state refers to."""
 UNFIT = re.compile(r"Missing key in checkpoint state_dict: (\S+)\.|Size mismatch between saved .* for (\S+)")
-"""torch's message for a key that is missing, or of another shape."""
 UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError),
     OSError,
 )
-"""What unpickling a damaged file may raise."""
 
 
 class SummedStream:
@@ -66,8 +64,6 @@ class SummedStream:
 
 
 class SummedFiles(FileSystem):
-    """The file system, with a note of its CRC32C beside each shard."""
-
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         with super().create_stream(path, mode) as stream:
@@ -96,15 +92,13 @@ class Uncopied(AsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
 
-    def synchronize_staging(self) -> None:
-        ...
+    def synchronize_staging(self) -> None: ...
 
-    def close(self) -> None:
-        ...
+    def close(self) -> None: ...
 
 
 class RefusedClass(pickle.UnpicklingError):
-    """A file refers to something that no checkpoint of a learner refers to."""
+    """A file refers to what no checkpoint of a learner refers to."""
 
 
 class PlainUnpickler(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""A rank's part of a batch becomes microbatches, in three steps: open, agree, pack (docs/design/learner.md).
+"""A rank's part of a batch becomes microbatches: open, agree, pack (docs/design/learner.md).
 
 `open_part` makes units of the samples of the buffer's `Part`. `agree` is a collective: each rank takes the same number
 of microbatches, so that FSDP's collectives match. `pack_all` lays the units out in rows.
@@ -39,9 +39,8 @@ class Document:
     """`Sample.DTYPES`, and each sampled token's index in `Batch.turns`, -1 of others: [tokens] each."""
     images: Sequence[SeenImage] = ()
     routes: np.ndarray | None = None
-    """[tokens, layers with experts, k] integers; None: not replayed."""
     teacher: np.ndarray | None = None
-    """[tokens] float32: log-probabilities of its teacher, 0 for given tokens."""
+    """[tokens] float32: log-probabilities, 0 for given tokens."""
     top: TeacherTop | None = None
 
     @property
@@ -59,7 +58,6 @@ class Turns(NamedTuple):
     rows: np.ndarray
     """int64 [turns]: index of the sample in `Batch.rows`."""
     rewards: np.ndarray
-    """float64 [turns]"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,6 @@ class Unit:
 
     @property
     def squares(self) -> int:
-        """Cost of attention, where a document of n tokens costs n²."""
         return self.prompt**2 + sum(n * (n + 2 * self.prompt) for n in self.answers)
 
     @property
@@ -120,21 +117,18 @@ class Tree:
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's microbatches, and a row for each sample of the whole batch, the same on every rank."""
+    """A rank's microbatches, and a row for each sample of the whole batch."""
 
     version: int
     rows: SampleRows
     num_versions: list[int]
-    """Policy versions that sampled the tokens of each of this rank's samples."""
     num_segments: list[int]
     turns: Turns
     scattered: bool
-    """Samples may be spread over several microbatches."""
     microbatches: list[Microbatch]
     tokens: int
     squares: int
     alone: tuple[int, int]
-    """`tokens` and `squares` with nothing shared."""
     undone: tuple[int, int] = (0, 0)
     teachers: Mapping[int, str] = field(default_factory=dict)
     teacher_kl: Mapping[str, tuple[float, int]] = field(default_factory=dict)
@@ -158,9 +152,9 @@ class Batch:
         """Pack `part` into microbatches of at most `budget` tokens and PATCHES_PER_TOKEN patches for each; a longer
         document gets its own.
 
-        A document of n tokens costs n + quadratic * n². `form`: how the model sees images. `key_room`: tokens of the
-        budget that a copied key takes; None: only prompts are shared. Raises, on all ranks, RuntimeError when their
-        parts are not of one batch, PictureMismatch or RouteMismatch.
+        A document of n tokens costs n + quadratic * n². `key_room`: tokens of the budget that a copied key takes; None:
+        only prompts are shared. Raises, on all ranks, RuntimeError when their parts are not of one batch,
+        PictureMismatch or RouteMismatch.
         """
         opened = open_part(part, budget, share_prompts, form, replayed, key_room)
         agreed = agree(opened, budget)
@@ -168,8 +162,7 @@ class Batch:
 
 
 class Opened(NamedTuple):
-    """A rank's part, decoded: `units`, with what they take of a microbatch's budget. `misrouted` and `unseen`: what is
-    wrong."""
+    """A rank's part, decoded: `units`, with what they take of a microbatch's budget."""
 
     part: Part
     units: Sequence[Unit | Tree]
@@ -184,7 +177,7 @@ class Opened(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What all ranks know of a batch. `microbatches`: of each rank."""
+    """What all ranks know of a batch."""
 
     microbatches: int
     scattered: bool
@@ -215,7 +208,7 @@ def open_part(
 
 
 def agree(opened: Opened, budget: int) -> Agreed:
-    """Compare the ranks' parts. A collective. Raises as `Batch.from_part` does."""
+    """Compare the ranks' parts. A collective. Raises as `Batch.from_part`."""
     version, rows = opened.part.version, opened.part.rows
     least, digest = max(len(first_fit(opened.sizes, budget)), 1), crc32(rows.item.data + rows.reward.data)
     mine = (least, version, -version, digest, -digest, max(opened.num_segments, default=0))
@@ -253,12 +246,13 @@ def pack_all(opened: Opened, agreed: Agreed, budget: int, quadratic: float, patc
 
 
 def teachers_of(samples: Sequence[Sample], rows: Sequence[int]) -> dict[int, str]:
+    """The teacher of each sample that has one."""
     both = zip(samples, rows, strict=True)
     return {row: sample.teacher_name for sample, row in both if sample.teacher_logprobs is not None}
 
 
 def teacher_kl(samples: Sequence[Sample]) -> dict[str, tuple[float, int]]:
-    """By teacher the sum of log mu - log q over its samples' sampled tokens, and their number."""
+    """By teacher the sum of log mu - log q over sampled tokens, and their number."""
     found = dict[str, tuple[float, int]]()
     for sample in samples:
         if sample.teacher_logprobs is not None:
@@ -297,12 +291,13 @@ def documents_of(
 
 
 def alone(documents: Sequence[Document]) -> list[Unit]:
+    """Each document by itself."""
     return [Unit([document], 0) for document in documents]
 
 
 def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) -> list[Unit]:
-    """The documents in units of at most `budget` tokens. Documents that share no prompt, or would save less than
-    LEAST_SAVED, stay separate. `items`: of each row of the batch."""
+    """The documents in units of at most `budget` tokens. Documents that would save less than LEAST_SAVED stay separate.
+    `items`: of each row of the batch."""
     groups: dict[tuple[int, bytes, tuple[str, ...]], list[Document]] = defaultdict(list)
     for document in documents:
         prompt = document.columns[0][: document.prompt]
@@ -334,6 +329,7 @@ def trees_of(documents: Sequence[Document], items: np.ndarray, budget: int, key_
 
 
 def tokens_of(units: Sequence[Unit | Tree]) -> int:
+    """Tokens of the rows that `units` take."""
     return sum(unit.tokens for unit in units)
 
 
@@ -363,6 +359,7 @@ def pack(units: Sequence[Unit | Tree]) -> Microbatch:
 
 
 def pack_trees(units: Sequence[Unit | Tree]) -> Microbatch:
+    """A row in which each document goes on from the one before it."""
     texts = []
     for unit in units:
         assert isinstance(unit, Tree) or len(unit.documents) == 1
@@ -374,6 +371,7 @@ def pack_trees(units: Sequence[Unit | Tree]) -> Microbatch:
 
 
 def pack_plain(units: Sequence[Unit]) -> Microbatch:
+    """A row of units that share prompts, or nothing."""
     shared = [unit for unit in units if len(unit.documents) > 1]
     pieces = [(unit.documents[0], slice(unit.prompt)) for unit in shared]
     pieces += [(document, slice(unit.prompt, None)) for unit in shared for document in unit.documents]
@@ -405,8 +403,8 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, number: int) -> list[list[int]]:
-    """Indices of `lengths` in `number` bins of at most `budget` and of similar cost, the costliest bin first; else the
-    bins of `first_fit`, which takes at most `number`."""
+    """Indices of `lengths` in `number` bins of similar cost, the costliest bin first; the bins of `first_fit` where
+    balancing does not fit the budget."""
     bins: list[list[int]] = [[] for _ in range(number)]
     load, used = [0.0] * number, [0] * number
     for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):

@@ -1,7 +1,4 @@
-"""What learner ranks exchange besides gradients. Each call is a collective, which waits up to `learner.timeout_s`.
-
-Numbers travel as CPU tensors over gloo, whatever the model's device.
-"""
+"""What learner ranks exchange besides gradients. Each call is a collective, which waits up to `learner.timeout_s`."""
 
 from typing import Any
 
@@ -36,26 +33,29 @@ def meet() -> None:
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
+    """The sum of every rank's `values`."""
     total = values.clone()
     dist.all_reduce(total)
     return total
 
 
 def broadcast_from_rank0(number: int) -> int:
+    """Rank 0's `number`."""
     tensor = torch.tensor(number, dtype=torch.int64)
     dist.broadcast(tensor, src=0)
     return int(tensor)
 
 
 def broadcast_from_first(number: int, group: dist.ProcessGroup) -> int:
+    """The number of the first rank of `group`."""
     tensor = torch.tensor(number, dtype=torch.int64)
     dist.broadcast(tensor, group=group, group_src=0)
     return int(tensor)
 
 
 def broadcast_state(state: dict[Any, Any], group: dist.ProcessGroup) -> None:
-    """Bring the tensors of `state`, dicts in dicts, from the first rank of `group` to its others, in place; of a
-    sharded one the local shard, so all ranks of `group` must have the same shards."""
+    """Bring the tensors of `state`, dicts in dicts, from the first rank of `group` to its others, in place. All must
+    have the same shards."""
     for _, value in sorted(state.items(), key=lambda item: str(item[0])):
         if isinstance(value, dict):
             broadcast_state(value, group)

@@ -13,30 +13,29 @@ TOTAL = "demonstrations"
 
 
 class DrawnBeside(Protocol):
-    """The texts that each version draws."""
+    """The texts of one batch."""
 
     @property
     def microbatches(self) -> Sequence[Microbatch]:
-        """This rank's, on its device; every rank has as many."""
+        """As many as on every other rank, on its device."""
 
     @property
     def total(self) -> Tensor:
-        """Summed loss of the tokens that this rank has trained so far: [] float64."""
+        """Summed loss of the tokens that this rank has trained: [] float64."""
 
     @property
     def tokens(self) -> float:
         """Tokens of all ranks."""
 
-    def backward_of(self, policy: Policy, microbatch: Microbatch) -> None:
-        ...
+    def backward_of(self, policy: Policy, microbatch: Microbatch) -> None: ...
 
-    def metrics(self, total: float) -> dict[str, float]:
-        """Of the whole batch; `total`: the sum over all ranks."""
+    def metrics(self, total: float) -> dict[str, float]: ...
 
     def flops(self, policy: Policy) -> float:
         """FLOPs of all ranks."""
 
 
 class TrainedBeside(Protocol):
-    def draw(self, policy: Policy, version: int) -> DrawnBeside:
-        ...
+    """Texts of which each version draws some."""
+
+    def draw(self, policy: Policy, version: int) -> DrawnBeside: ...

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 WIDTH, FACTOR, TOKENS = 512, 4, 16
 STEPS, MICROBATCHES = 3, 2
 SMALL = 1 << 14
-"""Numbers of the smaller portions: 64 KiB, because memory is locked in whole pages, which may be as large."""
+"""64 KiB: memory is locked in whole pages, which may be as large."""
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 KEY, REMEDY = "learner.cpu_offload: optimizer", "set it to true or false"
 
@@ -45,7 +45,7 @@ def check_offload(learner: LearnerConfig, mesh: DeviceMesh, device: torch.device
 def try_offload(
     mesh: DeviceMesh, device: torch.device, optimizer: type[OffloadedAdamW] = OffloadedAdamW, width: int = WIDTH
 ) -> None:
-    """Raise ConfigError unless two layers, of `width` and FACTOR times that, are trained as without offloading."""
+    """Raise ConfigError unless two layers are trained as without offloading."""
     problem = f"{KEY}: with torch {torch.__version__}"
     try:
         expected = _trained_plainly(mesh, device, width)
@@ -61,7 +61,6 @@ def try_offload(
 
 
 def _trained_plainly(mesh: DeviceMesh, device: torch.device, width: int) -> list[Tensor]:
-    """This rank's weights in fp32, and as the next forward pass has them."""
     model = _sharded(mesh, width, narrowed=False)
     _fill(model, device, width)
     _train(model, AdamW(model.parameters(), fused=True, **OPTIONS), device, width)
@@ -96,7 +95,6 @@ def _sharded(mesh: DeviceMesh, width: int, narrowed: bool) -> nn.Module:
 
 
 def _fill(model: nn.Module, device: torch.device, width: int, masters: MasterWeights | None = None) -> None:
-    """Give each parameter the same random weights each time."""
     filled, draw = {}, torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         whole = torch.randn(parameter.shape, generator=draw, device=device) / math.sqrt(width)

@@ -1,7 +1,7 @@
 """AdamW whose master weights and moments lie in host memory (`learner.cpu_offload: optimizer`).
 
-A step brings one portion after another to the GPU, updates it there by torch's own fused AdamW, and takes it back while
-other portions are updated. So its numbers are those of a step without offloading.
+A step brings one portion after another to the GPU, updates it there by torch's own fused AdamW, and takes it back. So
+its numbers are those of a step without offloading.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,6 @@ class OffloadedAdamW(AdamW):
             self.state[parameter]["step"] += float(gradient is not None)
 
     def _update(self, spans: list[HeldSpan], portion: Tensor, gradients: list[Tensor | None]) -> None:
-        """`portion`: [KINDS, numbers] float32, on the device."""
         if not spans:
             return
         weights, first, second = ([kind[p.offset : p.offset + p.size] for p in spans] for kind in portion)
@@ -72,7 +71,7 @@ class OffloadedAdamW(AdamW):
 
 
 class _Lanes:
-    """Streams that bring portions to the GPU and back; on a CPU nothing waits."""
+    """Streams that bring portions to the GPU and back."""
 
     def __init__(self, masters: MasterWeights) -> None:
         self.portion = min(masters.portion, len(masters.values))

@@ -38,7 +38,6 @@ class Optimizer:
         )
 
     def learning_rate(self, version: int) -> float:
-        """Of the step from `version` to `version + 1`."""
         warmup, version = self.config.warmup_versions, version - self.held
         if version < warmup:
             return self.config.lr * (version + 1) / warmup
@@ -87,7 +86,7 @@ class Optimizer:
             group.update({name: self.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
 
     def _overflowed(self, parameters: Sequence[torch.nn.Parameter]) -> float:
-        """1 if every part of the gradient is finite on every rank but the norm is not."""
+        """1 if every part of the gradient is finite on every rank."""
         parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
         (unfit,) = collectives.all_reduce_max(not all(bool(part.isfinite().all()) for part in parts))
         return float(not unfit)

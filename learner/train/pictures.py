@@ -1,7 +1,6 @@
 """The images of a rank's part of a batch: decoded as the servers did it, and packed for the tower.
 
-The digest of each image's pixels is compared with the server's: a policy must not be trained on another picture than it
-saw.
+Digests of pixels are compared: a policy must not be trained on another picture than it saw.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,7 +54,7 @@ class Placed(NamedTuple):
 
 
 def max_sample_patches(config: Config, form: ImageFormat) -> int:
-    """Most patches of the images of one sample, by its tokens and by its images."""
+    """Most patches of the images of one sample."""
     most = config.data.max_images * form.max_pixels // form.patch**2
     return min(most, max_sample_tokens(config) * form.merge**2)
 
@@ -78,7 +77,6 @@ def open_images(part: Part, samples: Sequence[Sample], form: ImageFormat | None)
 
 
 def _files(part: Part, row: int, sample: Sample) -> Iterator[tuple[str, bytes]]:
-    """For each image of a sample: what to call it, and its file."""
     item = int(part.rows.item.numpy()[row])
     of_row = next((images.images for images in part.images if images.item == item), [])
     for turn, (image, number) in enumerate(zip(sample.images, sample.row_images, strict=True)):
@@ -121,6 +119,7 @@ def _fits(sample: Sample, start: int, picture: Picture) -> bool:
 
 
 def num_patches(images: Iterable[SeenImage]) -> int:
+    """Patches that the tower encodes."""
     return sum({picture.digest: prod(picture.grid) for _, picture in images}.values())
 
 
@@ -160,6 +159,7 @@ def _blocks(placed: Sequence[Placed]) -> ImageBlocks:
 
 
 def one_shown(tokens: Sequence[int], images: Sequence[SeenImage]) -> Microbatch:
+    """As `one_document`, with images."""
     return show(one_document(tokens), [Piece(images, len(tokens), slice(None))])
 
 

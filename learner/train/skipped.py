@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 MOST_SKIPPED = 20
 """Skipped steps in a row that end the run."""
 UNFIT_ADVANTAGES, TAUGHT = "advantages_unfit", "advantages_nonzero"
-"""Sums of a batch: turns whose advantage is not finite in float32, and not zero."""
+"""Numbers of turns whose advantage is not finite in float32, and not zero."""
 
 
 NOTHING_LEFT = "the model gives every trained token the probability 1; end the run"
@@ -31,7 +31,6 @@ class SkippedSteps:
 
     def __init__(self) -> None:
         self.in_row = self.zero_in_row = 0
-        """Last steps in a row that were skipped, and whose gradient was zero."""
         self._last, self._why = 0, ""
 
     def note(
@@ -94,6 +93,7 @@ def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums
 
 
 def why_zero(sums: Mapping[str, float]) -> str:
+    """Why the gradient was zero, and the remedy."""
     if sums[TAUGHT]:
         return "the loss masks every token; widen its bounds, or lower batch.max_staleness"
     return (

@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 """Entries of `Algorithm.shared_context` that are [samples]."""
 TEACHER_WEIGHTS = "teacher_weights"
-"""Entry of `Algorithm.shared_context`: what teachers' gaps weigh in advantages."""
 PHASES = ("pack", "backward", "update")
 JUDGED = "a critic judges each token of a row for one sample"
 TOPPED = "teacher.top_k: most probable tokens are given for each sample's own tokens"
@@ -56,9 +55,8 @@ Result = tuple[Tensor, dict[str, Tensor]]
 class Algorithm:
     """Loss, advantages and optimizer. `reference` is the initial model, if the loss needs one.
 
-    `budget`: tokens per microbatch. `max_tokens`: the longest answer, from which the soft overlong penalty and, by
-    default, `aggregation: constant` count. `teachers`: weights by `data_source`; `top_k`: they gave their most probable
-    tokens.
+    `max_tokens`: the longest answer, from which the soft overlong penalty and, by default, `aggregation: constant`
+    count. `teachers`: weights by `data_source`; `top_k`: they gave their most probable tokens.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class Algorithm:
         self.form, self.beside, self.skipped = form, beside, SkippedSteps()
         self.loss, self.critic = loss_of(config), critic
         self.advantage = None if critic else advantage_of(config)
-        # three matmuls of the vocabulary's size instead of four (docs/design/learner.md)
+        # three large matmuls instead of four (docs/design/learner.md)
         self.forward = self.by_chunk if is_tokenwise(config) else self.at_once
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
@@ -128,7 +126,6 @@ class Algorithm:
         return self.optimizer.discard()
 
     def pack(self, policy: Policy, part: Part) -> Batch:
-        """The microbatches of this rank's `part`. A collective."""
         costs = policy.costs.quadratic, policy.costs.patch_cost
         shared, replayed = policy.sharing.prompts, policy.replayed
         if policy.context_group is not None:
@@ -144,7 +141,6 @@ class Algorithm:
         return batch
 
     def backward(self, policy: Policy, batch: Batch, drawn: DrawnBeside | None = None) -> dict[str, Tensor]:
-        """Leave the gradient in the parameters; returns this rank's sums."""
         shared = self.shared_context(batch, policy.device, policy.counts)
         microbatches = [policy.place(microbatch) for microbatch in batch.microbatches]  # all now: copies block
         with policy.gathering.held():
@@ -180,15 +176,14 @@ class Algorithm:
         return sums if policy.mixture is None else sums | {TALLY: policy.mixture.tally.double()}
 
     def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
-        """The loss of all tokens together, after the head."""
         assert top is None
         logprobs, entropy = policy(microbatch)
         loss, sums = self.loss(context.inputs(logprobs, entropy), self.config)
         return loss + 0.0 * logprobs.sum(), sums  # so that even a dummy's loss depends on every parameter
 
     def by_chunk(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
-        """A tokenwise loss, differentiated in the head's chunks; the sums of all tokens together, which take three
-        times as many kernels."""
+        """A tokenwise loss, differentiated in the head's chunks; the sums, which take many kernels, once for all
+        tokens."""
         loss, scored = self.loss, context.select(microbatch.predicted)
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice | Tensor) -> Tensor:
@@ -203,8 +198,7 @@ class Algorithm:
         return total, sums
 
     def _top(self, microbatch: Microbatch, context: LossContext, of_turns: Tensor) -> TopTokens:
-        """The teachers' most probable tokens, weighted as the loss of the sampled ones, times the weight of the
-        teacher."""
+        """The teachers' most probable tokens, weighted as the loss of the sampled ones."""
         config, scored = self.config, microbatch.scored
         inputs = context.select(scored).inputs(microbatch.behaviour[scored])
         weights = aggregation_weights(inputs, config.aggregation, config.constant_length)
@@ -233,7 +227,6 @@ class Algorithm:
         }
 
     def _rewards(self, batch: Batch) -> Tensor:
-        """Less the penalty for length: [samples] float64."""
         config, (rewards, _, lengths, _) = self.config, _tensors(batch.rows)
         if config.overlong != "soft":
             return rewards
@@ -255,14 +248,14 @@ class Algorithm:
         return torch.cat([advantages.float(), torch.zeros(1)])
 
     def _teacher_weights(self, batch: Batch) -> Tensor:
-        """Of each of this rank's turns, then 0 for given tokens: [turns + 1] float32."""
+        """As `_advantages`, of turns."""
         rows, truncated = batch.turns.rows.tolist(), batch.rows.truncated.numpy()
         masked = truncated.astype(bool) if self.config.overlong == "mask" else np.zeros(len(truncated), bool)
         taught = {row: self.teachers[name] for row, name in batch.teachers.items() if not masked[row]}
         return torch.tensor([*(taught.get(row, 0.0) for row in rows), 0.0], dtype=torch.float32)
 
     def _log_ratios(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
-        """Sums of each sample's log-ratios: [samples] float, 0 for other ranks'."""
+        """[samples] float, 0 for other ranks' samples."""
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
         sums = [each.per_sequence(each.log_ratio)[: each.num_sequences] for each in map(LossInputs.clean, inputs)]
         return torch.stack(sums).sum(0)
@@ -275,8 +268,7 @@ class Algorithm:
 
 
 def turn_rewards(batch: Batch, rewards: Tensor) -> Tensor:
-    """Reward of each of this rank's turns: [turns] float64. `rewards` [samples] may have penalties, which are the last
-    turn's."""
+    """Reward of each of this rank's turns: [turns] float64. A penalty in `rewards` [samples] is the last turn's."""
     turns, of_turns = map(torch.from_numpy, batch.turns)
     last = turns.diff(append=turns.new_tensor([-1])) != 0
     penalties = rewards - torch.tensor(batch.rows.reward.numpy())
@@ -285,7 +277,7 @@ def turn_rewards(batch: Batch, rewards: Tensor) -> Tensor:
 
 def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = True) -> tuple[Tensor, Tensor]:
     """The return of each of this rank's turns, and the first return of each sample of the batch, float64. A collective:
-    the rows know nothing of turns, so each rank that `counts` contributes its samples."""
+    each rank that `counts` contributes its samples."""
     turns = torch.from_numpy(batch.turns.rows)
     first = turns.diff(prepend=turns.new_tensor([-1])) != 0
     returns = turn_returns(turn_rewards(batch, rewards), turns, discount)
@@ -357,13 +349,14 @@ def _tensors(rows: SampleRows) -> list[Tensor]:
 
 
 def buffer_metrics(part: Part) -> dict[str, float]:
+    """What the buffer has counted."""
     counts = {f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried", "quarantined")}
     servers = {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
     return counts | servers | {"buffer/failed_share": part.failed / max(part.failed + part.generated, 1)}
 
 
 def problem_metrics(part: Part) -> dict[str, float]:
-    """Problems in each band of solved share, and the share of groups without variance."""
+    """Problems in each band of solved share."""
     metrics = {f"problems/{name}": float(number) for name, number in part.problems.items()}
     if rows := sum(part.problems.values()) - part.problems.get("retired", 0):
         metrics["problems/left_out_share"] = part.problems.get("left_out", 0) / rows

@@ -1,4 +1,4 @@
-"""What teachers gave, laid out for a microbatch: zeros where a piece has no teacher."""
+"""What teachers gave, laid out for a microbatch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,11 +29,12 @@ def top_of(sample: Sample, sampled: np.ndarray, start: int, stop: int) -> Teache
 
 
 def pieces_of(packed: Microbatch) -> list[int]:
+    """Tokens of each piece of a row."""
     return packed.cu_seqlens.diff().tolist()  # type: ignore[no-any-return]
 
 
 def teacher_row(taught: Sequence[np.ndarray | None], lengths: Sequence[int]) -> Tensor | None:
-    """The teachers' log-probabilities of a row: [tokens] float32; None where no piece has a teacher."""
+    """The teachers' log-probabilities of a row: [tokens] float32, 0 in a piece without a teacher."""
     if all(each is None for each in taught):
         return None
     whole = [

@@ -1,7 +1,6 @@
 """Which texts of a group form a tree, so that each prefix that several of them share is computed once.
 
-In a tree each text goes on from the one before it: its row lacks the first `joined` tokens
-(`learner/model/forest.py`).
+In a tree each text goes on from the one before it: its row lacks the first `joined` tokens.
 """
 
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ Joined = tuple[int, int]
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """How many first numbers of two arrays are equal."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

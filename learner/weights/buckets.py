@@ -16,11 +16,10 @@ from learner.weights.plan import Plan, Slot
 from learner.weights.protocol import Probe
 
 WORDS = 4128
-"""Words of 8 bytes per row of the checksum, 32 KiB and 256 bytes: at a power of two apart they would compete for few
-places of a processor's cache."""
+"""Words of 8 bytes per row of the checksum: 32 KiB and 256 bytes, because columns at a power of two apart would share
+few places of a processor's cache."""
 ROW = 8 * WORDS
 CACHED_ROWS = 16
-"""Half a MiB, which a processor's cache holds."""
 FACTOR = 0x9E3779B97F4A7C1
 HALVES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 
@@ -28,7 +27,7 @@ HALVES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 class Allocation:
     """Buckets of `sizes` bytes in one allocation, uint8, zero at first. Each begins at a row of the checksum.
 
-    `places`: for each share of a rank, the indices of its rows in the bucket.
+    `places`: the rows of a bucket that each share of a rank has.
     """
 
     def __init__(
@@ -45,12 +44,11 @@ class Allocation:
         self._places = [slice(begin, end) for begin, end in pairwise(begins)]
 
     def checksums(self) -> torch.Tensor:
-        """`[buckets] int64`, in few operations: each waits for the GIL."""
         rows, columns = self.sums()
         return rows + _sum_of_columns(columns, self._column_weights)
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weighted sums of rows `[buckets]` and sums of columns `[buckets, WORDS]`, int64. Sums of the ranks' shares
+        """Weighted sums of rows `[buckets]` and sums of columns `[buckets, WORDS]`, int64; those of the ranks' shares
         add up."""
         words = self._memory.view(torch.int64).view(-1, WORDS)
         if words.device.type == "cpu":
@@ -66,7 +64,7 @@ class Buckets:
     """The buckets of `plan`. On a GPU all work is queued.
 
     `rotating`: later buckets overwrite the first `turns`. `beside`: another copy, which shares its frozen buckets.
-    `scratch`: bytes of two buffers in which shares of several ranks arrive.
+    `scratch`: bytes of two buffers in which shares arrive.
     """
 
     def __init__(
@@ -82,7 +80,6 @@ class Buckets:
         self._parts: list[Allocation] = []
         self.scratch = [torch.empty(scratch, dtype=torch.uint8, device=device) for _ in range(2 if scratch else 0)]
         self.copies: dict[tuple[int, int], list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = {}
-        """By share and scratch buffer (`rows`)."""
         if rotating:
             few = Allocation([max(plan.sizes)] * min(turns, len(plan.sizes)), device).buckets
             self.buckets = [few[index % turns][:size] for index, size in enumerate(plan.sizes)]
@@ -93,7 +90,6 @@ class Buckets:
         self.buckets = [bucket for part in self._parts for bucket in part.buckets]
 
     def views(self, bucket: int | None = None, first: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the tensors from bucket `first` on, or of one bucket, in order."""
         for slot in self.plan.slots:
             if slot.bucket >= first and bucket in (None, slot.bucket):
                 yield slot.spec.name, self.view(slot)
@@ -144,7 +140,7 @@ def checksum(bucket: torch.Tensor) -> torch.Tensor:
 
 
 def bucket_sums(bucket: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighted sum of a bucket's rows and the sums of its columns: `[bytes] uint8 -> [], [WORDS] int64`."""
+    """A bucket's weighted sum of rows and its sums of columns: `[bytes] uint8 -> [], [WORDS] int64`."""
     words = bucket.view(torch.int64)
     whole = len(words) // WORDS * WORDS
     rest = words[whole:]
@@ -181,6 +177,7 @@ def _column_weights(device: torch.device) -> torch.Tensor:
 
 
 def row_weights(number: int, device: torch.device) -> torch.Tensor:
+    """The weights of so many rows or columns."""
     return _weights_of(torch.arange(number, device=device))
 
 
@@ -219,13 +216,12 @@ class PublishedPolicy:
     """Done once all weights are copied, or queued to be copied before this event."""
     probe: "Future[Probe] | None" = None
     checksums: "dict[str, asyncio.Future[list[int]]]" = field(default_factory=dict)
-    """By the plan's digest."""
     holders: int = 0
 
 
 class DoubleBuffer:
-    """The sender's two copies of the weights, shared by the learner's thread and the serving threads: one is filled
-    while a broadcast may still read the other.
+    """The sender's two copies of the weights, shared by several threads: one is filled while a broadcast may still read
+    the other.
 
     Where several ranks send, rank 0 chooses which copy all of them fill (`take`), and names the version to send
     (`hold_version`).
@@ -256,7 +252,6 @@ class DoubleBuffer:
         return self._copies.index(policy)
 
     def take(self, number: int, timeout_s: float) -> PublishedPolicy:
-        """The copy of that number. Raises TimeoutError."""
         if number == len(self._copies):
             return self._further()
         with self._changed:
@@ -277,7 +272,6 @@ class DoubleBuffer:
         return chosen
 
     def offer(self, policy: PublishedPolicy) -> None:
-        """Make `policy` the newest, while its weights are still copied."""
         with self._changed:
             self.newest = policy
             self._latest = max(self._latest, policy.version)
@@ -312,7 +306,7 @@ class DoubleBuffer:
 
     @contextmanager
     def hold(self, policy: PublishedPolicy | None = None) -> Iterator[PublishedPolicy | None]:
-        """Keep `policy`, or else the newest, from being reserved within the block."""
+        """Keep `policy`, or else the newest, from being reserved."""
         with self._changed:
             held = policy or self.newest
             if held:

@@ -1,9 +1,8 @@
-"""The process group that weights are broadcast over: a rank of the learner and all workers of some servers, by gloo or
-NCCL.
+"""The process group that weights are broadcast over: a rank of the learner and all workers of some servers.
 
-`connect` and `broadcast` wait at most `timeout_s`; `abort`, from another thread, ends them early over NCCL. A channel
-that failed is useless: the next one has a new epoch. Why its kernels cannot deadlock with training and generation:
-docs/design/weights-wire.md.
+`connect` and `broadcast` wait at most `timeout_s` and raise ChannelError; `abort`, from another thread, ends them early
+over NCCL. A channel that failed is useless: the next one has a new epoch. Why its kernels cannot deadlock with training
+and generation: docs/design/weights-wire.md.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-c10d: Any = dist  # torch does not export these classes to type checkers
+c10d: Any = dist  # torch exports no types of these classes
 AHEAD = 3
 """Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once, because calls from
 Python contend for the GIL."""
@@ -31,7 +30,7 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""A wait returns with an error at its timeout, and torch does not end the process."""
+"""A wait ends with an error at its timeout, and torch does not end the process."""
 
 
 class ChannelError(RuntimeError):
@@ -88,7 +87,6 @@ class Channel:
             raise ChannelError(f"group {self.epoch} of {self.world} ranks did not form: {error}") from None
 
     def connect(self, store: Any = None) -> None:
-        """Form the group unless it exists, over `store` or a connection of its own. Raises ChannelError."""
         if self._group is not None:
             return
         store = store or self.open_store()
@@ -122,12 +120,11 @@ class Channel:
         return self._group
 
     def abort(self) -> None:
-        """Threads that wait in the group get a ChannelError, at the latest after the timeout."""
         self.aborted = True
         group, self._group = self._group, None
         if group is None:
             return
-        if self.device.type == "cuda":  # it may take seconds, and the caller runs an engine or an event loop
+        if self.device.type == "cuda":  # it may take seconds
             threading.Thread(target=_end, args=(group,), name="weights-abort", daemon=True).start()
         else:
             _end(group)
@@ -147,7 +144,7 @@ class Channel:
             group.eager_connect_single_device(self.device)
         except RuntimeError:
             _end(group)
-            del group  # as in `broadcast`
+            del group
             raise
         return group
 
@@ -155,8 +152,7 @@ class Channel:
 class WorkerChannels:
     """A worker's end of the groups of all ranks of the learner that send.
 
-    One thread issues all broadcasts, in the same order on every worker: NCCL allows no other use of several groups of
-    one device.
+    One thread issues all broadcasts, in the same order on every worker: NCCL allows no other use of several groups.
     """
 
     def __init__(self, channels: Sequence[Channel]) -> None:
@@ -166,14 +162,13 @@ class WorkerChannels:
         store = None if self._formed else self._channels[0].open_store()
         for channel in self._channels:
             channel.connect(store)
-            if channel.aborted:  # the others would wait in vain
+            if channel.aborted:
                 raise ChannelError(f"group {self.epoch} was given up")
         self._formed = True
 
     def broadcast(
         self, buckets: Sequence[torch.Tensor], ahead: int | None = None, roots: Sequence[int] | None = None
     ) -> Iterator[int]:
-        """Fill `buckets`, each from the rank of the learner in `roots`."""
         of = [self._channels[root] for root in roots or [0] * len(buckets)]
         return broadcast_in_turn(list(zip(of, buckets, strict=True)), ahead)
 
@@ -189,7 +184,7 @@ class WorkerChannels:
 
 def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: int | None = None) -> Iterator[int]:
     """Send (rank 0) or fill (other ranks) the buckets in `messages`, each over its channel, at most `ahead` beyond the
-    one yielded. Raises ChannelError.
+    one yielded.
 
     Yields the index of each complete bucket; on a GPU it is complete for what this thread's stream does next, and for
     everybody at the end. The next call may fill its memory again: with `ahead` 1 two buffers are enough.
@@ -241,11 +236,12 @@ def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: i
 
 
 def _end(group: Any) -> None:
-    with suppress(RuntimeError):  # it may be broken already
+    with suppress(RuntimeError):
         group.abort()
 
 
 def backend_of(device: torch.device) -> str:
+    """`nccl` for a GPU, `gloo` for a CPU."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
@@ -268,7 +264,7 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     def run(future: Future[T]) -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # raised where the future is awaited
+        except BaseException as error:
             future.set_exception(error)
         # avoids a cycle: the error refers to this frame
         del future
@@ -283,7 +279,7 @@ def own_address(host: str, port: int) -> str:
     """This machine's address on the route to `host`."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
+        probe.connect(address)
         return str(probe.getsockname()[0])
 
 

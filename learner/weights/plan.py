@@ -1,7 +1,7 @@
 """The plan of the weights wire: which tensor lies at which offset of which bucket. Pure: both ends compute the same.
 
-Tensors keep their order (vLLM loads layer by layer) and are never split. Weights that are never trained come first, in
-buckets of their own: only a server that has none of this learner's weights gets them.
+Tensors keep their order (vLLM loads layer by layer) and are never split. Weights that are never trained come first:
+only a server that has none of this learner's weights gets them.
 """
 
 import hashlib
@@ -102,7 +102,6 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits."""
         rows = "".join(f"{s.name} {s.shape} {s.dtype} {bucket} {offset}\n" for s, bucket, offset, _ in self.slots)
         rows += f"{self.ranks} ranks, {sorted(self.replicated)} on each\n" if self.ranks > 1 else ""
         return hashlib.sha256(rows.encode()).hexdigest()[:16]

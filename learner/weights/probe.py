@@ -1,7 +1,6 @@
 """The probe: a fixed text whose log-probabilities learner and server must agree on.
 
-For a model that sees, a picture comes first, and the text describes it: a text alone would not show a wrong tower. Each
-end draws the picture by itself.
+For a model that sees, a picture comes first, which each end draws: a text alone would not show a wrong tower.
 """
 
 import random
@@ -19,10 +18,9 @@ from learner.weights.protocol import Probe, ProbeImage
 
 PROBE_TOKENS = 64
 TEXT = ", ".join(map(str, range(1, 65)))
-"""A text every model predicts well. Where a token is nearly certain, rounding to bfloat16 changes its log-probability
-little and wrong weights change it much: SmolLM2-135M differs by 0.005 nat on this text, 0.07 on sums."""
+"""A text every model predicts well: where a token is nearly certain, rounding to bfloat16 changes its log-probability
+little and wrong weights change it much (SmolLM2-135M: 0.005 nat on this text, 0.07 on sums)."""
 CAPTION = "The left half of the picture is red, the right half is blue. "
-"""Likely of this picture only."""
 PICTURE = (4, 6)
 """Height and width in tokens: more than one window of Qwen2.5-VL's tower."""
 LEFT, RIGHT = (210, 45, 40), (40, 60, 205)
@@ -50,7 +48,6 @@ class Prober:
     def __init__(
         self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: ShownProbe | Sequence[int] | None
     ) -> None:
-        """`probe` None: random tokens."""
         if probe is None:
             rows = next(spec.shape[0] for spec in specs if len(spec.shape) == 2)
             draw = random.Random(seed)
@@ -63,7 +60,6 @@ class Prober:
         return self._every > 0 and (first or version % self._every == 0)
 
     def ask(self, policy: ProbedPolicy) -> Probe:
-        """The probe under `policy`: a forward pass."""
         if not isinstance(self._probe, ShownProbe):
             tokens = list(self._probe)
             return Probe(tokens=tokens, logprobs=policy.logprobs_of(tokens), tolerance=self._tolerance)
@@ -77,7 +73,7 @@ class Prober:
 def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:
     """`text` as at most `longest` tokens; random ones if the tokenizer does not know it.
 
-    A server samples one token after the probe, so `longest` is one less than what every server accepts.
+    A server samples one token more, so `longest` is one less than what every server accepts.
     """
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)[:PROBE_TOKENS]
     if len(set(tokens)) < PROBE_TOKENS // 8:

@@ -4,11 +4,11 @@ connects (DEALER).
     server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
     learner:  Offer -> Ready, then Go; the weights are broadcast; Checksums -> Received; Probe -> Loaded; or Failed
               instead of any. Checksums and Probe are sent as soon as they are known
-    learner:  Cancel: the round is off.   Rejoin: you are not a member (any more)
+    learner:  Cancel: the round is off.   Rejoin: you are not a member
     server:   Hold, in place of Ready or at any time between rounds; Release ends that
 
-Round numbers grow, across restarts of the learner too. A message about another round than the current one is stale and
-counts as a heartbeat only.
+Round numbers grow, across restarts of the learner too. A message about another round is stale and counts as a heartbeat
+only.
 """
 
 from typing import Annotated
@@ -74,19 +74,16 @@ class Hold(Message):
     round: Count
 
 
-class Release(Message):
-    ...
+class Release(Message): ...
 
 
 class Received(Message):
-    """All buckets have arrived with the learner's checksums."""
-
     round: Count
     span_s: Seconds
 
 
 class Loaded(Message):
-    """The server generates under the new version. `probe`: mean absolute difference of the log-probabilities."""
+    """The server generates under the new version. `probe`: mean absolute difference of log-probabilities."""
 
     round: Count
     load_s: Seconds
@@ -96,15 +93,14 @@ class Loaded(Message):
 
 
 class Failed(Message):
-    """The round failed here. `fatal`: the weights are wrong, and the server exits."""
+    """`fatal`: the weights are wrong, and the server exits."""
 
     round: Count
     reason: Text
     fatal: bool = False
 
 
-class Leave(Message):
-    ...
+class Leave(Message): ...
 
 
 # from the learner
@@ -129,12 +125,10 @@ class ServerWelcome(Message):
     replicated: Many[LongName] = Field(default_factory=list)
     digest: Name
     trained: Name
-    """Digest of the plan without frozen tensors."""
     heartbeat_s: Seconds
 
 
-class Joined(Message):
-    ...
+class Joined(Message): ...
 
 
 class Offer(Message):
@@ -166,8 +160,8 @@ class Probe(Message):
 
 
 class RankAssignment(Message):
-    """Worker w of the server is rank `offset + w` of `world` in group `epoch`; rank 0 sends. Each of the learner's
-    ranks below `roots` has such a group."""
+    """Worker w is rank `offset + w` of `world`; rank 0 sends. Each rank of the learner below `roots` has such a
+    group."""
 
     roots: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     epoch: Count
@@ -178,11 +172,10 @@ class RankAssignment(Message):
 
 
 class Go(Message):
-    """Every member is ready: receive. `source` is the group to enter, or the folder with files to read."""
+    """Receive. `source` is the group to enter, or the folder with files to read."""
 
     round: Count
     session: Name
-    """Unique name of this start of the learner."""
     version: Count
     plan: Name
     timeout_s: Seconds
@@ -203,12 +196,10 @@ class JoinRefused(Message):
     reason: Text
 
 
-class Bye(Message):
-    ...
+class Bye(Message): ...
 
 
-class KeepAlive(Message):
-    ...
+class KeepAlive(Message): ...
 
 
 class Staged(Message):
@@ -225,7 +216,7 @@ class Staged(Message):
 
 
 class SendRows(Message):
-    """From rank 0: send your rows of `version` in the group of `source`. `number` names the sending in answers."""
+    """From rank 0: send your rows of `version` in the group of `source`."""
 
     number: Count
     version: Count
@@ -235,7 +226,7 @@ class SendRows(Message):
 
 
 class GiveUp(Message):
-    """From rank 0: the groups up to `epoch` are given up."""
+    """From rank 0: all groups up to `epoch` are given up."""
 
     epoch: Count
 
@@ -248,7 +239,7 @@ class RowsBegun(Message):
 
 
 class RowsSent(Message):
-    """From another rank: it has sent its rows, or not. `refused`: it does not hold the version."""
+    """From another rank. `refused`: it does not hold the version."""
 
     rank: Count
     number: Count
@@ -282,6 +273,7 @@ TO_RANK_0: dict[str, type[Message]] = {m.__name__: m for m in (RowsBegun, RowsSe
 
 
 def pack(message: Message) -> bytes:
+    """One message as one frame."""
     packed: bytes = msgpack.packb({"kind": type(message).__name__, **message.model_dump()})
     return packed
 

@@ -46,6 +46,7 @@ class Share(NamedTuple):
 
 
 def bucket_bytes(config: WeightsConfig, ranks: int) -> int:
+    """Bytes of a bucket of weights that `ranks` ranks send."""
     return (config.bucket_mib << 20) * min(ranks, LARGER)
 
 
@@ -78,7 +79,6 @@ def shares_of(plan: Plan) -> tuple[Share, ...]:
 
 
 def _owners(slot: Slot, plan: Plan, sent: list[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Ranks that send some of the tensor at `slot`, with first byte and number of bytes."""
     if slot.spec.name in plan.replicated:
         if slot.size:
             yield sent.index(min(sent)), (0, slot.size)
@@ -117,8 +117,8 @@ class RowPool:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy in this rank's rows of all weights but those named `without`, in any order. Raises ValueError if they
-        are not the plan's."""
+        """Copy in this rank's rows of all weights but those named `without`. Raises ValueError if they are not the
+        plan's."""
         wanted = {slot.spec.name: slot for slot in self.plan.slots if slot.spec.name not in without}
         views = {
             each.name: memory[each.offset : each.offset + each.size]
@@ -141,7 +141,7 @@ class RowPool:
         return len(rows_of(slot.spec.shape[0], self.plan.ranks, self.rank)), *slot.spec.shape[1:]
 
     def sums(self, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Allocation.sums` for the buckets from `first` on, on the CPU."""
+        """`Allocation.sums` of the buckets from `first` on, on the CPU."""
         number, found = len(self.plan.sizes), [share.bucket for share, _ in self._memory if share.bucket >= first]
         held = [each.sums() for each in (*([] if first else [self._frozen]), self._trained) if each]
         rows, columns = (torch.cat([one[at].cpu() for one in held]) if held else None for at in (0, 1))
@@ -159,7 +159,7 @@ def _allocate(shares: list[Share], device: torch.device) -> Allocation | None:
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Bytes of each buffer in which a worker receives shares; 0 where one rank sends whole buckets."""
+    """Bytes of each buffer in which a worker receives shares; 0 where one rank sends."""
     return max(share.size for share in shares_of(plan)) if plan.ranks > 1 else 0
 
 
@@ -183,7 +183,7 @@ def receive(weights: Buckets, channels: WorkerChannels, first: int) -> Iterator[
 def _copies(
     weights: Buckets, number: int, share: Share, which: int
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Copies of share `number` out of scratch buffer `which`. A GPU copies words of 8 bytes faster than bytes."""
+    """A GPU copies words of 8 bytes faster than bytes."""
     if (number, which) not in weights.copies:
         bucket, scratch = weights.buckets[share.bucket], weights.scratch[which]
         pairs: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...] = ([], []), ([], [])

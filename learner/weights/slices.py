@@ -19,8 +19,8 @@ Copies = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class Region(NamedTuple):
-    """A part of the published tensor `name`: a view, in elements. Example, half of the columns of an 8 x 4 matrix:
-    `Region("w", 2, (8, 2), (4, 1))`"""
+    """A part of the published tensor `name`: a view, in elements. Half of the columns of an 8 x 4 matrix are
+    `Region("w", 2, (8, 2), (4, 1))`."""
 
     name: str
     offset: int
@@ -64,7 +64,6 @@ class SlicedCopy:
         self._row_weights = row_weights(max(plan.sizes) // ROW + 1, device)
 
     def keep(self, bucket: int) -> Sums:
-        """Copy the regions of `bucket` out; returns its `bucket_sums`."""
         for parts, sources in self._copies[bucket]:
             torch._foreach_copy_(parts, sources)
         return bucket_sums(self.weights.buckets[bucket], self._row_weights)

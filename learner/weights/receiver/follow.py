@@ -1,8 +1,8 @@
 """A rollout server's end of the weights wire, in the front process's event loop.
 
-`policies` yields each version once the workers have it with the learner's checksums; the rollout loop then loads it.
-Workers without room for copies receive it during `load` instead. Waits for the learner's messages and the workers'
-reports. When the learner falls silent this asks the buffer (`where`) and keeps trying the old address.
+`policies` yields each version once the workers have it with the learner's checksums; workers without room for copies
+receive it during `load` instead. Waits for the learner and the workers. When the learner falls silent this asks the
+buffer (`where`) and keeps trying the old address.
 """
 
 import asyncio
@@ -44,13 +44,11 @@ class Receiver:
         *,
         keys: ClientKeys,
     ) -> None:
-        """`form`: how the server's model sees images."""
         self._where, self._keys, self._heartbeat_s, self._form = where, keys, heartbeat_s, form
         self._workers = Workers(engine, config.timeout_s, config.staging)
         self._policies: asyncio.Queue[StagedPolicy | StreamedPolicy | BaseException] = asyncio.Queue()
         self._connection: LearnerConnection | None = None
         self._join = protocol.Join(name=name, protocol=protocol.PROTOCOL, workers=1, backend="")
-        """What this server is and holds."""
         self._clock, self._rounds = AwakeClock(), Rounds(self._say)
         self._streamed: StreamedPolicy | None = None
         """Not in place yet: later rounds go on with it."""
@@ -102,7 +100,6 @@ class Receiver:
                     address = await self._attend(connection)
 
     async def _attend(self, connection: LearnerConnection) -> str:
-        """Serve the learner at one address; returns its next address."""
         self._connection = connection
         self._rounds.leave()
         await self._abandon("the learner was lost")
@@ -214,7 +211,6 @@ class Receiver:
             self._policies.put_nowait(StagedPolicy(reception, workers.engine, self._say, loaded, workers.timeout_s))
 
     async def _abandon(self, reason: str) -> None:
-        """Give up the present round, unless its version is verified."""
         if self._rounds.reception:
             self._rounds.reception.take_probe(None)
         if self._rounds.state is not State.RECEIVING:

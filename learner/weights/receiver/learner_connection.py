@@ -1,7 +1,6 @@
 """A server's connection to the learner at one address: sends heartbeats, joins until admitted, notices silence.
 
-After a long silence it connects with another socket, because libzmq does not connect again by itself once a handshake
-was refused.
+After a long silence it connects with another socket, because libzmq gives up once a handshake was refused.
 """
 
 import asyncio
@@ -17,7 +16,8 @@ from buffer.wire.message import Message
 from learner.weights.protocol import BEATS, TO_SERVER, Join, KeepAlive, Leave, dealer, pack, unpack
 
 BEATS_ANEW = 3 * BEATS
-"""Heartbeats of silence after which the server connects anew; a paused learner keeps its servers for less."""
+"""Heartbeats of silence after which the server connects anew. A learner that is only paused keeps its servers so
+long."""
 
 
 class LearnerConnection:
@@ -38,8 +38,7 @@ class LearnerConnection:
         self._break = asyncio.ensure_future(anext(self._breaks))
 
     async def receive(self, join: Join, other: asyncio.Future[Any] | None) -> Message | None:
-        """The next message; None after a heartbeat without one, or once `other` is done. Sends `join` until admitted,
-        then heartbeats."""
+        """The next message; None after a heartbeat without one, or once `other` is done."""
         if self._clock.now() - self._said_at >= self.heartbeat_s:
             self._said_at = self._clock.now()
             self.say(KeepAlive() if self.joined else join)
@@ -66,7 +65,6 @@ class LearnerConnection:
         self.joined, self.lost, self._said_at = False, lost, -math.inf
 
     def say(self, message: Message) -> None:
-        """Send without waiting."""
         self._socket.send(pack(message))
 
     async def close(self) -> None:

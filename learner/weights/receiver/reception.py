@@ -17,7 +17,6 @@ class Reception:
     reports: list[Staged] = field(default_factory=list)
     checksums: Checksums | None = None
     probe: "asyncio.Future[Probe | None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """None: it does not come."""
     given_up_at: float = 0.0
 
     @property

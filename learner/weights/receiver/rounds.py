@@ -19,6 +19,8 @@ from learner.weights.receiver.reception import Reception
 
 
 class State(Enum):
+    """The state of the present round."""
+
     IDLE = auto()
     PLEDGED = auto()
     RECEIVING = auto()
@@ -51,7 +53,6 @@ class Rounds:
         self.state = State.IDLE
         self.reception: Reception | None = None
         self._offer: Offer | None = None
-        """The offer that was answered with Ready, or that waits."""
         self.held = False
 
     def hold(self, loading: bool) -> bool:
@@ -89,7 +90,6 @@ class Rounds:
             self._enter("left")
 
     def go(self, reception: Reception) -> bool:
-        """Begin this round. Returns False for a stale Go."""
         if self.state is not State.PLEDGED or self._offer is None or self._offer.round != reception.go.round:
             return False
         self._enter("go")
@@ -111,20 +111,18 @@ class Rounds:
         return self.reception.go
 
     def fail(self, failed: Failed) -> None:
-        """End the round without a version."""
         self._say(failed)
         self._enter("failed")
         self.reception = None
 
     def give_up(self, now: float) -> Reception:
-        """Returns what of the round may still be written."""
         self._enter("given up")
         assert self.reception
         self.reception.given_up_at = now
         return self.reception
 
     def aborted(self, free: bool) -> bool:
-        """The workers gave up; `free`: none writes any more. Returns whether the buckets are free by now."""
+        """Returns whether the buckets are free by now. `free`: no worker writes any more."""
         if self.state is State.CLEARING and self.reception and (free or self.reception.complete):
             self.clear()
         return self.state is not State.CLEARING

@@ -56,7 +56,6 @@ class StagedPolicy:
         self._load_s = time.perf_counter() - started
 
     async def loaded(self) -> None:
-        """Verify the version while the engine generates with it. Raises WeightsError."""
         await confirm(self._reception, self._engine, self._say, self._load_s, pause_s=0.0)
         self._release()
 

@@ -1,8 +1,8 @@
 """A vLLM worker's end of the weights wire: receives buckets in a thread and on a CUDA stream of its own.
 
 The front process drives it (`follow.Receiver`). Mode `full` receives into a copy of all weights while generation goes
-on, mode `slices` into a copy of what this worker loads. Mode `bucket` has room for two buckets: each is loaded as soon
-as it arrives, while the engine is paused. The thread waits at most Go's timeout, and reports when it ends (`Staged`).
+on, mode `slices` into a copy of what this worker loads. Mode `bucket` loads each of two buckets as soon as it arrives,
+while the engine is paused. The thread waits at most Go's timeout, and reports when it ends (`Staged`).
 
 Only `prepare` allocates buckets: a round waits until those of a broken one are free, so recovery needs no memory.
 """
@@ -28,12 +28,12 @@ from learner.weights.slices import Region, Regions, SlicedCopy, arrival_bytes, s
 log = logging.getLogger(__name__)
 GIB = 1 << 30
 SPARE = GIB
-"""Bytes of GPU memory to leave free."""
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 FindRegions = Callable[[Sequence[Spec], Collection[str]], Regions]
 
 
 def whole_tensors(specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
+    """For a worker that loads whole tensors only."""
     return Regions(problem="its loader takes whole tensors")
 
 
@@ -48,7 +48,6 @@ class Receipt:
         self._begun, self._given_up, self._lock = False, False, threading.Lock()
 
     def begin(self) -> Buckets:
-        """Enter the group; from then on the thread may fill the buckets. Raises ChannelError."""
         if self.channel:
             self.channel.connect()
         with self._lock:
@@ -74,8 +73,7 @@ class Receipt:
 
 
 class Staging:
-    """The staging copy, or pair of buckets, of one worker. `find_regions` returns the parts of the weights that `load`
-    takes."""
+    """The buckets of one worker. `find_regions` returns the parts of the weights that `load` takes."""
 
     def __init__(
         self, device: torch.device, worker: int, load: Load, find_regions: FindRegions = whole_tensors
@@ -131,20 +129,19 @@ class Staging:
         return not any(receipt.writes for receipt in self._receipts)
 
     def abort(self) -> bool:
-        """Give up the round. Returns whether the buckets are free; if not, the thread's report frees them."""
+        """Returns whether the buckets are free; if not, the thread's report frees them."""
         for receipt in self._receipts:
             receipt.give_up()
         self._leave_group()
         return self.free
 
     def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the tensors of `version`, in mode `full`. Raises ValueError unless all were received."""
+        """Views of the tensors of `version`. Raises ValueError unless all were received."""
         self._check_staged(version)
         assert self._buckets is not None and not self._buckets.rotating
         return self._buckets.views(first=self._first)
 
     def slices(self, version: int) -> list[tuple[Region, torch.Tensor]]:
-        """Views of the regions of `version`, in mode `slices`. Raises ValueError unless all were received."""
         self._check_staged(version)
         assert self._slices is not None
         return list(self._slices.staged(self._first))
@@ -219,7 +216,7 @@ class Staging:
             sums = self._receive(receipt, before)
         except ChannelError as error:
             reason = str(error)
-        except BaseException as error:  # the boundary of the thread: the front process ends the server with it
+        except BaseException as error:  # the front process ends the server with it
             log.exception("weights: version %d", go.version)
             reason, fatal = f"{type(error).__name__}: {error}", True
         span_s = receipt.channel.span_s if receipt.channel else 0.0
@@ -252,7 +249,7 @@ class Staging:
         if not weights.rotating:
             last, computed = len(weights.buckets) - 1, torch.empty(0)
             for bucket in arrivals(go, weights, channel):
-                if bucket == last:  # on a GPU queued behind the last bucket, before anything waits
+                if bucket == last:  # queued before anything waits
                     computed = weights.checksums(weights.plan.first(go.plan))
             return [int(value) for value in computed.tolist()]
         sums: list[torch.Tensor] = []
@@ -267,7 +264,7 @@ class Staging:
 
 
 def arrivals(go: Go, weights: Buckets, channel: WorkerChannels | None) -> Iterator[int]:
-    """Fill the buckets over `channel` or from files. Yields the index of each complete one."""
+    """Fill the buckets. Yields the index of each complete one."""
     first = weights.plan.first(go.plan)
     if isinstance(go.source, str):
         yield from files.read(Path(go.source), weights, first)
@@ -279,6 +276,7 @@ def arrivals(go: Go, weights: Buckets, channel: WorkerChannels | None) -> Iterat
 
 
 def tell(notify: str, message: Staged) -> None:
+    """Send one message to the front process."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.setsockopt(zmq.LINGER, 5000)
         socket.connect(notify)

@@ -1,7 +1,6 @@
 """A version that is received straight into place while the engine is paused, for workers without room for a copy.
 
-A broadcast that breaks leaves weights of two versions in place, so `load` waits on, for the next round and the next
-learner if need be.
+A broadcast that breaks leaves weights of two versions in place, so `load` waits for the next round or learner.
 """
 
 import asyncio
@@ -32,14 +31,13 @@ class StreamedPolicy:
 
     @property
     def version(self) -> int:
-        """After `load` the version in place, which may be a later one than announced."""
+        """After `load` the version in place, which may be later than announced."""
         return self._reception.go.version
 
     def begin(self, reception: Reception) -> None:
         self._events.put_nowait(reception)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The last round is in place, or none ever will be."""
         self._events.put_nowait(error)
 
     async def load(self) -> None:

@@ -28,7 +28,6 @@ class Workers:
         self.engine, self.timeout_s, self._staging = engine, timeout_s, staging
         self._notify = ""
         self.streams = False
-        """Versions are received into place."""
 
     async def describe(self) -> tuple[int, str]:
         workers = await self.engine.collective("rl_describe", timeout_s=self.timeout_s)
@@ -67,6 +66,7 @@ class Workers:
 
 
 async def next_report(socket: zmq.asyncio.Socket) -> Staged:
+    """The next report of a worker."""
     staged = unpack(await socket.recv(), TO_FRONT)
     assert isinstance(staged, Staged)
     return staged

@@ -1,4 +1,4 @@
-"""The learner's side of the process group of a round: formed of its members, kept while they stay the same."""
+"""The learner's side of the process group of a round, kept while its members stay the same."""
 
 import asyncio
 import time
@@ -26,7 +26,6 @@ class BroadcastGroup:
         self._epoch = time.time_ns() >> 20  # greater than the epochs of a learner that died before
 
     async def prepare(self, policy: PublishedPolicy, copies: DoubleBuffer, members: list[Member]) -> None:
-        """Form the group of `members`, unless it is intact and has these members."""
         if self._channel is not None and members == self.members:
             return
         self.give_up()
@@ -55,7 +54,6 @@ class BroadcastGroup:
         return RankAssignment(epoch=self._epoch, offset=offset, world=world, host=host, port=port)
 
     def send(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[None]:
-        """Broadcast the plan of that digest in a thread. Raises ChannelError."""
         channel, first = self._channel, copies.plan.first(digest)
         assert channel is not None
 

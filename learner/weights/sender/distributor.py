@@ -1,7 +1,6 @@
 """The serving half of the sender: brings each member the newest policy, round by round (`sending_round.py`).
 
-Runs in a background thread of learner rank 0. One dead server costs at most one timeout; a slow one costs the others
-less.
+Runs in a background thread of learner rank 0. One dead server costs at most one timeout.
 """
 
 import asyncio
@@ -27,8 +26,8 @@ SERVER_TIMINGS = ("load_s", "pause_s", "verify_s")
 
 
 class Distributor:
-    """Brings the newest policy of `copies` to all members over `transport`. All but `stats` belongs to the event loop
-    that runs `serve`."""
+    """Brings the newest policy of `copies` to all members. All but `stats` belongs to the event loop that runs
+    `serve`."""
 
     def __init__(
         self,
@@ -84,7 +83,6 @@ class Distributor:
                 self._transport.give_up()
 
     async def drained(self) -> None:
-        """Return once every member has loaded the newest policy."""
         await self.members.until(lambda: not self._busy and not self._stale())
 
     def _on_drop(self, member: Member) -> None:
@@ -99,7 +97,6 @@ class Distributor:
         return [member for member in due if not self._suspects.out(member.name)]
 
     def _lack(self, member: Member) -> Plan:
-        """Everything, unless `member` has the frozen weights."""
         return self._copies.plan.trained if member.holds[0] == self._session else self._copies.plan
 
     async def _serve_round(self, policy: PublishedPolicy, plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """Weights as safetensors files in a folder that learner and servers share, for servers that no broadcast reaches.
 
-A version is written into a temporary folder that is then renamed: a visible folder is complete. Frozen weights are
-written once, into a folder of their own.
+A version is written into a temporary folder that is then renamed: a visible folder is complete. Frozen weights have a
+folder of their own.
 """
 
 import asyncio
@@ -32,8 +32,6 @@ class Files:
         self._folder, self._session = folder.resolve(), session
 
     async def prepare(self, policy: PublishedPolicy, copies: DoubleBuffer, members: list[Member]) -> None:
-        """Write `policy` in a thread unless it is there. Raises ChannelError if the disk refuses it."""
-
         def run() -> None:
             with copies.reading(policy):
                 self._write(policy)

@@ -14,7 +14,6 @@ from buffer.wire.message import Message
 from learner.weights.protocol import pack, unpack
 
 KEPT = 1000
-"""Messages that stay in the store for slow readers."""
 ORDERS, ANSWERS = "weights/orders", "weights/answers"
 
 
@@ -24,7 +23,6 @@ class SendingRanks(NamedTuple):
     rank: int
     number: int
     store: Any
-    """`torch.distributed.Store`"""
     agree: Callable[[int], int]
     """A collective that returns rank 0's argument."""
     replicated: frozenset[str] = frozenset()
@@ -32,15 +30,14 @@ class SendingRanks(NamedTuple):
 
 
 class Mailbox:
-    """The numbered messages `name` of `store`: any rank posts. Numbers are never used again, so each start of the
-    learner needs a store, or a prefix, of its own; torch gives it one."""
+    """The numbered messages `name` of `store`. Numbers are never used again, so each start of the learner needs a
+    store, or a prefix, of its own; torch gives it one."""
 
     def __init__(self, store: Any, name: str, kinds: dict[str, type[Message]]) -> None:
         self._store, self._name, self._kinds = store.clone(), name, kinds
         self._lock = threading.Lock()
 
     def post(self, message: Message) -> None:
-        """Raises `dist.DistError` if the store is gone."""
         with self._lock:
             number = self._store.add(f"{self._name}/posted", 1)
             self._store.set(f"{self._name}/{number}", pack(message))

@@ -32,7 +32,6 @@ class Member:
     name: str
     workers: int
     holds: tuple[str, int]
-    """Session and version of its weights."""
     clock: Callable[[], float] = time.monotonic
     heard_at: float = -math.inf
     gone: bool = False
@@ -40,7 +39,6 @@ class Member:
     answer: Message | None = None
     holding: bool = False
     asked_at: float | None = None
-    """Time of the first unanswered Offer."""
     ready_s: float = 0.0
     late: bool = False
     """No round waits for it until it answers."""
@@ -50,7 +48,6 @@ class Member:
     """Rounds in a row that failed for it while no member was missing."""
 
     def on_message(self, message: Message) -> None:
-        """Record any message as a sign of life; keep answers to the current round, and fatal failures."""
         self.heard_at = self.clock()
         if isinstance(message, protocol.Hold | protocol.Release):
             self.holding = isinstance(message, protocol.Hold)
@@ -91,9 +88,9 @@ class Members:
         self._by_route: dict[bytes, Member] = {}
         self._tracker = ConnectionTracker()
         self._heard: dict[bytes, int] = {}
-        """Routes of the messages read since the last events, and file descriptors."""
+        """Routes of the messages read since the last events, with file descriptors."""
         self.changed = asyncio.Event()
-        """Set whenever a member joined, answered or left, or what `until` waits for changed."""
+        """Set whenever a member joined, answered or left."""
         self.clock = AwakeClock()
         self._refused, self._logged_at = 0, -math.inf
         self._limits = ConnectionLimits()
@@ -104,7 +101,6 @@ class Members:
 
     @asynccontextmanager
     async def listen(self) -> AsyncIterator[str]:
-        """Admit servers within the block; yields the address they join at."""
         with zmq.asyncio.Context() as self._context:
             self._socket, authenticator, address = protocol.router(self._context, self._host, self._keys)
             self._limits.endpoint = address
@@ -178,7 +174,6 @@ class Members:
             log.error("weights: refused a message, %d since the start: %s", self._refused, error)
 
     async def _watch(self) -> None:
-        """Drop members whose connection breaks."""
         events = ConnectionEvents(self._context, self._socket)
         try:
             while True:

@@ -1,10 +1,9 @@
 """The learner's end of the weights wire. The learner's loop calls `publish` on every rank after every optimizer step.
 
-Rank 0 (`Sender`) copies what it sends and returns; a background thread brings the copy to the servers while the learner
-trains on. With `weights.publish: rows` the other ranks of the first replica do so with their own rows
-(`row_rank.RowRank`), with `gather` they only take part in the gathering and the probe (`Follower`).
-
-`publish` waits for the other ranks and, rarely, up to `weights.timeout_s` for a copy that a broken broadcast reads.
+Rank 0 (`Sender`) copies what it sends and returns; a background thread brings the copy to the servers. With
+`weights.publish: rows` the other ranks of the first replica do so with their own rows (`row_rank.RowRank`), with
+`gather` they take part in the gathering and the probe (`Follower`). `publish` waits for the other ranks and, rarely, up
+to `weights.timeout_s` for a copy that a broken broadcast reads.
 """
 
 import asyncio
@@ -39,18 +38,16 @@ HEARTBEAT_S = 2.0
 class Bystander:
     """A rank of another replica than rank 0's: does nothing."""
 
-    def publish(self, policy: ProbedPolicy, version: int) -> None:
-        ...
+    def publish(self, policy: ProbedPolicy, version: int) -> None: ...
 
     def stats(self) -> dict[str, float]:
         return {}
 
-    def close(self, drain_s: float = 0.0) -> None:
-        ...
+    def close(self, drain_s: float = 0.0) -> None: ...
 
 
 class Follower:
-    """A rank of the first replica but 0: takes part in what is collective, in the order of `Sender.publish`."""
+    """A rank of the first replica but 0: takes part in what is collective."""
 
     def __init__(
         self,
@@ -73,8 +70,7 @@ class Follower:
     def stats(self) -> dict[str, float]:
         return {}
 
-    def close(self, drain_s: float = 0.0) -> None:
-        ...
+    def close(self, drain_s: float = 0.0) -> None: ...
 
 
 class Sender:
@@ -94,8 +90,7 @@ class Sender:
         *,
         keys: ServerKeys,
     ) -> None:
-        """`folder`: for `weights.transport: safetensors`. `ranks`: they send their own rows, if not rank 0
-        everything."""
+        """`ranks`: they send their own rows, if not rank 0 everything."""
         specs = [Spec(*spec) for spec in specs]
         self._known = frozenset[str]()
         self._config, self._prober = config, Prober(specs, config, seed, probe)
@@ -152,7 +147,7 @@ class Sender:
         return self._published | self._distributor.stats()
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Close the wire, after waiting up to `drain_s` seconds until every server has the newest version."""
+        """Wait up to `drain_s` seconds until every server has the newest version, and close the wire."""
         if drain_s and not self._ended.done():
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._distributor.drained(), self._loop).result(drain_s)

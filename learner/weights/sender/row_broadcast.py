@@ -1,7 +1,6 @@
 """The learner's side of a round in which each rank sends its own rows, on rank 0: it orders, and sends its rows too.
 
-Takes the place of `broadcast.BroadcastGroup`, and has one for rank 0's rows. `send` is over once all ranks have sent,
-or with the first that could not. A thread reads the other ranks' answers.
+`send` is over once all ranks have sent, or with the first that could not. A thread reads the other ranks' answers.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ CLOSE_S = 5.0
 
 
 class RowBroadcast:
-    """Rank 0 of `ranks`. `group`: its own with the workers."""
+    """Takes the place of `broadcast.BroadcastGroup`. `group`: rank 0's own with the workers."""
 
     def __init__(self, group: BroadcastGroup, ranks: SendingRanks, timeout_s: float) -> None:
         self.backend, self._group, self._timeout_s = group.backend, group, timeout_s
@@ -50,7 +49,6 @@ class RowBroadcast:
         self._deaf: set[int] = set()
         """Ranks that have not got the order of this sending yet, or refused it."""
         self._sums: dict[tuple[int, str, int], asyncio.Future[Sums]] = {}
-        """By version, plan and rank."""
         self._reader: threading.Thread | None = None
 
     @property
@@ -90,7 +88,6 @@ class RowBroadcast:
         return self._group.source(policy, member).model_copy(update={"roots": self._roots})
 
     def send(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[Any]:
-        """Have each rank broadcast its rows of `policy` in the plan of that digest. Raises ChannelError."""
         group, self._number = self._group.formed, self._number + 1
         assert group is not None
         loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
 """A rank that sends its own rows, other than rank 0.
 
-`publish` copies the rows and returns. It waits for rank 0, which chooses the copy, because it knows which version it
-still offers. A thread reads rank 0's orders: each names a version, and this rank sends the rows of that version or
-none, because rows of two versions would pass every checksum.
+`publish` waits for rank 0, which chooses the copy, because it knows which version it still offers. A thread reads rank
+0's orders: each names a version, and this rank sends the rows of that version or none, because rows of two versions
+would pass every checksum.
 """
 
 import logging
@@ -26,7 +26,7 @@ from learner.weights.sender.mailbox import ANSWERS, ORDERS, Mailbox, SendingRank
 
 log = logging.getLogger(__name__)
 CLOSE_S = 30.0
-"""Rank 0 first brings the last version to the servers."""
+"""Longest wait for rank 0, which first brings the last version to the servers."""
 
 
 class ShardedPolicy(ProbedPolicy, Protocol):
@@ -38,6 +38,7 @@ class ShardedPolicy(ProbedPolicy, Protocol):
 def row_copies(
     specs: Sequence[Spec], config: WeightsConfig, device: torch.device, frozen: Collection[str], ranks: SendingRanks
 ) -> DoubleBuffer:
+    """The two copies of a rank's own rows."""
     size = bucket_bytes(config, ranks.number)
     plan = Plan.of(specs, size, frozen, ranks.number, ranks.replicated)
     return DoubleBuffer(plan, device, lambda before: RowPool(plan, ranks.rank, device, before))
@@ -63,7 +64,6 @@ class RowRank:
         self._orders = Mailbox(ranks.store, ORDERS, TO_RANKS)
         self._channel: Channel | None = None
         self._summed: set[tuple[int, str]] = set()
-        """Versions and plans whose sums rank 0 gets."""
         self._failed: Future[None] = Future()
         self._thread = threading.Thread(target=self._guard, args=(self._follow,), name="weights", daemon=True)
         self._thread.start()
@@ -72,7 +72,7 @@ class RowRank:
         """Copy this rank's rows of `version`. Raises what ended one of the threads."""
         if self._failed.done():
             self._failed.result()
-        # a broken broadcast may wait one timeout for the workers, and one for the last bucket
+        # a broken broadcast may wait twice
         copy = self.copies.take(self._ranks.agree(0), 2 * self._timeout_s)
         copy.version, copy.filled = version, pending()
         self.copies.offer(copy)

@@ -24,7 +24,7 @@ Transport = BroadcastGroup | RowBroadcast | Files
 
 @dataclass(frozen=True)
 class SendingRound:
-    """Round `number` brings what is in `plan` of `policy` to some of `members` over `transport`."""
+    """Round `number` brings what is in `plan` of `policy` to some of `members`."""
 
     number: int
     policy: PublishedPolicy
@@ -36,8 +36,8 @@ class SendingRound:
     copies: DoubleBuffer
 
     async def offer(self, members: list[Member], stale: Callable[[], list[Member]]) -> list[Member]:
-        """Offer the round to `members`; returns the ready ones. Late members get the next round. `stale`: the members
-        that would take the newest policy now."""
+        """Returns the ready ones of `members`. Late members get the next round. `stale`: the members that would take
+        the newest policy now."""
         for member in members:
             self.members.say(member, member.offer(self.number))
         while True:
@@ -58,7 +58,7 @@ class SendingRound:
         return self.members.clock.now() - self.timeout_s
 
     def _patience_s(self, members: list[Member], stale: Callable[[], list[Member]]) -> float:
-        """Seconds to wait for further answers to an Offer; 0 or less: do not wait."""
+        """Seconds to wait for further answers; 0 or less: do not wait."""
         asked = [member for member in members if member.asked_at is not None and not member.gone]
         prompt = [member.asked_at or 0.0 for member in asked if not member.late]
         ready = [member.ready_s for member in members if isinstance(member.answer, protocol.Ready) and not member.gone]
@@ -87,7 +87,6 @@ class SendingRound:
             self.members.say(member, go)
 
     async def send_facts(self, ready: list[Member]) -> None:
-        """Send Checksums and Probe, each as soon as it is known."""
         policy, digest = self.policy, self.plan.digest
         if digest not in policy.checksums:
             policy.checksums[digest] = self.transport.checksums(policy, self.copies, digest)
@@ -135,7 +134,7 @@ class SendingRound:
         return [member for member in received if not member.gone and isinstance(member.answer, protocol.Loaded)]
 
     async def broadcast(self, ready: list[Member]) -> str:
-        """Send the buckets; returns why that broke, if it did. A member that fails or dies ends it at once."""
+        """Returns why the broadcast broke, if it did. A member that fails or dies ends it at once."""
         sending = self.transport.send(self.policy, self.copies, self.plan.digest)
         sending.add_done_callback(lambda _: self.members.changed.set())
 

@@ -1,6 +1,6 @@
 """Members that were ready for a round and then did not answer: each is left out for a while, longer each time.
 
-The broadcast waits for every member that said Ready, so one that does not answer costs all others the timeout.
+The broadcast waits for every member that said Ready, so a silent one costs all others the timeout.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,6 @@ class Suspects:
         self._until.pop(name, None)
 
     def out(self, name: str) -> bool:
-        """Whether no round is to wait for this server now."""
         return self._clock() < self._until.get(self._key(name), 0.0)
 
     def _key(self, name: str) -> str:
