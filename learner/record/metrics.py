@@ -1,8 +1,8 @@
 """The record of a run: `metrics.jsonl`, one flat JSON object per version, written by learner rank 0.
 
 An evaluation has a record of its own: its `version` is the learner's when it was written, and `eval/version` the one
-that was evaluated. A record of servers and buffer has no `version` but `"kind": "servers"`. Ranks without a path write
-nothing.
+that was evaluated. A record of servers and buffer has no `version` but `"kind": "servers"`. A `Metrics` without a path
+writes nothing.
 """
 
 import json
@@ -97,7 +97,7 @@ class Metrics:
         return [int(record["eval/due"]) for record in found if record["version"] <= version]
 
     def _write(self, path: Path, version: int, record: Record) -> None:
-        """Append `record`; the first time remove what is recorded of `version` and later ones."""
+        """Append `record`. The first time remove what an earlier process recorded of `version` and later ones."""
         with self._writing:
             if not self._opened:
                 self._truncate(path, version)
@@ -135,7 +135,6 @@ class Metrics:
         return record | peak_memory() | {"time": round(time.time(), 3)}
 
     def _truncate(self, path: Path, version: int) -> None:
-        """Remove what an earlier process recorded from `version` on, which is trained again."""
         path.parent.mkdir(parents=True, exist_ok=True)
         found = _read_all(path) if path.exists() else []
         kept = [record for record in found if record.get("version", -1) < version]

@@ -21,7 +21,6 @@ from configs.schema import Config
 log = logging.getLogger(__name__)
 MISSED_HEARTBEATS = 5
 MOST_SERVERS = 64
-"""Servers with figures of their own; the sums count all."""
 EXTREMES = ("kv_usage", "stall_s", "scoring_s", "task_s", "teacher_s")
 """Figures of which the largest counts, not the sum."""
 NOT_SUMMED = "limit_"

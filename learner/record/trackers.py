@@ -51,7 +51,7 @@ class Tracker:
 @contextmanager
 def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
     """Event files in `folder`/tensorboard."""
-    from torch.utils.tensorboard import SummaryWriter  # an optional dependency
+    from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder / "tensorboard")) as writer:
         writer.add_text("config", f"```\n{json.dumps(config, indent=2)}\n```")

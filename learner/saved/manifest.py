@@ -43,7 +43,6 @@ class DataPosition(BaseModel):
 
     data: str
     rows: int
-    """Rows drawn, over all epochs."""
     beside: bool = False
 
     @property

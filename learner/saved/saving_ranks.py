@@ -19,7 +19,7 @@ from learner.train.collectives import all_reduce_max, broadcast_from_rank0
 log = logging.getLogger(__name__)
 MARKER = ".shared-"
 SEEN_S = 5.0
-"""How long a file of another machine is looked for: network file systems cache what is not there."""
+"""Network file systems cache what is not there."""
 
 
 class SavingRanks:
@@ -83,7 +83,6 @@ class SavingRanks:
             return f"rank {dist.get_rank()} cannot read its manifest: {error}"
 
     def _newest(self) -> int:
-        """Raises ConfigError if another node has a newer checkpoint than the first."""
         rank, world = dist.get_rank(), dist.get_world_size()
         looks = rank % self.shards == 0 if self.by_first else rank == 0
         mine = newest(self.folder) if looks else 0

@@ -84,8 +84,7 @@ class Writer(_FileSystemWriter):
 
 
 class Uncopied(AsyncStager):
-    """Has the writer read a state where it lies, for one that is too large to copy and that nobody changes
-    meanwhile."""
+    """Has the writer read a state where it lies: it is too large to copy, and nobody changes it meanwhile."""
 
     _synchronize_after_execute = False
 
@@ -98,7 +97,7 @@ class Uncopied(AsyncStager):
 
 
 class RefusedClass(pickle.UnpicklingError):
-    """A file refers to what no checkpoint of a learner refers to."""
+    """A file refers to what no checkpoint of a learner has."""
 
 
 class PlainUnpickler(pickle.Unpickler):

@@ -150,12 +150,9 @@ class Batch:
         key_room: float | None = None,
     ) -> "Batch":
         """Pack `part` into microbatches of at most `budget` tokens and PATCHES_PER_TOKEN patches for each; a longer
-        document gets its own.
-
-        A document of n tokens costs n + quadratic * n². `key_room`: tokens of the budget that a copied key takes; None:
-        only prompts are shared. Raises, on all ranks, RuntimeError when their parts are not of one batch,
-        PictureMismatch or RouteMismatch.
-        """
+        document gets its own. A document of n tokens costs n + quadratic * n². `key_room`: tokens of the budget that a
+        copied key takes; None: only prompts are shared. Raises, on all ranks, RuntimeError when their parts are not of
+        one batch, PictureMismatch or RouteMismatch."""
         opened = open_part(part, budget, share_prompts, form, replayed, key_room)
         agreed = agree(opened, budget)
         return pack_all(opened, agreed, budget, quadratic, patch_cost)

@@ -17,7 +17,7 @@ class DrawnBeside(Protocol):
 
     @property
     def microbatches(self) -> Sequence[Microbatch]:
-        """As many as on every other rank, on its device."""
+        """On this rank's device; every rank has as many."""
 
     @property
     def total(self) -> Tensor:

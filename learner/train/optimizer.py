@@ -22,10 +22,8 @@ FLOOR = 0.1
 
 
 class Optimizer:
-    """Wraps torch's AdamW. Each version is one `update`, applied or skipped, or a `hold`.
-
-    `held`: first versions, in which the weights stay as they are; the schedule begins after them.
-    """
+    """Wraps torch's AdamW. Each version is one `update`, applied or skipped, or a `hold`. The schedule begins after
+    `held` versions."""
 
     def __init__(self, policy: Policy, config: LearnerConfig, versions: int, held: int = 0) -> None:
         self.config, self.versions, self.held = config, versions - held, held

@@ -38,7 +38,7 @@ NOTHING_SEEN: Seen = MappingProxyType({})
 
 
 class Piece(NamedTuple):
-    """The `part` of a sample of `length` tokens that is one piece of a row."""
+    """One piece of a row: the `part` of a sample of `length` tokens."""
 
     images: Sequence[SeenImage]
     length: int
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A picture in a row: where its placeholders start, and its document."""
+    """A picture in a row."""
 
     start: int
     picture: Picture

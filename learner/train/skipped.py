@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 MOST_SKIPPED = 20
 """Skipped steps in a row that end the run."""
 UNFIT_ADVANTAGES, TAUGHT = "advantages_unfit", "advantages_nonzero"
-"""Numbers of turns whose advantage is not finite in float32, and not zero."""
+"""Sums of a batch: turns whose advantage is not finite, and turns whose advantage is not zero."""
 
 
 NOTHING_LEFT = "the model gives every trained token the probability 1; end the run"
@@ -64,7 +64,6 @@ class SkippedSteps:
             raise StepsSkipped(f"the run was given up at version {self._last}: {self._text()}")
 
     def check_end(self) -> None:
-        """Raise StepsSkipped if all steps of the run, or the last MOST_SKIPPED ones, were skipped."""
         if 0 < self._last == self.in_row or self.in_row >= MOST_SKIPPED:
             raise StepsSkipped(f"the run ended at version {self._last} without a result: {self._text()}")
 

@@ -121,7 +121,7 @@ class Algorithm:
         return metrics | {"flops": flops + totals.get("tower", 0.0), "tokens_computed": computed_tokens}
 
     def rehearse(self, policy: Policy, part: Part) -> bool:
-        """Whether the gradient of `part` is finite, on all ranks alike; trains nothing. A collective."""
+        """Whether the gradient of `part` is finite, on all ranks alike. Trains nothing."""
         self.backward(policy, self.pack(policy, part))
         return self.optimizer.discard()
 
@@ -198,7 +198,6 @@ class Algorithm:
         return total, sums
 
     def _top(self, microbatch: Microbatch, context: LossContext, of_turns: Tensor) -> TopTokens:
-        """The teachers' most probable tokens, weighted as the loss of the sampled ones."""
         config, scored = self.config, microbatch.scored
         inputs = context.select(scored).inputs(microbatch.behaviour[scored])
         weights = aggregation_weights(inputs, config.aggregation, config.constant_length)
@@ -233,7 +232,7 @@ class Algorithm:
         return soft_overlong(rewards, lengths, self.max_tokens, config.overlong_buffer, config.overlong_factor)
 
     def _advantages(self, batch: Batch, counts: bool = True) -> Tensor:
-        """Of each of this rank's turns, then 0 for given tokens: [turns + 1] float32. By a critic, of each token."""
+        """[turns + 1] float32, of this rank's turns and then 0 for given tokens; by a critic [tokens]."""
         if self.advantage is None:
             return torch.cat([each.advantages for each in batch.microbatches if each.advantages is not None])
         config, turns = self.config, torch.from_numpy(batch.turns.rows)
@@ -248,14 +247,12 @@ class Algorithm:
         return torch.cat([advantages.float(), torch.zeros(1)])
 
     def _teacher_weights(self, batch: Batch) -> Tensor:
-        """As `_advantages`, of turns."""
         rows, truncated = batch.turns.rows.tolist(), batch.rows.truncated.numpy()
         masked = truncated.astype(bool) if self.config.overlong == "mask" else np.zeros(len(truncated), bool)
         taught = {row: self.teachers[name] for row, name in batch.teachers.items() if not masked[row]}
         return torch.tensor([*(taught.get(row, 0.0) for row in rows), 0.0], dtype=torch.float32)
 
     def _log_ratios(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
-        """[samples] float, 0 for other ranks' samples."""
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
         sums = [each.per_sequence(each.log_ratio)[: each.num_sequences] for each in map(LossInputs.clean, inputs)]
         return torch.stack(sums).sum(0)

@@ -21,10 +21,11 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def grow(texts: Sequence[np.ndarray], budget: int, key_room: float = 0.0) -> list[list[Joined]]:
-    """The texts in trees, each of at most `budget` tokens; a longer text gets a tree of its own.
+    """The texts in trees, each of at most `budget` tokens; a longer text gets a tree of its own. `key_room`: tokens of
+    the budget that a copied key takes.
 
     In order of their tokens, longer texts before their own prefixes, no earlier text shares more with a text than the
-    one before it. `key_room`: tokens of the budget that a copied key takes.
+    one before it.
 
     Example: `grow([array([1, 2, 3]), array([1, 2]), array([1, 2, 9])], 99) == [[(2, 0), (0, 2), (1, 2)]]`
     """

@@ -123,7 +123,7 @@ class Buckets:
         return self.buckets[first:]
 
     def checksums(self, first: int = 0) -> torch.Tensor:
-        """Of all buckets, or of those from `first`, the first trained one, on: `[buckets] int64`."""
+        """`[buckets] int64` from bucket `first` on, which is 0 or the first trained one."""
         if self.rotating:
             raise ValueError("rotating buckets are never all there at once: checksum them one by one")
         return torch.cat([part.checksums() for part in self._parts[1 if first else 0 :]])
@@ -156,7 +156,7 @@ def checksums_of(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
 
 
 def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """On a CPU the second sum of a block finds it in the cache."""
+    """On a CPU the second sum finds a block in the cache."""
     if words.device.type != "cpu" or len(words) <= CACHED_ROWS:
         return words.sum(1), words.sum(0)
     columns, rows = words.new_zeros(WORDS), list[torch.Tensor]()
@@ -221,11 +221,7 @@ class PublishedPolicy:
 
 class DoubleBuffer:
     """The sender's two copies of the weights, shared by several threads: one is filled while a broadcast may still read
-    the other.
-
-    Where several ranks send, rank 0 chooses which copy all of them fill (`take`), and names the version to send
-    (`hold_version`).
-    """
+    the other. Where several ranks send, rank 0 chooses which copy all of them fill."""
 
     def __init__(
         self, plan: Plan, device: torch.device, allocate: Callable[[Any], PublishedWeights] | None = None
@@ -252,6 +248,7 @@ class DoubleBuffer:
         return self._copies.index(policy)
 
     def take(self, number: int, timeout_s: float) -> PublishedPolicy:
+        """The copy that rank 0 has reserved. Raises TimeoutError."""
         if number == len(self._copies):
             return self._further()
         with self._changed:

@@ -27,7 +27,7 @@ LEFT, RIGHT = (210, 45, 40), (40, 60, 205)
 
 
 class ShownProbe(NamedTuple):
-    """A probe with a picture. `row`: both, as the policy's `logprobs_of` takes them."""
+    """A probe with a picture. `row`: as the policy's `logprobs_of` takes it."""
 
     tokens: list[int]
     image: SeenImage

@@ -41,7 +41,7 @@ from buffer.wire.message import (
 
 PROTOCOL = 7
 BEATS = 5
-"""A peer that misses so many heartbeats is taken for dead."""
+"""Missed heartbeats after which a peer is taken for dead."""
 MAX_BYTES = 64 << 20
 """A ServerWelcome with 10^5 tensors stays below."""
 FROM_SERVERS = {zmq.MAXMSGSIZE: 1 << 16, zmq.RCVHWM: 64, zmq.SNDHWM: 256}

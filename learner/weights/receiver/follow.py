@@ -51,7 +51,6 @@ class Receiver:
         self._join = protocol.Join(name=name, protocol=protocol.PROTOCOL, workers=1, backend="")
         self._clock, self._rounds = AwakeClock(), Rounds(self._say)
         self._streamed: StreamedPolicy | None = None
-        """Not in place yet: later rounds go on with it."""
 
     def hold(self, loading: bool = False) -> bool:
         """Accept no newer version until `release`; False: one is on its way."""
@@ -75,7 +74,6 @@ class Receiver:
             await asyncio.wait([follow])
 
     def _on_end(self, follow: "asyncio.Task[None]") -> None:
-        """Raise what ended `_follow` wherever somebody waits for it."""
         error = None if follow.cancelled() else follow.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]

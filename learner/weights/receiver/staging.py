@@ -43,7 +43,7 @@ class Receipt:
     def __init__(self, go: Go, weights: Buckets, channel: WorkerChannels | None) -> None:
         self.go, self.channel = go, channel
         self.over = threading.Event()
-        """The thread no longer uses buckets or group, but may still send its report."""
+        """The thread no longer uses buckets or group."""
         self._weights: Buckets | None = weights
         self._begun, self._given_up, self._lock = False, False, threading.Lock()
 
@@ -88,8 +88,8 @@ class Staging:
         self._read: torch.cuda.Event | None = None
 
     def prepare(self, welcome: bytes, wanted: str) -> tuple[str, str, str]:
-        """Allocate room for the plan in `welcome`, a packed ServerWelcome. Returns the digests of the plan and of what
-        is trained, and the mode. Raises ValueError where the mode `wanted` is impossible."""
+        """Allocate room for the plan in `welcome`, a packed ServerWelcome. Returns the digests of all and of what is
+        trained, and the mode. Raises ValueError."""
         message = unpack(welcome, TO_SERVER)
         assert isinstance(message, ServerWelcome)
         specs = [Spec(tensor.name, tuple(tensor.shape), dtype_of(tensor.dtype)) for tensor in message.tensors]
@@ -111,7 +111,6 @@ class Staging:
         return self._buckets.plan.frozen_names if self._buckets else frozenset()
 
     def receive(self, go: bytes, notify: str) -> None:
-        """Start to receive the round of `go`, a packed Go. The report goes to the socket at `notify`."""
         message = unpack(go, TO_SERVER)
         assert isinstance(message, Go) and self._buckets is not None
         self._version = None

@@ -66,7 +66,6 @@ class Distributor:
         return {"weights/members": members, "weights/failed": float(self.members.failed)} | self._last_round
 
     async def serve(self, bound: Callable[[str], None]) -> None:
-        """Serve rounds; calls `bound` with the address once servers may join."""
         async with self.members.listen() as address:
             bound(address)
             try:

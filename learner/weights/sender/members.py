@@ -64,7 +64,6 @@ class Member:
         return protocol.Offer(round=round)
 
     def answered_or_gone(self, *kinds: type[Message]) -> bool:
-        """Whether it has answered with one of `kinds` or failed, or never will."""
         return self.gone or isinstance(self.answer, (protocol.Failed, *kinds))
 
     @property
@@ -83,14 +82,11 @@ class Members:
         keys: ServerKeys,
         on_drop: Callable[[Member], None],
     ) -> None:
-        """`backend`: what servers must receive with, if it matters."""
         self._welcome, self._backend, self._host, self._keys, self._on_drop = welcome, backend, host, keys, on_drop
         self._by_route: dict[bytes, Member] = {}
         self._tracker = ConnectionTracker()
         self._heard: dict[bytes, int] = {}
-        """Routes of the messages read since the last events, with file descriptors."""
         self.changed = asyncio.Event()
-        """Set whenever a member joined, answered or left."""
         self.clock = AwakeClock()
         self._refused, self._logged_at = 0, -math.inf
         self._limits = ConnectionLimits()

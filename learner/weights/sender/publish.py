@@ -90,7 +90,6 @@ class Sender:
         *,
         keys: ServerKeys,
     ) -> None:
-        """`ranks`: they send their own rows, if not rank 0 everything."""
         specs = [Spec(*spec) for spec in specs]
         self._known = frozenset[str]()
         self._config, self._prober = config, Prober(specs, config, seed, probe)

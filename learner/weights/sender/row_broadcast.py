@@ -99,8 +99,6 @@ class RowBroadcast:
         return asyncio.gather(self._group.send(policy, copies, digest), *self._sent.values())
 
     def checksums(self, policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[list[int]]:
-        """Add up the sums of all ranks' rows, which they compute when they send."""
-
         def own() -> Sums:
             with copies.reading(policy) as weights:
                 assert isinstance(weights, RowPool)

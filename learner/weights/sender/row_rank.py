@@ -159,7 +159,6 @@ class RowRank:
         threading.Thread(target=self._guard, args=(work,), name=name, daemon=True).start()
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """What ends a thread is raised by the next `publish`."""
         try:
             work()
         except dist.DistError:  # rank 0 is gone: the learner ends as a whole

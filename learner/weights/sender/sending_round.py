@@ -58,7 +58,6 @@ class SendingRound:
         return self.members.clock.now() - self.timeout_s
 
     def _patience_s(self, members: list[Member], stale: Callable[[], list[Member]]) -> float:
-        """Seconds to wait for further answers; 0 or less: do not wait."""
         asked = [member for member in members if member.asked_at is not None and not member.gone]
         prompt = [member.asked_at or 0.0 for member in asked if not member.late]
         ready = [member.ready_s for member in members if isinstance(member.answer, protocol.Ready) and not member.gone]
@@ -116,7 +115,7 @@ class SendingRound:
         return [member for member in members if not member.gone and isinstance(member.answer, kinds)]
 
     async def loaded(self, received: list[Member]) -> list[Member]:
-        """The members that load `policy` in time. Does not wait for slow ones once there is a newer policy."""
+        """The members that load `policy` in time, or before a newer policy makes waiting for slow ones needless."""
         started, slowest_s, num_loaded = self.members.clock.now(), 0.0, 0
         while True:
             now_s = self.members.clock.now() - started
