@@ -35,7 +35,7 @@ class AdapterOf(BaseModel):
 
     model: ModelConfig
     base: str
-    """Digest of its frozen weights, wherever they lie."""
+    """Digest of its frozen weights."""
 
 
 class DataPosition(BaseModel):

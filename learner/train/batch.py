@@ -56,7 +56,6 @@ class Turns(NamedTuple):
     """The turns of a rank's samples; a sample without rewards for turns has its reward in the last one."""
 
     rows: np.ndarray
-    """int64 [turns]: index of the sample in `Batch.rows`."""
     rewards: np.ndarray
 
 

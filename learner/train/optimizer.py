@@ -62,7 +62,6 @@ class Optimizer:
         return {"lr": rate} | skipped | ({"gradient/norm": float(norm)} if finite else {})
 
     def hold(self) -> dict[str, float]:
-        """As `update`, but leave the weights as they are."""
         norm = self._cleared()
         finite = bool(norm.isfinite())
         skipped = {"gradient/skipped": float(not finite), "gradient/overflowed": 0.0, "gradient/zero": float(not norm)}

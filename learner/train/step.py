@@ -41,7 +41,6 @@ from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
 
 log = logging.getLogger(__name__)
 PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
-"""Entries of `Algorithm.shared_context` that are [samples]."""
 TEACHER_WEIGHTS = "teacher_weights"
 PHASES = ("pack", "backward", "update")
 JUDGED = "a critic judges each token of a row for one sample"

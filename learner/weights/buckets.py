@@ -100,8 +100,9 @@ class Buckets:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy in all `weights` but those named `without`, in the plan's order. Raises ValueError if they are not the
-        plan's, but only after consuming all of them: gathering them is collective."""
+        """Copy in all `weights` but those named `without`, in the plan's order; frozen ones may come between others.
+        Raises ValueError if they are not the plan's, but only after consuming all of them: gathering them is
+        collective."""
         problem, frozen = "", self.plan.frozen_names
         wanted = [slot for slot in self.plan.slots if slot.spec.name not in without]
         kinds = [iter([slot for slot in wanted if (slot.spec.name in frozen) == kind]) for kind in (False, True)]
@@ -303,7 +304,6 @@ class DoubleBuffer:
 
     @contextmanager
     def hold(self, policy: PublishedPolicy | None = None) -> Iterator[PublishedPolicy | None]:
-        """Keep `policy`, or else the newest, from being reserved."""
         with self._changed:
             held = policy or self.newest
             if held:

@@ -59,7 +59,6 @@ class Join(Message):
     backend: Flag
     digest: Name = ""
     trained: Name = ""
-    """Digests of the plans its workers have allocated for."""
     session: Name = ""
     version: VersionOrNone = -1
 

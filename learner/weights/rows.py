@@ -37,7 +37,6 @@ class Share(NamedTuple):
     size: int
 
     def places(self) -> torch.Tensor:
-        """The row of the bucket that each row of the share lies in: int64."""
         rows = torch.zeros(self.size // ROW, dtype=torch.int64)
         for _, offset, target, size in self.ranges:
             first, number = offset // ROW, _rows(target, size)

@@ -24,7 +24,6 @@ class Reception:
         return len(self.reports) >= self.workers
 
     def failure(self) -> Failed | None:
-        """Why the version cannot be loaded, once all workers have reported."""
         bad = max((report for report in self.reports if report.reason), key=lambda report: report.fatal, default=None)
         if bad:
             return Failed(round=self.go.round, reason=bad.reason, fatal=bad.fatal)

@@ -46,7 +46,6 @@ class StagedPolicy:
         self._load_s = 0.0
 
     async def load(self) -> None:
-        """Put the version in place between two steps of the engine."""
         started = time.perf_counter()
         try:
             await self._engine.collective("rl_load", self.version, timeout_s=self._timeout_s)

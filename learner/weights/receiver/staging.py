@@ -1,8 +1,8 @@
 """A vLLM worker's end of the weights wire: receives buckets in a thread and on a CUDA stream of its own.
 
 The front process drives it (`follow.Receiver`). Mode `full` receives into a copy of all weights while generation goes
-on, mode `slices` into a copy of what this worker loads. Mode `bucket` loads each of two buckets as soon as it arrives,
-while the engine is paused. The thread waits at most Go's timeout, and reports when it ends (`Staged`).
+on, mode `slices` into a copy of what this worker loads. Mode `bucket` has room for two buckets and loads each as soon
+as it arrives, while the engine is paused. The thread waits at most Go's timeout, and reports when it ends (`Staged`).
 
 Only `prepare` allocates buckets: a round waits until those of a broken one are free, so recovery needs no memory.
 """
@@ -135,7 +135,6 @@ class Staging:
         return self.free
 
     def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the tensors of `version`. Raises ValueError unless all were received."""
         self._check_staged(version)
         assert self._buckets is not None and not self._buckets.rotating
         return self._buckets.views(first=self._first)

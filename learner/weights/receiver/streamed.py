@@ -41,7 +41,6 @@ class StreamedPolicy:
         self._events.put_nowait(error)
 
     async def load(self) -> None:
-        """Pause the engine, receive the version into place, and stamp tokens with it."""
         pausing = time.perf_counter()
         async with self._engine.paused():
             started = time.perf_counter()

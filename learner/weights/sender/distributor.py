@@ -147,7 +147,6 @@ class Distributor:
                 log.warning("weights: no round waits for %s within the next %.0f s", member.name, pause_s)
 
     def _blame(self, ready: list[Member], broken: str) -> None:
-        """Refuse a member for which round after round fails with nobody missing."""
         self._transport.give_up()
         failed = [member for member in ready if isinstance(member.answer, protocol.Failed) and not member.gone]
         log.warning("weights: round %d failed for %d of %d: %s", self._number, len(failed), len(ready), broken)

@@ -123,7 +123,6 @@ class Members:
             self._limits.log(self.clock.now())
 
     def say(self, member: Member, message: Message) -> None:
-        """Send without waiting."""
         self._send(member.route, message)
 
     def drop(self, member: Member, reason: str) -> None:

@@ -53,7 +53,7 @@ class RowBroadcast:
 
     @property
     def at_fault(self) -> bool:
-        """A failed sending is the fault of a rank."""
+        """A failed sending is the fault of a rank of the learner."""
         return bool(self._deaf)
 
     @property

@@ -69,10 +69,9 @@ class RowRank:
         self._thread.start()
 
     def publish(self, policy: ShardedPolicy, version: int) -> None:
-        """Copy this rank's rows of `version`. Raises what ended one of the threads."""
         if self._failed.done():
             self._failed.result()
-        # a broken broadcast may wait twice
+        # a broken broadcast may wait for two timeouts
         copy = self.copies.take(self._ranks.agree(0), 2 * self._timeout_s)
         copy.version, copy.filled = version, pending()
         self.copies.offer(copy)

@@ -103,7 +103,6 @@ class SendingRound:
     async def answered(
         self, members: list[Member], *kinds: type[Message], timeout_s: float | None = None
     ) -> list[Member]:
-        """The `members` that answer with one of `kinds` in time; drops silent ones."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         await self.members.until(lambda: all(member.answered_or_gone(*kinds) for member in members), timeout_s)
         for member in members:
