@@ -124,7 +124,7 @@ class Channel:
         group, self._group = self._group, None
         if group is None:
             return
-        if self.device.type == "cuda":  # it may take seconds
+        if self.device.type == "cuda":  # may take seconds
             threading.Thread(target=_end, args=(group,), name="weights-abort", daemon=True).start()
         else:
             _end(group)
@@ -144,7 +144,7 @@ class Channel:
             group.eager_connect_single_device(self.device)
         except RuntimeError:
             _end(group)
-            del group
+            del group  # the exception keeps this frame
             raise
         return group
 

@@ -149,7 +149,8 @@ class ProbeImage(Message):
 
 
 class Probe(Message):
-    """Fixed tokens and the learner's log-probabilities, of all but the first token, or of those behind the `image`."""
+    """Fixed tokens and the learner's log-probabilities at temperature 1, of all but the first token, or of those behind
+    the `image`."""
 
     round: Count = 0
     tokens: Many[Count]
