@@ -5,8 +5,8 @@
           <--- ends ---  time, memory, output, kill -->
 
 `Cage` (`cage.py`) keeps the workers alive and hands calls to them. Each worker is the child of a warden (`warden.py`),
-a small process that enforces the limits, captures the output and leaves no process behind. Everything that users' code
-returns travels as MessagePack of plain values; the server unpickles nothing.
+a small process that enforces the limits, captures the output and leaves no process behind. Results travel as
+MessagePack of plain values; the server unpickles nothing.
 
 The cage is against accidents. It is no security boundary: a worker has the server's user, files and network.
 """
@@ -19,22 +19,19 @@ from configs.plain_text import concealed
 from rollout.errors import EpisodeError
 
 GRACE_S = 4.0
-"""Seconds that a process or call may take to end by itself before it is killed."""
 
 
 @dataclass(frozen=True)
 class CagedFunction:
     """A user's function, how a worker gets it, and its limits. None: no limit.
 
-    The worker calls `loader` (`module:function`) with plain `arguments`. `memory_gib` is of the worker with all
-    processes that it started. `prefix` and a field's name are the key in the run file, for error messages. `log` is a
-    path without its end: the worker at place 0 prints to `{log}-0.log`. A worker runs one call at a time, unless the
-    loaded function says `async` in its attribute `about`: then up to `concurrency` calls, on an event loop. `episodes`:
-    the function is `await function(problem, generate)`, and a worker runs any number of them at a time.
-    `max_processes`: most processes of a worker with all that it started. `grace_s`: time for a worker to end by itself
-    (`atexit` handlers run), and for a cancelled call or episode to end, before the worker is killed; `cancel_again_s`:
-    interval at which an episode that swallows its cancellation is cancelled again meanwhile.
-    Example: `CagedFunction("score.py:score", "rollout.rewards.workers:load", [{"function": "score.py:score"}], 10.0)`.
+    The worker calls `loader` (`module:function`) with plain `arguments`. `memory_gib` and `max_processes` are of the
+    worker with all processes that it started. `prefix` and a field's name are the key in the run file. `log` is a path
+    without its end: the worker at place 0 prints to `{log}-0.log`. A worker runs one call at a time, unless the loaded
+    function says `async` in its attribute `about`: then up to `concurrency` calls, on an event loop. `episodes`: the
+    function is `await function(problem, generate)`, and a worker runs any number at a time. `grace_s`: time for a
+    worker, or a cancelled call, to end before the worker is killed; an episode that swallows its cancellation is
+    cancelled again every `cancel_again_s`.
     """
 
     name: str
@@ -52,13 +49,13 @@ class CagedFunction:
     grace_s: float = GRACE_S
     cancel_again_s: float = 1.0
     concealed: Mapping[str, str] = field(default_factory=concealed, repr=False)
-    """Credentials of the run, and what stands in their place in the log (`configs.plain_text.conceal`)."""
+    """Credentials of the run, and what stands in their place in the log."""
 
 
 class CagedError(EpisodeError):
     """A call of a user's function has no result; the text says why, in one line.
 
-    `origin`: the type of an exception, by name, or `died`, `timed_out`, `out_of_memory`, `unloadable` (the function
+    `origin`: the name of an exception's type, or `died`, `timed_out`, `out_of_memory`, `unloadable` (the function
     cannot be loaded) or `unanswerable` (the result cannot travel). Traceback and last output are added as a note.
     """
 
@@ -72,4 +69,4 @@ class CagedError(EpisodeError):
 
 
 class Unloadable(CagedError, ValueError):
-    """The function cannot be loaded at the start: bad input, in one line."""
+    """The function cannot be loaded at the start: bad input."""

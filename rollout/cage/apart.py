@@ -3,10 +3,10 @@
     worker                     guard (one per episode)          the user's function or program
     run_apart  <-- result ---  waits; kills all below it  <---  its result, or its output
 
-Called in a worker's event loop, which has imported the user's file: guard and program are forks of it and start in
-milliseconds. The guard is a subreaper and waits for the program's end, for the worker's wish to end it, and for the
-warden, which watches memory and processes of each episode. Whatever happens, it leaves no process behind; if the guard
-itself is killed, the program dies with it, and the warden kills the rest.
+Guard and program are forks of the worker, which has imported the user's file, and start in milliseconds. The guard is a
+subreaper and leaves no process behind. It waits for the program's end, the worker's wish to end it, and signals of the
+warden, which watches memory and processes. If the guard itself is killed, the program dies with it, and the warden
+kills the rest.
 """
 
 import asyncio
@@ -44,9 +44,8 @@ Program = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Apart:
-    """How a program is run. `name`: what it is called in errors. `memory`: the limit that the warden watches, as text.
-    `echo`: only the last of what it writes is kept, and all of it is printed. `files`: of the worker's, those that stay
-    open in it."""
+    """How a program is run. `memory`: the limit that the warden watches, as text. `echo`: only the last of what it
+    writes is kept, and all of it is printed. `files`: the worker's files that stay open."""
 
     name: str
     memory: str
@@ -55,8 +54,8 @@ class Apart:
 
 
 async def run_apart(how: Apart, program: Program) -> bytes:
-    """What `program` wrote, once it has ended and all that it started is gone. Raises ToldError. Cancelled, it ends
-    once nothing is left."""
+    """What `program` wrote, once it and all that it started have ended. Raises ToldError. Cancelled, it ends once
+    nothing is left."""
     ours, theirs = socket.socketpair()
     worker = os.getpid()
     guard = os.fork()
@@ -82,13 +81,12 @@ async def run_apart(how: Apart, program: Program) -> bytes:
         if connecting.done() and not connecting.cancelled() and not connecting.exception():
             connecting.result()[1].close()
         with suppress(ProcessLookupError):
-            os.kill(guard, signal.SIGKILL)  # it has ended by itself, unless the program stopped it
+            os.kill(guard, signal.SIGKILL)  # needed only if the program stopped it
         os.waitpid(guard, 0)
     return heard(how.name, said)
 
 
 def heard(name: str, said: bytes) -> bytes:
-    """What the guard said. Raises ToldError."""
     try:
         origin, text = msgpack.unpackb(said)
     except BAD_BYTES:
@@ -106,11 +104,10 @@ def close_all_but(kept: set[int]) -> None:
 
 
 class Exceeded(Exception):
-    """The episode exceeded a limit, as the warden saw it."""
+    """The warden saw the episode exceed a limit."""
 
 
 def _guard(how: Apart, worker: socket.socket, parent: int, program: Program) -> NoReturn:
-    """Fork the program, wait for its end or bring it about, and leave nothing behind."""
     adopt_orphans()
     end_with_parent()
     if os.getppid() != parent:
@@ -149,7 +146,7 @@ def _exceed(number: int, frame: object) -> NoReturn:
 
 
 def _wait(child: int, worker: socket.socket, said: "Said") -> tuple[str, str]:
-    """Until the program has ended by itself (origin is empty if it ended well) or is to end."""
+    """Wait for the program's end or the worker's wish. The origin is empty if the program ended well."""
     poll, ended = select.poll(), os.pidfd_open(child)
     for fd in (ended, worker.fileno(), said.fd):
         poll.register(fd, select.POLLIN)
@@ -167,7 +164,7 @@ def _wait(child: int, worker: socket.socket, said: "Said") -> tuple[str, str]:
 
 
 class Said:
-    """What the program writes: all of it, or with `echo` the last of it, and all of it is printed too."""
+    """What the program writes: all of it, or with `echo` the last of it."""
 
     def __init__(self, fd: int, echo: bool) -> None:
         self.fd, self.echo, self.kept, self.too_long = fd, echo, bytearray(), False
@@ -192,7 +189,6 @@ class Said:
 
 
 def _become_program(guard: int, program: Program, said_fd: int) -> NoReturn:
-    """In the new process: a session of its own, then the user's code."""
     code = 1
     try:
         os.setsid()
@@ -210,7 +206,6 @@ def _become_program(guard: int, program: Program, said_fd: int) -> NoReturn:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of it, however long that takes."""
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]

@@ -17,11 +17,9 @@ from rollout.errors import ChatRefused
 
 log = logging.getLogger(__name__)
 Generate = Callable[..., Awaitable[Any]]
-"""What serves the requests of an episode."""
 ATTEMPTS = 3
 """Workers that a call is given to when they end before it starts."""
 MAX_BACKOFF_S = 30.0
-"""Longest wait between two attempts to start a worker."""
 
 
 class CallOnServer:
@@ -34,13 +32,12 @@ class CallOnServer:
         self.done: asyncio.Future[list[Any] | WorkerEnd] = asyncio.get_running_loop().create_future()
         self.worker: WorkerProcess | None = None
         self.place = self.attempts = 0
-        """Its place among the calls that its worker was sent; workers that it was given to."""
+        """`place`: among the calls that its worker was sent. `attempts`: workers that it was given to."""
         self.requests: dict[int, asyncio.Task[None]] = {}
         self.refused: dict[int, Exception] = {}
         """What `generate` raised, by request."""
 
     def give_to(self, worker: WorkerProcess) -> None:
-        """Send it to the worker."""
         worker.sent += 1
         worker.calls[self.number] = self
         self.worker, self.place, self.attempts = worker, worker.sent, self.attempts + 1
@@ -66,7 +63,7 @@ class CallOnServer:
         assert self.worker is not None
         try:
             self.worker.send(["generated", request, await generate(tokens, **options)])
-        except Exception as error:  # handed to the episode, and to the caller of `call` if it is not handled there
+        except Exception as error:  # handed to the episode, which may handle it
             if isinstance(error, ChatRefused):  # there may be many
                 error.__cause__ = error.__context__ = None
                 error.__traceback__ = None
@@ -81,10 +78,9 @@ class CallOnServer:
 class Cage:
     """An async context manager over worker processes. `call` returns what the function returned, or raises CagedError.
 
-    Entering waits until the function is loaded, and raises Unloadable if it cannot be. A call waits for a
-    free worker as long as it takes; the time limit counts from its start. A worker that ends, at any moment and in any
-    way, is replaced, and only the calls that it ran fail. If a worker ends with several calls, only the call
-    whose code ran fails, and the others are returned; where that call is unknown, all fail.
+    Entering waits until the function is loaded, and raises Unloadable if it cannot be. A call waits for a free worker
+    as long as it takes; the time limit counts from its start. A worker that ends is replaced. If it ends with several
+    calls, only the call whose code ran fails, and the others are returned; where that call is unknown, all fail.
     """
 
     def __init__(self, function: CagedFunction, workers: int = 1) -> None:
@@ -110,7 +106,6 @@ class Cage:
         await self.close()
 
     async def close(self) -> None:
-        """End all workers."""
         self._closed.set()
         for worker in self._workers:
             worker.stop()
@@ -162,7 +157,6 @@ class Cage:
             asyncio.get_running_loop().call_later(self.function.grace_s, self._kill_if_busy, worker, call)
 
     def _submit(self, call: CallOnServer) -> None:
-        """Give the call to the worker that has the fewest, or let it wait."""
         able = [worker for worker in self._workers if worker.has_room()]
         if able:
             call.give_to(min(able, key=lambda worker: len(worker.calls)))
@@ -184,7 +178,6 @@ class Cage:
                 call.done.set_exception(CagedError(f"{self.function.name} {how}", origin, detail))
 
     def _leave(self, call: CallOnServer) -> None:
-        """The call is over: its generation stops, and its worker has room again."""
         for request in list(call.requests.values()):
             request.cancel()
         if call.worker and call.worker.calls.pop(call.number, None):
@@ -193,7 +186,6 @@ class Cage:
                 call.worker.stop()
 
     async def _keep(self, place: int) -> None:
-        """Start a worker again and again, with growing waits while that fails."""
         path = f"{self.function.log}-{place}.log" if self.function.log else None
         failures = 0
         while not self._closed.is_set():
@@ -213,7 +205,7 @@ class Cage:
                 closed.cancel()
 
     async def _serve(self, worker: WorkerProcess, first: bool) -> bool:
-        """One worker from start to end; whether it has started a call."""
+        """Serve one worker from start to end; whether it has started a call."""
         error: CagedError | None = None
         self._workers.add(worker)
         if self._closed.is_set():
@@ -267,7 +259,6 @@ class Cage:
             self._fail_queue(f"cannot be called: {error}", "unloadable", error.detail)
 
     def _end_error(self, call: CallOnServer, end: WorkerEnd) -> CagedError:
-        """What the end of its worker means for a call."""
         name = self.function.name
         if call.place > end.started:
             return CagedError(f"{name} was not called: {ATTEMPTS} workers ended before it began", "died", returned=True)
@@ -280,5 +271,4 @@ class Cage:
 
 
 def detail(trace: str, output: str) -> str:
-    """A failure's note: the traceback and what was printed last."""
     return f"{trace.rstrip()}\n--- last output ---\n{output}" if output and trace else trace or output

@@ -6,9 +6,7 @@ from typing import Any
 from configs.user_file import PREFIX
 
 TRACEBACK_CHARS = 16 * 2**10
-"""Most characters of a traceback."""
 REASON_CHARS = 500
-"""Most characters of a reason."""
 
 
 class ToldError(Exception):
@@ -45,7 +43,7 @@ def describe_load_error(name: str, error: BaseException) -> tuple[str, str]:
 
 
 def exception_text(error: BaseException) -> str:
-    """`KeyError: 'target'`."""
+    """Example: `KeyError: 'target'`."""
     text = _text(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -12,7 +12,7 @@ BAD_BYTES = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
 
 
 def encode(message: Any) -> bytes:
-    """Bytes of a message of plain values; arrays and scalars of numpy, decimals and fractions count as plain.
+    """Bytes of a message of plain values; numpy's, decimals and fractions count as plain.
 
     Raises TypeError, ValueError or OverflowError for other values, and what users' own classes raise.
     """
@@ -23,8 +23,7 @@ def encode(message: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """A plain value for one of numpy, or a number of another kind. Raises TypeError, ValueError or OverflowError for a
-    value that cannot travel."""
+    """A plain value for one of numpy, or a number of another kind. Raises as `encode`."""
     if isinstance(value, int):
         raise OverflowError("an integer of more than 64 bits")
     if isinstance(value, Number) and not isinstance(value, complex) and not hasattr(value, "tolist"):
@@ -35,5 +34,5 @@ def plain(value: Any) -> Any:
 
 
 def unpacker(unicode_errors: str = "strict") -> msgpack.Unpacker:
-    """Takes bytes with `feed`, and yields the messages that are complete. Raises BAD_BYTES."""
+    """Takes bytes with `feed`, and yields complete messages. Raises BAD_BYTES."""
     return msgpack.Unpacker(strict_map_key=False, max_buffer_size=2 * MAX_BYTES, unicode_errors=unicode_errors)

@@ -1,8 +1,4 @@
-"""The processes of this machine by their parents, from /proc: who is below whom, what they hold; to stop and kill them.
-
-Used by the warden of a worker and by the guards of its episodes, for processes below their own only. Waits for nothing
-but the kernel.
-"""
+"""The processes of this machine by their parents, from /proc: their memory, and how to stop and kill them."""
 
 import mmap
 import os
@@ -23,7 +19,7 @@ def kill_below(root: int, children: dict[int, list[int]]) -> None:
 
 
 def children_of_all() -> dict[int, list[int]]:
-    """All processes by their parents, from /proc; those that ended but were not waited for do not count."""
+    """All processes by their parents, without zombies."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -34,7 +30,6 @@ def children_of_all() -> dict[int, list[int]]:
 
 
 def below(root: int, children: dict[int, list[int]]) -> list[int]:
-    """The processes below `root`."""
     found = list(children.get(root, []))
     for pid in found:  # grows meanwhile
         found += children.get(pid, [])
@@ -51,10 +46,10 @@ def state_and_parent(pid: int) -> tuple[str, int]:
 
 @contextmanager
 def stopped(root: int) -> Iterator[list[int]]:
-    """The processes below `root`, all of them stopped in the block, so that none is born: one after the other, until a
-    look finds no new one. Those that were stopped before stay so; those of another user are not touched.
+    """The processes below `root`, stopped in the block one after the other, until a look finds no new one. Processes
+    that were stopped before stay so; those of another user are not touched.
 
-    Each is held by a descriptor before it is looked for again, so that no process that has its number later is meant.
+    A descriptor holds each process, so that a later process with the same number is never meant.
     """
     held: dict[int, int] = {}
     ours: list[int] = []

@@ -1,9 +1,8 @@
-"""A user's task in worker processes: problems, completions and trajectories travel as plain values. Images travel as
-files, and both ends decode them: the row's, where the task asks for them, and those that the task shows. A task that
-sends messages returns only messages and its score: what was sampled is recorded in the server. An agent gets the row
-and a URL, and its score travels.
+"""A user's task in worker processes: problems, completions and trajectories travel as plain values.
 
-`UserTask` is the server's end, built by `rollout/episodes/setup.py`; `load` and what it returns run in a worker.
+Images travel as files, and both ends decode them. A task that sends messages returns only messages and its score: what
+was sampled is recorded in the server. An agent gets the row and a URL, and its score travels. `UserTask` is the
+server's end; `load` and what it returns run in a worker.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from rollout.tasks import convention, load_task
 from rollout.tasks.programs import agent_of, command_name
 from rollout.tasks.trajectory import CUT_SCORE, Completion, Generate, PlacedImage, Problem, Recorded, Trajectory, place
 
-if TYPE_CHECKING:  # workers import this file, and start faster without what the server's end needs
+if TYPE_CHECKING:  # workers start faster without it
     from rollout.chat.session import Sessions
 
 SENT = ("row", "prompt", "max_tokens")
@@ -32,21 +31,22 @@ SENT = ("row", "prompt", "max_tokens")
 Plain = Callable[..., Awaitable[dict[str, Any]]]
 
 OWN_PROCESSES, SAMPLE_PROCESSES, HOSTED_PROCESSES = 256, 1, 8
-"""Most processes that a worker may have for itself, and for each sample that a server may have at a time: of an `async`
-function, and of an environment, whose agents are programs."""
+"""Most processes of a worker: for itself, and for each sample, of an `async` function and of an environment, whose
+agents are programs."""
 ATTRIBUTES = tuple(vars(Trajectory([])))
-"""What travels of a trajectory. The server judges it, in `rollout/episodes/sampler.py`, like that of any other task."""
+"""What travels of a trajectory; the server judges it."""
 
 
 class UserTask:
     """The task that `rollout.task` names, as an async context manager around its workers. A call is one episode.
 
-    Raises ValueError, in one line, on entering, if the task cannot be loaded; CagedError for an episode without result.
+    Entering raises ValueError, in one line, if the task cannot be loaded; a call raises CagedError for an episode
+    without result, and what `generate` raises.
     """
 
     def __init__(self, config: Config, sessions: "Sessions", log: Path | None = None) -> None:
         from rollout.tasks.agent import (
-            UrlEpisodes,  # the HTTP server; workers import this file and start faster without
+            UrlEpisodes,  # workers start faster without the HTTP server
         )
 
         self.sessions, self.function = sessions, caged_task(config, log)
@@ -65,7 +65,6 @@ class UserTask:
         await self._entered.aclose()
 
     async def __call__(self, problem: Problem, generate: Generate) -> Trajectory | Recorded:
-        """One episode. Raises CagedError, and what `generate` raises."""
         if self._cage.about["convention"] == "chat":
             return await self._converse(problem, generate)
         if self._cage.about["convention"] == "base_url":
@@ -132,7 +131,7 @@ def caged_task(config: Config, log: Path | None) -> CagedFunction:
 
 
 class ShownImages:
-    """The images that one episode has shown, decoded here once each: every turn sends them all."""
+    """The images that one episode has shown, decoded once each: every turn sends them all."""
 
     def __init__(self, form: ImageFormat | None) -> None:
         self.form = form
@@ -156,7 +155,7 @@ class ShownImages:
 
 
 def trajectory_of(name: str, values: Any) -> Trajectory:
-    """The trajectory with these values. Raises CagedError `unanswerable` if they are those of something else."""
+    """The trajectory with these values. Raises CagedError `unanswerable` for other values."""
     if not isinstance(values, dict) or values.keys() != set(ATTRIBUTES):
         raise CagedError(f"{name}: its worker sent something else than a trajectory", "unanswerable")
     trajectory = Trajectory([])
@@ -189,7 +188,7 @@ def load(name: str, model: dict[str, Any], data: dict[str, Any], memory: str) ->
 
 
 def open_files() -> frozenset[int]:
-    """The files of this process, without the one by which they are listed: its number is free again afterwards."""
+    """The open files of this process, without the one that lists them."""
     return frozenset(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}"))
 
 
@@ -207,8 +206,6 @@ def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], dat
         return ImageFormat.of(model["path"], DataConfig(**data), text_alone=ModelConfig(**model).text_alone)
 
     class ProblemInWorker(Problem):
-        """Loads the run's tokenizer, and decodes the row's images, when they are first asked for."""
-
         tokenizer = cached_property(lambda self: tokenizer())
         format = cached_property(lambda self: form())
         images = cached_property(lambda self: images_of(self))
@@ -240,5 +237,4 @@ def images_of(problem: Problem) -> list[PlacedImage]:
 
 
 def files(images: Sequence[PlacedImage]) -> list[tuple[int, bytes]]:
-    """What travels of images that the task shows."""
     return [(image.start, image.data) for image in images]

@@ -1,15 +1,13 @@
 """The warden: the parent process of one worker, which enforces its limits and leaves nothing of it behind.
 
-Started by `worker_process.py` as `python -c`; forks the worker before anything is imported, then waits for: output of
-the worker (captured), its end, requests of the server, the server's end. It kills a worker whose call is past its time
-limit, or which uses too much memory or too many processes, and with it all that the worker started: as the child
-subreaper it inherits even processes that left their session or lost their parent. It shares no GIL with users' code,
-so a call that never releases the GIL is killed all the same.
+Started by `worker_process.py`; forks the worker before anything is imported. It kills a worker whose call is past its
+time limit, or which uses too much memory or too many processes, and with it all that the worker started: as the child
+subreaper it inherits even processes that left their session or lost their parent. It shares no GIL with users' code, so
+a call that never releases the GIL is killed all the same.
 
-Time and memory are limits of one call, measured here. The worker writes when a call starts into `CallState`, memory
-that both share, so that neither needs a message. The memory limit is on the anonymous memory of all processes of
-the worker, read from /proc: RLIMIT_AS would count address space that CUDA, Java or a thread pool only reserve. As a
-brake for allocations that are faster than the watch, each process has RLIMIT_DATA at twice the limit.
+The memory limit is on the anonymous memory of all processes of the worker, read from /proc: RLIMIT_AS would count
+address space that CUDA, Java or a thread pool only reserve. RLIMIT_DATA at twice the limit stops allocations of one
+process that are faster than the watch.
 """
 
 import mmap
@@ -43,7 +41,7 @@ WATCH_S = 0.2
 SCAN_INTERVAL_PER_COST = 20
 """Reading the process table takes longer the more processes a machine has: it may take one part in 20 of a core."""
 MAX_PROCESSES = 256
-"""Processes of one episode apart. A limit of the kernel (RLIMIT_NPROC) would count all processes of the user."""
+"""Processes of one episode apart. RLIMIT_NPROC would count all processes of the user."""
 OUT_OF_MEMORY, TOO_MANY = signal.SIGUSR1, signal.SIGUSR2
 """Signals to the guard of an episode apart that exceeds a limit."""
 STOPPED_S = 1.0
@@ -51,9 +49,8 @@ STOPPED_S = 1.0
 KILL_S = 5.0
 """Longest wait for killed processes to end; one that is stuck in the kernel is left to init."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3
-"""Makes the worker print the stacks of its threads (faulthandler), before it is killed for its time."""
+"""Makes the worker print the stacks of its threads, before it is killed for its time."""
 DUMP_S = 0.5
-"""Longest wait for these stacks."""
 KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
 
 DEADLINE, CURRENT, STARTED, APART = range(4)
@@ -62,7 +59,7 @@ episode whose code runs, the calls started, whether episodes run in processes of
 
 
 class CallState:
-    """State of the running call, which a worker writes for its warden: numbers in memory that both processes share."""
+    """State of the running call, which a worker writes for its warden into memory that both share."""
 
     def __init__(self) -> None:
         self._numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
@@ -92,7 +89,7 @@ class Warden:
         self._processes: dict[int, list[int]] = {}
         """What is watched: all processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
-        """The guards below which no process came or went between the last two looks."""
+        """Guards below which no process came or went between the last two looks."""
 
     @property
     def memory(self) -> float:
@@ -103,7 +100,6 @@ class Warden:
         self._orphaned = os.getppid() != self._server  # else SIGTERM went to all of a job: the server drains
 
     def run(self) -> None:
-        """Wait for the worker's end, kill it where it exceeds a limit, and send the server the reason."""
         end = None
         while end is None:
             until = min(self._measure_at, self.state[DEADLINE] or self._measure_at)
@@ -120,8 +116,8 @@ class Warden:
         self._tell([origin, how, started, current, self._output()])
 
     def _wait(self, until: float) -> set[int]:
-        """Return the descriptors that are ready by `until`. A stop of this process, as of a whole container, puts the
-        deadline off: the worker was stopped too."""
+        """Descriptors that are ready by `until`. A stop of this process, as of a whole container, puts the deadline
+        off: the worker was stopped too."""
         began = time.monotonic()
         wait_s = max(0.0, until - began)
         ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
@@ -131,7 +127,6 @@ class Warden:
         return ready
 
     def _answer(self) -> tuple[str, str] | None:
-        """The server asked for the last output, or wants the worker to end, or is gone."""
         try:
             asked = self.status.recv(64)
         except OSError:
@@ -146,7 +141,6 @@ class Warden:
         return "died", exit_text(os.waitid(os.P_PID, self.worker, os.WEXITED | os.WNOWAIT))
 
     def _judge(self) -> tuple[str, str] | None:
-        """The limit that the worker broke, if any: origin and reason."""
         now, function = time.monotonic(), self.function
         if self._orphaned:
             return "died", "was running when its server ended"
@@ -190,7 +184,6 @@ class Warden:
         return together
 
     def _look(self, now: float) -> None:
-        """Which processes there are, unless that was seen just now; orphans that ended are waited for."""
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != self.worker:
             os.waitpid(ended.si_pid, 0)
         if now < self._scan_at:
@@ -207,13 +200,11 @@ class Warden:
         self._scan_at = now + SCAN_INTERVAL_PER_COST * (time.thread_time() - began)
 
     def _warn(self, guard: int, number: signal.Signals) -> None:
-        """Have a guard end its episode."""
         del self._processes[guard]
         with suppress(ProcessLookupError, PermissionError):
             os.kill(guard, number)
 
     def _dump_stacks(self) -> None:
-        """Have the worker print where it is: the last lines of its output show why it took so long."""
         with suppress(ProcessLookupError):
             os.kill(self.worker, DUMP_SIGNAL)
         until, wait_s = time.monotonic() + DUMP_S, DUMP_S
@@ -236,7 +227,6 @@ class Warden:
         return True
 
     def _log(self, data: bytes, last: bool = False) -> None:
-        """Write whole lines as visible text, and the `last` one though it has no end. A full disk costs the log."""
         whole, end, rest = (self._begun + data).rpartition(b"\n")
         if last or len(rest) > LINE_BYTES:
             whole, end, rest = whole + end + rest, b"", b""
@@ -268,7 +258,6 @@ def shown(printed: bytes) -> str:
 
 
 def exit_text(ended: os.waitid_result | None) -> str:
-    """How a process ended."""
     code = ended.si_status if ended else 0
     if ended and ended.si_code == os.CLD_EXITED:
         return f"ended its process (exit code {code})"
@@ -292,7 +281,6 @@ def kill_all(group: int) -> None:
 
 
 def memory_limit(function: CagedFunction) -> str:
-    """The limit with its key."""
     return f"{function.prefix}memory_gib ({function.memory_gib:g} GiB)"
 
 
@@ -320,7 +308,7 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
     conceal(function.concealed)
     try:
         Warden(function, worker, status, capture, state).run()
-    except BaseException:  # the outermost frame: without a reason the server knows that the warden was lost
+    except BaseException:  # without a reason the server knows that the warden was lost
         with suppress(ChildProcessError, ProcessLookupError, PermissionError):
             os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # not waited for: its group is still ours
             os.killpg(worker, signal.SIGKILL)
@@ -328,11 +316,8 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
 
 
 def _outlive_sigterm() -> None:
-    """In the worker: ignore SIGTERM, which schedulers send to all processes of a job.
-
-    Calls end in the drain of the server, or with the warden. Processes that users' code forks end by SIGTERM as usual,
-    from their start on.
-    """
+    """In the worker: ignore SIGTERM, which schedulers send to all processes of a job; calls end in the drain of the
+    server. Processes that users' code forks end by SIGTERM as usual, from their start on."""
     masks = threading.local()
 
     def ignore(*_: object) -> None:
@@ -354,7 +339,6 @@ def _outlive_sigterm() -> None:
 
 
 def _become_worker(function: CagedFunction, warden: int, printing: int) -> None:
-    """In the worker: a session of its own, limits, and output that goes to the warden."""
     os.setsid()  # `kill(0, ...)` in users' code reaches the worker, not the warden
     _outlive_sigterm()
     end_with_parent()
@@ -367,4 +351,4 @@ def _become_worker(function: CagedFunction, warden: int, printing: int) -> None:
     if function.memory_gib:
         resource.setrlimit(resource.RLIMIT_DATA, (int(function.memory_gib * 2**31),) * 2)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # if the machine's memory runs out, the kernel takes this process first
+        score.write("1000")  # when memory runs out, the kernel takes this process first

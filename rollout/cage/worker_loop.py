@@ -6,12 +6,9 @@
                        ["ended", number, origin or "value", reason or value, traceback, permanent, refused request]
                        ["generate", number, request, tokens, options]   ["stop", number, request]
 
-Calls run one after another, short ones sent ahead; those of an `async` function and episodes on an event loop, many at
-a time, where the `generate` of an episode is a request to the server. Ends when the server closes the connection, and
-awaits the function's `close` if it has one. What users' code raises, SystemExit included, becomes a message; what it
-prints goes to the warden, which also watches time and memory (`warden.py`). An event loop that is blocked
-(`time.sleep`, an endless loop) is found by the warden: the loop moves the deadline ahead for as long as it runs, and
-CallState says whose code runs.
+Ends when the server closes the connection. What users' code raises, SystemExit included, becomes a message; what it
+prints goes to the warden. The warden finds a blocked event loop: the loop moves the deadline ahead for as long as it
+runs, and CallState says whose code runs.
 """
 
 import asyncio
@@ -36,13 +33,11 @@ from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, 
 from rollout.errors import ChatRefused, EngineError, first_error
 
 AHEAD_S, MOST_AHEAD = 0.005, 8
-"""Short calls are sent ahead, as many as take so long, at most so many: to wake a process for each, which wakes the
-server, would cost both more than the call does. A long one delays no more than those that were sent behind it."""
+"""Short calls are sent ahead, as many as take AHEAD_S: to wake two processes for each would cost more than the call."""
 FAILED_CALL_S = 1.0
-"""Most of an episode's own time that a failed call of `generate` costs. It costs what it took, so that no episode can
-go on for ever with calls that are refused; but `rollout.chat.timeout_s` may end one after many minutes."""
+"""Most of an episode's own time that a failed call of `generate` costs: no episode can go on for ever with calls that
+are refused, but one call may take many minutes."""
 _number: ContextVar[int] = ContextVar("number", default=0)
-"""The episode that this context belongs to."""
 
 
 def work(function: CagedFunction, control: socket.socket, state: CallState) -> None:
@@ -69,7 +64,7 @@ def work(function: CagedFunction, control: socket.socket, state: CallState) -> N
 def serve_calls(function: CagedFunction, control: socket.socket, state: CallState, loaded: Callable[..., Any]) -> None:
     """Run calls one after another, outside of any event loop: users' code may start its own."""
     home, frames = os.getpid(), unpacker()
-    longest_s, ahead = AHEAD_S, 1  # the longest of late: forgotten by a tenth with each further call
+    longest_s, ahead = AHEAD_S, 1  # the longest recent one: each further call forgets a tenth
     while data := control.recv(2**18):
         frames.feed(data)
         for _, number, arguments in frames:
@@ -88,7 +83,6 @@ def serve_calls(function: CagedFunction, control: socket.socket, state: CallStat
 
 
 def value_message(name: str, number: int, value: Any) -> bytes:
-    """The end of a call that returned `value`."""
     try:
         return encode(["ended", number, "value", value, "", False, 0])
     except BaseException as error:  # users' own classes run here
@@ -97,7 +91,6 @@ def value_message(name: str, number: int, value: Any) -> bytes:
 
 
 def failure_message(name: str, number: int, error: BaseException) -> bytes:
-    """The end of a call that raised `error`."""
     cause = first_error(error)
     permanent, request = (attribute(cause, each) for each in ("permanent", "refused_request"))
     known = permanent is True, request if type(request) is int else 0
@@ -105,7 +98,7 @@ def failure_message(name: str, number: int, error: BaseException) -> bytes:
 
 
 def attribute(error: BaseException, name: str) -> object:
-    """An attribute of an exception, None if it has none: that of a user's own class may be computed and raise."""
+    """An attribute of an exception, or None: a user's own class may compute it and raise."""
     try:
         return getattr(error, name, None)
     except Exception:
@@ -128,12 +121,10 @@ class RunningEpisode:
         self.run_clock()
 
     def run_clock(self) -> None:
-        """Its own time runs."""
         self.since = self.loop.time()
         self.timer = self.loop.call_later(max(0.0, self.left_s), self.expire, self)
 
     def stop_clock(self) -> None:
-        """It waits for the server, or has ended."""
         self.left_s -= self.loop.time() - self.since
         self.timer.cancel()
 
@@ -150,7 +141,6 @@ class EpisodeServer:
         self._writer: asyncio.StreamWriter
 
     async def serve(self, control: socket.socket) -> None:
-        """Until the server closes the connection."""
         reader, self._writer = await asyncio.open_unix_connection(sock=control)
         self._extend_deadline()
         frames = unpacker()
@@ -194,27 +184,25 @@ class EpisodeServer:
         self._cancel(episode, self.loop.time() + self.function.grace_s)
 
     def _cancel(self, episode: RunningEpisode, until: float) -> None:
-        """Have users' code end; where it does not until then, the worker ends, by the fault of this episode alone."""
+        """Cancel users' code. Where it does not end in time, the worker ends, by the fault of this episode alone."""
         if episode.number not in self.episodes:
             return
         if self.loop.time() >= until:
             self.state[CURRENT] = episode.number
             try:
                 print_visible(f"{self.function.name}: an episode that was cancelled does not end; its worker does")
-            finally:  # users' code may have closed or replaced the stream
+            finally:  # users' code may have closed the stream
                 os._exit(1)
         episode.task.cancel()
         if not getattr(self.play, "apart", False):  # else no user's code runs here, and its guard may need longer
             self.loop.call_later(self.function.cancel_again_s, self._cancel, episode, until)
 
     def _answer(self, episode: RunningEpisode, message: bytes) -> None:
-        """Tell the server how an episode ended, once."""
         if not episode.answered:
             self._writer.write(message)
             episode.answered = True
 
     async def _play(self, episode: RunningEpisode, arguments: list[Any]) -> None:
-        """Run the user's coroutine; whatever it raises ends here."""
         name, number = self.function.name, episode.number
         try:
             given = [*arguments, partial(self._generate, episode)] if self.function.episodes else arguments
@@ -227,7 +215,6 @@ class EpisodeServer:
         del self.episodes[number]
 
     async def _generate(self, episode: RunningEpisode, tokens: Any, **options: Any) -> Any:
-        """What users' code awaits: a completion, from the server's engine."""
         if episode.answered:
             raise RuntimeError("this episode has ended")
         request = next(self._request_numbers)
@@ -262,15 +249,12 @@ class RecordedSteps:
         self.coroutine, self.state, self.number = coroutine, state, number
 
     def send(self, value: Any) -> Any:
-        """The next step."""
         return self._step(self.coroutine.send, value)
 
     def throw(self, *error: Any) -> Any:
-        """The next step, with an exception."""
         return self._step(self.coroutine.throw, *error)
 
     def close(self) -> None:
-        """No further step."""
         self.coroutine.close()
 
     def _step(self, step: Callable[..., Any], *values: Any) -> Any:
@@ -301,7 +285,7 @@ def serve_episodes(
     loop.set_task_factory(new_task)
     serving = loop.create_task(serve())
     while not serving.done():
-        # SystemExit in a task that an episode started leaves the loop; who awaits the task gets it as well.
+        # SystemExit in a task of an episode leaves the loop, and also reaches whoever awaits the task.
         with suppress(SystemExit, KeyboardInterrupt):
             loop.run_until_complete(serving)
     state[DEADLINE] = 0

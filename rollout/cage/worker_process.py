@@ -15,7 +15,7 @@ from rollout.cage import CagedFunction
 from rollout.cage.frames import BAD_BYTES, encode, unpacker
 
 KILL_S = 10.0
-"""Time for a warden to kill its worker before it is killed as well: the worker dies with it (`end_with_parent`)."""
+"""Time for a warden to kill its worker before it is killed as well: the worker dies with it."""
 OUTPUT_S = 2.0
 """Longest wait for the last output of a call that failed."""
 START = f"""import sys
@@ -25,18 +25,18 @@ from rollout.cage.warden import main
 worker = main(*map(int, sys.argv[1:4]))
 from rollout.cage.worker_loop import work
 work(*worker)"""
-"""The program of a warden, which stays in `main` and so small, and of its worker. Started by hand and not by
-multiprocessing, whose workers import the server's `__main__`."""
+"""The program of a warden, which stays in `main`, and of its worker. Not started by multiprocessing, whose workers
+import the server's `__main__`."""
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How a worker ended, as its warden saw it: origin and reason of the failure of its call, the calls it had started,
-    the call or episode whose code ran (0: none), the last output."""
+    """How a worker ended, as its warden saw it: origin and reason, the calls it had started, the call or episode whose
+    code ran (0: none), the last output."""
 
     origin: str = "died"
     how: str = "was running when its process and that process's warden were lost"
-    started: float = float("inf")  # nobody knows whether the call had begun: it counts as begun, and is not repeated
+    started: float = float("inf")  # unknown: every call counts as begun, and is not repeated
     current: int = 0
     output: str = ""
 
@@ -47,15 +47,14 @@ class WorkerProcess:
     def __init__(self, function: CagedFunction) -> None:
         self.function = function
         self.about: dict[str, Any] | None = None
-        """What the loaded function says of itself: its attribute `about`. None until it is loaded."""
+        """The loaded function's attribute `about`. None until it is loaded."""
         self.calls: dict[int, Any] = {}
         """Calls that were sent to it and have not ended, by number."""
         self.sent = 0
-        """Number of calls sent to it."""
         self.ahead = 1
-        """Calls that run one after another are sent ahead, so many, as the worker says itself: short ones."""
+        """Calls that may be sent at once to run one after another; the worker sets it."""
         self.spoilt = False
-        """It sent what is no message, in the first of its calls: no more is read."""
+        """It sent what is no message: no more is read."""
         self.stopping = False
         self.end: asyncio.Future[WorkerEnd] = asyncio.get_running_loop().create_future()
         self._frames, self._asked = unpacker(), deque[asyncio.Future[str]]()
@@ -88,7 +87,6 @@ class WorkerProcess:
         self._watching = asyncio.create_task(self._watch())
 
     def has_room(self) -> bool:
-        """Whether it can take a call now."""
         most = self.function.concurrency if self.runs_many else self.ahead
         free = self.function.episodes or len(self.calls) < most
         return self.about is not None and not self.stopping and not self.end.done() and free and not self.worn()
@@ -99,11 +97,11 @@ class WorkerProcess:
         return self.function.episodes or bool(self.about and self.about.get("async"))
 
     def worn(self) -> bool:
-        """Whether it is to be replaced, once its calls have ended."""
+        """Whether it is to be replaced once its calls have ended."""
         return self.function.max_calls is not None and self.sent >= self.function.max_calls
 
     def send(self, message: Any) -> None:
-        """Send a message, encoded or not; one for a worker that has ended is lost. Raises what `encode` raises."""
+        """Send a message, encoded or not; one for a worker that has ended is lost. Raises as `encode`."""
         frame = message if isinstance(message, bytes) else encode(message)
         if not self.stopping and not self._writer.is_closing():
             self._writer.write(frame)
@@ -126,12 +124,11 @@ class WorkerProcess:
         return None
 
     async def last_output(self) -> str:
-        """What the worker and its processes printed last."""
         if self.end.done():
             return self.end.result().output
         asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked.append(asked)
-        with suppress(TimeoutError, OSError, RuntimeError):  # RuntimeError: its end was asked for meanwhile
+        with suppress(TimeoutError, OSError, RuntimeError):  # its end was asked for meanwhile
             self._requests.write(b"?")
             async with asyncio.timeout(OUTPUT_S):
                 return await asked
@@ -146,7 +143,7 @@ class WorkerProcess:
             asyncio.get_running_loop().call_later(self.function.grace_s, self.kill)
 
     def kill(self) -> None:
-        """Have the warden kill the worker and all that it started, now; then it is killed itself, if need be."""
+        """Have the warden kill the worker and all that it started; kill the warden after KILL_S."""
         self.stopping = True
         if not self.end.done():
             with suppress(OSError, RuntimeError):
@@ -154,12 +151,10 @@ class WorkerProcess:
             asyncio.get_running_loop().call_later(KILL_S, self._process.kill)
 
     def spoil(self) -> None:
-        """Kill the worker, which sent something that cannot be read."""
         self.spoilt = True
         self.kill()
 
     async def _watch(self) -> None:
-        """Read what the warden says, until it has ended."""
         end, frames = WorkerEnd(), unpacker()
         with suppress(OSError, *BAD_BYTES):
             while data := await self._status.read(2**18):
@@ -172,17 +167,17 @@ class WorkerProcess:
         self._process.kill()
         try:
             await asyncio.to_thread(self._process.wait)
-        finally:  # also where the machine has no thread left: calls wait for the end
+        finally:  # also where no thread is left: calls wait for the end
             self._requests.close()
             self.end.set_result(end)
         for asked in self._asked:
             if not asked.done():
                 asked.set_result(end.output)
-        # What the worker sent last is still to be read. Nobody writes any more, unless the warden was killed.
+        # What the worker sent last is still to be read; only a warden that was killed leaves a writer.
         asyncio.get_running_loop().call_later(self.function.grace_s, self._writer.transport.abort)
 
     async def ended(self) -> WorkerEnd:
-        """End the worker, unless it does so itself right now; how it ended."""
+        """End the worker, and return how it ended."""
         self.stop()
         end = await asyncio.shield(self.end)
         self._writer.close()
