@@ -4,11 +4,8 @@
     Cage  <------------- calls, results ------------->  the user's function
           <--- ends ---  time, memory, output, kill -->
 
-`Cage` (`cage.py`) keeps the workers alive and hands calls to them. Each worker is the child of a warden (`warden.py`),
-a small process that enforces the limits, captures the output and leaves no process behind. Results travel as
-MessagePack of plain values; the server unpickles nothing.
-
-The cage is against accidents. It is no security boundary: a worker has the server's user, files and network.
+Results travel as MessagePack of plain values; the server unpickles nothing. The cage is against accidents. It is no
+security boundary: a worker has the server's user, files and network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,12 +23,11 @@ class CagedFunction:
     """A user's function, how a worker gets it, and its limits. None: no limit.
 
     The worker calls `loader` (`module:function`) with plain `arguments`. `memory_gib` and `max_processes` are of the
-    worker with all processes that it started. `prefix` and a field's name are the key in the run file. `log` is a path
-    without its end: the worker at place 0 prints to `{log}-0.log`. A worker runs one call at a time, unless the loaded
-    function says `async` in its attribute `about`: then up to `concurrency` calls, on an event loop. `episodes`: the
-    function is `await function(problem, generate)`, and a worker runs any number at a time. `grace_s`: time for a
-    worker, or a cancelled call, to end before the worker is killed; an episode that swallows its cancellation is
-    cancelled again every `cancel_again_s`.
+    worker with all processes that it started. `prefix` and a field's name are the key in the run file. The worker at
+    place 0 prints to `{log}-0.log`. A worker runs one call at a time, unless the loaded function's attribute `about`
+    says `async`: then up to `concurrency` calls, on an event loop. `episodes`: the function is `await function(problem,
+    generate)`, any number at a time. `grace_s`: time for a worker, or a cancelled call, to end before the worker is
+    killed; an episode that swallows its cancellation is cancelled again every `cancel_again_s`.
     """
 
     name: str
@@ -55,8 +51,8 @@ class CagedFunction:
 class CagedError(EpisodeError):
     """A call of a user's function has no result; the text says why, in one line.
 
-    `origin`: the name of an exception's type, or `died`, `timed_out`, `out_of_memory`, `unloadable` (the function
-    cannot be loaded) or `unanswerable` (the result cannot travel). Traceback and last output are added as a note.
+    `origin`: an exception's type, or `died`, `timed_out`, `out_of_memory`, `unloadable`, or `unanswerable` (the result
+    cannot travel). Traceback and last output are added as a note.
     """
 
     def __init__(

@@ -3,10 +3,8 @@
     worker                     guard (one per episode)          the user's function or program
     run_apart  <-- result ---  waits; kills all below it  <---  its result, or its output
 
-Guard and program are forks of the worker, which has imported the user's file, and start in milliseconds. The guard is a
-subreaper and leaves no process behind. It waits for the program's end, the worker's wish to end it, and signals of the
-warden, which watches memory and processes. If the guard itself is killed, the program dies with it, and the warden
-kills the rest.
+Guard and program are forks of the worker and start in milliseconds. The guard is a subreaper and leaves no process
+behind. If the guard itself is killed, the program dies with it, and the warden kills the rest.
 """
 
 import asyncio
@@ -39,7 +37,7 @@ from rollout.cage.warden import (
 TAIL_BYTES = 2**16
 """Last output of a program that is kept: its last line is the result."""
 Program = Callable[[int], object]
-"""Runs in the new process with a file descriptor for what it has to say, and may end in any way."""
+"""Runs in the new process, with a file descriptor to write to, and may end in any way."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,7 @@ class Apart:
 
 
 async def run_apart(how: Apart, program: Program) -> bytes:
-    """What `program` wrote, once it and all that it started have ended. Raises ToldError. Cancelled, it ends once
-    nothing is left."""
+    """What `program` wrote, once it and all that it started have ended. Raises ToldError."""
     ours, theirs = socket.socketpair()
     worker = os.getpid()
     guard = os.fork()
@@ -97,7 +94,6 @@ def heard(name: str, said: bytes) -> bytes:
 
 
 def close_all_but(kept: set[int]) -> None:
-    """Close the files that this process has of its parent."""
     for fd in set(map(int, os.listdir("/proc/self/fd"))) - kept:
         with suppress(OSError):
             os.close(fd)
@@ -146,7 +142,6 @@ def _exceed(number: int, frame: object) -> NoReturn:
 
 
 def _wait(child: int, worker: socket.socket, said: "Said") -> tuple[str, str]:
-    """Wait for the program's end or the worker's wish. The origin is empty if the program ended well."""
     poll, ended = select.poll(), os.pidfd_open(child)
     for fd in (ended, worker.fileno(), said.fd):
         poll.register(fd, select.POLLIN)
@@ -171,7 +166,6 @@ class Said:
         os.set_blocking(fd, False)
 
     def read(self) -> bool:
-        """Take in what there is; whether there may be more."""
         try:
             data = os.read(self.fd, 2**18)
         except BlockingIOError:

@@ -32,10 +32,9 @@ class CallOnServer:
         self.done: asyncio.Future[list[Any] | WorkerEnd] = asyncio.get_running_loop().create_future()
         self.worker: WorkerProcess | None = None
         self.place = self.attempts = 0
-        """`place`: among the calls that its worker was sent. `attempts`: workers that it was given to."""
+        """Its place among the calls of its worker; workers that it was given to."""
         self.requests: dict[int, asyncio.Task[None]] = {}
         self.refused: dict[int, Exception] = {}
-        """What `generate` raised, by request."""
 
     def give_to(self, worker: WorkerProcess) -> None:
         worker.sent += 1
@@ -63,7 +62,7 @@ class CallOnServer:
         assert self.worker is not None
         try:
             self.worker.send(["generated", request, await generate(tokens, **options)])
-        except Exception as error:  # handed to the episode, which may handle it
+        except Exception as error:  # the episode may handle it
             if isinstance(error, ChatRefused):  # there may be many
                 error.__cause__ = error.__context__ = None
                 error.__traceback__ = None
@@ -76,11 +75,11 @@ class CallOnServer:
 
 
 class Cage:
-    """An async context manager over worker processes. `call` returns what the function returned, or raises CagedError.
+    """An async context manager over worker processes.
 
-    Entering waits until the function is loaded, and raises Unloadable if it cannot be. A call waits for a free worker
-    as long as it takes; the time limit counts from its start. A worker that ends is replaced. If it ends with several
-    calls, only the call whose code ran fails, and the others are returned; where that call is unknown, all fail.
+    Entering waits until the function is loaded, and raises Unloadable if it cannot be. The time limit of a call counts
+    from its start on a worker. A worker that ends is replaced. If it ends with several calls, only the call whose code
+    ran fails, and the others are returned; where that call is unknown, all fail.
     """
 
     def __init__(self, function: CagedFunction, workers: int = 1) -> None:
@@ -118,8 +117,8 @@ class Cage:
         """Call the function with these plain values.
 
         Raises CagedError, and any exception of `generate` that the episode did not handle. Cancelling ends the episode;
-        a call that does not end within `grace_s` is killed. `on_worker(True)` is called when a worker has the call,
-        `on_worker(False)` if it lost the call before it began.
+        a call that does not end within `grace_s` is killed. `on_worker(False)`: the worker lost the call before it
+        began.
         """
         number = next(self._numbers)
         try:
@@ -193,8 +192,8 @@ class Cage:
             try:
                 await worker.start()
                 failures = 0 if await self._serve(worker, failures == 0) else failures + 1
-            except (OSError, RuntimeError) as error:  # the machine has no processes, files or threads left
-                if worker in self._workers:  # it was started
+            except (OSError, RuntimeError) as error:  # no processes, files or threads are left
+                if worker in self._workers:
                     self._workers.remove(worker)
                     worker.kill()
                 self._refuse(CagedError(f"no process can be kept for {self.function.name}: {error}", "unloadable"))
@@ -252,7 +251,6 @@ class Cage:
         return 0 < end.started < float("inf")
 
     def _refuse(self, error: CagedError) -> None:
-        """A worker cannot be loaded: calls fail if there is no other."""
         if not self._loaded.done():
             self._loaded.set_exception(Unloadable(str(error), error.origin, error.detail))
         elif not any(worker.about is not None for worker in self._workers):

@@ -1,4 +1,4 @@
-"""The words of a failure: one bounded line with the function and what it did, and the traceback of users' frames."""
+"""The words of a failure: one bounded line, and the traceback of users' frames."""
 
 import traceback
 from typing import Any

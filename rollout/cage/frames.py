@@ -1,4 +1,4 @@
-"""Messages between the server, a warden and a worker: MessagePack of plain values, one after another on a socket."""
+"""Messages between the server, a warden and a worker: MessagePack of plain values on a socket."""
 
 from numbers import Number
 from typing import Any
@@ -8,7 +8,7 @@ import msgpack
 MAX_BYTES = 32 * 2**20
 """Largest message. A trajectory of 500,000 tokens takes about 12 MiB."""
 BAD_BYTES = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
-"""What an unpacker raises for bytes that are no message: users' code wrote to the socket, or its memory is corrupt."""
+"""Raised for bytes that are no message: users' code wrote to the socket, or its memory is corrupt."""
 
 
 def encode(message: Any) -> bytes:
@@ -23,7 +23,7 @@ def encode(message: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """A plain value for one of numpy, or a number of another kind. Raises as `encode`."""
+    """A plain value for one of numpy, or a number of another kind."""
     if isinstance(value, int):
         raise OverflowError("an integer of more than 64 bits")
     if isinstance(value, Number) and not isinstance(value, complex) and not hasattr(value, "tolist"):

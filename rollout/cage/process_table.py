@@ -1,4 +1,4 @@
-"""The processes of this machine by their parents, from /proc: their memory, and how to stop and kill them."""
+"""The processes of this machine, from /proc: their memory, and how to stop and kill them."""
 
 import mmap
 import os
@@ -37,7 +37,7 @@ def below(root: int, children: dict[int, list[int]]) -> list[int]:
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:
-    """State of a process as in proc(5), empty if it has ended, and its parent's id."""
+    """State as in proc(5), empty if the process has ended, and its parent's id."""
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
         state, parent = stat.read().rpartition(b")")[2].split(None, 2)[:2]
         return state.decode(), int(parent)
@@ -46,8 +46,8 @@ def state_and_parent(pid: int) -> tuple[str, int]:
 
 @contextmanager
 def stopped(root: int) -> Iterator[list[int]]:
-    """The processes below `root`, stopped in the block one after the other, until a look finds no new one. Processes
-    that were stopped before stay so; those of another user are not touched.
+    """The processes below `root`, stopped in the block, one after the other until a look finds no new one. Processes
+    that were stopped before stay so.
 
     A descriptor holds each process, so that a later process with the same number is never meant.
     """

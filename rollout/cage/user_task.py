@@ -1,8 +1,7 @@
 """A user's task in worker processes: problems, completions and trajectories travel as plain values.
 
-Images travel as files, and both ends decode them. A task that sends messages returns only messages and its score: what
-was sampled is recorded in the server. An agent gets the row and a URL, and its score travels. `UserTask` is the
-server's end; `load` and what it returns run in a worker.
+Images travel as files, and both ends decode them. A task that sends messages returns only its score: what was sampled
+is recorded in the server. `UserTask` is the server's end; `load` and what it returns run in a worker.
 """
 
 import asyncio
@@ -27,21 +26,21 @@ if TYPE_CHECKING:  # workers start faster without it
     from rollout.chat.session import Sessions
 
 SENT = ("row", "prompt", "max_tokens")
-"""What travels of a problem; the worker makes the rest of it."""
+"""What travels of a problem."""
 Plain = Callable[..., Awaitable[dict[str, Any]]]
 
 OWN_PROCESSES, SAMPLE_PROCESSES, HOSTED_PROCESSES = 256, 1, 8
-"""Most processes of a worker: for itself, and for each sample, of an `async` function and of an environment, whose
-agents are programs."""
+"""Most processes of a worker: for itself, and for each sample, of a function and of an environment, whose agents are
+programs."""
 ATTRIBUTES = tuple(vars(Trajectory([])))
-"""What travels of a trajectory; the server judges it."""
+"""What travels of a trajectory."""
 
 
 class UserTask:
-    """The task that `rollout.task` names, as an async context manager around its workers. A call is one episode.
+    """The task that `rollout.task` names, around its workers. A call is one episode.
 
-    Entering raises ValueError, in one line, if the task cannot be loaded; a call raises CagedError for an episode
-    without result, and what `generate` raises.
+    Entering raises ValueError, in one line, if the task cannot be loaded; a call raises CagedError and what `generate`
+    raises.
     """
 
     def __init__(self, config: Config, sessions: "Sessions", log: Path | None = None) -> None:
@@ -104,7 +103,7 @@ class UserTask:
 
 
 def caged_task(config: Config, log: Path | None) -> CagedFunction:
-    """How the workers of `rollout.task` get it, and their limits."""
+    """`rollout.task` with its limits."""
     rollout, agent, environment = config.rollout, config.rollout.agent, config.rollout.environment
     memory = f"rollout.task_memory_gib ({rollout.task_memory_gib:g} GiB)"
     plain = config.model_dump(mode="json")
@@ -164,7 +163,7 @@ def trajectory_of(name: str, values: Any) -> Trajectory:
 
 
 def load_conversation(task: Callable[..., Awaitable[Any]]) -> Plain:
-    """In a worker: a task that sends messages, as a function of plain values."""
+    """A task that sends messages, as a function of plain values."""
 
     async def converse(values: dict[str, Any], call: Plain) -> Any:
         async def chat(messages: Any, tools: Any = None, max_tokens: int | None = None) -> dict[str, Any]:
@@ -193,7 +192,7 @@ def open_files() -> frozenset[int]:
 
 
 def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], data: dict[str, Any]) -> Plain:
-    """In a worker: a task that makes a trajectory, as a function of plain values."""
+    """A task that makes a trajectory, as a function of plain values."""
 
     @cache
     def tokenizer() -> Any:
@@ -231,7 +230,6 @@ def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], dat
 
 
 def images_of(problem: Problem) -> list[PlacedImage]:
-    """The images of the prompt, from the row's files."""
     form = problem.format
     return place(problem.prompt, [decode(data, form) for data in problem.row.get("images", ())]) if form else []
 

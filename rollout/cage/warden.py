@@ -1,13 +1,9 @@
 """The warden: the parent process of one worker, which enforces its limits and leaves nothing of it behind.
 
-Started by `worker_process.py`; forks the worker before anything is imported. It kills a worker whose call is past its
-time limit, or which uses too much memory or too many processes, and with it all that the worker started: as the child
-subreaper it inherits even processes that left their session or lost their parent. It shares no GIL with users' code, so
-a call that never releases the GIL is killed all the same.
-
-The memory limit is on the anonymous memory of all processes of the worker, read from /proc: RLIMIT_AS would count
-address space that CUDA, Java or a thread pool only reserve. RLIMIT_DATA at twice the limit stops allocations of one
-process that are faster than the watch.
+As the child subreaper it inherits even processes that left their session or lost their parent. It shares no GIL with
+users' code, so a call that never releases the GIL is killed all the same. The memory limit is on the anonymous memory
+of all processes of the worker, read from /proc: RLIMIT_AS would count address space that CUDA, Java or a thread pool
+only reserve. RLIMIT_DATA at twice the limit stops allocations that are faster than the watch.
 """
 
 import mmap
@@ -31,35 +27,32 @@ from rollout.cage.frames import encode, unpacker
 from rollout.cage.process_table import anonymous_bytes, below, children_of_all, kill_below, proportional_bytes, stopped
 
 TAIL_BYTES = 4096
-"""Last output kept for failures."""
 LINE_BYTES = 2**16
-"""A longer line is split in the log."""
 LOG_BYTES = 2**20
 """Size above which a log file is rotated; one old file is kept."""
 WATCH_S = 0.2
-"""Interval at which memory is read."""
 SCAN_INTERVAL_PER_COST = 20
-"""Reading the process table takes longer the more processes a machine has: it may take one part in 20 of a core."""
+"""Reading the process table may take one part in 20 of a core."""
 MAX_PROCESSES = 256
-"""Processes of one episode apart. RLIMIT_NPROC would count all processes of the user."""
+"""Of one episode apart. RLIMIT_NPROC would count all processes of the user."""
 OUT_OF_MEMORY, TOO_MANY = signal.SIGUSR1, signal.SIGUSR2
 """Signals to the guard of an episode apart that exceeds a limit."""
 STOPPED_S = 1.0
 """A wait that ends so much late means that this process was stopped."""
 KILL_S = 5.0
-"""Longest wait for killed processes to end; one that is stuck in the kernel is left to init."""
+"""Longest wait for killed processes to end; one stuck in the kernel is left to init."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3
-"""Makes the worker print the stacks of its threads, before it is killed for its time."""
+"""Makes the worker print the stacks of its threads."""
 DUMP_S = 0.5
 KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
 
 DEADLINE, CURRENT, STARTED, APART = range(4)
-"""Indices in CallState: when the call must be over (`time.monotonic()`, 0 for no call), the number of the call or
-episode whose code runs, the calls started, whether episodes run in processes of their own (`apart.py`)."""
+"""Indices in CallState: when the call must be over (`time.monotonic()`, 0 for no call), the call or episode whose code
+runs, the calls started, whether episodes run in processes of their own (`apart.py`)."""
 
 
 class CallState:
-    """State of the running call, which a worker writes for its warden into memory that both share."""
+    """State of the running call, in memory that worker and warden share."""
 
     def __init__(self) -> None:
         self._numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
@@ -85,15 +78,14 @@ class Warden:
         signal.signal(signal.SIGTERM, self._on_term)
         self._measure_at = self._scan_at = self._stop_at = 0.0
         self._begun = b""
-        """Beginning of a printed line that has no end yet."""
         self._processes: dict[int, list[int]] = {}
-        """What is watched: all processes under 0, or those of an episode apart under its guard."""
+        """All processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
         """Guards below which no process came or went between the last two looks."""
 
     @property
     def memory(self) -> float:
-        """Bytes that the worker's processes may hold; 0 for any number."""
+        """Bytes; 0 for any number."""
         return (self.function.memory_gib or 0) * 2**30
 
     def _on_term(self, *_: object) -> None:
@@ -116,8 +108,8 @@ class Warden:
         self._tell([origin, how, started, current, self._output()])
 
     def _wait(self, until: float) -> set[int]:
-        """Descriptors that are ready by `until`. A stop of this process, as of a whole container, puts the deadline
-        off: the worker was stopped too."""
+        """Wait for descriptors. A stop of this process, as of a whole container, puts the deadline off: the worker was
+        stopped too."""
         began = time.monotonic()
         wait_s = max(0.0, until - began)
         ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
@@ -168,8 +160,8 @@ class Warden:
         return None
 
     def _held_bytes(self, guard: int, processes: list[int], now: float) -> int:
-        """What the processes hold together; what forks share counts once where that decides. To read it of a process
-        that forks just now takes seconds on a busy machine: unless they have settled, they are stopped for it."""
+        """What the processes hold together; what forks share counts once where that decides. To read it while they fork
+        takes seconds on a busy machine: unless they have settled, they are stopped for it."""
         held = [anonymous_bytes(pid) for pid in processes]
         if not 0 < self.memory < sum(held) or len(held) < 2:
             return sum(held)
@@ -252,7 +244,7 @@ class Warden:
 
 
 def shown(printed: bytes) -> str:
-    """What users' code printed, as text that is safe to show; each state of a progress bar is a line."""
+    """What users' code printed, as text that is safe to show."""
     text = colourless(printed.decode(errors="replace")).replace("\r\n", "\n").replace("\r", "\n")
     return visible(text, 16 * len(text) + 1)
 
@@ -317,7 +309,7 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
 
 def _outlive_sigterm() -> None:
     """In the worker: ignore SIGTERM, which schedulers send to all processes of a job; calls end in the drain of the
-    server. Processes that users' code forks end by SIGTERM as usual, from their start on."""
+    server. Processes that users' code forks end by SIGTERM as usual."""
     masks = threading.local()
 
     def ignore(*_: object) -> None:

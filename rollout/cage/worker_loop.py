@@ -6,9 +6,8 @@
                        ["ended", number, origin or "value", reason or value, traceback, permanent, refused request]
                        ["generate", number, request, tokens, options]   ["stop", number, request]
 
-Ends when the server closes the connection. What users' code raises, SystemExit included, becomes a message; what it
-prints goes to the warden. The warden finds a blocked event loop: the loop moves the deadline ahead for as long as it
-runs, and CallState says whose code runs.
+Ends when the server closes the connection. The warden finds a blocked event loop: the loop moves the deadline ahead for
+as long as it runs, and CallState says whose code runs.
 """
 
 import asyncio
@@ -33,15 +32,13 @@ from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, 
 from rollout.errors import ChatRefused, EngineError, first_error
 
 AHEAD_S, MOST_AHEAD = 0.005, 8
-"""Short calls are sent ahead, as many as take AHEAD_S: to wake two processes for each would cost more than the call."""
+"""Short calls are sent ahead: to wake two processes for each would cost more than the call."""
 FAILED_CALL_S = 1.0
-"""Most of an episode's own time that a failed call of `generate` costs: no episode can go on for ever with calls that
-are refused, but one call may take many minutes."""
+"""Most of an episode's own time that a failed call of `generate` costs, so that refused calls cannot go on for ever."""
 _number: ContextVar[int] = ContextVar("number", default=0)
 
 
 def work(function: CagedFunction, control: socket.socket, state: CallState) -> None:
-    """Serve one worker process from loading to its end."""
     faulthandler.enable(2)
     faulthandler.register(DUMP_SIGNAL, 2, all_threads=True)
     home = os.getpid()
@@ -50,7 +47,7 @@ def work(function: CagedFunction, control: socket.socket, state: CallState) -> N
     try:
         loaded = getattr(importlib.import_module(module), name)(*function.arguments)
         message = encode(["loaded", getattr(loaded, "about", {})])
-    except BaseException as error:  # the user's module may end in any way while it is imported
+    except BaseException as error:  # the user's module may raise anything
         loaded, message = None, encode(["unloadable", *describe_load_error(function.name, error)])
     leave_fork(home)
     control.sendall(message)
@@ -64,7 +61,7 @@ def work(function: CagedFunction, control: socket.socket, state: CallState) -> N
 def serve_calls(function: CagedFunction, control: socket.socket, state: CallState, loaded: Callable[..., Any]) -> None:
     """Run calls one after another, outside of any event loop: users' code may start its own."""
     home, frames = os.getpid(), unpacker()
-    longest_s, ahead = AHEAD_S, 1  # the longest recent one: each further call forgets a tenth
+    longest_s, ahead = AHEAD_S, 1  # each further call forgets a tenth
     while data := control.recv(2**18):
         frames.feed(data)
         for _, number, arguments in frames:
@@ -106,7 +103,7 @@ def attribute(error: BaseException, name: str) -> object:
 
 
 def leave_fork(home: int) -> None:
-    """End this process if it is a copy that users' code forked and let return."""
+    """End this process if users' code forked it."""
     if os.getpid() != home:
         os._exit(0)
 
@@ -130,8 +127,6 @@ class RunningEpisode:
 
 
 class EpisodeServer:
-    """All episodes of this process."""
-
     def __init__(self, function: CagedFunction, state: CallState, play: Callable[..., Awaitable[Any]]) -> None:
         self.function, self.state, self.play, self.home = function, state, play, os.getpid()
         self.loop = asyncio.get_running_loop()
@@ -285,7 +280,7 @@ def serve_episodes(
     loop.set_task_factory(new_task)
     serving = loop.create_task(serve())
     while not serving.done():
-        # SystemExit in a task of an episode leaves the loop, and also reaches whoever awaits the task.
+        # SystemExit leaves the loop, and also reaches whoever awaits the task.
         with suppress(SystemExit, KeyboardInterrupt):
             loop.run_until_complete(serving)
     state[DEADLINE] = 0

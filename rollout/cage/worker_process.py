@@ -1,4 +1,4 @@
-"""The server's end of one worker process: starts it with its warden, talks to it, and knows how it ended."""
+"""The server's end of one worker process and its warden."""
 
 import asyncio
 import os
@@ -17,7 +17,6 @@ from rollout.cage.frames import BAD_BYTES, encode, unpacker
 KILL_S = 10.0
 """Time for a warden to kill its worker before it is killed as well: the worker dies with it."""
 OUTPUT_S = 2.0
-"""Longest wait for the last output of a call that failed."""
 START = f"""import sys
 sys.path[:] = sys.argv[4:]
 {PIN}
@@ -25,14 +24,14 @@ from rollout.cage.warden import main
 worker = main(*map(int, sys.argv[1:4]))
 from rollout.cage.worker_loop import work
 work(*worker)"""
-"""The program of a warden, which stays in `main`, and of its worker. Not started by multiprocessing, whose workers
-import the server's `__main__`."""
+"""The program of a warden, which stays in `main`, and of its worker. multiprocessing's workers would import the
+server's `__main__`."""
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How a worker ended, as its warden saw it: origin and reason, the calls it had started, the call or episode whose
-    code ran (0: none), the last output."""
+    """How a worker ended: origin and reason, calls it had started, the call or episode whose code ran (0: none), last
+    output."""
 
     origin: str = "died"
     how: str = "was running when its process and that process's warden were lost"
@@ -49,7 +48,6 @@ class WorkerProcess:
         self.about: dict[str, Any] | None = None
         """The loaded function's attribute `about`. None until it is loaded."""
         self.calls: dict[int, Any] = {}
-        """Calls that were sent to it and have not ended, by number."""
         self.sent = 0
         self.ahead = 1
         """Calls that may be sent at once to run one after another; the worker sets it."""
@@ -60,7 +58,6 @@ class WorkerProcess:
         self._frames, self._asked = unpacker(), deque[asyncio.Future[str]]()
 
     async def start(self) -> None:
-        """Start the process. Raises OSError if the machine has none left."""
         pairs = [socket.socketpair() for _ in range(2)]
         fds = [theirs.fileno() for _, theirs in pairs]
         try:
@@ -101,7 +98,7 @@ class WorkerProcess:
         return self.function.max_calls is not None and self.sent >= self.function.max_calls
 
     def send(self, message: Any) -> None:
-        """Send a message, encoded or not; one for a worker that has ended is lost. Raises as `encode`."""
+        """Send a message, encoded or not; one for a worker that has ended is lost."""
         frame = message if isinstance(message, bytes) else encode(message)
         if not self.stopping and not self._writer.is_closing():
             self._writer.write(frame)
@@ -135,7 +132,6 @@ class WorkerProcess:
         return ""
 
     def stop(self) -> None:
-        """Let the worker end by itself: nothing more is sent. Kill it if it takes too long."""
         if not self.stopping and not self.end.done():
             self.stopping = True
             with suppress(OSError, RuntimeError):
@@ -143,7 +139,7 @@ class WorkerProcess:
             asyncio.get_running_loop().call_later(self.function.grace_s, self.kill)
 
     def kill(self) -> None:
-        """Have the warden kill the worker and all that it started; kill the warden after KILL_S."""
+        """Have the warden kill the worker and all that it started."""
         self.stopping = True
         if not self.end.done():
             with suppress(OSError, RuntimeError):
@@ -173,11 +169,10 @@ class WorkerProcess:
         for asked in self._asked:
             if not asked.done():
                 asked.set_result(end.output)
-        # What the worker sent last is still to be read; only a warden that was killed leaves a writer.
+        # What the worker sent last is still to be read.
         asyncio.get_running_loop().call_later(self.function.grace_s, self._writer.transport.abort)
 
     async def ended(self) -> WorkerEnd:
-        """End the worker, and return how it ended."""
         self.stop()
         end = await asyncio.shield(self.end)
         self._writer.close()

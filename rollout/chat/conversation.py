@@ -1,9 +1,8 @@
-"""The exact tokens of one episode of chat: a forest of turns, and the trajectory that is trained on. Pure Python.
+"""The exact tokens of one episode of chat: a forest of turns, and the trajectory that is trained on.
 
-A turn is one answer of the policy: what was given since the turn before it, and what was sampled. A request continues
-the turn whose messages are its longest prefix, and whatever else it may be, it begins anew: a root. Held tokens are
-never encoded again and never mended. A path from a root to a leaf is a segment; a turn that lies on two paths is
-trained in the first, and is context in the other. Used by `session.py`, which asks the engine.
+A turn is one answer of the policy. A request continues the turn whose messages are its longest prefix; otherwise it
+begins a new root. Held tokens are never encoded again. A path from a root to a leaf is a segment; a turn on two paths
+is trained in the first, and is context in the other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +14,8 @@ from rollout.tasks.trajectory import Completion, Trajectory
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """One answer. `given` are the tokens between the turn before it, `parent`, and the sampled ones: its prompt, for
-    a turn without `parent`. `request` and `answered` are digests of the messages before and with the answer."""
+    """One answer. `given` are the tokens between `parent` and the sampled ones: for a root, the prompt. `request` and
+    `answered` are digests of the messages before and with the answer."""
 
     parent: "RecordedTurn | None"
     given: list[int]
@@ -26,9 +25,9 @@ class RecordedTurn:
     request: bytes
     answered: bytes
     cut: bool = False
-    """Whether a limit of the run ended the answer."""
+    """A limit of the run ended the answer."""
     withdrawn: bool = False
-    """It never reached who asked for it: it is not trained on."""
+    """The client never got it: it is not trained on."""
     length: int = field(init=False)
     """Tokens from the root to the end of this turn."""
 
@@ -37,14 +36,12 @@ class RecordedTurn:
         self.length = before + len(self.given) + len(self.completion.tokens)
 
     def path(self) -> "list[RecordedTurn]":
-        """The turns from the root to this one."""
         turns = [self]
         while (parent := turns[-1].parent) is not None:
             turns.append(parent)
         return turns[::-1]
 
     def tokens(self) -> list[int]:
-        """All tokens from the root to the end of this turn, as the engine saw and sampled them."""
         return [token for turn in self.path() for token in (*turn.given, *turn.completion.tokens)]
 
 
@@ -54,16 +51,16 @@ class Conversation:
     def __init__(self) -> None:
         self._turns: list[RecordedTurn] = []
         self._undelivered: list[bytes] = []
-        """Requests whose answer is known not to have arrived, and which were not repeated yet."""
+        """Requests whose answer did not arrive, and which were not repeated yet."""
 
     @property
     def turns(self) -> list[RecordedTurn]:
-        """Those that count, in the order in which they ended."""
+        """Turns that are not withdrawn, in the order in which they ended."""
         return [turn for turn in self._turns if not turn.withdrawn]
 
     def held(self, prefixes: Sequence[bytes]) -> tuple[RecordedTurn | None, int]:
-        """The turn whose messages are the longest prefix of a request, and their number. Among equal turns it
-        is the last one that no turn continues yet: agents that run at once and send the same keep to their own."""
+        """The turn whose messages are the longest prefix of a request, and their number. Among equal turns it is the
+        last leaf: agents that run at once and send the same keep to their own."""
         leaves = self.leaves()
         by_digest = {turn.answered: turn for turn in sorted(self.turns, key=leaves.__contains__)}
         for number in range(len(prefixes) - 1, 0, -1):
@@ -72,11 +69,9 @@ class Conversation:
         return None, 0
 
     def add(self, turn: RecordedTurn) -> None:
-        """Record an answer."""
         self._turns.append(turn)
 
     def withdraw(self, turn: RecordedTurn) -> None:
-        """The answer was never delivered."""
         if not turn.withdrawn:
             turn.withdrawn = True
             self.lose(turn.request)
@@ -86,8 +81,8 @@ class Conversation:
         self._undelivered.append(request)
 
     def repeat(self, request: bytes) -> None:
-        """A client asks again since no answer to this request arrived: the last one that nothing continues is
-        withdrawn, unless it is known already which answer was lost."""
+        """A client asks again since no answer arrived: the last leaf of this request is withdrawn, unless it is known
+        already which answer was lost."""
         if request not in self._undelivered:
             leaves = self.leaves()
             for turn in [turn for turn in self.turns if turn.request == request and turn in leaves][-1:]:
@@ -96,17 +91,16 @@ class Conversation:
             self._undelivered.remove(request)
 
     def leaves(self) -> set[RecordedTurn]:
-        """The turns that count and that none which counts continues: each ends a segment."""
+        """The turns that no other turn continues: each ends a segment."""
         inner = {turn for counted in self.turns for turn in counted.path()[:-1]}
         return set(self.turns) - inner
 
     def num_tokens(self) -> int:
-        """Tokens of all segments."""
         return sum(leaf.length for leaf in self.leaves())
 
     def segments(self) -> Iterator[list[RecordedTurn]]:
-        """Paths that between them hold every turn that counts, each ending in one; in the order in which they began,
-        what continues a path before what branches off it later."""
+        """Paths that between them hold every turn, in the order in which they began; what continues a path comes before
+        what branches off it later."""
         needed = {turn for counted in self.turns for turn in counted.path()}
         children: dict[RecordedTurn | None, list[RecordedTurn]] = {}
         for turn in self._turns:
@@ -121,11 +115,10 @@ class Conversation:
                 yield turn.path()
 
     def trained(self) -> list[RecordedTurn]:
-        """The turns that count, in the order in which the trajectory has them."""
         return list(dict.fromkeys(turn for path in self.segments() for turn in path if not turn.withdrawn))
 
     def trajectory(self) -> Trajectory:
-        """All segments, one after another: each sampled token of a turn that counts is trained exactly once."""
+        """All segments, one after another: each sampled token is trained exactly once."""
         made, trained = Trajectory([]), set[RecordedTurn]()
         for number, path in enumerate(self.segments()):
             if number:

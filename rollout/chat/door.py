@@ -1,11 +1,9 @@
-"""The HTTP door of a rollout server: an OpenAI-compatible base URL for each episode, for agents that know nothing else.
+"""The HTTP door of a rollout server: an OpenAI-compatible base URL for each episode.
 
     POST /e/{key}/v1/chat/completions     JSON, or server-sent events with `stream: true`
     GET  /e/{key}/v1/models
 
-Runs in the rollout server's event loop, started by `rollout/episodes/setup.py`. `admit` opens a `Door`: a key of 128
-random bits that leads to one `Session` and is dead once the episode has ended (410). Waits for requests, and for the
-session's answers. What a request may ask for is judged in `requested.py`.
+Runs in the rollout server's event loop. A key has 128 random bits and is dead once the episode has ended (410).
 """
 
 import asyncio
@@ -32,13 +30,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_BODY_MIB = 16
-"""Largest request."""
 MOST_CONNECTIONS = 16_384
 """At a time; fewer where the server may have few files open."""
 EARLY_S = 0.001
 """A timer may fire so much early."""
 SHUTDOWN_S = 1.0
-"""Longest wait for connections at the end: every door is closed by then."""
+"""Short, because every door is closed by then."""
 KEY = re.compile(r"[0-9a-f]{32}")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -46,8 +43,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class Door:
     """One episode's way in: its key, its session, its requests, and the clock of the time that it spends elsewhere.
 
-    `over` gets an exception as soon as nothing that the agent may return matters any more: the engine failed, or the
-    agent spent more than `own_s` seconds outside of model calls (then `late`). The clock runs once a worker has it.
+    `over` gets an exception as soon as the agent's result cannot matter any more: the engine failed, or the agent spent
+    more than `own_s` seconds outside of model calls (then `late`).
     """
 
     def __init__(
@@ -103,12 +100,11 @@ class Door:
             self._run_clock()
 
     def end(self, error: BaseException) -> None:
-        """The episode has failed, whatever the agent returns."""
         if not self.over.done():
             self.over.set_exception(error)
 
     def close(self) -> None:
-        """No further request is taken; those under way end, and so do the agent's connections."""
+        """End all requests and the agent's connections."""
         if self._timer:
             self._timer.cancel()
         if not self.over.cancel() and not self.over.cancelled():
@@ -170,7 +166,7 @@ class ChatServer:
 
     @contextmanager
     def admit(self, session: Session, own_s: float, late: EpisodeError) -> Iterator[Door]:
-        """A door to `session` for the length of the `with` block; `own_s` and `late`: see `Door`."""
+        """A door to `session` for the length of the `with` block."""
         key = secrets.token_hex(16)
         door = self._doors[key] = Door(session, f"{self.url.rstrip('/')}/e/{key}/v1", key, own_s, late, self._clock)
         try:
@@ -185,7 +181,6 @@ class ChatServer:
         door.close()
 
     def _enter(self, request: web.Request) -> Door | web.Response:
-        """The door of the request's key, or why there is none."""
         key, connection = request.match_info["key"], request.transport
         door = self._doors.get(key)
         if door is None:
@@ -236,7 +231,7 @@ class ChatServer:
     async def _answer(
         self, request: web.Request, requested: Requested, door: Door, call: asyncio.Task[Reply]
     ) -> web.StreamResponse:
-        """Send what became of a call. Raises ConnectionError if the client is gone."""
+        """Raises ConnectionError if the client is gone."""
         if call.cancelled():
             return refusal(410, error_body("the episode has ended", "invalid_request_error", code="episode_ended"))
         try:
@@ -250,7 +245,7 @@ class ChatServer:
 
 
 async def deliver(request: web.Request, requested: Requested, reply: Reply) -> web.StreamResponse:
-    """The reply as one JSON body. Raises ConnectionError if the client is gone."""
+    """Send the reply as one JSON body. Raises ConnectionError if the client is gone."""
     response = web.json_response(completion(requested, reply))
     await response.prepare(request)
     await response.write_eof()
@@ -258,7 +253,7 @@ async def deliver(request: web.Request, requested: Requested, reply: Reply) -> w
 
 
 async def deliver_events(request: web.Request, requested: Requested, reply: Reply) -> web.StreamResponse:
-    """The reply as server-sent events. Raises ConnectionError if the client is gone."""
+    """Send the reply as server-sent events. Raises as `deliver`."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     events = [*map(json.dumps, chunks(requested, reply)), "[DONE]"]
@@ -268,7 +263,6 @@ async def deliver_events(request: web.Request, requested: Requested, reply: Repl
 
 
 def refused_body(error: Exception) -> dict[str, Any]:
-    """The body of a 400."""
     if isinstance(error, ChatRefused):
         limit, param = error.code.endswith("_exceeded"), getattr(error, "param", None)
         code = "context_length_exceeded" if limit else error.code  # the one word for a limit that clients know

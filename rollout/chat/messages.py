@@ -1,8 +1,8 @@
-"""Messages of a chat as requests bring them: judged, brought into one form, and compared. Pure functions.
+"""Messages of a chat as requests bring them: judged, brought into one form, and compared.
 
-In that form `content` is a text and a call's `arguments` are a mapping, as chat templates want them. What a client
-repeats of the conversation counts as the same message though it wrote it in other words: `None` for an empty content,
-a text in parts, arguments with other blanks. Reasoning is not compared, because most clients drop it.
+In that form `content` is a text and a call's `arguments` are a mapping, as chat templates want them. A repeated message
+is the same though the client wrote it otherwise: `None` for an empty content, a text in parts, arguments with other
+blanks. Reasoning is not compared, because most clients drop it.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ KEPT = ("name", "tool_call_id")
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What a call of `chat` asks: messages in their one form, and tools."""
+    """A call of `chat`: messages in their one form, and tools."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
@@ -28,7 +28,6 @@ class ChatRequest:
 
     @classmethod
     def read(cls, messages: Any, tools: Any = None) -> "ChatRequest":
-        """Raises ChatRefused for what is no chat."""
         if not isinstance(messages, list | tuple) or not messages:
             raise ChatRefused("messages: a list of one message or more is needed")
         if tools is not None and not (
@@ -73,7 +72,7 @@ def _text(place: str, content: Any) -> str:
 
 
 def encodable(place: str, text: str) -> str:
-    """The text. Raises ChatRefused for a lone surrogate: JSON can carry it, and no tokenizer takes it."""
+    """Raises ChatRefused for a lone surrogate: JSON can carry it, and no tokenizer takes it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -90,7 +89,7 @@ def _call(place: str, call: Any) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Arguments of a call as a mapping; a text that is none in JSON stays as it is."""
+    """Arguments of a call as a mapping; a text that is not one in JSON stays as it is."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -101,14 +100,13 @@ def parsed_arguments(arguments: Any) -> Any:
 
 
 def digests(tools: Any, messages: list[Message]) -> Iterator[bytes]:
-    """A digest for each number of messages, from none to all: equal where the messages are the same to a reader."""
+    """A digest for each number of messages, from none to all."""
     yield (digest := _digest(b"", tools))
     for message in messages:
         yield (digest := extended(digest, message))
 
 
 def extended(digest: bytes, message: Message) -> bytes:
-    """The digest of those messages and one more."""
     calls = [
         [call["id"], call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())
     ]

@@ -1,8 +1,7 @@
-"""What a chat request asks for, in OpenAI's words, and the answers to it. Read by `door.py`; pure functions.
+"""What a chat request asks for, in OpenAI's words, and the answers to it.
 
-Sampling is the run's: a client may only shorten an answer. What would change the distribution that is sampled from, and
-so break the ratio that the learner computes, is refused by name; another temperature and the like are ignored, counted
-and logged once.
+Sampling is the run's: a client may only shorten an answer. What would break the ratio that the learner computes is
+refused by name; another temperature and the like are ignored, counted and logged once.
 """
 
 import logging
@@ -18,21 +17,21 @@ from rollout.errors import ChatRefused
 
 log = logging.getLogger(__name__)
 MODEL = "policy"
-"""The one model there is; any other name in a request means it as well."""
+"""The one model; any other name in a request means it as well."""
 REFUSED = (
     *("response_format", "logit_bias", "stop", "functions", "function_call", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-"""Keys whose values would mask or cut what is sampled. Empty ones, and `{"type": "text"}`, ask for nothing."""
+"""Keys whose values would mask or cut what is sampled."""
 SAMPLING = {"top_p": 1, "top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
-"""Sampling settings beside the temperature with the values that change nothing."""
+"""Settings with the values that change nothing."""
 NEVER = ("seed", "logprobs", "top_logprobs", "parallel_tool_calls")
-"""Settings that are ignored whatever they are."""
+"""Ignored whatever they are."""
 
 
 @dataclass(frozen=True)
 class Requested:
-    """A request that can be taken. Example: `Requested([{"role": "user", "content": "2+2"}])`."""
+    """A request that can be taken."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -46,7 +45,7 @@ class Requested:
 
     @classmethod
     def of(cls, body: Any) -> "Requested":
-        """The request with this body. Raises ChatRefused for one that cannot be taken, with the key's name."""
+        """Raises ChatRefused, with the key's name, for a request that cannot be taken."""
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             raise refused("messages", "a list of messages is needed")
         if (body.get("n") or 1) != 1:
@@ -76,7 +75,6 @@ class Ignored:
         self.counts: Counter[str] = Counter()
 
     def count(self, requested: Requested) -> bool:
-        """Whether the request asks for any."""
         asked = requested.settings
         found = [key for key, same in self.same.items() if asked.get(key) not in (None, same)]
         found += [key for key in NEVER if asked.get(key) is not None]
@@ -93,19 +91,16 @@ class Ignored:
 
 
 def refused(key: str, what: str) -> ChatRefused:
-    """A refusal that names the key."""
     error = ChatRefused(f"{key}: {what}")
     error.param = key  # type: ignore[attr-defined]
     return error
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's client reads it."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def completion(requested: Requested, reply: Reply) -> dict[str, Any]:
-    """The body of an answer."""
     choice = {"index": 0, "message": reply.message, "finish_reason": reply.finish_reason, "logprobs": None}
     return head(requested, "chat.completion") | {"choices": [choice], "usage": usage(reply)}
 
@@ -123,11 +118,9 @@ def chunks(requested: Requested, reply: Reply) -> Iterator[dict[str, Any]]:
 
 
 def head(requested: Requested, kind: str) -> dict[str, Any]:
-    """What all parts of an answer begin with."""
     return {"id": requested.id, "object": kind, "created": requested.created, "model": MODEL}
 
 
 def usage(reply: Reply) -> dict[str, int]:
-    """Tokens of the answer."""
     given, sampled = reply.prompt_tokens, reply.completion_tokens
     return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}

@@ -1,8 +1,6 @@
-"""One episode as chat: `await session.chat(messages, tools)`, and at its end the trajectory of all that was said.
+"""One episode as chat: the sender sees messages only; exact tokens, log-probabilities and versions stay here.
 
-Who sends the messages (a function in a worker, a program over HTTP, an environment) sees messages only; the exact
-tokens, log-probabilities and versions stay here. Waits for the engine and for the thread that renders. `Sessions` opens
-one for each sample; built by `rollout/episodes/setup.py`.
+Waits for the engine and for the thread that renders.
 """
 
 import asyncio
@@ -20,7 +18,7 @@ from rollout.tasks.trajectory import Generate, Problem, Recorded
 CALLS_PER_TURN = 4
 """Calls that an episode may begin for each answer that it may have."""
 Answered = tuple[RecordedTurn, dict[str, Any], int]
-"""A turn, its message, and how many of its tool calls cannot be made."""
+"""A turn, its message, and how many of its tool calls are malformed."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +26,20 @@ class ChatLimits:
     """What one episode may take; beyond it `chat` raises ChatRefused and the episode counts as truncated."""
 
     context: int
-    """Tokens that one call sees and samples: `rollout.max_sample_tokens`."""
+    """Tokens that one call sees and samples."""
     answer: int
-    """Longest answer in tokens: `sampling.max_tokens`."""
+    """Longest answer in tokens."""
     turns: int
-    """Answers. Calls, with those that are refused or given up, are four times as many at most."""
     tokens: int
     """Over all segments."""
     timeout_s: float | None = None
-    """Wall-clock seconds from the opening of the session."""
+    """From the opening of the session."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. Example of `message`: `{"role": "assistant", "content": "4"}`; with `reasoning` and the same as
-    `reasoning_content`, and `tool_calls` as OpenAI's API has them, where there are any."""
+    """An answer. Example of `message`: `{"role": "assistant", "content": "4"}`, with `reasoning`, the same
+    `reasoning_content`, and `tool_calls` in OpenAI's form where there are any."""
 
     message: dict[str, Any]
     finish_reason: str
@@ -57,11 +54,11 @@ class AnswerParser(Protocol):
     """Reads what was sampled as a message. Its methods run in the template's thread."""
 
     def check(self, tools: Tools) -> None:
-        """Before anything is sampled: raises ChatRefused for tools that `message` cannot take."""
+        """Raises ChatRefused for tools that `message` cannot take."""
 
     def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
-        """The assistant's message of these tokens, without the one that ended it, and how many tool calls in it are
-        none that can be made."""
+        """The assistant's message of these tokens, without the one that ended it, and the number of malformed tool
+        calls."""
 
 
 class TextParser:
@@ -70,16 +67,14 @@ class TextParser:
     def __init__(self, template: ChatTemplate) -> None:
         self._tokenizer = template.tokenizer
 
-    def check(self, tools: Tools) -> None:
-        """They are the template's alone."""
+    def check(self, tools: Tools) -> None: ...
 
     def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
-        """See AnswerParser."""
         return {"role": "assistant", "content": self._tokenizer.decode(tokens, skip_special_tokens=True)}, 0
 
 
 class Session:
-    """One episode as chat: every call is recorded with its exact tokens, log-probabilities and versions."""
+    """One episode as chat."""
 
     def __init__(self, generate: Generate, template: ChatTemplate, parser: AnswerParser, limits: ChatLimits) -> None:
         self._generate, self._template, self._parser, self._limits = generate, template, parser, limits
@@ -90,7 +85,7 @@ class Session:
         self._closed, self._limit = False, ""
         """`_limit`: why the last call was refused that a limit has ended."""
         self.truncated = False
-        """Whether a limit has ended the episode."""
+        """A limit has ended the episode."""
         self.error: EpisodeError | EngineDead | None = None
         """Failure of the infrastructure in a call: the episode has failed, whatever it returns."""
 
@@ -100,8 +95,8 @@ class Session:
         """Sample the answer to `messages`, of at most `max_tokens`.
 
         `repeated`: the client asks again because no answer to this request arrived; the earlier one is not trained on.
-        Raises ChatRefused for messages that are none, and where a limit is used up; EpisodeError, EngineDead for
-        failures of the infrastructure. If cancelled, generation stops and nothing is recorded.
+        Raises ChatRefused for malformed messages, and where a limit is used up; EpisodeError, EngineDead for failures
+        of the infrastructure. If cancelled, nothing is recorded.
         """
         self._check_open()
         self._begun += 1
@@ -130,18 +125,16 @@ class Session:
         return Reply(message, finish, turn.length - sampled, sampled, turn)
 
     def withdraw(self, turn: RecordedTurn) -> None:
-        """An answer that was never delivered is not trained on."""
         self._conversation.withdraw(turn)
 
     def close(self) -> None:
-        """No further call; those under way end with ChatRefused."""
         self._closed = True
         for call in self._calls:
             call.cancel()
 
     def recorded(self, result: Any) -> Recorded:
-        """The episode, and its score from `result` (see `Recorded.of`). Raises EpisodeError for a result that is none,
-        and for an episode without an answer or with a failure of the infrastructure; EngineDead."""
+        """The episode, and its score from `result` (see `Recorded.of`). Raises EpisodeError for another result, and for
+        an episode without an answer or with a failure of the infrastructure; EngineDead."""
         if self.error:
             raise self.error
         turns = self._conversation.turns
@@ -185,7 +178,6 @@ class Session:
         raise ChatRefused(reason, code)
 
     async def _answer(self, request: ChatRequest, max_tokens: int | None) -> Answered:
-        """The answer to a request, which is not recorded yet."""
         held, number = self._conversation.held(request.prefixes)
         parent, given, messages = await self._template.aside(self._prompt, request, held, number)
         prompt = [*(parent.tokens() if parent else ()), *given]
@@ -215,7 +207,7 @@ class Session:
         self, request: ChatRequest, held: RecordedTurn | None, number: int
     ) -> tuple[RecordedTurn | None, list[int], list[Message]]:
         """The turn that a request continues, if it can continue `held`, whose messages are its first `number`; the
-        tokens to be given; and the request's messages with our reasoning in them. Runs in the template's thread."""
+        tokens to be given; and the messages with our reasoning in them. Runs in the template's thread."""
         self._parser.check(request.tools)
         if held is None:
             return None, self._template.opening(request.messages, request.tools), request.messages
@@ -227,7 +219,7 @@ class Session:
         return held, given, messages
 
     async def _in_time(self, call: Coroutine[Any, Any, Answered]) -> Answered:
-        """The result of `call`, unless time runs out or the session is closed before."""
+        """Await `call`, unless time runs out or the session is closed before."""
         calling = asyncio.create_task(call)
         self._calls[calling] = None, 0
         try:
@@ -251,7 +243,7 @@ class Sessions:
     limits: ChatLimits
 
     def open(self, generate: Generate, problem: Problem) -> Session:
-        """A session that samples with `generate`, with the lengths of the problem's set, which may be longer."""
+        """The problem's set may have longer lengths than the run."""
         limits, context = self.limits, problem.left([])
         answer, tokens = problem.answer or limits.answer, limits.tokens + max(0, context - limits.context)
         limits = replace(limits, context=context, answer=answer, tokens=tokens)

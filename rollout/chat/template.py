@@ -1,8 +1,7 @@
 """From messages to tokens, by the run's chat template, and from an answer that is held to the next prompt.
 
 Tokens that were given or sampled are never encoded again: what follows them is the text by which the template goes on
-after an answer. Rendering and encoding take milliseconds for long conversations and tokenizers are not re-entrant, so
-`aside` runs them in one thread with a tokenizer of its own. Used by `session.py`.
+after an answer. Tokenizers are not re-entrant, so `aside` runs in one thread with a tokenizer of its own.
 """
 
 import asyncio
@@ -19,13 +18,12 @@ from rollout.templates.renderer import ChatTexts, Renderer, RenderError
 
 R = TypeVar("R")
 MARK = "Zq7AnswerStoodHereZq7"
-"""Takes the place of an answer, to find what a template writes behind one: no template, tokenizer or person has it."""
+"""Takes the place of an answer, to find what a template writes behind one."""
 Tools = list[Any] | None
 
 
 class ChatTemplate:
-    """The run's chat template around messages in the form of `messages.py`. Methods raise ChatRefused for messages that
-    the template refuses.
+    """The run's chat template. Methods raise ChatRefused for messages that the template refuses.
 
     `keep`: go on after an answer even where the template would write what is before it in another way.
     """
@@ -42,11 +40,9 @@ class ChatTemplate:
         self._special = [token.content for token in added if token.special]
 
     def close(self) -> None:
-        """End the process that renders."""
         self._renderer.close()
 
     async def aside(self, function: Callable[..., R], *args: Any) -> R:
-        """`function(*args)` in the thread of this template."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def opening(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -84,8 +80,8 @@ class ChatTemplate:
             raise ChatRefused(f"messages: they cannot be made into a chat: {type(error).__name__}: {error}") from error
 
     def _stays(self, held: Sequence[Message], tokens: list[int], new: Sequence[Message], tools: Tools) -> bool:
-        """Whether the template writes `held` as before, with all that the last answer said, though `new` messages
-        follow; or writes the very text of the tokens: Qwen3's puts empty thinking into a last answer without any."""
+        """Whether the template writes `held` as before, with all that the last answer said; or writes the very text of
+        the tokens: Qwen3's puts empty thinking into a last answer without any."""
         before, after = self.text(held, tools, header=False), self.text([*held, *new], tools, header=True)
         said = [held[-1].get("reasoning_content", ""), *re.split("</?think>", held[-1]["content"])]
         if after.startswith(before) and all(text.strip() in before for text in said):
@@ -93,7 +89,6 @@ class ChatTemplate:
         return after.startswith(str(self.tokenizer.decode(tokens)))
 
     def _suffix(self, held: Sequence[Message], new: Sequence[Message], tools: Tools) -> str | None:
-        """What the template writes behind the answer with which `held` ends."""
         marked = [*held[:-1], self._marked(held[-1])]
         _, found, end = self.text(marked, tools, header=False).partition(MARK)
         _, _, rest = self.text([*marked, *new], tools, header=True).partition(MARK)
@@ -110,6 +105,6 @@ class ChatTemplate:
         return answer | {"tool_calls": [*calls[:-1], last]}
 
     def _after_calls(self, end: str) -> int:
-        """Where in the text behind the name of the last call the answer is closed: at the last special token."""
+        """Where the answer is closed in the text behind the name of the last call: at the last special token."""
         at = max((end.rfind(token) for token in self._special), default=-1)
         return at if at >= 0 else len(end.rstrip())
