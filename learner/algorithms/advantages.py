@@ -1,8 +1,4 @@
-"""From rewards to advantages, and the treatment of truncated answers before and after.
-
-Consumes rewards and lengths of all samples of the batch, because two of the advantages normalise over the whole batch;
-waits for nothing. Every learner rank knows these facts (`learner/train/batch.py`) and calls this once per batch.
-"""
+"""From rewards to advantages of the whole batch, and the treatment of truncated answers."""
 
 from typing import Protocol
 
@@ -46,10 +42,7 @@ def batch_std(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) ->
 
 
 def reinforce_baseline(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """R - mean of the group, whitened over all sampled tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262).
-
-    Each sample is weighted by its number of tokens.
-    """
+    """R - mean of the group, whitened over all sampled tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262)."""
     centred = _centred(rewards, groups)[0]
     mean, variance = _mean_and_variance(centred, torch.ones_like(centred) if lengths is None else lengths.double())
     return ((centred - mean) * (variance + 1e-8).rsqrt()).to(rewards.dtype)
@@ -79,7 +72,7 @@ def turn_returns(rewards: Tensor, samples: Tensor, discount: float) -> Tensor:
 def soft_overlong(rewards: Tensor, lengths: Tensor, max_tokens: int, buffer: int, factor: float) -> Tensor:
     """Rewards minus a penalty that grows from 0 to `factor` over the last `buffer` tokens (DAPO, arXiv:2503.14476).
 
-    `lengths` [samples]: sampled tokens of each sample, of whole groups, because penalties enter the group's baseline.
+    `lengths` [samples]: sampled tokens, of whole groups, because penalties enter the group's baseline.
     """
     excess = (lengths.to(rewards.dtype) - (max_tokens - buffer)) / buffer
     return rewards - factor * excess.clamp(0, 1)
@@ -93,7 +86,7 @@ def mask_overlong(advantages: Tensor, truncated: Tensor) -> Tensor:
 def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """R - mean of the group in float64, the group index of each sample, and the group sizes.
 
-    Exactly 0 where a group's rewards are all equal, also in a group of one: rounding errors must not be trained on.
+    Exactly 0 where a group's rewards are all equal: rounding errors must not be trained on.
     """
     values = rewards.detach().double()
     _, inverse, counts = groups.unique(return_inverse=True, return_counts=True)

@@ -1,7 +1,6 @@
 """Corrections for stale or mismatched tokens: importance ratios, trust regions, masks, and the KL terms.
 
-Pure functions of packed [tokens] tensors that `LossInputs.clean` returned; waits for nothing. The losses call them;
-`learner/train/step.py` calls `m2_squares` and `m2_limit` before the losses of a batch.
+Pure functions of packed [tokens] tensors that `LossInputs.clean` returned.
 """
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from learner.algorithms.inputs import LossInputs
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp: beyond that a float32 square overflows and nothing is left to learn."""
+"""Beyond it the square of exp overflows float32."""
 
 
 def ratio(new: Tensor, old: Tensor) -> Tensor:
@@ -43,7 +42,6 @@ def log_linear_proximal(inputs: LossInputs) -> Tensor:
     """Proximal log-probability between behaviour and learner, without a forward pass (A-3PO, arXiv:2512.06547).
 
     log prox = log mu + alpha (log pi - log mu), alpha = (v - 1 - v_mu) / (v - v_mu) in [0, 1], 0 for tokens fresh at v.
-    Raises ValueError without versions.
     """
     if inputs.versions is None:
         raise ValueError("algorithm.proximal is loglinear, but LossInputs has no versions")
@@ -69,9 +67,9 @@ def tapered_weight(inputs: LossInputs, positive: Tensor) -> tuple[Tensor, Tensor
 def m2_squares(inputs: LossInputs) -> Tensor:
     """Squared log-ratios of the tokens that M2PO may drop, to be gathered from all microbatches: [tokens] float.
 
-    Those are the tokens whose ratio has already moved in the advantage's direction. inf for all others: they never fit
-    the budget, and unlike a boolean selection this does not synchronise with the GPU. `inputs.policy_logprobs` may come
-    from any forward pass with the weights at the start of the step.
+    Only tokens whose ratio has moved in the advantage's direction may be dropped. inf for all others: unlike a boolean
+    selection this does not synchronise with the GPU. `inputs.policy_logprobs` are of the weights at the start of the
+    step.
     """
     log_ratio = inputs.log_ratio.detach()
     return torch.where(inputs.advantages * log_ratio > 0, log_ratio**2, torch.inf)
@@ -80,8 +78,8 @@ def m2_squares(inputs: LossInputs) -> Tensor:
 def m2_limit(squares: Tensor, budget: float) -> Tensor:
     """Smallest squared log-ratio that is dropped, inf if none: [] float (M2PO, arXiv:2510.01161 Algorithm 1).
 
-    The algorithm drops the largest while the mean of the rest exceeds the budget. It would drop some of several equal
-    values; here all are dropped, so that the result does not depend on their order.
+    The algorithm drops the largest while the mean of the rest exceeds the budget. Here all of several equal values are
+    dropped, so that the result does not depend on their order.
     """
     ordered = squares.detach().sort().values
     means = ordered.double().cumsum(0) / torch.arange(1, ordered.numel() + 1, device=squares.device)

@@ -1,10 +1,7 @@
 """How far the data are from the policy: sums that add over microbatches and ranks, then metrics.
 
-Consumes cleaned `LossInputs` and the facts of the batch's samples; waits for nothing. The losses return `mismatch_sums`
-and `limit_sums`; `learner/train/step.py` all-reduces them and returns `summary` with `sample_metrics`;
-`configs/flow/alerts.py` judges the metrics. Sums are [] float64; one whose key ends in `_max` combines by maximum. The
-keys never depend on the data. Where microbatches hold parts of samples, what is of whole samples is summed sample by
-sample until `combine` has all parts.
+Sums are [] float64; one whose key ends in `_max` combines by maximum. The keys never depend on the data. Where
+microbatches hold parts of samples, sums of whole samples stay [samples] until `combine` has all parts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,20 +12,19 @@ from torch import Tensor
 from learner.algorithms.inputs import LossInputs
 
 AGES = (0, 1, 2, 4, 8, 16, 32, 64)
-"""Lower ends of the age buckets: 0, 1, 2-3, 4-7, ..., 64 and more versions."""
+"""Lower ends of the age buckets."""
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 UNDONE = "undone"
-"""The bucket of tokens of unknown age: a rewind undid, or may have undone, the policy that sampled them."""
+"""The bucket of tokens whose policy a rewind undid, or may have undone."""
 SIGNS = ("positive", "negative")
 BY_SAMPLE = ("sample_log_ratio", "sample_tokens")
 """Sums that are [samples], for `combine`."""
 MAX_LOG_WEIGHT = 350.0
-"""A sample's log-weight is clamped to this only so that the square of its exp stays within float64."""
+"""Clamped only so that the square of its exp stays within float64."""
 
 
 def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
-    """Divergence of learner and behaviour policy, by age of the token if versions are known; sums of importance
-    weights.
+    """Divergence of learner and behaviour policy, by age of the token; sums of importance weights.
 
     With x = log pi - log mu: k1 = -x and k3 = e^x - 1 - x (Schulman's estimators of KL(mu | pi)), m2 = x^2 (M2PO).
     """
@@ -64,8 +60,7 @@ def _sequence_sums(log_ratio: Tensor, lengths: Tensor) -> dict[str, Tensor]:
 
 
 def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
-    """Sums of the rows of `table` [tokens, 4] by age bucket. A token of a policy that a rewind undid, or may have
-    undone, has no age and goes to a bucket of its own."""
+    """Sums of the rows of `table` [tokens, 4] by age bucket."""
     assert inputs.versions is not None
     first, last = inputs.undone
     undone = (inputs.versions > inputs.version) | ((inputs.versions > first) & (inputs.versions <= last))
@@ -81,7 +76,7 @@ def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
 
 
 def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, Tensor]:
-    """Numbers of masked tokens and of tokens with a capped weight, by sign of the advantage."""
+    """Masked tokens and tokens with a capped weight, by sign of the advantage."""
     sums: dict[str, Tensor] = {}
     for name, side in zip(SIGNS, (inputs.advantages > 0, inputs.advantages < 0), strict=True):
         side = side & inputs.sampled
@@ -91,7 +86,7 @@ def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, 
 
 
 def per_sample_sums(numbers: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """The sum and the largest of each of the `numbers`, which are of a rank's samples, and the number of samples."""
+    """Sum and largest of each of the `numbers` of a rank's samples, and the number of samples."""
     columns = {name: torch.tensor(of, dtype=torch.float64, device=device) for name, of in numbers.items()}
     sums = {name: column.sum() for name, column in columns.items()}
     sums |= {f"{name}_max": _largest(column) for name, column in columns.items()}
@@ -99,10 +94,8 @@ def per_sample_sums(numbers: Mapping[str, Sequence[int]], device: torch.device) 
 
 
 def sample_metrics(rewards: Tensor, groups: Tensor, lengths: Tensor, truncated: Tensor) -> dict[str, float]:
-    """Metrics of the batch from reward, group, sampled tokens and truncation of all its samples: [samples] each.
-
-    A group is solved by a sample that reaches the reward 1.
-    """
+    """Metrics of the batch from all its samples: [samples] each. A group is solved by a sample that reaches the reward
+    1."""
     solved = [rewards[groups == group] >= 1 for group in groups.unique()]
     rewards, lengths = rewards.double(), lengths.double()
     metrics = {
@@ -118,17 +111,14 @@ def sample_metrics(rewards: Tensor, groups: Tensor, lengths: Tensor, truncated: 
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Maximum of non-negative values; 0 if there are none."""
     return torch.cat([values.new_zeros(1), values]).max()
 
 
 def is_max(key: str) -> bool:
-    """Whether sums of this key combine by maximum."""
     return key.endswith("_max")
 
 
 def combine(microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The sums of several microbatches, added up."""
     columns = {key: torch.stack([sums[key] for sums in microbatches]) for key in microbatches[0]}
     totals = {key: column.amax(0) if is_max(key) else column.sum(0) for key, column in columns.items()}
     of_samples = [totals.pop(name) for name in BY_SAMPLE if name in totals]
@@ -136,7 +126,7 @@ def combine(microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def summary(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """Metrics of a version from the sums of its whole batch, by the names of docs/reference/metrics.md."""
+    """Metrics of a version, from the sums of its whole batch."""
     get = {key: float(value) for key, value in sums.items()}
     metrics = {key: value for key, value in get.items() if key.startswith("loss/")}
     for name, (over, under) in MEANS.items():

@@ -1,16 +1,13 @@
 """Generalised advantage estimation over turns (GAE, arXiv:1506.02438), and the loss of the critic behind it.
 
-An action is a turn: the tokens that the policy sampled one after another. Rewards come at the end of turns, and gamma
-and lambda discount turns, never the tokens of one. With V(s) the critic's value of a state, s_k the state in which turn
-k begins and r_k its reward, the return of turn k is
+An action is a turn. Rewards come at the end of turns, and gamma and lambda discount turns, never the tokens of one.
+With V(s) the critic's value of a state, s_k the state in which turn k begins and r_k its reward, the return of turn k
+is
 
     G_k = r_k + gamma ((1 - lambda) V(s_(k+1)) + lambda G_(k+1))
 
-and the advantage of each of its tokens is G_k - V(state before the token). So with one turn and lambda 1 it is the
-reward less the token's value, as in PPO with gamma = lambda = 1. The last turn of a finished sample has G = r. A
-truncated sample would have gone on in the same turn, so that its last turn has G = r + V(state after its last token).
-
-Pure functions of tensors; `learner/critic/critic.py` calls them.
+and the advantage of each of its tokens is G_k - V(state before the token). The last turn of a finished sample has G =
+r. A truncated sample would have gone on in the same turn, so its last turn has G = r + V(state after its last token).
 """
 
 import math
@@ -19,7 +16,7 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-8
-"""Added to the variance of advantages before they are divided by its root."""
+"""Added to the variance of advantages."""
 
 
 def turn_targets(
@@ -43,8 +40,8 @@ def turn_targets(
 def value_losses(values: Tensor, before: Tensor, targets: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """Half the squared error of each value, and whether clipping took away its gradient: [tokens] each.
 
-    `before`: values before the first update on this batch. With `clip` the larger of the errors with and without
-    moving further than that from `before` (PPO2, as in arXiv:2005.12729 section 3).
+    `before`: values before the first update on this batch. With `clip` the larger of the errors with and without moving
+    further than that from `before` (PPO2, as in arXiv:2005.12729 section 3).
     """
     losses = 0.5 * (values - targets) ** 2
     if clip is None:
@@ -55,5 +52,5 @@ def value_losses(values: Tensor, before: Tensor, targets: Tensor, clip: float | 
 
 
 def whitened(advantages: Tensor, mean: float, variance: float) -> Tensor:
-    """(A - mean) / sqrt(variance + 1e-8), with the mean and the variance of all sampled tokens of the batch."""
+    """(A - mean) / sqrt(variance + 1e-8), over all sampled tokens of the batch."""
     return (advantages - mean) / math.sqrt(variance + EPSILON)

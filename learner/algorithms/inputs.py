@@ -1,7 +1,7 @@
 """What a loss gets for one microbatch, and how its tokens are averaged over the whole batch.
 
-Consumes a packed microbatch; waits for nothing; every loss and diagnostic starts here. Values at positions that were
-not sampled are replaced before any arithmetic, so that NaN there reaches neither value nor gradient.
+Values at positions that were not sampled are replaced before any arithmetic, so that NaN there reaches neither value
+nor gradient.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -13,53 +13,47 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One microbatch of a batch: every tensor is [tokens], and entry i is about token i.
-
-    Example: samples of 1 and 2 sampled tokens after prompts of one token, on the second of two equal ranks:
-    `sampled` [F, T, F, T, T], `sequence` [0, 0, 1, 1, 1], `num_sequences` 4, `num_tokens` 6.
-    """
+    """One packed microbatch: every tensor is [tokens], and entry i is about token i."""
 
     policy_logprobs: Tensor
-    """float: learner's log-probability of the token, with gradient."""
+    """float: learner's log-probability, with gradient."""
     behaviour: Tensor
     """float: log-probability recorded by the server that sampled it."""
     advantages: Tensor
-    """float: advantage of the token's sample, of its turn or, by a critic, of the token."""
+    """float: of the token's sample, of its turn or, by a critic, of the token."""
     sampled: Tensor
     """bool: sampled by the policy, hence trained. All other tokens are context."""
     sequence: Tensor
-    """int64: index of the token's sample, in this microbatch or, if they are `scattered`, in the batch."""
+    """int64: index of the token's sample, in this microbatch or, if `scattered`, in the batch."""
     num_sequences: int
-    """Samples in the whole batch, over all microbatches and ranks."""
+    """Samples in the whole batch, over all ranks."""
     num_tokens: int
     """Sampled tokens in the whole batch, before any mask."""
     proximal: Tensor | None = None
-    """float: log-probability under the weights at the start of the step. None: `policy_logprobs`, which is the same as
-    long as a batch is one optimizer step."""
+    """float: under the weights at the start of the step. None: `policy_logprobs`, the same while a batch is one
+    optimizer step."""
     reference: Tensor | None = None
-    """float: log-probability under the frozen initial model."""
+    """float: under the frozen initial model."""
     entropy: Tensor | None = None
-    """float: entropy of the learner's distribution, with gradient if there is a bonus."""
+    """float: of the learner's distribution, with gradient if there is a bonus."""
     versions: Tensor | None = None
     """int: version that sampled the token."""
     version: int = 0
-    """Version being trained."""
     undone: tuple[int, int] = (0, 0)
-    """Each version above the first and up to the second names two policies: one that a rewind undid, and a later
-    one."""
+    """A rewind undid policies with versions above the first and up to the second; later ones have the same numbers."""
     num_prompts: int | None = None
-    """Groups in the whole batch; required by `aggregation: prompt`."""
+    """Groups in the whole batch; for `aggregation: prompt`."""
     prompt_tokens: Tensor | None = None
-    """int64: sampled tokens of the token's whole group, over all ranks; required by `aggregation: prompt`."""
+    """int64: sampled tokens of the token's whole group, over all ranks; for `aggregation: prompt`."""
     sequence_tokens: Tensor | None = None
-    """int64: sampled tokens of the token's sample. None: counted here, correct only if the sample is not scattered."""
+    """int64: sampled tokens of the token's sample. None: counted here, correct only if it is not scattered."""
     scattered: bool = False
     """Parts of a sample may be in other microbatches: then losses of whole samples need `sequence_log_ratio`."""
     sequence_log_ratio: Tensor | None = None
-    """float: sum of `log_ratio` over the sampled tokens of the token's whole sample, under the same weights; comes with
-    `sequence_tokens`. None: counted here."""
+    """float: sum of `log_ratio` over the token's whole sample, under the same weights; comes with `sequence_tokens`.
+    None: counted here."""
     m2_limit: Tensor | None = None
-    """[] float: `corrections.m2_limit` of the whole batch. None: of this microbatch, correct if it is the batch."""
+    """[] float: of the whole batch. None: of this microbatch, correct if it is the batch."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -67,7 +61,7 @@ class LossInputs:
         return self.policy_logprobs - self.behaviour
 
     def clean(self) -> "LossInputs":
-        """The same with zeros (for versions: the version being trained) at all tokens that were not sampled."""
+        """The same with zeros (for versions: `version`) at all tokens that were not sampled."""
         changes: dict[str, Tensor] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -76,7 +70,7 @@ class LossInputs:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def copy(self) -> "LossInputs":
-        """The same in tensors of their own, through which gradients pass: changes in place reach nothing else."""
+        """The same in tensors of their own, through which gradients pass."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return replace(self, **{name: value.clone() for name, value in values if isinstance(value, Tensor)})  # type: ignore[arg-type]
 
@@ -95,7 +89,7 @@ class LossInputs:
         return (self.per_sequence(values) / self.lengths().clamp(min=1))[self.sequence]
 
     def sample_log_ratio(self) -> Tensor:
-        """Sum of `log_ratio` over the sampled tokens of each token's sample, without gradient: [tokens]."""
+        """Sum of `log_ratio` over each token's sample, without gradient: [tokens]."""
         if self.sequence_log_ratio is None:
             return self.per_sequence(self.log_ratio.detach())[self.sequence]
         return self.sequence_log_ratio
@@ -109,10 +103,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossContext:
-    """The fields of `LossInputs` that are known before a forward pass: all but log-probabilities and entropies.
-
-    Example: `LossContext({"advantages": advantages, "num_tokens": 6, ...}).inputs(logprobs, entropy)`
-    """
+    """The fields of `LossInputs` that are known before a forward pass."""
 
     known: dict[str, Any]
 
@@ -122,16 +113,14 @@ class LossContext:
         return LossContext(self.known | per_token)
 
     def inputs(self, policy_logprobs: Tensor, entropy: Tensor | None = None) -> LossInputs:
-        """The inputs of the loss, once the forward pass has computed the rest: [tokens] each."""
         return LossInputs(policy_logprobs=policy_logprobs, entropy=entropy, **self.known)
 
 
 def aggregation_weights(inputs: LossInputs, aggregation: str, constant_length: int | None) -> Tensor:
     """[tokens] weights w such that the loss of the batch is the sum of w times the loss of each token.
 
-    token: 1/N (DAPO). sequence: 1/(S |y|) (GRPO). prompt: 1/(P tokens of the group) (ScaleRL). constant: 1/(S L)
-    (Dr. GRPO).
-    The counts are of the whole batch and include masked tokens. Raises ValueError if a required count is missing.
+    token: 1/N (DAPO). sequence: 1/(S |y|) (GRPO). prompt: 1/(P tokens of the group) (ScaleRL). constant: 1/(S L) (Dr.
+    GRPO). The counts are of the whole batch and include masked tokens. Raises ValueError if a count is missing.
     """
     ones = torch.ones_like(inputs.policy_logprobs)
     if aggregation == "token":

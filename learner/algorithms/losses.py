@@ -1,9 +1,7 @@
 """The policy losses. Each is a short function that returns the loss of each token; `Loss` aggregates it.
 
-Consumes `LossInputs` of one microbatch; waits for nothing; `learner/train/step.py` calls `LOSSES[config.loss](inputs,
-config)` for each microbatch. The loss is the sum over the microbatch divided by counts of the whole batch, and the
-returned sums are of the microbatch, so microbatches and ranks simply add. Below, mu is the behaviour policy, pi the
-learner, rho = pi/mu, A the advantage, and sg() stops the gradient.
+The loss is the sum over the microbatch divided by counts of the whole batch, so microbatches and ranks simply add.
+Below, mu is the behaviour policy, pi the learner, rho = pi/mu, A the advantage, and sg() stops the gradient.
 """
 
 from collections.abc import Callable
@@ -24,7 +22,7 @@ class TokenLosses(NamedTuple):
 
     loss: Tensor
     masked: Tensor
-    """bool: the token has no gradient. It still counts in every denominator."""
+    """bool: no gradient. The token still counts in every denominator."""
     capped: Tensor
     """bool: the weight is capped; the gradient remains."""
 
@@ -46,8 +44,7 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
 def ppo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
     """max(-A rho, -A clip(rho, 1 - low, 1 + high)); `dual_clip` bounds it by -A c where A < 0.
 
-    arXiv:1707.06347, dual clip arXiv:1912.09729. The behaviour policy is its old policy: correct on fresh data, the
-    negative control on stale data.
+    arXiv:1707.06347, dual clip arXiv:1912.09729. Its old policy is the behaviour policy: correct on fresh data only.
     """
     return _clipped(corrections.ratio(inputs.policy_logprobs, inputs.behaviour), inputs.advantages, config)
 
@@ -69,8 +66,7 @@ def decoupled(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
 def gspo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
     """PPO's loss with the geometric mean of a sample's rho as ratio of all its tokens (arXiv:2507.18071, GSPO-token).
 
-    Always a mean over samples, regardless of `aggregation`. The gradient reaches each token through log pi - sg(log
-    pi).
+    Always a mean over samples. The gradient reaches each token through log pi - sg(log pi).
     """
     log_ratio = inputs.mean_log_ratio()
     sequence_ratio = (log_ratio + inputs.policy_logprobs - inputs.policy_logprobs.detach()).clamp(max=10).exp()
@@ -137,9 +133,7 @@ class Loss:
 
     policy: Callable[[LossInputs, AlgorithmConfig], TokenLosses]
     aggregation: str | None = None
-    """Replaces `config.aggregation`."""
     tokenwise: bool = True
-    """Whether a token's loss depends on no other token's log-probability; see `is_tokenwise`."""
 
     def __call__(self, inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and sums of the microbatch: [], and [] float64 each."""
@@ -154,10 +148,10 @@ class Loss:
         return torch.stack(list(losses.values())).sum(), sums
 
     def of_tokens(self, inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-        """The part of the loss that comes from some tokens of the microbatch, all of them sampled: [].
+        """The part of the loss that comes from some sampled tokens of the microbatch: [].
 
-        Only for losses that are `is_tokenwise`. `inputs` must have the counts and the `m2_limit` that the loss uses,
-        because they cannot be computed from some of the tokens.
+        Only for losses that are `is_tokenwise`. `inputs` must have counts and `m2_limit`: some of the tokens cannot
+        give them.
         """
         terms = sum(_penalties(inputs, config).values(), self.policy(inputs, config).loss)
         weights = aggregation_weights(inputs, self.aggregation or config.aggregation, config.constant_length)
@@ -177,11 +171,10 @@ LOSSES: dict[str, Loss] = {
 
 
 def is_tokenwise(config: AlgorithmConfig) -> bool:
-    """Whether a token's gradient depends on its own log-probability and on what is known before the forward pass only.
+    """Whether a token's gradient depends only on its own log-probability and on what is known before the forward pass.
 
-    Known are advantages, behaviour, reference, versions, counts per sample, group and batch (so any aggregation will
-    do), and the limit of `m2po`. The ratios of `gspo` and `topr` and the drift of `opsm_delta` are of whole samples; a
-    user's own loss may use all of its sample.
+    The ratios of `gspo` and `topr` and the drift of `opsm_delta` are of whole samples; a user's own loss may use all of
+    its sample.
     """
     return config.loss in LOSSES and LOSSES[config.loss].tokenwise and config.opsm_delta is None
 
@@ -189,17 +182,14 @@ def is_tokenwise(config: AlgorithmConfig) -> bool:
 def needs_first_pass(config: AlgorithmConfig) -> bool:
     """Whether the loss needs log-probabilities of the whole batch before the forward pass that it differentiates.
 
-    `m2po` does: its budget is the batch's. `decoupled` does not: a batch is one optimizer step, so the weights at its
-    start, which define the recomputed proximal policy, are those behind `LossInputs.policy_logprobs`.
+    The budget of `m2po` is the batch's. `decoupled` needs none: a batch is one optimizer step.
     """
     return config.loss == "m2po"
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:
-    """Whether the loss needs a frozen copy of the initial model."""
     return config.reference_kl > 0
 
 
 def needs_entropy_gradient(config: AlgorithmConfig) -> bool:
-    """Whether `LossInputs.entropy` must carry a gradient."""
     return config.entropy_bonus > 0

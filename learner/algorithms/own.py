@@ -1,9 +1,8 @@
 """The loss and the advantages of the run file: a built-in one by name, or a user's own by `path/to/file.py:function`.
 
-A user's loss is `loss(inputs, config)` and returns the loss of each token, [tokens]; a user's advantage is
-`advantage(rewards, groups, lengths)` and returns [samples]. The rest is as with built-in ones: aggregation, penalties,
-diagnostics. Both get copies, which they may change in place. What a function raises or returns is judged at each call
-as far as that waits for no GPU; `own_trial.py` judges the rest before anything is trained.
+A user's `loss(inputs, config)` returns [tokens]; a user's `advantage(rewards, groups, lengths)` returns [samples]. The
+rest is as with built-in ones. Both get copies, which they may change. Results are judged at each call as far as that
+waits for no GPU; `own_trial.py` judges the rest before training.
 """
 
 import os
@@ -26,8 +25,7 @@ DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
 
 
 class OwnFailure(ValueError):
-    """A user's loss or advantage raises, or returns what cannot be trained on. The text names it and the remedy. A
-    restart would only repeat it: the batch stays the same."""
+    """A user's loss or advantage raises, or returns what cannot be trained on. A restart would only repeat it."""
 
 
 def loss_of(config: AlgorithmConfig) -> Loss:
@@ -38,7 +36,7 @@ def loss_of(config: AlgorithmConfig) -> Loss:
 
 
 def advantage_of(config: AlgorithmConfig) -> Advantage:
-    """The function that `algorithm.advantage` names. Raises ValueError as `loss_of` does."""
+    """The function that `algorithm.advantage` names. Raises as `loss_of`."""
     if config.advantage in ADVANTAGES:
         return ADVANTAGES[config.advantage]
     return OwnAdvantage(config.advantage, load_function("algorithm.advantage", config.advantage))
@@ -71,7 +69,6 @@ class OwnAdvantage:
         self.name, self.function = name, function
 
     def __call__(self, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """[samples], without gradient."""
         given = rewards.clone(), groups.clone(), None if lengths is None else lengths.clone()
         made = result_of("algorithm.advantage", self.name, self.function, *given)
         must_have("algorithm.advantage", self.name, made, rewards.shape, "a number for each sample, [samples]")
@@ -83,7 +80,7 @@ class OwnAdvantage:
 
 
 def spread(rewards: Tensor) -> str:
-    """Describe the rewards of a group whose advantages are not finite, and say what to do."""
+    """Describe a group whose advantages are not finite, and say what to do."""
     least, most = float(rewards.min()), float(rewards.max())
     if least == most:
         return f"of a group whose rewards are all {least:g}; divide by no spread without adding a small number to it"
@@ -91,7 +88,7 @@ def spread(rewards: Tensor) -> str:
 
 
 def result_of(key: str, name: str, function: Callable[..., Any], *given: Any) -> Any:
-    """What a user's function returns. Raises OwnFailure, in one line, for what it raises, but for DEVICE_ERRORS."""
+    """Call a user's function. Raises OwnFailure, in one line, for all but DEVICE_ERRORS."""
     try:
         return function(*given)
     except DEVICE_ERRORS:
@@ -105,7 +102,7 @@ def result_of(key: str, name: str, function: Callable[..., Any], *given: Any) ->
 
 
 def must_have(key: str, name: str, made: object, shape: torch.Size, wanted: str) -> None:
-    """Raise OwnFailure unless `made` is a tensor of this shape: torch would broadcast another one in silence."""
+    """Raise OwnFailure for another shape, which torch would broadcast in silence."""
     if isinstance(made, Tensor) and made.shape == shape:
         return
     found = (

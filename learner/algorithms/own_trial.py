@@ -1,10 +1,8 @@
 """Tries a user's own loss and advantage on a tiny batch, before anything is trained.
 
-`check_own` calls the function with three groups of three samples, and refuses in one line what could not be trained on:
-a result of another shape, without gradient or not finite, a loss whose parts do not add up to that of the whole batch,
-or advantages that follow the order of samples; and a file or function that changes what the whole process shares.
-Called by the learner at its start, and by `actors/doctor/trial.py` for `configs`, `doctor` and `launch`, which also
-calls `check_alone`. Takes milliseconds, on the CPU.
+`check_own` refuses in one line what could not be trained on: a result of another shape, without gradient or not finite,
+a loss whose parts do not add up to that of the whole batch, or advantages that follow the order of samples; and a file
+or function that changes what the whole process shares.
 """
 
 import os
@@ -30,9 +28,9 @@ LENGTHS = (1, 2, 3, 6, 1, 4, 5, 2, 3)
 GROUPS = (7, 7, 7, 2, 2, 2, 31, 31, 31)
 REWARDS = (1.0, 0.0, 0.5, 0.0, 0.0, 2.0, -1.0, 1.0, 0.25)
 EQUAL = (1.0, 0.0, 0.5, 2.0, 2.0, 2.0, -1.0, 1.0, 0.25)
-"""Rewards of which one group has equal ones, as groups that are all right or all wrong have."""
+"""Rewards of which one group has equal ones."""
 FAR = 20.0
-"""Log-ratio of learner and server in the batch of far tokens, as between policies that differ much."""
+"""Log-ratio of learner and server in the batch of far tokens."""
 UNSAMPLED = "; mind that a token that was not sampled has 0 in all inputs"
 CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-5}
 SHARED: dict[str, Callable[[], object]] = {
@@ -42,7 +40,7 @@ SHARED: dict[str, Callable[[], object]] = {
     "torch's gradient mode": torch.is_grad_enabled,
     "torch's float32 matmul precision": torch.get_float32_matmul_precision,
 }
-"""What a file or function of the user must leave as it is in the learner's process, by its name for people."""
+"""What users' code must leave as it is, by its name for people."""
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 """Namespaces of torch's operators that wait for other ranks."""
 Part = tuple[Tensor, LossInputs]
@@ -50,9 +48,9 @@ Part = tuple[Tensor, LossInputs]
 
 
 def check_own(config: AlgorithmConfig, answer: int, has_segments: bool) -> Iterator[str]:
-    """Yield what was tried, in a line each; nothing where both are built in. Raises ConfigError for what is refused.
+    """Yield what was tried, in a line each; nothing for built-in ones. Raises ConfigError for what is refused.
 
-    `answer`: `sampling.max_tokens`. `has_segments`: a sample may have several segments, in several microbatches.
+    `answer`: `sampling.max_tokens`. `has_segments`: a sample may lie in several microbatches.
     """
     config = config.model_copy(update={"constant_length": config.constant_length or answer})
     if config.advantage not in (*ADVANTAGES, GAE):
@@ -84,7 +82,6 @@ def check_advantage(config: AlgorithmConfig) -> None:
 
 
 def rewards_of(values: Sequence[float]) -> Tensor:
-    """Rewards as a batch has them: [samples] float64."""
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -107,7 +104,6 @@ def check_loss(config: AlgorithmConfig, has_segments: bool) -> None:
 
 
 def not_added(what: str, total: Tensor, value: Tensor) -> str:
-    """Return what is wrong with a loss that depends on how its batch is cut."""
     problem = f"a batch cut into {what} has the loss {total:.6g}, or another gradient, and the whole batch {value:.6g}"
     if "segment" in what:
         return f"{problem}; use inputs.sample_log_ratio() and inputs.sequence_tokens in place of sums over a sample"
@@ -115,7 +111,7 @@ def not_added(what: str, total: Tensor, value: Tensor) -> str:
 
 
 def backward(config: AlgorithmConfig, loss: Loss, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """The sum of the parts' losses and its gradient for the log-probability of each token of the batch: [], [tokens].
+    """The sum of the parts' losses, and its gradient for the log-probability of each token: [], [tokens].
 
     Raises ValueError for a loss without gradient, or one that is not finite.
     """
@@ -170,7 +166,7 @@ def batch(config: AlgorithmConfig, far: float = 0.0) -> LossInputs:
 
 
 def part(whole: LossInputs, samples: Sequence[int]) -> Part:
-    """A microbatch of whole samples, which are numbered anew in it."""
+    """A microbatch of whole samples, numbered anew."""
     tokens = torch.isin(whole.sequence, torch.tensor(samples)).nonzero().flatten()
     chosen = of_tokens(whole, tokens)
     return tokens, replace(chosen, sequence=chosen.sequence.unique(return_inverse=True)[1])
@@ -183,24 +179,22 @@ def unsampled(whole: LossInputs) -> Part:
 
 
 def halves(whole: LossInputs) -> list[Part]:
-    """Two microbatches with every second token of each sample; the log-ratios of whole samples are known."""
+    """Two microbatches with every second token of each sample."""
     known = replace(whole, scattered=True, sequence_log_ratio=whole.per_sequence(whole.log_ratio)[whole.sequence])
     places = torch.arange(len(whole.sequence))
     return [(tokens, of_tokens(known, tokens)) for tokens in (places[::2], places[1::2])]
 
 
 def of_tokens(whole: LossInputs, tokens: Tensor) -> LossInputs:
-    """The same of these tokens; counts stay those of the whole batch."""
     values: dict[str, Any] = {field.name: getattr(whole, field.name) for field in fields(whole)}
     of_these: dict[str, Any] = {name: x[tokens] if isinstance(x, Tensor) else x for name, x in values.items()}
     return LossInputs(**of_these)
 
 
 class NoCollectives(TorchDispatchMode):
-    """Raises RuntimeError where something in its block waits for other ranks."""
+    """Raises RuntimeError where its block waits for other ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator `func`, unless it is a collective."""
         if func.namespace in COLLECTIVES:
             raise RuntimeError(
                 f"{func.name()} waits for other ranks, whose microbatches differ in number; leave it out"
@@ -209,8 +203,8 @@ class NoCollectives(TorchDispatchMode):
 
 
 def check_alone(config: AlgorithmConfig) -> None:
-    """Raise ConfigError for a user's loss or advantage that waits for other ranks. Only for a process that is no rank:
-    it pretends to be one of two meanwhile."""
+    """Raise ConfigError for a user's function that waits for other ranks. Only for a process that is no rank: it
+    pretends to be one of two meanwhile."""
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         with NoCollectives():
@@ -221,7 +215,6 @@ def check_alone(config: AlgorithmConfig) -> None:
 
 
 def _refusing(key: str, name: str, attempt: Callable[[], None]) -> None:
-    """Make a ConfigError, in one line, of whatever the user's function raises, and of what it changes in SHARED."""
     before = {what: look() for what, look in SHARED.items()}
     try:
         attempt()
@@ -239,5 +232,4 @@ def _refusing(key: str, name: str, attempt: Callable[[], None]) -> None:
 
 
 def _named(error: Exception) -> str:
-    """Example: `KeyError: 'cap', on a tiny batch`"""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}, on a tiny batch; correct it"

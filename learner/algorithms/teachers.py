@@ -1,10 +1,9 @@
-"""On-policy distillation: what a teacher adds to the advantage of each token, and what is reported of it.
+"""On-policy distillation: what a teacher adds to the advantage of each token, and its metrics.
 
-The policy-gradient form: A of a token gains weight (log q - log mu), where q is the teacher and mu the behaviour policy
-that sampled the token. Its expectation under mu is minus the reverse KL of mu to q, of which the mean of log mu - log q
-over sampled tokens is an unbiased estimate (arXiv:2306.13649; Thinking Machines, On-Policy Distillation, 2025). Pure
-functions, used by `learner/train/step.py`; ratio, caps and masks are those of the loss. The other form, with the
-teacher's most probable tokens (`teacher.top_k`), is a term of the loss by itself: `learner/model/top_tokens.py`.
+The policy-gradient form: A of a token gains weight (log q - log mu), where q is the teacher and mu the behaviour
+policy. The mean of log mu - log q over sampled tokens is an unbiased estimate of the reverse KL of mu to q
+(arXiv:2306.13649; Thinking Machines, On-Policy Distillation, 2025). The other form, with the teacher's most probable
+tokens (`teacher.top_k`), is in `learner/model/top_tokens.py`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -18,18 +17,14 @@ DIVERGENCE, DIVERGENCE_SUM = "teacher/divergence", "teacher_divergence"
 
 
 def with_teacher(advantages: Tensor, teacher: Tensor, behaviour: Tensor, weights: Tensor) -> Tensor:
-    """A + weight (log q - log mu): [tokens] float.
-
-    `advantages`, `teacher` log-probabilities and `behaviour` ones: [tokens] float. `weights` [tokens] float: of the
-    token's teacher; 0 for tokens without one, whose other entries may be anything that is finite.
-    """
+    """A + weight (log q - log mu): [tokens] float. `weights` are 0 for tokens without a teacher."""
     return advantages + weights * (teacher - behaviour)
 
 
 def kl_sums(kl: Mapping[str, tuple[float, int]], names: Iterable[str]) -> dict[str, float]:
-    """Sums over a rank's samples for `kl_metrics`, the same keys on all ranks.
+    """Sums over a rank's samples, the same keys on all ranks.
 
-    `kl`: by teacher the sum of log mu - log q over its tokens, and their number. `names`: all teachers of the run.
+    `kl`: by teacher the sum of log mu - log q over its tokens, and their number.
     """
     sums = dict[str, float]()
     for name in names:
@@ -38,8 +33,7 @@ def kl_sums(kl: Mapping[str, tuple[float, int]], names: Iterable[str]) -> dict[s
 
 
 def kl_metrics(sums: Mapping[str, float], names: Collection[str], sampled: float) -> dict[str, float]:
-    """Metrics from the sums of the whole batch, with `sampled` tokens. A teacher of no token has no metric of its own;
-    without teachers there are none."""
+    """Metrics from the sums of the whole batch, with `sampled` tokens."""
     if not names:
         return {}
     tokens = {name: sums[_key(name, "tokens")] for name in names}
