@@ -42,6 +42,7 @@ def log_linear_proximal(inputs: LossInputs) -> Tensor:
     """Proximal log-probability between behaviour and learner, without a forward pass (A-3PO, arXiv:2512.06547).
 
     log prox = log mu + alpha (log pi - log mu), alpha = (v - 1 - v_mu) / (v - v_mu) in [0, 1], 0 for tokens fresh at v.
+    Raises ValueError without versions.
     """
     if inputs.versions is None:
         raise ValueError("algorithm.proximal is loglinear, but LossInputs has no versions")

@@ -1,7 +1,6 @@
 """Makes a certificate: shrinks a model, trains and pushes the copy in every way, and collects the comparisons.
 
-`certify` computes on one rank, whose mesh it is given, and asks a `Pair` for two. It reads the model's config and never
-a weight; waits for the pair and for a temporary folder on disk. Called in a process of its own by `process.py`.
+Reads the model's config and never a weight; waits for a `Pair` of ranks and the disk.
 """
 
 import copy
@@ -56,7 +55,7 @@ ADVICE = f"{REMEDY}; docs/models.md lists what holds"
 
 
 def key_of(config: PreTrainedConfig, share: bool, trusted: bool, splits: bool = False) -> str:
-    """Return a digest of all that a certificate depends on: config, options, software, and the code of the learner."""
+    """A digest of all that a certificate depends on."""
     digest = hashlib.sha256()
     facts = [config.to_dict(), share, trusted, splits, software(), platform.machine()]
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
@@ -66,7 +65,6 @@ def key_of(config: PreTrainedConfig, share: bool, trusted: bool, splits: bool = 
 
 
 def software() -> dict[str, str]:
-    """Return the versions of the libraries that compute."""
     found = {}
     for name in SOFTWARE:
         try:
@@ -77,15 +75,14 @@ def software() -> dict[str, str]:
 
 
 def certify(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, splits: bool = False) -> Certificate:
-    """Return the certificate of the model in `model.path`. `share`: `learner.share_prompts`. `splits`: ranks will share
-    rows (`learner.context_parallel`). Raises ConfigError for a config that transformers cannot read."""
+    """The certificate of `model.path`. `share`: `learner.share_prompts`. `splits`: ranks share rows
+    (`learner.context_parallel`). Raises ConfigError for a config that transformers cannot read."""
     return certify_config(loading.read_config(model), model, share, mesh, pair, splits)
 
 
 def certify_config(
     config: PreTrainedConfig, model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, splits: bool = False
 ) -> Certificate:
-    """Return the certificate of a model of this config; `model` says where its code is, if it may run."""
     started, trusted = time.perf_counter(), model.trust_remote_code
     made = Certificate(
         model=model.path,
@@ -108,7 +105,6 @@ def certify_config(
 
 
 def write_copy(config: PreTrainedConfig, model: ModelConfig, folder: Path) -> ModelConfig:
-    """Write a small copy with random weights into `folder`/model."""
     folder, trusted = folder / "model", model.trust_remote_code
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -123,7 +119,7 @@ def write_copy(config: PreTrainedConfig, model: ModelConfig, folder: Path) -> Mo
 
 
 def described(folder: Path) -> str:
-    """Describe a copy; empty if there is none. Example: `2 layers, 256 wide, 0.2 M parameters`"""
+    """Example: `2 layers, 256 wide, 0.2 M parameters`; empty if there is no copy."""
     if not (folder / "config.json").exists():
         return ""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -138,7 +134,6 @@ def described(folder: Path) -> str:
 def examine(
     model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, folder: Path, splits: bool = False
 ) -> list[Check]:
-    """Compare the copy in `model.path` in every way. `folder`: where further copies are written."""
     config, reference = loading.read_config(model), read_reference(model)
     try:
         policy = Policy(model, OPTIONS.model_copy(update={"share_prompts": share}), mesh)
@@ -166,7 +161,7 @@ def examine(
 
 
 def read_reference(model: ModelConfig) -> PreTrainedModel:
-    """Read the copy as transformers runs it: eager attention, and no dropout."""
+    """Read the copy as transformers runs it."""
     reference: PreTrainedModel = loading.auto_class(loading.read_config(model)).from_pretrained(
         model.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=model.trust_remote_code
     )
@@ -175,7 +170,6 @@ def read_reference(model: ModelConfig) -> PreTrainedModel:
 
 
 def compare_ranks(what: str, model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
-    """Compare what two ranks compute of half of the documents each, and their summed gradients."""
     weights = coefficients(case).numpy()
     ends = np.cumsum([len(text) - 1 for text in case.texts])[:-1]
     seen = case.seen or [()] * len(case.texts)
@@ -200,7 +194,6 @@ def compare_split(model: ModelConfig, reference: PreTrainedModel, case: Case, pa
 def _judged(
     what: str, reference: PreTrainedModel, case: Case, answers: Sequence[Answer], logprobs: Sequence[np.ndarray]
 ) -> Sequence[Check]:
-    """Judge the `logprobs` of a row and the gradient that two ranks have answered."""
     names = (what, f"{what}, gradient")
     if error := next((answer.error for answer in answers if answer.error), ""):
         return [Check(what=names[0], fault=f"it cannot be computed ({error})")]

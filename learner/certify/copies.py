@@ -1,8 +1,7 @@
 """Compares copies of changed weights: as servers get them over the weights wire, and as an export has them on disk.
 
-The weights are laid out in buckets by the wire's own plan, and what a server sees in them is written to a folder that
-transformers loads by the names of its files. So a weight that is missing, has another name or is transposed is a fault.
-Used by `certifier.py`; waits for the disk.
+transformers loads both by the names of their files, so a weight that is missing, has another name or is transposed is a
+fault.
 """
 
 import shutil
@@ -27,18 +26,14 @@ from learner.weights.plan import Plan
 
 BUCKET_BYTES = 1 << 20
 CHANGE = 0.05
-"""Size of a change of a weight, as a share of the largest one."""
+"""Change of a weight, as a share of the largest one."""
 LEAST = 100 * LIMIT
-"""A change of the weights must change log-probabilities by so much, or comparing them would prove nothing."""
+"""The changed weights must change log-probabilities by so much, or comparing them would prove nothing."""
 
 
 def compare_copies(
     policy: Policy, reference: PreTrainedModel, model: ModelConfig, case: Case, folder: Path
 ) -> list[Check]:
-    """Change the policy's weights, and compare what a server and a reader of the export compute with them.
-
-    `folder`: where the copies are written.
-    """
     change(policy)
     with torch.no_grad():
         ours = policy.score(policy.place(case.row), 1.0)[case.row.scored]
@@ -75,7 +70,7 @@ def change(policy: Policy) -> None:
 
 
 def as_received(policy: Policy) -> dict[str, Tensor]:
-    """Return the weights by name as a server sees them in its buckets."""
+    """The weights by name, as a server sees them in its buckets."""
     plan = Plan.of(policy.weight_specs(), BUCKET_BYTES, policy.frozen_names())
     buckets = Buckets(plan, policy.device)
     buckets.fill(policy.full_weights())
@@ -83,7 +78,6 @@ def as_received(policy: Policy) -> dict[str, Tensor]:
 
 
 def write_pushed(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:
-    """Write weights under the names that they are sent with, beside the model's other files."""
     folder.mkdir()
     for file in Path(model.path).iterdir():
         if file.is_file() and not file.name.endswith(export.WEIGHT_FILES):
@@ -94,7 +88,7 @@ def write_pushed(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -
 
 
 def read_back(folder: Path, model: ModelConfig) -> tuple[PreTrainedModel, str]:
-    """Load a folder with transformers. Returns what it lacks or has besides, empty if nothing."""
+    """Load a folder with transformers. Also returns what it lacks or has besides."""
     config = loading.read_config(model.model_copy(update={"path": str(folder)}))
     read, info = loading.auto_class(config).from_pretrained(
         folder,
@@ -111,7 +105,6 @@ def read_back(folder: Path, model: ModelConfig) -> tuple[PreTrainedModel, str]:
 
 
 def _same(pushed: PreTrainedModel, exported: PreTrainedModel) -> Check:
-    """Compare all weights and persistent buffers of two models bit by bit."""
     what = "weights pushed = loaded from disk"
     ours, theirs = pushed.state_dict(), exported.state_dict()
     other = [name for name, x in ours.items() if name not in theirs or not torch.equal(x, theirs[name])]
@@ -119,7 +112,6 @@ def _same(pushed: PreTrainedModel, exported: PreTrainedModel) -> Check:
 
 
 def _differing(copy: PreTrainedModel, policy: Policy) -> str:
-    """Name the first parameter of a copy that the policy has otherwise, with the type of its layer."""
     for name, x in copy.named_parameters():
         try:
             own = policy.model.get_parameter(name)

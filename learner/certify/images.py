@@ -1,9 +1,4 @@
-"""The rows with images that a certificate compares, for a model whose images are trained.
-
-Random pictures of several sizes stand among random tokens: one in a document, several in one, the same in two, in later
-turns, before answers to a shared prompt; and documents without any. Pure. Used by `certifier.py`, `numbers.py` and
-`ranks.py`.
-"""
+"""The rows with images that a certificate compares: random pictures of several sizes among random tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,21 +22,20 @@ from learner.train.pictures import Piece, show
 HALF = (0.5, 0.5, 0.5)
 Seen = Sequence[SeenImage]
 Part = int | tuple[int, int, int]
-"""A piece of a document: so many tokens of text, or a picture: its number, its height and its width in tokens."""
+"""Text of so many tokens, or a picture: its number, its height and its width in tokens."""
 DOCUMENTS: tuple[tuple[Part, ...], ...] = (
     (4, (0, 2, 3), 6),
     (3, (1, 1, 1), (0, 2, 3), 9, (2, 4, 2), 5),
     (11,),
     (23,),
 )
-"""Documents of a packed row. Each of two ranks computes half of them, so that one of them has no image."""
+"""Each of two ranks computes half of them, so that one has no image."""
 PROMPT: tuple[Part, ...] = (3, (3, 3, 2), 4, (1, 1, 1), 2)
 ANSWERS: tuple[tuple[Part, ...], ...] = ((4,), (1,), (3, (4, 2, 2), 5))
-"""Answers to a shared prompt; one of them has a picture of its own in a later turn."""
+"""Answers to a shared prompt; one has a picture of its own in a later turn."""
 
 
 def image_cases(config: PreTrainedConfig) -> Iterator[Case]:
-    """Yield the rows of a small copy with this config."""
     form, draw = form_of(config), np.random.default_rng(3)
     texts, seen = zip(*(_written(form, draw, parts) for parts in DOCUMENTS), strict=True)
     yield _packed("images, one document = eager", texts[1:2], seen[1:2])
@@ -68,7 +62,7 @@ def _packed(what: str, texts: Sequence[np.ndarray], seen: Sequence[Seen]) -> Cas
 
 
 def shown_row(texts: Sequence[np.ndarray], seen: Sequence[Seen], groups: Sequence[int] = ()) -> Microbatch:
-    """Pack `texts` as `packed_row` does, each with its images; `groups` are of texts without any."""
+    """Pack `texts`, each with its images; `groups` are of texts without any."""
     return show(
         packed_row(texts, groups),
         [Piece(images, len(text), slice(None)) for text, images in zip(texts, seen, strict=True)],
@@ -76,7 +70,7 @@ def shown_row(texts: Sequence[np.ndarray], seen: Sequence[Seen], groups: Sequenc
 
 
 def form_of(config: PreTrainedConfig) -> ImageFormat:
-    """How a model of this config sees images. No file of a processor is needed: pictures have their size already."""
+    """How a model of this config sees images, without a processor's files."""
     vision, mutual = config.vision_config, config.model_type in MUTUAL
     side = vision.image_size if mutual else None
     merge = side // vision.patch_size // isqrt(config.mm_tokens_per_image) if side else vision.spatial_merge_size
@@ -98,7 +92,6 @@ def form_of(config: PreTrainedConfig) -> ImageFormat:
 
 
 def _written(form: ImageFormat, draw: np.random.Generator, parts: Sequence[Part]) -> tuple[np.ndarray, list[SeenImage]]:
-    """The tokens of a document, and its pictures."""
     tokens, seen = list[int](), list[SeenImage]()
     for part in parts:
         if isinstance(part, int):
@@ -113,7 +106,7 @@ def _written(form: ImageFormat, draw: np.random.Generator, parts: Sequence[Part]
 
 
 def given_images(text: np.ndarray, seen: Seen) -> Mapping[str, Tensor]:
-    """What transformers' processor would give a model with the images of a document."""
+    """The images as transformers' processor would give them to a model."""
     if not seen:
         return {}
     pictures = [picture for _, picture in seen]
@@ -130,7 +123,6 @@ def given_images(text: np.ndarray, seen: Seen) -> Mapping[str, Tensor]:
 
 
 def placed(policy: Policy, row: Microbatch) -> Microbatch:
-    """`row` on the policy's device, its prompts shared or copied as they are."""
     if policy.sight is not None and row.images is not None:
         row = replace(row, images=policy.sight.lay_out(row.images))
     return row.to(policy.device)

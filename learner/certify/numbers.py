@@ -1,7 +1,7 @@
-"""Compares log-probabilities and gradients of a policy with those of transformers' own eager model of the same weights.
+"""Compares log-probabilities and gradients of a policy with those of transformers' own eager model, which computes
+every document alone.
 
-The reference computes every document alone. `compare` and the others return `Check`s and raise nothing for a model that
-is computed wrongly or not at all: that is a fault with the type of the layer. Used by `certifier.py` and `ranks.py`.
+A model that is computed wrongly or not at all is a fault with the type of the layer, not an exception.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,18 +19,18 @@ from learner.model.exactness import FOREIGN, alone, block_outputs, first_differe
 from learner.model.policy import Policy
 
 LIMIT = 1e-4
-"""Largest difference of a log-probability, in nats, of float32 arithmetic in another order; see `distance`."""
+"""Nats between float32 log-probabilities; see `distance`."""
 SERVER_LIMIT = 1e-3
-"""Largest difference of a log-probability of a vLLM server, in nats: its kernels compute float32 in another order."""
+"""Of a vLLM server, whose kernels compute in another order."""
 GRADIENT_LIMIT = 1e-3
-"""Largest difference of a parameter's gradient over its norm."""
+"""Difference of a parameter's gradient over its norm."""
 NEGLIGIBLE = 1e-3
-"""A gradient that is so small a share of the whole one is compared with this share instead of its own norm."""
+"""A smaller share of the whole gradient is compared with this share instead of its own norm."""
 Gradients = Mapping[str, Tensor]
 
 
 def attempt(what: str, compared: Callable[[], Sequence[Check]]) -> list[Check]:
-    """Return the checks, or a fault if the model cannot be computed."""
+    """The checks, or a fault if the model cannot be computed."""
     try:
         return list(compared())
     except FOREIGN as error:
@@ -38,7 +38,6 @@ def attempt(what: str, compared: Callable[[], Sequence[Check]]) -> list[Check]:
 
 
 def compare(policy: Policy, reference: PreTrainedModel, case: Case) -> list[Check]:
-    """Compare log-probabilities and gradients of a row."""
     return attempt(case.what, lambda: [_logprobs(policy, reference, case), gradient(policy, reference, case)])
 
 
@@ -54,7 +53,7 @@ def _logprobs(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
 
 
 def gradient(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
-    """Compare the gradients of a weighted sum of a row's log-probabilities."""
+    """Compare the gradients of a weighted sum of log-probabilities."""
     weights = coefficients(case)
     policy.zero_grad()
     (policy(placed(policy, case.row), 1.0)[0][case.row.scored] * weights).sum().backward()
@@ -62,20 +61,19 @@ def gradient(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
 
 
 def gradients(reference: PreTrainedModel, case: Case) -> dict[str, Tensor]:
-    """Return the reference's gradients of the same sum."""
     reference.zero_grad()
     (expected(reference, case) * coefficients(case)).sum().backward()
     return {name: x.grad for name, x in reference.named_parameters() if x.grad is not None}
 
 
 def gradients_of(policy: Policy) -> dict[str, Tensor]:
-    """Return the whole gradients of a policy; a collective."""
+    """The whole gradients of a policy. A collective."""
     found = ((name, x.grad) for name, x in policy.model.named_parameters() if x.grad is not None)
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found}
 
 
 def judge_gradients(what: str, ours: Gradients, theirs: Gradients, model: nn.Module) -> Check:
-    """Compare gradients by name. A parameter that only one side has counts as a gradient of zero on the other."""
+    """A parameter that only one side has counts as a gradient of zero on the other."""
     whole = float(torch.stack([x.float().norm() for x in theirs.values()]).norm())
     worst, where = 0.0, ""
     for name in sorted({*ours, *theirs}):
@@ -92,18 +90,18 @@ def judge_gradients(what: str, ours: Gradients, theirs: Gradients, model: nn.Mod
 
 
 def expected(reference: PreTrainedModel, case: Case) -> Tensor:
-    """Return transformers' log-probabilities of a row's scored tokens, each document alone: [scored]."""
+    """transformers' log-probabilities of a row's scored tokens: [scored]."""
     every = zip(case.texts, case.given, case.seen or [()] * len(case.texts), strict=True)
     return torch.cat([alone(reference, text, given_images(text, seen))[given - 1 :] for text, given, seen in every])
 
 
 def coefficients(case: Case) -> Tensor:
-    """Return what the log-probabilities are multiplied by before they are summed: [scored]."""
+    """Weights of the log-probabilities in their sum: [scored]."""
     return torch.from_numpy(np.random.default_rng(9).standard_normal(len(case.row.scored)).astype(np.float32))
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of log-probabilities, above 1 nat as a share of theirs; NaN if one is not finite.
+    """The largest difference of log-probabilities, above 1 nat as a share of theirs; NaN if one is not finite.
 
     Random weights give log-probabilities of tens of nats, of which float32 has six digits.
     """
@@ -112,6 +110,5 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _attention(policy: Policy) -> str:
-    """Name the attention of the model, where a shared prompt is computed."""
     found = [type(module).__name__ for module in policy.model.modules() if "Attention" in type(module).__name__]
     return f"its {found[0] if found else 'attention'} gives answers to a shared prompt another output"

@@ -1,9 +1,7 @@
-"""Has a certificate made in processes of its own, and keeps it in the folder of a run.
+"""Has a certificate made in forked processes, and keeps it in the folder of a run.
 
-`made` forks a process that compares on one rank and forks two more: nothing that they import, allocate or start stays
-here. They compute on the CPU and hide kernels that run on GPUs alone. `checked` forks one for the check of the other
-ranks. Call both before this process computes anything with torch: a forked process must not find a pool of threads.
-`require` is called by `learner/__main__.py` at each start of a run; it waits up to LIMIT_S for the processes.
+Call `made` and `checked` before this process computes anything with torch: a forked process must not find a pool of
+threads.
 """
 
 import json
@@ -37,14 +35,14 @@ LIMIT_S = 600.0
 
 
 def leads(environment: Mapping[str, str]) -> bool:
-    """Whether this process, among all ranks and nodes of a learner, is the one that needs a certificate."""
+    """Whether this process, among all ranks and nodes, is the one that needs a certificate."""
     return all(environment.get(name, "0") == "0" for name in ("RANK", "NODE_RANK"))
 
 
 def require(config: Config) -> None:
     """Raise ConfigError unless the model of the run has a certificate that holds, and takes an adapter if it gets one.
 
-    A certificate in the run's folder that holds is used again where it was made of the same model by the same code.
+    A certificate in the run's folder that holds is used again for the same model and code.
     """
     model, file = config.model, config.run.path / FILE
     facts, learner = loading.read_config(model), config.learner
@@ -68,20 +66,18 @@ def require(config: Config) -> None:
 
 
 def made(model: ModelConfig, share: bool, splits: bool = False, limit_s: float = LIMIT_S) -> Certificate:
-    """Have the certificate of a model made; arguments as in `certify`. Raises ConfigError for a config that
-    transformers cannot read."""
+    """Have a certificate made, as `certify`."""
     loading.read_config(model)
     return Certificate.model_validate_json(_forked(_make, model, (share, splits), limit_s))
 
 
 def checked(model: ModelConfig, share: bool, limit_s: float = LIMIT_S) -> None:
-    """Do what `check_exact` does, in a process of its own. Raises ConfigError as it does."""
+    """Do what `check_exact` does, in a process of its own."""
     if problems := json.loads(_forked(_check, model, (share,), limit_s)):
         raise ConfigError(problems)
 
 
 def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, ...], limit_s: float) -> str:
-    """Return what `target` returns for the model and the arguments `given`, in a forked process."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs, os.getpid(), target, model, given), name="certify")
@@ -102,7 +98,7 @@ def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, .
 
 @contextmanager
 def one_rank() -> Iterator[DeviceMesh]:
-    """Yield the mesh of a process group of one rank, which is gone afterwards."""
+    """Yield the mesh of a process group of one rank."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=LIMIT_S))
     try:
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
@@ -120,7 +116,6 @@ def prepare() -> None:
 def _answer(
     connection: Connection, parent: int, target: Callable[..., str], model: ModelConfig, given: tuple[bool, ...]
 ) -> None:
-    """Be the forked process."""
     os.environ[PARENT] = str(parent)
     prepare()
     torch.set_num_threads(1)

@@ -1,7 +1,6 @@
 """Two ranks that shard a model, for the certificate: each computes half of the documents, and both the gradient.
 
-`Pair` starts two processes of a gloo group, which stay for any number of models; the caller waits for their answers,
-up to LIMIT_S each. An error of one rank ends both, and the next question starts two others.
+The processes stay for any number of models. An error of one rank ends both; the next question starts two others.
 """
 
 import tempfile
@@ -38,32 +37,28 @@ LIMIT_S = 120.0
 OPTIONS = LearnerConfig(
     gather="batch", activation_checkpointing="block", head_chunk_tokens=16, compile=False, share_prompts=False
 )
-"""Other ways to compute than those of the comparison on one rank."""
+"""Other ways to compute than on one rank."""
 
 
 class ComparedText(NamedTuple):
-    """What a rank computes of a row."""
-
     tokens: np.ndarray
     weights: np.ndarray
-    """What the log-probability of each token but the first is multiplied by."""
+    """Factors of the log-probabilities, of each token but the first."""
     seen: Sequence[SeenImage] = ()
-    """Its images."""
 
 
 class Sharing(NamedTuple):
-    """How the pieces of a row lie that both ranks share (`learner.context_parallel`): the documents are these pieces,
-    of which a shared prompt has no factors."""
+    """How the pieces of a row lie that both ranks share: the documents are these pieces, of which a shared prompt has
+    no factors."""
 
     groups: Sequence[int] = ()
-    """As in `Microbatch`."""
     copied: bool = False
-    """Whether answers see copies of their prompt's keys."""
+    """Answers see copies of their prompt's keys."""
 
 
 @dataclass
 class Answer:
-    """What a rank has computed: log-probabilities of its documents, and on rank 0 the summed gradients by name."""
+    """Log-probabilities of a rank's documents, and on rank 0 the summed gradients by name."""
 
     logprobs: list[np.ndarray] = field(default_factory=list)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
@@ -81,7 +76,7 @@ class Pair:
         self._ranks: list[tuple[BaseProcess, Connection]] = []
 
     def start(self) -> None:
-        """Start the processes unless they run. Fork them before this process computes anything."""
+        """Fork the processes before this process computes anything."""
         if self._ranks:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-ranks-")
@@ -97,8 +92,7 @@ class Pair:
     def ask(
         self, model: ModelConfig, shares: Sequence[Sequence[ComparedText]], sharing: Sharing | None = None
     ) -> list[Answer]:
-        """Return what the ranks compute of `model`, each of its documents. `sharing`: of one row that they share, for
-        which both get the same pieces."""
+        """What the ranks compute of `model`, each of its share. `sharing`: both get the same pieces of one row."""
         self.start()
         answers = []
         for (_, connection), share in zip(self._ranks, shares, strict=True):
@@ -115,7 +109,6 @@ class Pair:
         return answers
 
     def close(self) -> None:
-        """End the processes."""
         for process, connection in self._ranks:
             process.kill()
             process.join()
@@ -135,7 +128,7 @@ def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], N
     """Be rank `rank` until the caller closes its end."""
     prepare()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.set_num_threads(1)  # also because a forked process must not use its parent's pool of threads
+    torch.set_num_threads(1)  # a forked process must not use its parent's pool of threads
     limit = timedelta(seconds=LIMIT_S / 2)
     try:
         dist.init_process_group("gloo", store=FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=limit)

@@ -1,7 +1,4 @@
-"""The rows of tokens that a certificate compares: packed documents, documents beyond any window, and shared prompts.
-
-Pure. Lengths are chosen for a copy whose windows and chunks are WINDOW tokens long (`learner/model/shrink.py`).
-"""
+"""The rows of tokens that a certificate compares; the copy's windows and chunks are WINDOW tokens long."""
 
 from collections.abc import Iterator, Sequence
 from math import inf
@@ -18,7 +15,7 @@ SHORT = (5, 7, 3, 6)
 LONG = (2 * WINDOW + 5, 9, 4 * WINDOW + 1, 12)
 """Tokens of documents shorter and longer than any window."""
 SHARED = ((9, (4, 1, 6), (11,)), (2 * WINDOW + 5, (WINDOW + 6, 3 * WINDOW + 2, 3), ()))
-"""Tokens of a prompt, of the answers to it, and of other documents in the row."""
+"""Tokens of a prompt, of the answers to it, and of other documents."""
 
 
 class Case(NamedTuple):
@@ -31,11 +28,9 @@ class Case(NamedTuple):
     """First tokens of each document that are not scored."""
     shares: bool = False
     seen: Sequence[Sequence[SeenImage]] = ()
-    """The images of each document; empty: none has any."""
 
 
 def cases(vocabulary: int) -> Iterator[Case]:
-    """Yield the rows, with random tokens."""
     draw = np.random.default_rng(0)
 
     def made(lengths: tuple[int, ...]) -> list[np.ndarray]:

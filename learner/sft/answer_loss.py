@@ -1,7 +1,6 @@
-"""Supervised fine-tuning's step and its held-out loss: the mean of -log p over trained tokens.
+"""Supervised fine-tuning's step and its held-out loss: the mean of -log p over all trained tokens of the batch.
 
-The mean is over all trained tokens of the batch, so it is the same for any number of ranks and any microbatches:
-gradients add up, each divided by the count of the whole batch. Each method is a collective. Called by `tuning.py`.
+Each method is a collective.
 """
 
 import time
@@ -21,19 +20,19 @@ from learner.train.optimizer import Optimizer
 from learner.train.skipped import SkippedSteps
 
 MEASURED_AT_ONCE = 1024
-"""Held-out texts that are packed together: one microbatch each in memory would be too many."""
+"""Held-out texts packed together: all of them would take too much memory."""
 
 
 class AnswerSteps:
-    """Steps on `data`, `rows` of it in each batch, in microbatches of `budget` tokens."""
+    """Steps on `data`, `rows` in each batch, in microbatches of `budget` tokens."""
 
     def __init__(self, data: Demonstrations, optimizer: Optimizer, budget: int, rows: int) -> None:
         self.data, self.optimizer, self.budget, self.rows = data, optimizer, budget, rows
         self.skipped = SkippedSteps()
 
     def step(self, policy: Policy, version: int) -> dict[str, float]:
-        """Train on batch `version`; the metrics are of the whole batch and the same on all ranks. Raises StepsSkipped
-        if too many steps before this one changed nothing."""
+        """Train on batch `version`; the metrics are the same on all ranks. Raises StepsSkipped if too many steps
+        changed nothing."""
         self.skipped.check()
         began = time.perf_counter()
         position = version * self.rows
@@ -63,8 +62,8 @@ class AnswerSteps:
         }  # fmt: skip
 
     def _backward(self, policy: Policy, placed: list, trained: int) -> tuple[Tensor, Tensor | None]:
-        """Leave the gradient of the batch's loss in the parameters; returns the sum of -log p over the trained tokens
-        of all ranks, [] float64, and what this rank's routers did, of a mixture of experts."""
+        """Leave the gradient of the batch's loss in the parameters; returns the sum of -log p over all ranks, []
+        float64, and what this rank's routers did."""
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return -logprobs.sum() / trained
@@ -82,7 +81,7 @@ class AnswerSteps:
 
 
 def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
-    """Metrics of the experts, and so a collective; empty for a model without experts."""
+    """A collective."""
     if policy.mixture is None or tally is None:
         return {}
     return load_metrics(collectives.all_reduce_sum(tally.cpu()), policy.mixture.sizes, False)
@@ -95,7 +94,6 @@ class HeldOut:
         self.sets, self.every, self.versions, self.budget = sets, every, versions, budget
 
     def measure(self, policy: Policy, version: int) -> list[EvaluationResult]:
-        """The losses if they are due at `version`, else nothing."""
         due = version in (0, self.versions) or (self.every is not None and version % self.every == 0)
         if not due or not self.sets:
             return []
@@ -103,7 +101,6 @@ class HeldOut:
         return [EvaluationResult(due=version, version=version, server="learner", figures=figures)]
 
     def _figures(self, policy: Policy, data: Demonstrations) -> dict[str, float]:
-        """Example: `{"loss": 1.3, "tokens_trained": 4096.0, "rows": 64.0}`"""
         texts = [text for row in data.rows for text in row]
         total = torch.zeros((), dtype=torch.float64, device=policy.device)
         rank, world = dist.get_rank(), dist.get_world_size()

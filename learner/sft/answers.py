@@ -1,8 +1,7 @@
 """From a row with a demonstration to tokens, and which of them are trained: what a server would have sampled.
 
-An answer begins where a server would begin to sample it, so what is before it and the answer itself are encoded apart,
-and it ends with the token at which a server would stop. Consumes rows as their files have them; waits for the process
-that renders the chat template. Used by `demonstrations.py`.
+An answer begins where a server would begin to sample it, so it and what is before it are encoded apart. It ends with
+the token at which a server would stop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ Chat = list[dict[str, Any]]
 FLAG = "train"
 """The key of a message that says whether it is trained."""
 FOREIGN = {"weight": "write it as train: true or train: false", "training": "write it as train"}
-"""Keys of a message by which other tools say it, and the remedy."""
+"""Keys by which other tools say it, and the remedy."""
 UNREAD = {
     "videos": "only text is trained",
     "tools": "write them into the system message, as the chat template would",
@@ -33,7 +32,7 @@ UNREAD = {
 
 
 class TrainedText(NamedTuple):
-    """A text of its own. Example: prompt [5, 9] and answer [7, 2] have `trained` [False, False, True, True]."""
+    """A text of its own."""
 
     tokens: np.ndarray
     """int32 [tokens]"""
@@ -46,14 +45,12 @@ class Draft:
     """A text in the making: one answer after another, as long as the template leaves what is before them as it was."""
 
     text: str = ""
-    """As the template wrote it."""
     pieces: list[tuple[list[int], bool]] = field(default_factory=list)
     """Tokens, and whether they are trained."""
     closed: bool = False
     """The last answer ends with a token that the template did not write: nothing can follow it."""
 
     def finish(self) -> TrainedText:
-        """The text in tokens."""
         tokens = np.array([token for ids, _ in self.pieces for token in ids], np.int32)
         trained = np.array([flag for ids, flag in self.pieces for _ in ids], np.bool_)
         trained[:1] = False
@@ -70,11 +67,10 @@ def reader_of(config: Config, section: str = "sft") -> "AnswerReader":
 
 
 class AnswerReader:
-    """The run's templates around each demonstration. Raises ConfigError for a template or tokenizer that cannot be
-    used."""
+    """The run's templates around each demonstration. Raises ConfigError for an unusable template or tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, section: str = "sft") -> None:
-        """`section`: where the run file has the key `turns`, for errors. `config.sft.turns` is its value."""
+        """`section`: the run file's section with the key `turns`, for errors."""
         self.tokenizer, self.turns, self.formats = tokenizer, config.sft.turns, config.data.format_prompt is not None
         self.section = section
         if tokenizer.eos_token_id is None:
@@ -87,12 +83,10 @@ class AnswerReader:
         """Tokens that close an answer where the template writes one of them behind it."""
 
     def close(self) -> None:
-        """End the process that renders templates."""
         self.prompts.close()
 
     def texts(self, row: Mapping[str, Any]) -> list[TrainedText]:
-        """The texts of a row: one, or more where the template writes earlier turns anew once others follow. Raises
-        PromptError."""
+        """One text, or more where the template writes earlier turns anew once others follow. Raises PromptError."""
         for name, remedy in UNREAD.items():
             if row.get(name):
                 raise PromptError(f"the row has {name}, which supervised fine-tuning does not read; {remedy}")
@@ -108,7 +102,6 @@ class AnswerReader:
         return texts
 
     def _pair(self, row: Mapping[str, Any]) -> tuple[Chat, list[int]]:
-        """The chat of a row of prompt and answer, and which of its messages are trained: the answer."""
         answer = row["answer"]
         if not isinstance(answer, str):
             raise PromptError(f"the answer of the row is {answer!r:.40}; a text is needed")
@@ -118,7 +111,6 @@ class AnswerReader:
         return [*chat, {"role": "assistant", "content": whole("the answer of the row", answer)}], [len(chat)]
 
     def _chat(self, given: Any) -> tuple[Chat, list[int]]:
-        """The chat of a row of messages, and which of them are trained."""
         if not isinstance(given, list) or not given:
             raise PromptError(f"the messages of the row are {given!r:.40}; a list of messages is needed")
         if self.formats:
@@ -143,7 +135,6 @@ class AnswerReader:
         return flagged
 
     def _plain(self, chat: Chat, trained: Sequence[int]) -> TrainedText:
-        """Prompt and answer without a chat template, which knows no turns."""
         if [*trained] != [len(chat) - 1] or any(one["role"] == "assistant" for one in chat[:-1]):
             raise PromptError("data.chat_template: none knows no turns, so a row has one answer, its last message")
         answer = self.tokenizer.encode(chat[-1]["content"], add_special_tokens=False)
@@ -169,7 +160,6 @@ class AnswerReader:
         return [draft.finish() for draft in drafts]
 
     def _add(self, draft: Draft, before: str, after: str, message: Mapping[str, Any], number: int) -> None:
-        """Add to `draft` what the template writes up to an answer, and the answer."""
         answer = after[len(before) :]
         if "".join(message["content"].split()) not in "".join(answer.split()):
             problem = f"the chat template leaves out or rewords a part of message {number}, which is trained"
@@ -180,7 +170,7 @@ class AnswerReader:
             end -= 1
         draft.pieces.append((given, False))
         if end and tokens[end - 1] in self.ends:
-            draft.pieces += [(tokens[:end], True), (tokens[end:], False)]  # what is behind its end no server samples
+            draft.pieces += [(tokens[:end], True), (tokens[end:], False)]  # no server samples what is behind its end
             draft.text = after
         else:
             ending = answer if answer.endswith(message["content"]) else answer.rstrip()
@@ -201,7 +191,6 @@ class AnswerReader:
 
 
 def _flag(number: int, message: Any) -> bool | None:
-    """What a message says of its training; None if nothing. Raises PromptError."""
     if not isinstance(message, Mapping):
         return None  # refused with the chat
     for name, remedy in FOREIGN.items():

@@ -1,9 +1,8 @@
-"""Demonstrations that are trained beside the samples of each batch of reinforcement learning, with a loss of their own.
+"""Demonstrations that are trained beside each batch of reinforcement learning, with a loss of their own.
 
-The gradient of a batch is that of its samples plus `weight` times that of the mean of -log p over the trained tokens
-of `rows` demonstrations. Which ones a version draws follows from its number alone, so a crash, a resume or another
-number of ranks draws the same ones, and the ledger need not know of them. Built by `learner/__main__.py`, called by
-`learner/train/step.py`. Waits for the disk and the other ranks at the start.
+The gradient gains `weight` times that of the mean of -log p over the trained tokens of `rows` demonstrations. A
+version's number alone decides which ones, so a crash, a resume or another number of ranks draws the same, and the
+ledger need not know of them.
 """
 
 from collections.abc import Sequence
@@ -32,18 +31,16 @@ class Beside:
         self.digest = data.digest
 
     def draw(self, policy: Policy, version: int) -> "Drawn":
-        """The demonstrations of batch `version`, of which this rank trains its share."""
         position = version * self.rows
         texts = self.data.drawn(position, self.rows)
         return Drawn(policy, texts, self.weight, self.budget, self.rows, (position + self.rows) / len(self.data))
 
     def position(self, version: int) -> DataPosition:
-        """How far the demonstrations are read before batch `version`."""
         return DataPosition(data=self.digest, rows=version * self.rows, beside=True)
 
 
 class Drawn:
-    """The demonstrations of one batch. `texts`: those of all ranks."""
+    """The demonstrations of one batch. `texts`: of all ranks."""
 
     def __init__(
         self, policy: Policy, texts: Sequence[TrainedText], weight: float, budget: int, rows: int, epoch: float
@@ -53,10 +50,9 @@ class Drawn:
         packed = microbatches(texts, dist.get_rank(), dist.get_world_size(), budget, policy.costs.quadratic)
         self.microbatches = [policy.place(microbatch) for microbatch in packed]
         self.total = torch.zeros((), dtype=torch.float64, device=policy.device)
-        """-log p of the trained tokens of this rank's microbatches so far: [] float64."""
+        """-log p of this rank's microbatches so far: [] float64."""
 
     def backward_of(self, policy: Policy, microbatch: Microbatch) -> None:
-        """Add one microbatch's gradient."""
         scale = self._weight / self._trained
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
@@ -67,7 +63,7 @@ class Drawn:
         self.total -= logprobs.double().sum()
 
     def metrics(self, total: float) -> dict[str, float]:
-        """Metrics of the whole batch; `total`: of all ranks."""
+        """`total`: of all ranks."""
         return {
             "demonstrations/loss": total / self._trained,
             "demonstrations/rows": float(self._rows),
@@ -76,12 +72,11 @@ class Drawn:
         }
 
     def flops(self, policy: Policy) -> float:
-        """FLOPs of all ranks."""
         return policy.costs.total(self.tokens, self._trained, float(sum(n * n for n in self._lengths)))
 
     @property
     def tokens(self) -> float:
-        """Tokens of all ranks."""
+        """Of all ranks."""
         return float(sum(self._lengths))
 
 

@@ -1,10 +1,9 @@
 """`python -m learner sft CONFIG`: supervised fine-tuning on the demonstrations of `data.train`, to `run.versions`.
 
-Starts its node's share of `learner.ranks` ranks as `python -m learner` does, builds the parts of `tuning.py` and runs
-it. Needs no other process. Goes on from the last checkpoint in the run's folder. The first SIGINT or SIGTERM ends it
-after the current version and a checkpoint (exit 0), the second at once. Exit 2: config, model, device or a row does not
-work, found before anything was trained. Exit 1: a rank failed. Exit 4: the run was given up, because the last
-checkpoint could not be written or the steps no longer change anything.
+Needs no other process. Goes on from the last checkpoint in the run's folder. The first SIGINT or SIGTERM ends it after
+the current version and a checkpoint (exit 0), the second at once. Exit 2: bad config, model, device or row, found
+before anything was trained. Exit 1: a rank failed. Exit 4: the last checkpoint could not be written, or the steps no
+longer change anything.
 """
 
 import os
@@ -54,7 +53,7 @@ PROG = "python -m learner sft"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`, without the word `sft`; returns the exit code."""
+    """Run the command line `argv`, without the word `sft`."""
     config = read(argv, PROG, lambda config: check_sft(config, rows=count_rows(config.data.train)))
     try:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
@@ -76,8 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def known(config: Config) -> Config:
-    """`config` with what only the model's own config says where `model.path` is a name on the hub. Raises ConfigError
-    for a model that reads images."""
+    """`config` with what only the model's own config says. Raises ConfigError for a model that reads images."""
     model = loading.read_config(config.model)
     if sees(model):
         problem = "reads images, and supervised fine-tuning trains text alone"
@@ -89,16 +87,14 @@ def known(config: Config) -> Config:
 
 
 def check_past(config: Config) -> None:
-    """Raise ConfigError if the run has checkpoints and keys have changed since that may not, or if its folder is that
-    of a run of reinforcement learning."""
+    """Raise ConfigError if keys have changed that may not, or if the folder is that of another kind of run."""
     before = written(config.run.path)
     if before and (before.get("sft.rows") is None or complete(config.run.path / "checkpoints")):
         changes(before, config)
 
 
 def take_folder(path: Path) -> None:
-    """Lock the run's folder for the life of this process. Raises ConfigError if another process has it: two would write
-    the same checkpoints."""
+    """Lock the run's folder for the life of this process: two would write the same checkpoints. Raises ConfigError."""
     run_folder(path)
     try:
         locked(path / LOCK)
@@ -107,8 +103,8 @@ def take_folder(path: Path) -> None:
 
 
 def tune(given: Config, config: Config, device: torch.device) -> None:
-    """Build the loop's parts, run it, and close them in order. `given`: what `config.yaml` records; `config`: the same
-    with what is known of the model."""
+    """Build the loop's parts and run it. `given`: what `config.yaml` records; `config`: the same with what is known of
+    the model."""
     path, versions = config.run.path, config.run.versions
     with process_group(config, device) as mesh, ExitStack() as parts:
         rank = mesh.get_rank()
@@ -158,7 +154,7 @@ def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]
 def fitted(
     config: Config, device: torch.device, mesh: DeviceMesh, data: Demonstrations, held_out: dict[str, Demonstrations]
 ) -> Config:
-    """`config` with `auto` decided for the longest text that there is. Raises ConfigError. A collective."""
+    """`config` with `auto` decided for the longest text. Raises ConfigError. A collective."""
     check_sft(config, rows=len(data), files=())
     most = max(each.longest for each in (data, *held_out.values()))
     config = config.model_copy(update={"sft": config.sft.model_copy(update={"max_tokens": most})})

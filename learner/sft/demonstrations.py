@@ -1,7 +1,7 @@
 """The demonstrations of a run in tokens, all of them on every rank, and the order in which they are trained.
 
-Read once, before anything is trained: each rank converts its share of the rows, then the ranks exchange them. So a row
-that cannot be trained ends the run at its start, with file and line. Waits for the disk and for the other ranks.
+Each rank converts its share of the rows before anything is trained, then the ranks exchange them. So a row that cannot
+be trained ends the run at its start.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from rollout.errors import PromptError
 
 log = logging.getLogger(__name__)
 MOST_SHOWN = 10
-"""Rows that cannot be trained which are named; of more, only their number is."""
+"""Rows that cannot be trained which are named."""
 Texts = list[TrainedText]
 
 
@@ -39,7 +39,7 @@ class SourceRows(NamedTuple):
 
 
 class Demonstrations:
-    """The rows of a source that are trained, or evaluated, each with its texts."""
+    """The rows of a source that are trained, or evaluated."""
 
     def __init__(
         self, rows: Sequence[Texts], ranges: Sequence[SourceRows], seed: int = 0, shuffle: bool = False
@@ -52,19 +52,17 @@ class Demonstrations:
         self._shares = [(int(b - a), each.weight) for (a, b), each in zip(places, ranges, strict=True) if each.weight]
         self._seed, self._shuffle = seed, shuffle
         self.order: Callable[[int], Sequence[int]] = lru_cache(2)(self._order)
-        """Rows of an epoch in the order in which they are trained."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text."""
         return max(len(text.tokens) for texts in self.rows for text in texts)
 
     @property
     def digest(self) -> str:
-        """16 hex digits over what is trained, in its order before it is shuffled."""
+        """16 hex digits over what is trained, before it is shuffled."""
         found = hashlib.sha256()
         for texts in self.rows:
             for text in texts:
@@ -78,7 +76,7 @@ class Demonstrations:
         return schedule.order(len(self.rows), self._seed, epoch, self._shuffle)
 
     def drawn(self, position: int, number: int) -> Texts:
-        """The texts of `number` rows from `position` on, counted from the first row of the first epoch."""
+        """The texts of `number` rows from `position` on, counted over all epochs."""
         found: Texts = []
         for place in range(position, position + number):
             epoch, index = divmod(place, len(self.rows))
@@ -87,8 +85,8 @@ class Demonstrations:
 
 
 def read_demonstrations(config: Config, key: str, source: Source, reader: AnswerReader) -> Demonstrations:
-    """The rows of `source`, which the run file names by `key`. Raises ConfigError, on every rank, if one of them cannot
-    be trained. A collective."""
+    """The rows of `source`, which the run file names by `key`. Raises ConfigError, on every rank, if one cannot be
+    trained. A collective."""
     try:
         opened = [
             (part.weight, open_source(part, config.data, key, False, None, demonstrations=True))
@@ -120,14 +118,13 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
 
 
 def _name(key: str) -> str:
-    """The name of the set of `data.eval`. Example: `data.eval.held_out` -> `held_out`"""
     return key.removeprefix("data.").removeprefix("eval.")
 
 
 def _converted(
     config: Config, rows: JoinedRows, numbers: range, reader: AnswerReader
 ) -> tuple[list[Texts], list[tuple[int, str]]]:
-    """Texts of these rows, none for one that is dropped; and why rows cannot be trained, by number."""
+    """Texts of these rows, none for a dropped one; and why rows cannot be trained, by number."""
     most, found, wrong = longest(config), list[Texts](), list[tuple[int, str]]()
     said, section = "auto, " * (config.sft.max_tokens == "auto"), reader.section
     limit = f"sft.max_tokens ({said}{most})" if section == "sft" else f"the longest sample of the run ({most})"
@@ -146,7 +143,6 @@ def _converted(
 
 
 def _require(wrong: list[tuple[int, str]]) -> None:
-    """Raise ConfigError, on every rank, if a rank has found rows that cannot be trained."""
     gathered: list[list[tuple[int, str]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, wrong)
     problems = [line for _, line in sorted(one for each in gathered for one in each)]
@@ -157,7 +153,6 @@ def _require(wrong: list[tuple[int, str]]) -> None:
 
 
 def _exchanged(own: Sequence[Texts], number: int) -> list[Texts]:
-    """The texts of all `number` rows, of which each rank has converted every so many-th."""
     world, texts = dist.get_world_size(), [text for each in own for text in each]
     if world == 1:
         return list(own)

@@ -1,7 +1,5 @@
-"""Texts become the microbatches of this rank, the same number on all ranks.
-
-Every rank knows all texts of a batch, so all compute the same cut and exchange nothing. Pure functions.
-"""
+"""Texts become the microbatches of this rank, the same number on all ranks. All ranks compute the same cut of the same
+texts."""
 
 from collections.abc import Sequence
 
@@ -15,8 +13,7 @@ from learner.train.batch import balance, first_fit, pack
 def microbatches(
     texts: Sequence[TrainedText], rank: int, world: int, budget: int, quadratic: float = 0.0
 ) -> list[Microbatch]:
-    """The microbatches of `rank`: at most `budget` tokens each, a longer text alone. `quadratic`: cost of attention, so
-    that a text of n tokens costs n + quadratic * n²."""
+    """At most `budget` tokens each, a longer text alone. A text of n tokens costs n + quadratic * n²."""
     lengths = [len(text.tokens) for text in texts]
     costs = [n + quadratic * n * n for n in lengths]
     shares = balance(lengths, costs, sum(lengths), world)
@@ -36,5 +33,4 @@ def laid_out(texts: Sequence[TrainedText]) -> Microbatch:
 
 
 def num_trained(texts: Sequence[TrainedText]) -> int:
-    """Trained tokens of all texts."""
     return sum(int(text.trained.sum()) for text in texts)

@@ -1,7 +1,4 @@
-"""The loop of supervised fine-tuning: train on a batch, measure the held-out loss, keep checkpoints.
-
-Built and run by `command.py`. Waits for nothing but its own work and the other ranks.
-"""
+"""The loop of supervised fine-tuning: train on a batch, measure the held-out loss, keep checkpoints."""
 
 from collections.abc import Sequence
 
@@ -41,6 +38,6 @@ def run(
 
 
 def rating(measured: Sequence[EvaluationResult]) -> float | None:
-    """What `learner.keep_best` compares: the mean held-out loss, negative; None where it was not measured."""
+    """What `learner.keep_best` compares: the mean held-out loss, negative."""
     losses = [figures["loss"] for result in measured for figures in result.figures.values()]
     return -sum(losses) / len(losses) if losses else None
