@@ -1,15 +1,12 @@
-"""`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`. `python -m
-learner merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter (`learner/saved/merge.py`), `digest
-CHECKPOINT MODEL` prints the digest of MODEL, to compare with the digest of the base in CHECKPOINT (`base_digest.py`),
-`sft CONFIG` trains on demonstrations (`learner/sft/command.py`).
+"""`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`.
 
-Starts its node's share of `learner.ranks` ranks unless torchrun or srun has started them; builds the parts of
-`loop.py` and runs it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after
-the current version and a checkpoint (exit 0), the second at once. Exit 2: config, model, device or nodes do not work,
+Other first words: `merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter, `digest CHECKPOINT MODEL`
+prints the digest of MODEL, to compare with that of the base in CHECKPOINT, `sft CONFIG` trains on demonstrations.
+
+Starts its node's share of `learner.ranks` ranks unless torchrun or srun has. The first SIGINT or SIGTERM ends the run
+after the current version and a checkpoint (exit 0), the second at once. Exit 2: bad config, model, device or nodes,
 found before anything was trained. Exit 1: a rank failed; all ranks have ended, and a restart continues from the last
-checkpoint. Exit 3: the data ended before the last version; 4: the run was given up, because all attempts fail, the last
-checkpoint could not be written, an image differs from the one that the policy saw, a user's loss or advantage raises
-(`algorithms/own.py`), or the steps no longer change anything (`train/skipped.py`).
+checkpoint. Exit 3: the data ended before the last version. Exit 4: one of OVER.
 """
 
 import logging
@@ -93,13 +90,12 @@ OVER = (NoDiskSpace, OwnFailure, PictureMismatch, RouteMismatch, StepsSkipped)
 FILES = ("model.path", WEIGHTS, "data.demonstrations", "algorithm.loss", "algorithm.advantage")
 """Keys of files that each rank reads."""
 OTHERS = {"merge": merge.main, "digest": base_digest.main, "sft": command.main}
-"""Other commands than to train by reinforcement learning, by their first word."""
+"""Other commands, by their first word."""
 LAST_PUBLISH_S = 10.0
-"""Time that the rollout servers get at the end to take the last policy."""
+"""Time that the rollout servers get to take the last policy."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`; returns the exit code."""
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
     if other := OTHERS.get(argv[0] if argv else ""):
         return other(argv[1:])
@@ -138,7 +134,7 @@ def image_format(config: Config) -> ImageFormat | None:
 
 
 def train(config: Config, device: torch.device, form: ImageFormat | None = None) -> Finished | None:
-    """Build the loop's parts, run it, and close them in order. Returns how the run ended before its last version."""
+    """Build the loop's parts and run it. Returns how the run ended before its last version."""
     path, versions = config.run.path, config.run.versions
     buffer_keys = client_keys_for(config.buffer.address, path, "learner")
     with process_group(config, device) as mesh, ExitStack() as parts:
@@ -225,8 +221,8 @@ def build_critic(config: Config, mesh: DeviceMesh) -> Critic:
 def open_weights_wire(
     config: Config, policy: Policy, mesh: DeviceMesh, form: ImageFormat | None
 ) -> Sender | RowRank | Follower | Bystander:
-    """This rank's end of the weights wire: the first replica publishes. Raises ConfigError if a sample is too short for
-    its probe, or rank 0 cannot listen on `weights.host`."""
+    """This rank's end of the weights wire. Raises ConfigError if a sample is too short for its probe, or rank 0 cannot
+    listen on `weights.host`."""
     if replica(mesh) > 0:
         return Bystander()
     specs, seed, frozen = policy.weight_specs(), config.run.seed, policy.frozen_names()
@@ -253,8 +249,8 @@ def open_weights_wire(
 
 
 def sending_ranks(policy: Policy, mesh: DeviceMesh) -> SendingRanks:
-    """The ranks of the first replica, this one among them, of which each sends its own rows. Raises ConfigError for a
-    model of which servers get more than that."""
+    """The ranks of the first replica, each of which sends its own rows. Raises ConfigError for a model that needs
+    gathered weights."""
     if other := policy.unsent_by_rows():
         problem = f"weights.publish: rows, and the model's files hold {other} in another form or as a buffer"
         raise ConfigError([f"{problem}, which only gathered weights can be sent in; set it to gather"])
@@ -265,7 +261,7 @@ def sending_ranks(policy: Policy, mesh: DeviceMesh) -> SendingRanks:
 
 
 def check_weights_host(host: str) -> None:
-    """Raise ConfigError unless this machine, that of learner rank 0, can listen on `host`."""
+    """Raise ConfigError unless this machine can listen on `host`."""
     try:
         family = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0][0]
         socket.create_server((host.strip("[]"), 0), family=family).close()
@@ -275,5 +271,5 @@ def check_weights_host(host: str) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()  # a rank with the process that started the ranks
+    die_with_parent()  # ends with the process that started the ranks
     run_and_exit(main, log, is_rank=True)

@@ -1,13 +1,10 @@
 """Checkpoints that cannot be lost: sharded, written while training goes on, complete or absent.
 
-torch.distributed.checkpoint fills `checkpoints/v000100.tmp` in a thread of each rank. Once all ranks are done, rank 0
-adds the Hugging Face export and a manifest (all files with sizes and checksums, the batch's mean reward), and renames
-the folder. With `model.lora` state and export are the adapter's, each checkpoint has an export, and the manifest says
-what the adapter was trained beside: it is restored beside nothing else. Each public method is a collective: all ranks
-must call it. `save` waits for the previous writing, `finish` for all; `restore` takes the newest checkpoint that is
-complete and whose shards have their checksums: each rank reads its share of them first, and the ranks agree. All ranks
-write their shards into one folder, or, with `learner.checkpoint_on: first_node`, the ranks of the first replica alone,
-which hold a whole copy and hand it to the other replicas when it is restored.
+A thread of each rank fills `checkpoints/v000100.tmp`. Once all ranks are done, rank 0 adds the Hugging Face export and
+a manifest (all files with sizes and checksums, the batch's mean reward), and renames the folder. With `model.lora`
+state and export are the adapter's, and the manifest says what base it needs. Each public method is a collective. All
+ranks write their shards, or, with `learner.checkpoint_on: first_node`, the ranks of the first replica alone, which hand
+them to the others when restored.
 """
 
 import logging
@@ -61,7 +58,7 @@ class NoDiskSpace(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints in `folder`: one every `checkpoint_every` versions, and version `versions`, with its export."""
+    """One every `checkpoint_every` versions, and version `versions`, with its export."""
 
     def __init__(
         self,
@@ -75,7 +72,7 @@ class Checkpoints:
         critic: Critic | None = None,
     ) -> None:
         """`shards`: ranks that share one copy of the model; None for all. `position`: of a version, in supervised
-        fine-tuning. `critic`: saved and restored with the policy."""
+        fine-tuning."""
         self._position, self._critic = position, critic
         self.folder, self.model, self.config, self.optimizer, self.versions = folder, model, config, optimizer, versions
         self.ranks = SavingRanks(folder, shards or dist.get_world_size(), config.checkpoint_on == "first_node")
@@ -87,7 +84,8 @@ class Checkpoints:
         self._base: str | None = None
 
     def restore(self, policy: Policy) -> int:
-        """Load the newest complete checkpoint into `policy` and optimizer; returns its version, 0 if there is none."""
+        """Load the newest checkpoint that is complete and whose shards have their checksums; returns its version, 0 if
+        there is none."""
         version = self._last = self.ranks.newest_sound()
         if version == 0:
             log.info("no checkpoint in %s: version 0, the initial model", self.folder)
@@ -122,14 +120,14 @@ class Checkpoints:
         return version
 
     def _adapter(self, policy: Policy) -> AdapterOf | None:
-        """What the adapter is of; None without one. A collective of all ranks the first time."""
+        """A collective of all ranks the first time."""
         if self.model.lora is None:
             return None
         self._base = self._base or digest(policy.model, policy.mesh)
         return AdapterOf(model=self.model, base=self._base)
 
     def _load(self, state: dict[str, Any], folder: Path) -> None:
-        """Load the shards in `folder` into `state`. Raises ConfigError if they hold more than plain values."""
+        """Raises ConfigError if the shards hold more than plain values."""
         try:
             load(state, storage_reader=Reader(folder), planner=Planner(), process_group=self.ranks.writers)
         except CheckpointException as error:
@@ -138,10 +136,10 @@ class Checkpoints:
             raise
 
     def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
-        """Begin to write `version` if it is due; returns the oldest version a restart may restore, 0 if there is none,
-        or none that this rank writes.
+        """Begin to write `version` if it is due, after the previous one; returns the oldest version that a restart may
+        restore, or 0. Call it for every version.
 
-        Call it for every version. `reward`: mean of the batch that made `version`, for `keep_best`; None if unknown.
+        `reward`: mean of the batch that made `version`, for `keep_best`; None if unknown.
         """
         self._reward = reward
         export_every, keep_every = self.config.export_every, self.config.keep_every
@@ -170,13 +168,13 @@ class Checkpoints:
         return bool(broadcast_from_rank0(version == 0 or exported))
 
     def close(self) -> None:
-        """Wait for the writing thread; call it before the process group ends."""
+        """Call it before the process group ends."""
         self._wait()
         self._thread.shutdown()
         dist.barrier(self.ranks.group)
 
     def _begin(self, policy: Policy, version: int, exported: bool) -> bool:
-        """Begin to write `version`; False if the disk has no space for it."""
+        """False if the disk has no space."""
         self._wait()
         partial = folder_of(self.folder, version).with_suffix(".tmp")
         if not broadcast_from_rank0(dist.get_rank() != 0 or self._has_space(policy, partial, exported)):
@@ -221,7 +219,6 @@ class Checkpoints:
             discard(folder_of(self.folder, version))
 
     def _wait(self) -> None:
-        """Wait for the checkpoint being written. If it failed, warn: the one before is still there."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -259,8 +256,8 @@ class Checkpoints:
 
 
 def _refusal(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> str | None:
-    """What is wrong if the checkpoint in `folder` is of another adapter than `wanted`, or of other weights beneath it,
-    or does not say; None if nothing is."""
+    """What is wrong if the checkpoint is of another adapter than `wanted`, of other weights beneath it, or
+    unreadable."""
     try:
         found = adapter_of(folder)
     except (OSError, ValueError) as error:
@@ -276,7 +273,6 @@ def _refusal(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> str 
 
 
 def _criticless(folder: Path) -> str | None:
-    """Return why the checkpoint in `folder` cannot be restored with a critic; None if it has one."""
     if any(name.startswith(f"{KEY}.") for name in read_index(folder / "state").state_dict_metadata):
         return None
     problem = f"algorithm.advantage: gae, but {folder} was written by a run without a critic"
@@ -284,7 +280,6 @@ def _criticless(folder: Path) -> str | None:
 
 
 def _misplaced(folder: Path, wanted: DataPosition | None) -> str | None:
-    """Return what is wrong if the checkpoint in `folder` was trained on other data than the run has now, or None."""
     found = position_of(folder)
     if found == wanted:
         return None

@@ -1,7 +1,6 @@
 """The end of a run by signal: the first SIGTERM or SIGINT drains, the second ends the process at once.
 
-After the first signal the ranks finish the version that they have agreed to train, write its checkpoint and end. Used
-by both loops: `learner/loop.py` and `learner/sft/tuning.py`, which ask for the ranks' agreement once per version.
+After the first signal the ranks finish the version that they have agreed to train, write its checkpoint and end.
 """
 
 import os
@@ -12,25 +11,25 @@ from learner.train import collectives
 
 
 class Stoppable(Protocol):
-    """What a rank may wait for: the buffer's `LearnerClient`."""
+    """What a rank may wait for."""
 
     def stop(self) -> None: ...
 
 
 class Stopping:
-    """Whether a signal ends the run. `batches`: what is stopped with this rank, also while it waits there."""
+    """Whether a signal ends the run. `batches`: stopped with this rank, also while it waits there."""
 
     def __init__(self, batches: Stoppable | None = None) -> None:
         self._batches = batches
         self.begun = False
-        """This rank ends. Never taken back: a signal may arrive while the ranks agree."""
+        """Never taken back: a signal may arrive while the ranks agree."""
 
     def begin(self, number: int) -> None:
-        """End the run after the current version: the handler of the first signal, `number`, in the main thread."""
+        """The handler of the first signal, in the main thread."""
         self._stop()
         name = signal.Signals(number).name
         line = f"learner: {name}: finishing this version and its checkpoint; once more ends at once\n"
-        os.write(2, line.encode())  # the signal may interrupt a print, and buffered streams are not reentrant
+        os.write(2, line.encode())  # a signal may interrupt a print: buffered streams are not reentrant
 
     def agreed(self) -> bool:
         """Whether any rank has got a signal: then all ranks end. A collective."""

@@ -1,8 +1,5 @@
-"""The learner's loop: take a batch, train on it, publish the policy. Built and run by `learner/__main__.py`.
-
-Waits for: `batches.take`, until the buffer has formed batch `version`; at the end, for the evaluation of the last
-version. Everything else is its own work.
-"""
+"""The learner's loop: take a batch, train on it, publish the policy. Waits for `batches.take`, and at the end for the
+last evaluation."""
 
 from buffer.wire.client import LearnerClient
 from learner.checkpoint import Checkpoints
@@ -38,7 +35,7 @@ def run(
             break
         with metrics.span("train"):
             stats = algorithm.step(policy, part)
-        if stats is None:  # groups that cannot be trained are out of the batch, which is taken again
+        if stats is None:  # the batch, without groups that cannot be trained, is taken again
             continue
         version += 1
         with metrics.span("publish"):

@@ -1,8 +1,7 @@
 """Where a rank of the learner stands: the process group of all ranks, and the mesh of copies of the model.
 
-The model is sharded over `learner.shard` ranks, by default those of one node. Each such set of ranks is a replica, a
-row of the mesh: [replica, shard]. What is gathered stays within a replica, only gradients are reduced between them. One
-replica alone is a mesh of one dimension. Built by `__main__.py`; forming the group waits for all ranks.
+`learner.shard` ranks, by default those of one node, share a copy and are a row of the mesh: [replica, shard]. Only
+gradients are reduced between rows. One replica alone is a mesh of one dimension.
 """
 
 import logging
@@ -30,7 +29,6 @@ log = logging.getLogger(__name__)
 MEET_S = 300.0
 """Time within which ranks, or nodes, must find each other."""
 AGAIN_S = 0.5
-"""Time between two attempts to reach a store that is not there yet."""
 THERE_IS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torch's variable: `True` if a store already listens at MASTER_ADDR and MASTER_PORT."""
 UNSET = "unset RANK and WORLD_SIZE if a pod or shell has left them"
@@ -38,7 +36,7 @@ UNSET = "unset RANK and WORLD_SIZE if a pod or shell has left them"
 
 @contextmanager
 def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
-    """Start the default process group, with gloo for CPU tensors, and yield its mesh.
+    """Start the default process group and yield its mesh. Waits for all ranks.
 
     The group is not destroyed after an error: a failed rank just exits. Raises ConfigError if the ranks do not find
     each other.
@@ -59,7 +57,7 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
 def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store, int, int]:
     """Wait until all ranks have reached the store; returns the store, this rank's number and the number of ranks.
 
-    Raises ConfigError if a rank is missing after `limit_s`: the environment names ranks that nobody started.
+    Raises ConfigError if a rank is missing after `limit_s`.
     """
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port, timeout = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=limit_s)
@@ -104,14 +102,14 @@ def wait_for(host: str, port: int, limit_s: float) -> str:
 
 
 def ranks_of_node(learner: LearnerConfig, world: int, environment: Mapping[str, str]) -> int:
-    """Ranks on each node, of `world` ranks on all: what started them has said so, or the run file says so."""
+    """Ranks on each node, from the environment or the run file."""
     return int(environment.get("LOCAL_WORLD_SIZE", world // learner.nodes))
 
 
 def make_mesh(device_type: str, shard: int) -> DeviceMesh:
     """The mesh of all ranks, `shard` of which share one copy of the model."""
     world = dist.get_world_size()
-    if shard == world:  # (1, world) would reduce over groups of one rank, where NCCL's mean may be wrong
+    if shard == world:  # (1, world): over groups of one rank NCCL's mean may be wrong
         return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(device_type, (world // shard, shard), mesh_dim_names=("replicate", "shard"))
 
@@ -122,13 +120,12 @@ def shards(mesh: DeviceMesh) -> int:
 
 
 def default_store(prefix: str) -> Store:
-    """The store in which all ranks have met, for keys of its own, over a connection of its own: another one may be
-    blocked by a wait."""
+    """The store of all ranks, over a connection of its own: another one may be blocked by a wait."""
     return PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
 
 
 def replica(mesh: DeviceMesh) -> int:
-    """The number of this rank's copy of the model. The first one gathers, publishes and, if need be, saves for all."""
+    """The number of this rank's copy. The first one gathers, publishes and, if need be, saves for all."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "every rank is in it"
     return coordinate[0] if mesh.ndim == 2 else 0
@@ -137,8 +134,8 @@ def replica(mesh: DeviceMesh) -> int:
 def choose_interface(environment: MutableMapping[str, str]) -> None:
     """Have gloo and NCCL use the interface on the route to MASTER_ADDR, where `environment` does not name another.
 
-    Left alone, gloo listens where the name of the machine leads, often 127.0.1.1, and other machines never reach it.
-    Raises ConfigError if there is no such interface.
+    Left alone, gloo listens where the name of the machine leads, often 127.0.1.1. Raises ConfigError if there is no
+    such interface.
     """
     master, port = environment.get("MASTER_ADDR", ""), int(environment.get("MASTER_PORT", "0"))
     try:
@@ -159,7 +156,6 @@ def _plain(address: str) -> str:
 
 
 def _is_loopback(master: str) -> bool:
-    """Whether a person wrote so, for ranks that are all on one machine."""
     try:
         return master == "localhost" or ip_address(master).is_loopback
     except ValueError:

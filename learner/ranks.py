@@ -1,10 +1,8 @@
 """The learner's ranks of this node: starts `python -m learner` for each, passes signals on, ends all if one fails.
 
-torch elastic supervises the processes and restarts none: a restart is the decision of the keeper (or yours) and begins
-from the last checkpoint. Run by `__main__.py` if there are several ranks and nothing else has started them; waits for
-the ranks. Each of several nodes has such a process, started with NODE_RANK, MASTER_ADDR and MASTER_PORT. They meet in
-the store of the first node, through which each sends the others its signals and failures: the ranks of all nodes are
-one generation, which ends together.
+torch elastic supervises the processes and restarts none: the keeper restarts, from the last checkpoint. Each of several
+nodes has such a process. They meet in the store of the first node, through which each sends the others its signals and
+failures: the ranks of all nodes are one generation, which ends together.
 """
 
 import logging
@@ -41,8 +39,8 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set, from the variables of srun, where that started this process as a rank or as a
-    node's learner; else nothing. Raises ConfigError where it started another number of tasks.
+    """What torchrun would have set, from the variables of srun; empty where srun has not started this process. Raises
+    ConfigError for another number of tasks.
 
     Example: of 16 tasks for 16 ranks on 2 nodes, SLURM_PROCID 9 becomes RANK 9, LOCAL_RANK 1.
     """
@@ -68,8 +66,7 @@ def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[s
 def check_environment(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
     """Raise ConfigError if the variables of this rank or node are incomplete or contradict the run file.
 
-    Without RANK, the other variables of a rank are removed; for a job of one rank all of them are. A missing LOCAL_RANK
-    is computed from RANK.
+    Without RANK, and for a job of one rank, the other variables of a rank are removed.
     """
     if "RANK" in environment:
         _check_rank(learner, environment)
@@ -82,11 +79,11 @@ def check_environment(learner: LearnerConfig, environment: MutableMapping[str, s
 def _check_rank(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
     ranks, unset = learner.ranks, UNSET
     world = number("WORLD_SIZE", environment, 1, None, f"set it to learner.ranks ({ranks}), or {unset}")
-    if world != ranks and (ranks > 1 or TORCHRUN not in environment):  # torchrun knows how many ranks it has started
+    if world != ranks and (ranks > 1 or TORCHRUN not in environment):  # torchrun knows
         problem = f"learner.ranks: {ranks}, but WORLD_SIZE is {world}"
         raise ConfigError([f"{problem}; set learner.ranks to {world}, or {unset}: the learner starts its own ranks"])
     rank = number("RANK", environment, 0, world - 1, f"give each rank its own of WORLD_SIZE ({world}), or {unset}")
-    if world == 1:  # there is no other rank to meet
+    if world == 1:  # no other rank to meet
         for name in (*RANK, *MEETING, "NODE_RANK"):
             environment.pop(name, None)
         return
@@ -128,7 +125,7 @@ def _check_meeting(environment: Mapping[str, str]) -> None:
 
 
 def number(name: str, environment: Mapping[str, str], least: int, most: int | None, remedy: str) -> int:
-    """Read the number in a variable. Raises ConfigError, with `remedy`, unless it is between `least` and `most`."""
+    """Read the number in a variable. Raises ConfigError unless it is between `least` and `most`."""
     value = environment.get(name)
     if value is not None and value.strip().isdecimal():
         found = int(value)
@@ -139,7 +136,7 @@ def number(name: str, environment: Mapping[str, str], least: int, most: int | No
 
 
 def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
-    """Why the other ranks would not find rank 0 at `host`; empty if its own connection to `host` arrives."""
+    """Why the other ranks would not find rank 0 at `host`; empty if its own connection arrives."""
     try:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
@@ -186,7 +183,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
         node.tell("signal", number, signals.count)
 
     node.follow(pass_on)
-    # elastic's own handlers would give the ranks 30 s, however long a version takes
+    # elastic's own handlers would give the ranks only 30 s
     with (signals := StopSignals(drain=on_signal, force=on_signal)):
         result = context.wait(period=0.2)
     assert result is not None, "waited without timeout"
@@ -194,7 +191,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
     if result.failures:
         failure = min(result.failures.values(), key=lambda failure: failure.timestamp)
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        if code == 128 + FORCING:  # report the signal that this process received, not the one that it forwarded
+        if code == 128 + FORCING:  # report the signal received, not the one forwarded
             code = 128 + node.forced_by
         rank, how = first + failure.local_rank, f"exit code {failure.exitcode}"
         ended = f"rank {rank} failed first{node.of_several} ({how}); all ranks have ended"
@@ -207,11 +204,11 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
 
 
 class Node:
-    """One node of a generation. Through events in the store it learns of signals and failures on other nodes, and they
-    of its own; a node alone has a store for its ranks only."""
+    """One node of a generation, which learns of the other nodes' signals and failures. A node alone has a store for its
+    ranks only."""
 
     def __init__(self, learner: LearnerConfig, environment: Mapping[str, str]) -> None:
-        """Open the store, or wait for that of the first node. Raises ConfigError if that fails."""
+        """Raises ConfigError if the store cannot be opened or found."""
         self.number, self.nodes = int(environment.get("NODE_RANK", 0)), learner.nodes
         self.local, self.of_several = learner.ranks // learner.nodes, " on this node" if learner.nodes > 1 else ""
         host, port = (HOST, 0) if self.nodes == 1 else (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
@@ -232,8 +229,8 @@ class Node:
             raise ConfigError([f"{problem}; end the learner on every node and start all of them, each with its own"])
 
     def stop(self, number: int, level: int, pass_on: Callable[[int], object]) -> None:
-        """Pass signal `number` on to the ranks unless they have got as many as `level`, from wherever they came: where
-        every node gets its own, none of them counts for more than one."""
+        """Pass signal `number` on unless the ranks have got as many as `level`: where every node gets its own, they
+        count once."""
         with self._stopping:
             before, self._level = self._level, max(level, self._level)
             if before < 2 <= level:
@@ -254,7 +251,7 @@ class Node:
             store.set(f"event/{store.add('events', 1)}", event)
 
     def follow(self, pass_on: Callable[[int], object]) -> None:
-        """Act on the other nodes' events from now on, in a thread; `pass_on` sends a signal to this node's ranks."""
+        """Act on the other nodes' events from now on, in a thread."""
         if self.nodes > 1:
             threading.Thread(target=self._follow, args=(pass_on,), daemon=True).start()
 
@@ -266,7 +263,7 @@ class Node:
                 node, word, *figures = store.get(f"event/{number}").decode().split()
             except dist.DistNetworkError:
                 self.why, self._failed = "the first node's store is gone, and its learner with it", FAILED
-            except dist.DistStoreError:  # nothing has happened for as long as a call may take
+            except dist.DistStoreError:  # no event within the timeout
                 continue
             else:
                 number += 1
@@ -276,23 +273,23 @@ class Node:
                     how = f"rank {figures[1]} failed first (exit code {figures[0]})"
                     self.why, self._failed = f"the ranks of node {node} have failed, where {how}", int(figures[0])
         log.warning("%s: the ranks of this one end within %g s", self.why, self.patience_s)
-        threading.Event().wait(self.patience_s)  # those who notice by themselves say more
+        threading.Event().wait(self.patience_s)  # ranks that notice by themselves say more
         self.killed = True
         pass_on(signal.SIGKILL)  # a rank in a collective notices nothing else
 
     def leave(self, code: int) -> int:
-        """Call it once this node's ranks have ended, with their exit code; returns that of the generation."""
+        """Call it once this node's ranks have ended; returns the exit code of the generation."""
         for telling in self._telling:
             telling.join(LAST_S)
         with suppress(dist.DistError):
             self._store.set(f"left/{self.number}", "")
-            if self._hosts and code in ENDINGS.values():  # while the other nodes' ranks end, they need the store
+            if self._hosts and code in ENDINGS.values():  # the other nodes' ranks still need the store
                 self._store.wait([f"left/{node}" for node in range(self.nodes)], timedelta(seconds=LAST_S))
         return self._failed if code and self._failed else code
 
 
 def open_store(host: str, port: int) -> TCPStore:
-    """The store in which all ranks meet, listening on `host` only. Raises ConfigError if it cannot."""
+    """The store in which all ranks meet, listening on `host` only. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)
@@ -307,7 +304,7 @@ def open_store(host: str, port: int) -> TCPStore:
 
 
 def find_store(host: str, port: int) -> TCPStore:
-    """The store of the first node, once it is there. Raises ConfigError if it is not within MEET_S."""
+    """The store of the first node. Raises ConfigError after MEET_S."""
     log.info("waiting for the first node at %s:%d", host, port)
     if why := wait_for(host, port, MEET_S):
         problem = f"MASTER_ADDR: no store of the first node at {host}:{port} in {MEET_S:g} s"

@@ -1,11 +1,8 @@
 """Two microbatches of made-up samples, which each rank computes while the servers sample the first batch.
 
-The pass compiles the model's blocks, so the first batch need not wait for that, and it allocates what a full microbatch
-takes: a run that would run out of memory ends at its start. Nothing is trained: the gradients are thrown away, and no
-random generator of the process is used. `Algorithm.rehearse` makes the pass, `SoundSteps.warm_up` calls it.
-
-Only on GPUs: on a CPU nothing is compiled. Not for models that read images or replay routes, whose samples have more
-than tokens; they compile with their first batch.
+The pass compiles the model's blocks and allocates what a full microbatch takes: a run that would run out of memory ends
+at its start. Nothing is trained, and no random generator of the process is used. Only on GPUs, and not for models that
+read images or replay routes.
 """
 
 from collections.abc import Sequence
@@ -38,7 +35,7 @@ def made_up(config: Config, budget: int, vocabulary: int, part: int, number: int
     """Part `part` of the `number` of a batch that fills MICROBATCHES microbatches of `budget` tokens in each.
 
     The documents are as long as the run's longest samples; half of one is its prompt, or `data.max_prompt_tokens` if
-    that is less. `vocabulary`: the model's; `share_prompts` as in `Policy`. Only the samples of this part are made.
+    less.
     """
     longest = max_sample_tokens(config)
     prompt = max(min(longest // 2, config.data.max_prompt_tokens), 1)
@@ -56,7 +53,6 @@ def made_up(config: Config, budget: int, vocabulary: int, part: int, number: int
 
 
 def _group_size(longest: int, prompt: int, budget: int, shared: bool) -> int:
-    """How many samples of one problem fill a microbatch."""
     apart = max(budget // longest, 1)
     together = max((budget - prompt) // (longest - prompt), 1)
     saved = (together - 1) * prompt / (together * longest)
@@ -64,7 +60,6 @@ def _group_size(longest: int, prompt: int, budget: int, shared: bool) -> int:
 
 
 def _sample(tokens: np.ndarray, prompt: int, vocabulary: int) -> Sample:
-    """A sample whose log-probabilities are those of a uniform policy."""
     sampled = np.arange(len(tokens)) >= prompt
     return Sample(
         tokens=Array.of(tokens),

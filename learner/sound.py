@@ -1,12 +1,8 @@
 """Keeps what cannot be trained out of the steps: judges each batch before it is trained, and names the group at fault.
 
-`SoundSteps` stands between the loop and the algorithm. It consumes a rank's `Part`. What is found is reported to the
-buffer, which puts the group into quarantine and serves the batch without it; then `step` returns None, and the loop
-takes the batch again. All ranks agree on it. Built by `learner/__main__.py`.
-
-A group is at fault if one of its values cannot be, if its images are not what the policy saw, or if its gradient alone
-is not finite. A batch with which the learner ended before, and nobody knows why, is tried group by group first: should
-it end again, the buffer knows with which group.
+The buffer puts a reported group into quarantine and serves the batch without it; then `step` returns None, and the loop
+takes the batch again. A batch with which the learner ended before, and nobody knows why, is tried group by group first:
+should it end again, the buffer knows with which group.
 """
 
 import logging
@@ -37,7 +33,8 @@ Found = Mapping[int, str]
 class SoundSteps:
     """The steps of `algorithm`, of batches whose groups can be trained.
 
-    `bounds`: what the policy allows. `made_up`: the part of `rehearsal.py`, None where nothing is to be tried."""
+    `made_up`: the part of `rehearsal.py`, or None.
+    """
 
     def __init__(
         self, algorithm: Algorithm, batches: LearnerClient, bounds: Bounds, made_up: Part | None = None
@@ -45,8 +42,7 @@ class SoundSteps:
         self.algorithm, self.batches, self.bounds, self.made_up = algorithm, batches, bounds, made_up
 
     def warm_up(self, policy: Policy) -> None:
-        """Compute the made-up part, so that what is compiled and allocated is there before the first batch comes. A
-        collective; trains nothing."""
+        """Compute the made-up part before the first batch comes. A collective; trains nothing."""
         if self.made_up is None:
             return
         began = time.monotonic()
@@ -55,7 +51,7 @@ class SoundSteps:
         log.info("full microbatches of made-up samples took %.0f s and fit into memory", time.monotonic() - began)
 
     def step(self, policy: Policy, part: Part) -> dict[str, float] | None:
-        """As `Algorithm.step`; None: the batch is another one now, and is to be taken again."""
+        """As `Algorithm.step`; None: the batch has changed, and is to be taken again."""
         if self._reported(part, judged(part, self.bounds)):
             return None
         if part.suspect and self._reported(part, self._tried(policy, part)):
@@ -64,7 +60,7 @@ class SoundSteps:
             stats = self.algorithm.step(policy, part)
         except PictureMismatch:
             found, every = mismatched(part, self.algorithm.form)
-            if every:  # then it is not the groups that are at fault
+            if every:  # then the groups are not at fault
                 raise
             self._reported(part, found)
             return None
@@ -75,8 +71,8 @@ class SoundSteps:
         return stats
 
     def _reported(self, part: Part, found: Found) -> bool:
-        """Have the groups that any rank has found put into quarantine. Returns whether the batch must be taken again:
-        it was changed, or another rank has other groups of it. A collective."""
+        """Have the groups that any rank has found put into quarantine. Returns whether the batch must be taken again. A
+        collective."""
         digest = crc32(part.rows.item.data)
         some, largest, smallest = collectives.all_reduce_max(bool(found), digest, -digest)
         if not some and largest == -smallest:
@@ -88,8 +84,8 @@ class SoundSteps:
         return True
 
     def _tried(self, policy: Policy, part: Part) -> Found:
-        """The groups whose gradient is not finite; none if it is not of any: then the policy is at fault. Each group is
-        announced to the buffer before it is tried. A collective; rank 0 returns what was found."""
+        """The groups whose gradient is not finite; none if no group's is: then the policy is at fault. A collective;
+        rank 0 returns what was found."""
         first, items = dist.get_rank() == 0, np.unique(part.rows.item.numpy()).tolist()
         if part.suspect and first:
             log.warning("the learner ended with batch %d before: trying its groups one by one", part.version)
@@ -110,8 +106,7 @@ class SoundSteps:
 def bounds_of(
     policy: Policy, form: ImageFormat | None, teachers: Iterable[str] | None = None, top_k: int | None = None
 ) -> Bounds:
-    """What a policy allows; `form`: how it sees images; `teachers`: the run's, by the `data_source` of their rows, and
-    how many tokens they give (`teacher.top_k`)."""
+    """What a policy allows. `teachers`: by the `data_source` of their rows."""
     sizes = policy.mixture.sizes if policy.mixture else None
     return Bounds(
         vocabulary=policy.model.config.get_text_config().vocab_size,
@@ -125,7 +120,7 @@ def bounds_of(
 
 
 def judged(part: Part, bounds: Bounds) -> Found:
-    """The groups of which a sample in this part has a value that cannot be."""
+    """The groups of which a sample in this part has an impossible value."""
     newest, found = max(part.version, part.reached), dict[int, str]()
     rows = part.positions.numpy().tolist()
     for row, data in zip(rows, part.samples, strict=True):
@@ -157,7 +152,7 @@ def mismatched(part: Part, form: ImageFormat | None) -> tuple[Found, bool]:
 
 
 def only(part: Part, item: int) -> Part:
-    """The part of a batch that consists of the group of `item`; without samples where this rank has none of it."""
+    """The part of a batch that consists of the group of `item`."""
     rows = np.flatnonzero(part.rows.item.numpy() == item)
     columns = {name: getattr(part.rows, name) for name in SampleRows.model_fields if name != "metrics"}
     chosen = SampleRows(

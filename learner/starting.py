@@ -1,8 +1,4 @@
-"""Prepares a process of the learner: its device and threads, and how fast it may compute in the memory it has.
-
-Used by `__main__.py` and by `sft/command.py`, before a weight is loaded. `decide_speed` and `decide_gather` are
-collectives of all ranks; the rest waits for nothing.
-"""
+"""Prepares a process of the learner: its device and threads, and how fast it may compute in the memory it has."""
 
 import logging
 import os
@@ -26,10 +22,7 @@ log = logging.getLogger("learner")
 
 
 def choose_device(config: Config) -> torch.device:
-    """The type of device the ranks run on, without touching it.
-
-    Raises ConfigError if it, the attention or the model does not work.
-    """
+    """The type of device, without touching it. Raises ConfigError if it, the attention or the model does not work."""
     model, learner, gpus = config.model, config.learner, torch.cuda.device_count()
     device = torch.device("cuda" if learner.device == "cuda" or (learner.device == "auto" and gpus) else "cpu")
     local_ranks = ranks_of_node(learner, learner.ranks, os.environ)
@@ -44,7 +37,7 @@ def choose_device(config: Config) -> torch.device:
 
 
 def configure_process(config: Config, device: torch.device) -> torch.device:
-    """Set this process's threads, seed and GPU; returns its own device. Raises ConfigError as `choose_device` does."""
+    """Set this process's threads, seed and GPU; returns its own device. Raises as `choose_device`."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.learner.threads or device.type == "cpu":
         torch.set_num_threads(config.learner.threads or max(torch.get_num_threads() // local_ranks, 1))
@@ -62,8 +55,7 @@ def configure_process(config: Config, device: torch.device) -> torch.device:
 
 
 def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: int) -> Config:
-    """Return `config` with `learner.compile`, `activation_checkpointing` and `head_chunk_tokens` decided, the same on
-    all ranks.
+    """`config` with `learner.compile`, `activation_checkpointing` and `head_chunk_tokens` decided.
 
     A collective, because GPUs of ranks may differ. `memory`: bytes of this rank's GPU (None: on CPU). `patches`: the
     most that one sample has.
@@ -85,8 +77,7 @@ def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: 
 
 
 def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:
-    """`config` with `learner.gather: auto` decided, and for all ranks alike, though their GPUs may differ: a collective
-    of them. `patches`: most of one sample."""
+    """`config` with `learner.gather: auto` decided. As `decide_speed`."""
     tokens, reference = least_microbatch(config, patches), keeps_reference(config)
     sends = copies_over(config, shards(mesh), mesh.get_rank())
     sizes = shards(mesh), gpu_memory(device), tokens, reference, sends, keeps_critic(config)

@@ -1,10 +1,8 @@
 """No collective outlives its timeout: a watchdog on each rank says which rank was missing, where, and for how long.
 
-A thread of each rank reads torch's flight recorder (which knows every collective, NCCL's and gloo's) and writes into a
-store, for the other ranks, how many collectives its rank has begun. When `learner.timeout_s` expires it prints one
-line, writes the recorder's dump and ends the process; the other ranks' watchdogs see that and end too. Where the store
-does not answer, its machine cut off or gone, each rank ends by itself. torch's own timeout comes a little later.
-Started by `__main__.py`; waits for nothing but its clock.
+A thread reads torch's flight recorder, which knows every collective, and writes into a store how many its rank has
+begun. When `learner.timeout_s` expires it prints one line, writes the recorder's dump and ends the process; the other
+ranks' watchdogs see that and end too. Where the store does not answer, each rank ends by itself.
 """
 
 import json
@@ -36,13 +34,13 @@ RECORDER = "TORCH_FR_BUFFER_SIZE"
 TORCH_LATER_S = 15.0
 """torch's own timeout expires this much after ours."""
 ANSWER_S = 10.0
-"""Time in which the ranks' store answers, or is out of reach: then each rank ends by itself."""
+"""Time in which the ranks' store answers, or is out of reach."""
 Note = dict[str, Any]
-"""A rank's note for the others: collectives `begun` by group, the line `where` it is, the time `at` which it began."""
+"""A rank's note: collectives `begun` by group, the line `where` it is, the time `at` which it began."""
 
 
 def enable_flight_recorder() -> None:
-    """Turn the flight recorder on in this process, unless its size is set; call it before `init_process_group`."""
+    """Call it before `init_process_group`."""
     if os.environ.get(RECORDER, "0") == "0":
         os.environ[RECORDER] = "2000"
 
@@ -92,13 +90,13 @@ class Watchdog:
             self._expire(oldest, waited, note)
 
     def _exchange(self, note: Note) -> bool:
-        """Tell the other ranks `note`; whether one of them has expired."""
+        """Whether a rank has expired."""
         self._store.set(str(self.rank), json.dumps(note))
         return bool(self._store.check(["verdict"]))
 
     def _ask(self, work: Callable[[], T]) -> T | None:
-        """What `work` gets from the store; None if that does not answer in time: its machine may be cut off, and a call
-        to it would last for ever."""
+        """What `work` gets from the store; None if that does not answer in time: a call to a machine that is cut off
+        would last for ever."""
         try:
             if self._asked.done():
                 self._asked = self._asker.submit(work)
@@ -109,7 +107,7 @@ class Watchdog:
                 return answer
         except TimeoutError:
             log.warning("watchdog: the ranks' store does not answer")
-        except dist.DistError as error:  # the rank or parent that held the store has ended
+        except dist.DistError as error:  # the process that held the store has ended
             if not self._gone:
                 log.warning("watchdog: the ranks' store is gone (%s)", str(error).splitlines()[0])
             self._gone = True
@@ -120,7 +118,7 @@ class Watchdog:
         private_folder(path.parent)
         path.write_text(json.dumps(flight_record(active=False)))
         first = self._ask(lambda: self._store.add("verdicts", 1) == 1)
-        if first is not False:  # one line, however many ranks wait; one each, where they cannot agree
+        if first is not False:  # one line from all ranks; one each, where they cannot agree
             line = verdict(entry, waited, self._ask(self._notes) or {self.rank: note}, self.rank, self.timeout_s, path)
             print_visible(line, sys.stderr)
             self._ask(lambda: self._store.set("verdict", "1"))
@@ -132,16 +130,14 @@ class Watchdog:
 
 
 class Waits:
-    """How long the oldest collective has waited, by the watchdog's own clock. The recorder notes the time of day, which
-    may be set, and which goes on while this process is stopped: it counts for `at_most_s` before the first look."""
+    """How long the oldest collective has waited. The recorder notes the time of day, which may be set, and which goes
+    on while this process is stopped: it counts for `at_most_s` before the first look."""
 
     def __init__(self, at_most_s: float) -> None:
         self._at_most_s = at_most_s
         self._seen: tuple[object, float] = None, 0.0
-        """The collective that was the oldest at the last look, and when it began."""
 
     def waited_s(self, entry: Mapping[str, Any], now: float) -> float:
-        """Seconds that `entry`, the oldest one at the time `now`, has been known to wait."""
         name = entry["group"], entry.get("collective_seq_id"), entry.get("p2p_seq_id"), entry["time_created_ns"]
         if self._seen[0] != name:
             before_s = (time.time_ns() - entry["time_created_ns"]) / 1e9
@@ -179,7 +175,7 @@ def verdict(
     entry: dict[str, Any], waited: float, notes: dict[int, Note | None], rank: int, timeout_s: float, path: Path
 ) -> str:
     """Which rank was missing: one of the collective's group that never wrote a note, else the one that has begun the
-    fewest of its collectives. With the own note alone, the store where the others' are does not answer."""
+    fewest of its collectives."""
     mine, group = notes[rank], entry["group"]
     where = mine["where"] if mine else "?"
     head = f"learner: timeout: rank {rank} has waited {waited:.1f} s in {entry['profiling_name']} ({where}) for"
@@ -204,6 +200,6 @@ def verdict(
 
 
 def members(entry: dict[str, Any]) -> list[int]:
-    """The ranks of a collective's group; empty for a group that is not of the ranks alone, or no longer there."""
-    name, groups = entry["process_group"][0], _world.pg_group_ranks  # of which some are others', plain numbers to torch
+    """The ranks of a collective's group; empty for other groups."""
+    name, groups = entry["process_group"][0], _world.pg_group_ranks  # torch has other processes' groups here too
     return next((sorted(ranks) for group, ranks in groups.items() if getattr(group, "group_name", "") == name), [])
