@@ -1,11 +1,11 @@
-"""Worker processes for users' code: a reward function or a task can end its worker process, but never the server.
+"""Worker processes for users' code, which can end its worker process, but never the server.
 
     server            warden (one per worker)            worker
     Cage  <------------- calls, results ------------->  the user's function
           <--- ends ---  time, memory, output, kill -->
 
-Results travel as MessagePack of plain values; the server unpickles nothing. The cage is against accidents. It is no
-security boundary: a worker has the server's user, files and network.
+The server unpickles nothing. The cage is against accidents and no security boundary: a worker has the server's user,
+files and network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ GRACE_S = 4.0
 class CagedFunction:
     """A user's function, how a worker gets it, and its limits. None: no limit.
 
-    The worker calls `loader` (`module:function`) with plain `arguments`. `memory_gib` and `max_processes` are of the
-    worker with all processes that it started. `prefix` and a field's name are the key in the run file. The worker at
-    place 0 prints to `{log}-0.log`. A worker runs one call at a time, unless the loaded function's attribute `about`
-    says `async`: then up to `concurrency` calls, on an event loop. `episodes`: the function is `await function(problem,
-    generate)`, any number at a time. `grace_s`: time for a worker, or a cancelled call, to end before the worker is
-    killed; an episode that swallows its cancellation is cancelled again every `cancel_again_s`.
+    The worker calls `loader` (`module:function`) with `arguments`. `memory_gib` and `max_processes` are of the worker
+    with all that it started. `prefix` and a field's name are the key in the run file. The worker at place 0 prints to
+    `{log}-0.log`. A worker runs one call at a time; if the function's attribute `about` says `async`, up to
+    `concurrency`; with `episodes`, any number of `await function(problem, generate)`. `grace_s`: time for a worker or a
+    cancelled call to end by itself. An episode that swallows its cancellation is cancelled again every
+    `cancel_again_s`.
     """
 
     name: str
@@ -52,7 +52,7 @@ class CagedError(EpisodeError):
     """A call of a user's function has no result; the text says why, in one line.
 
     `origin`: an exception's type, or `died`, `timed_out`, `out_of_memory`, `unloadable`, or `unanswerable` (the result
-    cannot travel). Traceback and last output are added as a note.
+    cannot travel).
     """
 
     def __init__(

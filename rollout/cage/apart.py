@@ -1,10 +1,10 @@
-"""Episodes in processes of their own: a user's program, or a function that is not `async`, with all that it starts.
+"""Episodes in processes of their own: a user's program, or a function that is not `async`.
 
     worker                     guard (one per episode)          the user's function or program
     run_apart  <-- result ---  waits; kills all below it  <---  its result, or its output
 
-Guard and program are forks of the worker and start in milliseconds. The guard is a subreaper and leaves no process
-behind. If the guard itself is killed, the program dies with it, and the warden kills the rest.
+Guard and program are forks of the worker and start in milliseconds. The guard is a subreaper. If it is killed, the
+program dies with it, and the warden kills the rest.
 """
 
 import asyncio
@@ -35,15 +35,15 @@ from rollout.cage.warden import (
 )
 
 TAIL_BYTES = 2**16
-"""Last output of a program that is kept: its last line is the result."""
+"""Kept of a program's output, whose last line is the result."""
 Program = Callable[[int], object]
-"""Runs in the new process, with a file descriptor to write to, and may end in any way."""
+"""Gets a file descriptor to write to, and may end in any way."""
 
 
 @dataclass(frozen=True)
 class Apart:
-    """How a program is run. `memory`: the limit that the warden watches, as text. `echo`: only the last of what it
-    writes is kept, and all of it is printed. `files`: the worker's files that stay open."""
+    """How a program is run. `memory`: the limit as text. `echo`: all output is printed, and only its last part is kept.
+    `files`: the worker's files that stay open."""
 
     name: str
     memory: str
@@ -52,7 +52,7 @@ class Apart:
 
 
 async def run_apart(how: Apart, program: Program) -> bytes:
-    """What `program` wrote, once it and all that it started have ended. Raises ToldError."""
+    """What `program` wrote, once all that it started has ended. Raises ToldError."""
     ours, theirs = socket.socketpair()
     worker = os.getpid()
     guard = os.fork()
@@ -159,7 +159,7 @@ def _wait(child: int, worker: socket.socket, said: "Said") -> tuple[str, str]:
 
 
 class Said:
-    """What the program writes: all of it, or with `echo` the last of it."""
+    """What the program writes."""
 
     def __init__(self, fd: int, echo: bool) -> None:
         self.fd, self.echo, self.kept, self.too_long = fd, echo, bytearray(), False

@@ -1,4 +1,4 @@
-"""`Cage`: calls and episodes of a user's function in worker processes that are kept alive, whatever it does."""
+"""`Cage`: calls and episodes of a user's function in worker processes that are kept alive."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ MAX_BACKOFF_S = 30.0
 
 
 class CallOnServer:
-    """A call or episode as the server sees it; `done`: its "ended" message, or the end of its worker."""
+    """A call as the server sees it; `done`: its "ended" message, or the end of its worker."""
 
     def __init__(
         self, number: int, message: bytes, generate: Generate | None, on_worker: Callable[[bool], object]
@@ -32,7 +32,6 @@ class CallOnServer:
         self.done: asyncio.Future[list[Any] | WorkerEnd] = asyncio.get_running_loop().create_future()
         self.worker: WorkerProcess | None = None
         self.place = self.attempts = 0
-        """Its place among the calls of its worker; workers that it was given to."""
         self.requests: dict[int, asyncio.Task[None]] = {}
         self.refused: dict[int, Exception] = {}
 
@@ -44,7 +43,7 @@ class CallOnServer:
         self.on_worker(True)
 
     def on_message(self, verb: str, *rest: Any) -> bool:
-        """Take a message of the worker; False for one that is none."""
+        """Take a message; False if it is malformed."""
         match verb, *rest:
             case "generate", int(request), tokens, dict(options) if self.generate:  # who generates judges the tokens
                 self.requests[request] = asyncio.create_task(self._generate(request, self.generate, tokens, options))
@@ -77,9 +76,9 @@ class CallOnServer:
 class Cage:
     """An async context manager over worker processes.
 
-    Entering waits until the function is loaded, and raises Unloadable if it cannot be. The time limit of a call counts
-    from its start on a worker. A worker that ends is replaced. If it ends with several calls, only the call whose code
-    ran fails, and the others are returned; where that call is unknown, all fail.
+    Entering raises Unloadable if the function cannot be loaded. The time limit of a call counts from its start on a
+    worker. A worker that ends is replaced. Of several calls, only the one whose code ran fails, and the others are
+    returned; where that call is unknown, all fail.
     """
 
     def __init__(self, function: CagedFunction, workers: int = 1) -> None:
@@ -116,9 +115,8 @@ class Cage:
     ) -> Any:
         """Call the function with these plain values.
 
-        Raises CagedError, and any exception of `generate` that the episode did not handle. Cancelling ends the episode;
-        a call that does not end within `grace_s` is killed. `on_worker(False)`: the worker lost the call before it
-        began.
+        Raises CagedError, and any exception of `generate` that the episode did not handle. A cancelled call that does
+        not end within `grace_s` is killed. `on_worker(False)`: the worker lost the call before it began.
         """
         number = next(self._numbers)
         try:
@@ -152,7 +150,7 @@ class Cage:
     def _kill_if_busy(self, worker: WorkerProcess, call: CallOnServer) -> None:
         if next(iter(worker.calls), None) == call.number:
             worker.kill()
-        elif call.number in worker.calls:  # others were sent before it
+        elif call.number in worker.calls:
             asyncio.get_running_loop().call_later(self.function.grace_s, self._kill_if_busy, worker, call)
 
     def _submit(self, call: CallOnServer) -> None:
@@ -192,7 +190,7 @@ class Cage:
             try:
                 await worker.start()
                 failures = 0 if await self._serve(worker, failures == 0) else failures + 1
-            except (OSError, RuntimeError) as error:  # no processes, files or threads are left
+            except (OSError, RuntimeError) as error:
                 if worker in self._workers:
                     self._workers.remove(worker)
                     worker.kill()
@@ -204,7 +202,7 @@ class Cage:
                 closed.cancel()
 
     async def _serve(self, worker: WorkerProcess, first: bool) -> bool:
-        """Serve one worker from start to end; whether it has started a call."""
+        """Whether the worker has started a call."""
         error: CagedError | None = None
         self._workers.add(worker)
         if self._closed.is_set():
@@ -243,7 +241,7 @@ class Cage:
             if call.done.done():
                 continue
             if call.place > end.started and call.attempts < ATTEMPTS:
-                call.attempts -= bool(end.current)  # it was another's turn
+                call.attempts -= bool(end.current)
                 call.on_worker(False)
                 self._submit(call)
             else:

@@ -10,7 +10,7 @@ REASON_CHARS = 500
 
 
 class ToldError(Exception):
-    """The failure of users' code in another process, which has put it into words."""
+    """A failure in another process, which has put it into words."""
 
     def __init__(self, origin: str, reason: str, trace: str = "", permanent: bool = False) -> None:
         super().__init__(reason)
@@ -18,7 +18,7 @@ class ToldError(Exception):
 
 
 def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
-    """Origin, reason and traceback of what the function `name` raised."""
+    """Origin, reason and traceback."""
     if isinstance(error, ToldError):
         return error.origin, one_line(error.reason), error.trace
     if isinstance(error, SystemExit):
@@ -31,13 +31,13 @@ def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether the exception's class is Headrace's, not a user's."""
+    """Whether the class is Headrace's, not a user's."""
     module = type(error).__module__
     return module.startswith("rollout.") and not module.startswith(PREFIX)
 
 
 def describe_load_error(name: str, error: BaseException) -> tuple[str, str]:
-    """Reason and traceback of a loader that failed; its ValueError says what is wrong by itself."""
+    """Reason and traceback; a loader's ValueError says what is wrong by itself."""
     how = _text(error) if type(error) is ValueError else f"{name} cannot be loaded: {exception_text(error)}"
     return one_line(how), user_frames(error)
 
@@ -56,7 +56,7 @@ def _text(value: object, how: Any = str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text as one line of bounded length that any encoding can carry."""
+    """One line of bounded length that any encoding can carry."""
     line = " ".join(text[: 4 * REASON_CHARS].split())
     line = line if len(line) <= REASON_CHARS else line[: REASON_CHARS - 4] + " ..."
     return line.encode(errors="backslashreplace").decode()

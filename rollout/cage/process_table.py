@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 STOP_S = 1.0
-"""Longest time to stop all of a group that forks meanwhile."""
+"""Some may fork all the while."""
 
 
 def kill_below(root: int, children: dict[int, list[int]]) -> None:
@@ -37,7 +37,7 @@ def below(root: int, children: dict[int, list[int]]) -> list[int]:
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:
-    """State as in proc(5), empty if the process has ended, and its parent's id."""
+    """State as in proc(5), empty if the process has ended."""
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
         state, parent = stat.read().rpartition(b")")[2].split(None, 2)[:2]
         return state.decode(), int(parent)
@@ -46,11 +46,8 @@ def state_and_parent(pid: int) -> tuple[str, int]:
 
 @contextmanager
 def stopped(root: int) -> Iterator[list[int]]:
-    """The processes below `root`, stopped in the block, one after the other until a look finds no new one. Processes
-    that were stopped before stay so.
-
-    A descriptor holds each process, so that a later process with the same number is never meant.
-    """
+    """The processes below `root`, stopped in the block, one after the other until a look finds no new one. A descriptor
+    holds each, so that a later process with the same number is never meant."""
     held: dict[int, int] = {}
     ours: list[int] = []
     until, found = time.monotonic() + STOP_S, below(root, children_of_all())
@@ -76,7 +73,7 @@ def stopped(root: int) -> Iterator[list[int]]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that no file backs; 0 if it ended."""
+    """Memory that no file backs; 0 if the process ended."""
     with suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as statm:
         numbers = statm.read().split()
         return (int(numbers[1]) - int(numbers[2])) * mmap.PAGESIZE
@@ -84,7 +81,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def proportional_bytes(pid: int) -> int:
-    """The same, where each of n processes that share a page counts 1/n of it."""
+    """As `anonymous_bytes`, but a page of n processes counts 1/n."""
     with suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as rollup:
         for line in rollup:
             if line.startswith(b"Pss_Anon:"):

@@ -1,7 +1,7 @@
-"""A user's task in worker processes: problems, completions and trajectories travel as plain values.
+"""A user's task in worker processes: problems, completions and trajectories travel as plain values, images as files.
 
-Images travel as files, and both ends decode them. A task that sends messages returns only its score: what was sampled
-is recorded in the server. `UserTask` is the server's end; `load` and what it returns run in a worker.
+A task that sends messages returns only its score: what was sampled is recorded in the server. `UserTask` is the
+server's end; `load` and what it returns run in a worker.
 """
 
 import asyncio
@@ -26,21 +26,17 @@ if TYPE_CHECKING:  # workers start faster without it
     from rollout.chat.session import Sessions
 
 SENT = ("row", "prompt", "max_tokens")
-"""What travels of a problem."""
 Plain = Callable[..., Awaitable[dict[str, Any]]]
 
 OWN_PROCESSES, SAMPLE_PROCESSES, HOSTED_PROCESSES = 256, 1, 8
-"""Most processes of a worker: for itself, and for each sample, of a function and of an environment, whose agents are
-programs."""
+"""Most processes of a worker: its own, and for each sample of a function and of an environment."""
 ATTRIBUTES = tuple(vars(Trajectory([])))
-"""What travels of a trajectory."""
 
 
 class UserTask:
     """The task that `rollout.task` names, around its workers. A call is one episode.
 
-    Entering raises ValueError, in one line, if the task cannot be loaded; a call raises CagedError and what `generate`
-    raises.
+    Entering raises ValueError if the task cannot be loaded; a call raises CagedError and what `generate` raises.
     """
 
     def __init__(self, config: Config, sessions: "Sessions", log: Path | None = None) -> None:
@@ -130,14 +126,14 @@ def caged_task(config: Config, log: Path | None) -> CagedFunction:
 
 
 class ShownImages:
-    """The images that one episode has shown, decoded once each: every turn sends them all."""
+    """Images of one episode, decoded once each: every turn sends them all."""
 
     def __init__(self, form: ImageFormat | None) -> None:
         self.form = form
         self._known: dict[tuple[int, bytes], PlacedImage] = {}
 
     async def decoded(self, sent: Any) -> list[PlacedImage]:
-        """What a worker sent as [start, file] each. Raises EpisodeError for anything else."""
+        """`sent`: [start, file] each. Raises EpisodeError for anything else."""
         if not sent:
             return []
         if self.form is None:
@@ -154,7 +150,7 @@ class ShownImages:
 
 
 def trajectory_of(name: str, values: Any) -> Trajectory:
-    """The trajectory with these values. Raises CagedError `unanswerable` for other values."""
+    """Raises CagedError for values that are no trajectory."""
     if not isinstance(values, dict) or values.keys() != set(ATTRIBUTES):
         raise CagedError(f"{name}: its worker sent something else than a trajectory", "unanswerable")
     trajectory = Trajectory([])
@@ -175,7 +171,7 @@ def load_conversation(task: Callable[..., Awaitable[Any]]) -> Plain:
 
 
 def load(name: str, model: dict[str, Any], data: dict[str, Any], memory: str) -> Plain:
-    """In a worker: the task `name`, as a function of plain values. Raises ValueError in one line."""
+    """In a worker: the task `name`, as a function of plain values. Raises ValueError."""
     before = open_files()
     task = load_task(name)
     how = convention(name, task)
@@ -187,7 +183,7 @@ def load(name: str, model: dict[str, Any], data: dict[str, Any], memory: str) ->
 
 
 def open_files() -> frozenset[int]:
-    """The open files of this process, without the one that lists them."""
+    """The open files of this process."""
     return frozenset(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}"))
 
 

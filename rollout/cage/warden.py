@@ -1,9 +1,8 @@
 """The warden: the parent process of one worker, which enforces its limits and leaves nothing of it behind.
 
 As the child subreaper it inherits even processes that left their session or lost their parent. It shares no GIL with
-users' code, so a call that never releases the GIL is killed all the same. The memory limit is on the anonymous memory
-of all processes of the worker, read from /proc: RLIMIT_AS would count address space that CUDA, Java or a thread pool
-only reserve. RLIMIT_DATA at twice the limit stops allocations that are faster than the watch.
+users' code. The memory limit is on anonymous memory: RLIMIT_AS would count address space that CUDA, Java or a thread
+pool only reserve. RLIMIT_DATA at twice the limit stops allocations that are faster than the watch.
 """
 
 import mmap
@@ -29,30 +28,30 @@ from rollout.cage.process_table import anonymous_bytes, below, children_of_all, 
 TAIL_BYTES = 4096
 LINE_BYTES = 2**16
 LOG_BYTES = 2**20
-"""Size above which a log file is rotated; one old file is kept."""
+"""One old log file is kept."""
 WATCH_S = 0.2
 SCAN_INTERVAL_PER_COST = 20
 """Reading the process table may take one part in 20 of a core."""
 MAX_PROCESSES = 256
 """Of one episode apart. RLIMIT_NPROC would count all processes of the user."""
 OUT_OF_MEMORY, TOO_MANY = signal.SIGUSR1, signal.SIGUSR2
-"""Signals to the guard of an episode apart that exceeds a limit."""
+"""Signals to the guard of an episode apart."""
 STOPPED_S = 1.0
 """A wait that ends so much late means that this process was stopped."""
 KILL_S = 5.0
-"""Longest wait for killed processes to end; one stuck in the kernel is left to init."""
+"""A process that is stuck in the kernel is left to init."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3
 """Makes the worker print the stacks of its threads."""
 DUMP_S = 0.5
 KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
 
 DEADLINE, CURRENT, STARTED, APART = range(4)
-"""Indices in CallState: when the call must be over (`time.monotonic()`, 0 for no call), the call or episode whose code
-runs, the calls started, whether episodes run in processes of their own (`apart.py`)."""
+"""Indices in CallState: `time.monotonic()` by which the call must be over (0: no call), the call whose code runs, the
+calls started, whether episodes run in processes of their own."""
 
 
 class CallState:
-    """State of the running call, in memory that worker and warden share."""
+    """Numbers in memory that worker and warden share."""
 
     def __init__(self) -> None:
         self._numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
@@ -65,7 +64,7 @@ class CallState:
 
 
 class Warden:
-    """Watches one worker until it ends; `run` returns after the server has got the reason."""
+    """Watches one worker until it ends, and sends the server the reason."""
 
     def __init__(self, function: CagedFunction, worker: int, status: socket.socket, capture: int, state: CallState):
         self.function, self.worker, self.status, self.capture, self.state = function, worker, status, capture, state
@@ -81,7 +80,7 @@ class Warden:
         self._processes: dict[int, list[int]] = {}
         """All processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
-        """Guards below which no process came or went between the last two looks."""
+        """Guards whose processes did not change between two looks."""
 
     @property
     def memory(self) -> float:
@@ -108,8 +107,7 @@ class Warden:
         self._tell([origin, how, started, current, self._output()])
 
     def _wait(self, until: float) -> set[int]:
-        """Wait for descriptors. A stop of this process, as of a whole container, puts the deadline off: the worker was
-        stopped too."""
+        """A stop of this process, as of a whole container, puts the deadline off: the worker was stopped too."""
         began = time.monotonic()
         wait_s = max(0.0, until - began)
         ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
@@ -129,7 +127,7 @@ class Warden:
         return None if asked else ("died", "was running when its process got a signal to end")
 
     def _reap(self) -> tuple[str, str]:
-        """How the worker ended. It is not waited for yet: its process group cannot be another's meanwhile."""
+        """Does not wait for the worker yet: its process group cannot be another's meanwhile."""
         return "died", exit_text(os.waitid(os.P_PID, self.worker, os.WEXITED | os.WNOWAIT))
 
     def _judge(self) -> tuple[str, str] | None:
@@ -160,8 +158,8 @@ class Warden:
         return None
 
     def _held_bytes(self, guard: int, processes: list[int], now: float) -> int:
-        """What the processes hold together; what forks share counts once where that decides. To read it while they fork
-        takes seconds on a busy machine: unless they have settled, they are stopped for it."""
+        """Pages that forks share count once where that decides. To read them while processes fork takes seconds: unless
+        they have settled, they are stopped for it."""
         held = [anonymous_bytes(pid) for pid in processes]
         if not 0 < self.memory < sum(held) or len(held) < 2:
             return sum(held)
@@ -227,7 +225,7 @@ class Warden:
         if not path or not whole + end:
             return
         text = shown(whole + end)
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk costs the log
             private_folder(Path(path).parent)
             with open(path, "ab", opener=open_private) as log:
                 log.write(text.encode())
@@ -244,7 +242,7 @@ class Warden:
 
 
 def shown(printed: bytes) -> str:
-    """What users' code printed, as text that is safe to show."""
+    """What users' code printed, as safe text."""
     text = colourless(printed.decode(errors="replace")).replace("\r\n", "\n").replace("\r", "\n")
     return visible(text, 16 * len(text) + 1)
 
@@ -258,7 +256,7 @@ def exit_text(ended: os.waitid_result | None) -> str:
 
 
 def kill_all(group: int) -> None:
-    """Kill every process below this one, a subreaper. Killing the `group` is atomic, also against a fork bomb."""
+    """Kill every process below this one. Killing the `group` is atomic, also against a fork bomb."""
     until = time.monotonic() + KILL_S
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
@@ -277,7 +275,7 @@ def memory_limit(function: CagedFunction) -> str:
 
 
 def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, socket.socket, CallState]:
-    """Fork the worker, in which this returns; the process itself stays as its warden until the end."""
+    """Fork the worker, in which this returns; the process itself stays as its warden."""
     adopt_orphans()
     end_with_parent(signal.SIGTERM)
     control, status, frames = socket.socket(fileno=control_fd), socket.socket(fileno=status_fd), unpacker()
@@ -308,8 +306,8 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
 
 
 def _outlive_sigterm() -> None:
-    """In the worker: ignore SIGTERM, which schedulers send to all processes of a job; calls end in the drain of the
-    server. Processes that users' code forks end by SIGTERM as usual."""
+    """Schedulers send SIGTERM to all processes of a job, but calls end in the drain of the server. Processes that
+    users' code forks end by SIGTERM as usual."""
     masks = threading.local()
 
     def ignore(*_: object) -> None:

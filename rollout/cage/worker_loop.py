@@ -6,8 +6,8 @@
                        ["ended", number, origin or "value", reason or value, traceback, permanent, refused request]
                        ["generate", number, request, tokens, options]   ["stop", number, request]
 
-Ends when the server closes the connection. The warden finds a blocked event loop: the loop moves the deadline ahead for
-as long as it runs, and CallState says whose code runs.
+The event loop moves the deadline ahead while it runs, so the warden finds a blocked one; CallState says whose code
+runs.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, 
 from rollout.errors import ChatRefused, EngineError, first_error
 
 AHEAD_S, MOST_AHEAD = 0.005, 8
-"""Short calls are sent ahead: to wake two processes for each would cost more than the call."""
+"""To wake two processes for each short call would cost more than the call."""
 FAILED_CALL_S = 1.0
-"""Most of an episode's own time that a failed call of `generate` costs, so that refused calls cannot go on for ever."""
+"""Charged to an episode for a failed call of `generate`, at most: refused calls cannot go on for ever."""
 _number: ContextVar[int] = ContextVar("number", default=0)
 
 
@@ -47,7 +47,7 @@ def work(function: CagedFunction, control: socket.socket, state: CallState) -> N
     try:
         loaded = getattr(importlib.import_module(module), name)(*function.arguments)
         message = encode(["loaded", getattr(loaded, "about", {})])
-    except BaseException as error:  # the user's module may raise anything
+    except BaseException as error:
         loaded, message = None, encode(["unloadable", *describe_load_error(function.name, error)])
     leave_fork(home)
     control.sendall(message)
@@ -59,7 +59,7 @@ def work(function: CagedFunction, control: socket.socket, state: CallState) -> N
 
 
 def serve_calls(function: CagedFunction, control: socket.socket, state: CallState, loaded: Callable[..., Any]) -> None:
-    """Run calls one after another, outside of any event loop: users' code may start its own."""
+    """Run calls outside of any event loop: users' code may start its own."""
     home, frames = os.getpid(), unpacker()
     longest_s, ahead = AHEAD_S, 1  # each further call forgets a tenth
     while data := control.recv(2**18):
@@ -95,7 +95,7 @@ def failure_message(name: str, number: int, error: BaseException) -> bytes:
 
 
 def attribute(error: BaseException, name: str) -> object:
-    """An attribute of an exception, or None: a user's own class may compute it and raise."""
+    """A user's own class may compute it and raise: then None."""
     try:
         return getattr(error, name, None)
     except Exception:
@@ -109,7 +109,7 @@ def leave_fork(home: int) -> None:
 
 
 class RunningEpisode:
-    """One episode: its asyncio task, and the time that it may still spend outside of `generate`."""
+    """One episode, and the time that it may still spend outside of `generate`."""
 
     def __init__(self, number: int, left_s: float, expire: Callable[["RunningEpisode"], None]) -> None:
         self.number, self.left_s, self.expire, self.answered, self.generating = number, left_s, expire, False, 0
@@ -179,7 +179,7 @@ class EpisodeServer:
         self._cancel(episode, self.loop.time() + self.function.grace_s)
 
     def _cancel(self, episode: RunningEpisode, until: float) -> None:
-        """Cancel users' code. Where it does not end in time, the worker ends, by the fault of this episode alone."""
+        """Where users' code does not end in time, the worker ends, by the fault of this episode alone."""
         if episode.number not in self.episodes:
             return
         if self.loop.time() >= until:
@@ -189,7 +189,7 @@ class EpisodeServer:
             finally:  # users' code may have closed the stream
                 os._exit(1)
         episode.task.cancel()
-        if not getattr(self.play, "apart", False):  # else no user's code runs here, and its guard may need longer
+        if not getattr(self.play, "apart", False):  # else a guard has the user's code, and may need longer
             self.loop.call_later(self.function.cancel_again_s, self._cancel, episode, until)
 
     def _answer(self, episode: RunningEpisode, message: bytes) -> None:
@@ -238,7 +238,7 @@ class EpisodeServer:
 
 @Coroutine.register
 class RecordedSteps:
-    """A coroutine for asyncio; while its code runs, CallState says that episode `number` runs."""
+    """A coroutine; while its code runs, CallState says that episode `number` runs."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], state: CallState, number: int) -> None:
         self.coroutine, self.state, self.number = coroutine, state, number
@@ -263,7 +263,7 @@ class RecordedSteps:
 def serve_episodes(
     function: CagedFunction, control: socket.socket, state: CallState, loaded: Callable[..., Awaitable[Any]]
 ) -> None:
-    """Run episodes, or calls of an `async` function, until the server closes the connection."""
+    """Run episodes or `async` calls until the server closes the connection."""
 
     def new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         number = (options.get("context") or copy_context()).get(_number, 0)

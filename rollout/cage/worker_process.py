@@ -15,7 +15,7 @@ from rollout.cage import CagedFunction
 from rollout.cage.frames import BAD_BYTES, encode, unpacker
 
 KILL_S = 10.0
-"""Time for a warden to kill its worker before it is killed as well: the worker dies with it."""
+"""Time for a warden to kill its worker before it is killed as well."""
 OUTPUT_S = 2.0
 START = f"""import sys
 sys.path[:] = sys.argv[4:]
@@ -24,14 +24,12 @@ from rollout.cage.warden import main
 worker = main(*map(int, sys.argv[1:4]))
 from rollout.cage.worker_loop import work
 work(*worker)"""
-"""The program of a warden, which stays in `main`, and of its worker. multiprocessing's workers would import the
-server's `__main__`."""
+"""The program of a warden and its worker. multiprocessing's workers would import the server's `__main__`."""
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How a worker ended: origin and reason, calls it had started, the call or episode whose code ran (0: none), last
-    output."""
+    """How a worker ended. `started`: its calls. `current`: the call whose code ran (0: none)."""
 
     origin: str = "died"
     how: str = "was running when its process and that process's warden were lost"
@@ -41,16 +39,16 @@ class WorkerEnd:
 
 
 class WorkerProcess:
-    """One worker. After `start`, `send` and `receive`; `end` is done once the process has ended."""
+    """One worker. `end` is done once the process has ended."""
 
     def __init__(self, function: CagedFunction) -> None:
         self.function = function
         self.about: dict[str, Any] | None = None
-        """The loaded function's attribute `about`. None until it is loaded."""
+        """The loaded function's attribute; None until it is loaded."""
         self.calls: dict[int, Any] = {}
         self.sent = 0
         self.ahead = 1
-        """Calls that may be sent at once to run one after another; the worker sets it."""
+        """Calls that may be sent at once to run one after another."""
         self.spoilt = False
         """It sent what is no message: no more is read."""
         self.stopping = False
@@ -90,21 +88,21 @@ class WorkerProcess:
 
     @property
     def runs_many(self) -> bool:
-        """Whether its calls run on an event loop, many at a time."""
+        """Whether its calls run on an event loop."""
         return self.function.episodes or bool(self.about and self.about.get("async"))
 
     def worn(self) -> bool:
-        """Whether it is to be replaced once its calls have ended."""
+        """Whether it is to be replaced after its calls."""
         return self.function.max_calls is not None and self.sent >= self.function.max_calls
 
     def send(self, message: Any) -> None:
-        """Send a message, encoded or not; one for a worker that has ended is lost."""
+        """A message for a worker that has ended is lost."""
         frame = message if isinstance(message, bytes) else encode(message)
         if not self.stopping and not self._writer.is_closing():
             self._writer.write(frame)
 
     async def receive(self) -> Any:
-        """The next message; None once the worker has ended, or closed or spoilt its connection."""
+        """None once the worker has ended, or closed or spoilt its connection."""
         while not self.spoilt:
             try:
                 for message in self._frames:
@@ -139,7 +137,6 @@ class WorkerProcess:
             asyncio.get_running_loop().call_later(self.function.grace_s, self.kill)
 
     def kill(self) -> None:
-        """Have the warden kill the worker and all that it started."""
         self.stopping = True
         if not self.end.done():
             with suppress(OSError, RuntimeError):

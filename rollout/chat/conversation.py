@@ -1,8 +1,8 @@
 """The exact tokens of one episode of chat: a forest of turns, and the trajectory that is trained on.
 
-A turn is one answer of the policy. A request continues the turn whose messages are its longest prefix; otherwise it
-begins a new root. Held tokens are never encoded again. A path from a root to a leaf is a segment; a turn on two paths
-is trained in the first, and is context in the other.
+A turn is one answer. A request continues the turn whose messages are its longest prefix, or begins a root. Held tokens
+are never encoded again. A path from a root to a leaf is a segment; a turn on two paths is trained in the first, and is
+context in the other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,22 +14,22 @@ from rollout.tasks.trajectory import Completion, Trajectory
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """One answer. `given` are the tokens between `parent` and the sampled ones: for a root, the prompt. `request` and
-    `answered` are digests of the messages before and with the answer."""
+    """One answer. `given`: tokens between `parent` and the sampled ones. `request`, `answered`: digests of the messages
+    before and with the answer."""
 
     parent: "RecordedTurn | None"
     given: list[int]
     completion: Completion
     messages: list[Message]
-    """Messages of the request and the answer, as they are rendered again."""
+    """As they are rendered again."""
     request: bytes
     answered: bytes
     cut: bool = False
-    """A limit of the run ended the answer."""
+    """By a limit of the run."""
     withdrawn: bool = False
     """The client never got it: it is not trained on."""
     length: int = field(init=False)
-    """Tokens from the root to the end of this turn."""
+    """Tokens from the root to its end."""
 
     def __post_init__(self) -> None:
         before = self.parent.length if self.parent else 0
@@ -51,16 +51,16 @@ class Conversation:
     def __init__(self) -> None:
         self._turns: list[RecordedTurn] = []
         self._undelivered: list[bytes] = []
-        """Requests whose answer did not arrive, and which were not repeated yet."""
+        """Requests whose answer was lost and is not repeated yet."""
 
     @property
     def turns(self) -> list[RecordedTurn]:
-        """Turns that are not withdrawn, in the order in which they ended."""
+        """Without withdrawn ones, in the order in which they ended."""
         return [turn for turn in self._turns if not turn.withdrawn]
 
     def held(self, prefixes: Sequence[bytes]) -> tuple[RecordedTurn | None, int]:
-        """The turn whose messages are the longest prefix of a request, and their number. Among equal turns it is the
-        last leaf: agents that run at once and send the same keep to their own."""
+        """The turn whose messages are the longest prefix of a request, and their number. Of equal turns the last leaf:
+        agents that run at once and send the same keep to their own."""
         leaves = self.leaves()
         by_digest = {turn.answered: turn for turn in sorted(self.turns, key=leaves.__contains__)}
         for number in range(len(prefixes) - 1, 0, -1):
@@ -77,12 +77,12 @@ class Conversation:
             self.lose(turn.request)
 
     def lose(self, request: bytes) -> None:
-        """The request will have no answer; one repetition of it is expected."""
+        """One repetition of the request is expected."""
         self._undelivered.append(request)
 
     def repeat(self, request: bytes) -> None:
-        """A client asks again since no answer arrived: the last leaf of this request is withdrawn, unless it is known
-        already which answer was lost."""
+        """A client asks again: the last leaf of this request is withdrawn, unless it is known already which answer was
+        lost."""
         if request not in self._undelivered:
             leaves = self.leaves()
             for turn in [turn for turn in self.turns if turn.request == request and turn in leaves][-1:]:
@@ -91,7 +91,7 @@ class Conversation:
             self._undelivered.remove(request)
 
     def leaves(self) -> set[RecordedTurn]:
-        """The turns that no other turn continues: each ends a segment."""
+        """The turns that no other turn continues."""
         inner = {turn for counted in self.turns for turn in counted.path()[:-1]}
         return set(self.turns) - inner
 
@@ -99,8 +99,7 @@ class Conversation:
         return sum(leaf.length for leaf in self.leaves())
 
     def segments(self) -> Iterator[list[RecordedTurn]]:
-        """Paths that between them hold every turn, in the order in which they began; what continues a path comes before
-        what branches off it later."""
+        """Paths that between them hold every turn, in the order in which they began."""
         needed = {turn for counted in self.turns for turn in counted.path()}
         children: dict[RecordedTurn | None, list[RecordedTurn]] = {}
         for turn in self._turns:
@@ -118,7 +117,7 @@ class Conversation:
         return list(dict.fromkeys(turn for path in self.segments() for turn in path if not turn.withdrawn))
 
     def trajectory(self) -> Trajectory:
-        """All segments, one after another: each sampled token is trained exactly once."""
+        """All segments; each sampled token is trained exactly once."""
         made, trained = Trajectory([]), set[RecordedTurn]()
         for number, path in enumerate(self.segments()):
             if number:

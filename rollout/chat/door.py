@@ -3,7 +3,7 @@
     POST /e/{key}/v1/chat/completions     JSON, or server-sent events with `stream: true`
     GET  /e/{key}/v1/models
 
-Runs in the rollout server's event loop. A key has 128 random bits and is dead once the episode has ended (410).
+A key has 128 random bits and is dead once the episode has ended (410).
 """
 
 import asyncio
@@ -31,20 +31,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_BODY_MIB = 16
 MOST_CONNECTIONS = 16_384
-"""At a time; fewer where the server may have few files open."""
+"""Fewer where the server may have few files open."""
 EARLY_S = 0.001
 """A timer may fire so much early."""
 SHUTDOWN_S = 1.0
-"""Short, because every door is closed by then."""
 KEY = re.compile(r"[0-9a-f]{32}")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Door:
-    """One episode's way in: its key, its session, its requests, and the clock of the time that it spends elsewhere.
+    """One episode's way in, and the clock of the time that it spends elsewhere.
 
-    `over` gets an exception as soon as the agent's result cannot matter any more: the engine failed, or the agent spent
-    more than `own_s` seconds outside of model calls (then `late`).
+    `over` gets an exception once the agent's result cannot matter: the engine failed, or the agent spent more than
+    `own_s` seconds outside of model calls (then `late`).
     """
 
     def __init__(
@@ -55,12 +54,12 @@ class Door:
         self.calls: set[asyncio.Task[Reply]] = set()
         self.connections: set[asyncio.Transport] = set()
         self.ignored = 0
-        """Requests that asked for another sampling than the run's."""
+        """Requests for another sampling than the run's."""
         self._loop, self._clock = asyncio.get_running_loop(), clock
         self._timer: asyncio.TimerHandle | None = None
 
     def on_worker(self, given: bool) -> None:
-        """A worker has the agent from now on, and its time begins; or has lost it before it began."""
+        """A worker has the agent, and its time begins; or has lost it before."""
         self.left_s = self.own_s
         if self._timer:
             self._timer.cancel()
@@ -72,7 +71,7 @@ class Door:
         self._timer = self._loop.call_later(max(0.0, self.left_s), self._on_time)
 
     def _on_time(self) -> None:
-        """The agent's time is over, unless this process was stopped meanwhile: the agent could not ask."""
+        """A stop of this process does not count: the agent could not ask."""
         left_s = self.left_s - (self._clock.now() - self._since)
         if left_s > 0:
             self._timer = self._loop.call_later(left_s + EARLY_S, self._on_time)
@@ -86,7 +85,7 @@ class Door:
         self.left_s -= self._clock.now() - self._since
 
     def start(self, chat: Coroutine[Any, Any, Reply]) -> asyncio.Task[Reply]:
-        """Begin a model call; the clock stands while there is one."""
+        """Begin a model call, during which the clock stands."""
         if not self.calls:
             self._stop_clock()
         call = self._loop.create_task(chat)
@@ -104,7 +103,6 @@ class Door:
             self.over.set_exception(error)
 
     def close(self) -> None:
-        """End all requests and the agent's connections."""
         if self._timer:
             self._timer.cancel()
         if not self.over.cancel() and not self.over.cancelled():
@@ -117,8 +115,7 @@ class Door:
 
 
 class ChatServer:
-    """An async context manager around the listening socket. Entering raises ValueError, in one line, for an address
-    that cannot be listened on."""
+    """An async context manager around the listening socket. Entering raises ValueError for an unusable address."""
 
     def __init__(self, config: "ChatConfig", temperature: float) -> None:
         self.config, self.ignored = config, Ignored(temperature)
@@ -166,7 +163,6 @@ class ChatServer:
 
     @contextmanager
     def admit(self, session: Session, own_s: float, late: EpisodeError) -> Iterator[Door]:
-        """A door to `session` for the length of the `with` block."""
         key = secrets.token_hex(16)
         door = self._doors[key] = Door(session, f"{self.url.rstrip('/')}/e/{key}/v1", key, own_s, late, self._clock)
         try:
@@ -245,7 +241,7 @@ class ChatServer:
 
 
 async def deliver(request: web.Request, requested: Requested, reply: Reply) -> web.StreamResponse:
-    """Send the reply as one JSON body. Raises ConnectionError if the client is gone."""
+    """Send the reply as one JSON body."""
     response = web.json_response(completion(requested, reply))
     await response.prepare(request)
     await response.write_eof()
@@ -253,7 +249,6 @@ async def deliver(request: web.Request, requested: Requested, reply: Reply) -> w
 
 
 async def deliver_events(request: web.Request, requested: Requested, reply: Reply) -> web.StreamResponse:
-    """Send the reply as server-sent events. Raises as `deliver`."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     events = [*map(json.dumps, chunks(requested, reply)), "[DONE]"]

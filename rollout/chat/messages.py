@@ -1,8 +1,8 @@
-"""Messages of a chat as requests bring them: judged, brought into one form, and compared.
+"""Messages of a chat, brought into one form and compared.
 
 In that form `content` is a text and a call's `arguments` are a mapping, as chat templates want them. A repeated message
-is the same though the client wrote it otherwise: `None` for an empty content, a text in parts, arguments with other
-blanks. Reasoning is not compared, because most clients drop it.
+counts as the same where the client wrote it otherwise: `None` for an empty content, a text in parts, arguments with
+other blanks. Reasoning is not compared, because most clients drop it.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class ChatRequest:
 
 
 def read_message(place: str, message: Any) -> Message:
-    """A message in its one form. Raises ChatRefused naming `place`."""
+    """A message in its one form. Raises ChatRefused."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ChatRefused(f"{place}: a dict with role and content is needed")
     made = {"role": message["role"], "content": _text(place, message.get("content"))}
@@ -72,7 +72,7 @@ def _text(place: str, content: Any) -> str:
 
 
 def encodable(place: str, text: str) -> str:
-    """Raises ChatRefused for a lone surrogate: JSON can carry it, and no tokenizer takes it."""
+    """Raises ChatRefused for a lone surrogate, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -89,7 +89,7 @@ def _call(place: str, call: Any) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Arguments of a call as a mapping; a text that is not one in JSON stays as it is."""
+    """A mapping; a text that is not one in JSON stays as it is."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

@@ -1,7 +1,7 @@
 """What a chat request asks for, in OpenAI's words, and the answers to it.
 
-Sampling is the run's: a client may only shorten an answer. What would break the ratio that the learner computes is
-refused by name; another temperature and the like are ignored, counted and logged once.
+What would break the ratio that the learner computes is refused by name; another temperature and the like are ignored,
+counted and logged once.
 """
 
 import logging
@@ -17,12 +17,12 @@ from rollout.errors import ChatRefused
 
 log = logging.getLogger(__name__)
 MODEL = "policy"
-"""The one model; any other name in a request means it as well."""
+"""Any other name means it as well."""
 REFUSED = (
     *("response_format", "logit_bias", "stop", "functions", "function_call", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-"""Keys whose values would mask or cut what is sampled."""
+"""Keys that would mask or cut what is sampled."""
 SAMPLING = {"top_p": 1, "top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
 """Settings with the values that change nothing."""
 NEVER = ("seed", "logprobs", "top_logprobs", "parallel_tool_calls")
@@ -39,13 +39,13 @@ class Requested:
     stream: bool = False
     include_usage: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
-    """The body, to see what else it asks for."""
+    """The whole body."""
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     def of(cls, body: Any) -> "Requested":
-        """Raises ChatRefused, with the key's name, for a request that cannot be taken."""
+        """Raises ChatRefused with the key's name."""
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             raise refused("messages", "a list of messages is needed")
         if (body.get("n") or 1) != 1:
@@ -68,7 +68,7 @@ class Requested:
 
 
 class Ignored:
-    """Counts and names, once each, the settings that agents ask for and do not get."""
+    """Counts the settings that agents ask for and do not get."""
 
     def __init__(self, temperature: float) -> None:
         self.same = {"temperature": temperature, **SAMPLING}
@@ -106,7 +106,7 @@ def completion(requested: Requested, reply: Reply) -> dict[str, Any]:
 
 
 def chunks(requested: Requested, reply: Reply) -> Iterator[dict[str, Any]]:
-    """The same as a stream: all of the message, why it ended, and the tokens if asked for."""
+    """The same as a stream."""
     start = head(requested, "chat.completion.chunk")
     delta = dict(reply.message)
     if calls := delta.get("tool_calls"):

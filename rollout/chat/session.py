@@ -1,7 +1,4 @@
-"""One episode as chat: the sender sees messages only; exact tokens, log-probabilities and versions stay here.
-
-Waits for the engine and for the thread that renders.
-"""
+"""One episode as chat: the sender sees messages only; exact tokens, log-probabilities and versions stay here."""
 
 import asyncio
 import time
@@ -16,19 +13,19 @@ from rollout.errors import ChatRefused, EngineDead, EpisodeError
 from rollout.tasks.trajectory import Generate, Problem, Recorded
 
 CALLS_PER_TURN = 4
-"""Calls that an episode may begin for each answer that it may have."""
+"""Calls that an episode may begin for each answer."""
 Answered = tuple[RecordedTurn, dict[str, Any], int]
-"""A turn, its message, and how many of its tool calls are malformed."""
+"""A turn, its message, and the number of malformed tool calls."""
 
 
 @dataclass(frozen=True)
 class ChatLimits:
-    """What one episode may take; beyond it `chat` raises ChatRefused and the episode counts as truncated."""
+    """Beyond them `chat` raises ChatRefused and the episode counts as truncated."""
 
     context: int
     """Tokens that one call sees and samples."""
     answer: int
-    """Longest answer in tokens."""
+    """In tokens."""
     turns: int
     tokens: int
     """Over all segments."""
@@ -38,8 +35,8 @@ class ChatLimits:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. Example of `message`: `{"role": "assistant", "content": "4"}`, with `reasoning`, the same
-    `reasoning_content`, and `tool_calls` in OpenAI's form where there are any."""
+    """An answer. `message` has `reasoning`, the same `reasoning_content`, and `tool_calls` in OpenAI's form where there
+    are any."""
 
     message: dict[str, Any]
     finish_reason: str
@@ -47,22 +44,20 @@ class Reply:
     prompt_tokens: int
     completion_tokens: int
     turn: RecordedTurn
-    """For `Session.withdraw`."""
 
 
 class AnswerParser(Protocol):
-    """Reads what was sampled as a message. Its methods run in the template's thread."""
+    """Reads what was sampled as a message, in the template's thread."""
 
     def check(self, tools: Tools) -> None:
         """Raises ChatRefused for tools that `message` cannot take."""
 
     def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
-        """The assistant's message of these tokens, without the one that ended it, and the number of malformed tool
-        calls."""
+        """The message, without the token that ended it, and the number of malformed tool calls."""
 
 
 class TextParser:
-    """The answer is its text, without special tokens."""
+    """The answer is its text."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._tokenizer = template.tokenizer
@@ -74,29 +69,29 @@ class TextParser:
 
 
 class Session:
-    """One episode as chat."""
+    """One episode."""
 
     def __init__(self, generate: Generate, template: ChatTemplate, parser: AnswerParser, limits: ChatLimits) -> None:
         self._generate, self._template, self._parser, self._limits = generate, template, parser, limits
         self._conversation, self._began = Conversation(), time.monotonic()
         self._calls: dict[asyncio.Task[Answered], tuple[RecordedTurn | None, int]] = {}
-        """Calls under way: the turn that each continues, and the tokens that it may add."""
+        """The turn that each call continues, and the tokens that it may add."""
         self._bad_calls = self._begun = 0
         self._closed, self._limit = False, ""
-        """`_limit`: why the last call was refused that a limit has ended."""
+        """`_limit`: why a limit refused the last call."""
         self.truncated = False
         """A limit has ended the episode."""
         self.error: EpisodeError | EngineDead | None = None
-        """Failure of the infrastructure in a call: the episode has failed, whatever it returns."""
+        """The infrastructure failed in a call: so has the episode, whatever it returns."""
 
     async def chat(
         self, messages: Any, tools: Any = None, *, max_tokens: int | None = None, repeated: bool = False
     ) -> Reply:
-        """Sample the answer to `messages`, of at most `max_tokens`.
+        """Sample the answer to `messages`.
 
-        `repeated`: the client asks again because no answer to this request arrived; the earlier one is not trained on.
-        Raises ChatRefused for malformed messages, and where a limit is used up; EpisodeError, EngineDead for failures
-        of the infrastructure. If cancelled, nothing is recorded.
+        `repeated`: the client got no answer to this request; the earlier one is not trained on. Raises ChatRefused for
+        malformed messages and used-up limits; EpisodeError, EngineDead for failures of the infrastructure. If
+        cancelled, nothing is recorded.
         """
         self._check_open()
         self._begun += 1
@@ -133,8 +128,8 @@ class Session:
             call.cancel()
 
     def recorded(self, result: Any) -> Recorded:
-        """The episode, and its score from `result` (see `Recorded.of`). Raises EpisodeError for another result, and for
-        an episode without an answer or with a failure of the infrastructure; EngineDead."""
+        """The episode, and its score from `result` (see `Recorded.of`). Raises EpisodeError for an unusable result and
+        for an episode without an answer; EngineDead."""
         if self.error:
             raise self.error
         turns = self._conversation.turns
@@ -207,7 +202,7 @@ class Session:
         self, request: ChatRequest, held: RecordedTurn | None, number: int
     ) -> tuple[RecordedTurn | None, list[int], list[Message]]:
         """The turn that a request continues, if it can continue `held`, whose messages are its first `number`; the
-        tokens to be given; and the messages with our reasoning in them. Runs in the template's thread."""
+        tokens to be given; and the messages with our reasoning. In the template's thread."""
         self._parser.check(request.tools)
         if held is None:
             return None, self._template.opening(request.messages, request.tools), request.messages
@@ -219,7 +214,7 @@ class Session:
         return held, given, messages
 
     async def _in_time(self, call: Coroutine[Any, Any, Answered]) -> Answered:
-        """Await `call`, unless time runs out or the session is closed before."""
+        """Raises ChatRefused if time runs out or the session is closed."""
         calling = asyncio.create_task(call)
         self._calls[calling] = None, 0
         try:
@@ -236,7 +231,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Sessions:
-    """Opens a session for each sample, with the template, parser and limits of the run."""
+    """Opens a session for each sample."""
 
     template: ChatTemplate
     parser: AnswerParser

@@ -1,7 +1,7 @@
 """From messages to tokens, by the run's chat template, and from an answer that is held to the next prompt.
 
-Tokens that were given or sampled are never encoded again: what follows them is the text by which the template goes on
-after an answer. Tokenizers are not re-entrant, so `aside` runs in one thread with a tokenizer of its own.
+Held tokens are never encoded again: the text by which the template goes on follows them. Tokenizers are not re-entrant,
+so `aside` runs in one thread with a tokenizer of its own.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from rollout.templates.renderer import ChatTexts, Renderer, RenderError
 
 R = TypeVar("R")
 MARK = "Zq7AnswerStoodHereZq7"
-"""Takes the place of an answer, to find what a template writes behind one."""
+"""Stands for an answer, to find what a template writes behind one."""
 Tools = list[Any] | None
 
 
 class ChatTemplate:
     """The run's chat template. Methods raise ChatRefused for messages that the template refuses.
 
-    `keep`: go on after an answer even where the template would write what is before it in another way.
+    `keep`: go on after an answer even where the template would rewrite what is before it.
     """
 
     def __init__(self, prompts: Prompts, keep: bool = False, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -53,9 +53,8 @@ class ChatTemplate:
     def continuation(
         self, held: Sequence[Message], tokens: list[int], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
-        """What follows the `tokens` of the conversation `held`, which end with an answer: its closing, the `new`
-        messages, the header of an answer. None where the template writes `held` in another way once `new` messages
-        follow, for instance without its thinking."""
+        """What follows `tokens`, which end with an answer: its closing, the `new` messages, the header of an answer.
+        None where the template writes `held` in another way once `new` follows, as without its thinking."""
         suffix = self._suffix(held, new, tools)
         if suffix is None or not (self.keep or self._stays(held, tokens, new, tools)):
             return None
@@ -64,7 +63,7 @@ class ChatTemplate:
         return given[1:] if closed else given
 
     def text(self, messages: Sequence[Message], tools: Tools, header: bool) -> str:
-        """The template's text. `header`: up to where the next answer begins."""
+        """`header`: up to where the next answer begins."""
         chat = list(messages)
         if self._system is not None and all(message["role"] != "system" for message in chat):
             chat.insert(0, {"role": "system", "content": self._system})
@@ -80,8 +79,8 @@ class ChatTemplate:
             raise ChatRefused(f"messages: they cannot be made into a chat: {type(error).__name__}: {error}") from error
 
     def _stays(self, held: Sequence[Message], tokens: list[int], new: Sequence[Message], tools: Tools) -> bool:
-        """Whether the template writes `held` as before, with all that the last answer said; or writes the very text of
-        the tokens: Qwen3's puts empty thinking into a last answer without any."""
+        """Whether the template writes `held` as before, or the very text of the tokens: Qwen3's puts empty thinking
+        into a last answer without any."""
         before, after = self.text(held, tools, header=False), self.text([*held, *new], tools, header=True)
         said = [held[-1].get("reasoning_content", ""), *re.split("</?think>", held[-1]["content"])]
         if after.startswith(before) and all(text.strip() in before for text in said):
@@ -98,13 +97,13 @@ class ChatTemplate:
         return end[closing:] + rest[len(end) :]
 
     def _marked(self, answer: Message) -> Message:
-        """The answer with MARK in place of its text, or of the name of its last call."""
+        """With MARK in place of its text, or of the name of its last call."""
         if not (calls := answer.get("tool_calls")):
             return answer | {"content": MARK}
         last = calls[-1] | {"function": calls[-1]["function"] | {"name": MARK}}
         return answer | {"tool_calls": [*calls[:-1], last]}
 
     def _after_calls(self, end: str) -> int:
-        """Where the answer is closed in the text behind the name of the last call: at the last special token."""
+        """Where the answer is closed behind the name of its last call: at the last special token."""
         at = max((end.rfind(token) for token in self._special), default=-1)
         return at if at >= 0 else len(end.rstrip())
