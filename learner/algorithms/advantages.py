@@ -1,4 +1,4 @@
-"""From rewards to advantages of the whole batch, and the treatment of truncated answers."""
+"""From rewards to advantages, and the treatment of truncated answers."""
 
 from typing import Protocol
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Advantage(Protocol):
-    """The type of each entry of `ADVANTAGES`.
+    """The type of each entry of `ADVANTAGES`, of the whole batch.
 
-    `rewards` [samples] float and `groups` [samples] int64 are of the whole batch. `lengths` [samples]: sampled tokens;
-    None means all equal. Returns [samples], detached.
+    `rewards` [samples] float; `groups` [samples] int64; `lengths` [samples]: sampled tokens, None if all are equal.
+    Returns [samples], detached.
     """
 
     def __call__(self, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor: ...
@@ -60,7 +60,7 @@ ADVANTAGES: dict[str, Advantage] = {
 def turn_returns(rewards: Tensor, samples: Tensor, discount: float) -> Tensor:
     """G_t = sum over k >= t of discount^(k - t) r_k, over the turns k of the same sample: [turns] float64.
 
-    `rewards` [turns]; `samples` [turns] int64: the sample of each turn, whose turns follow each other in order.
+    `rewards` [turns]; `samples` [turns] int64, in order.
     """
     returns, behind = list[float](), (-1, 0.0)
     for reward, sample in zip(reversed(rewards.tolist()), reversed(samples.tolist()), strict=True):
@@ -72,21 +72,21 @@ def turn_returns(rewards: Tensor, samples: Tensor, discount: float) -> Tensor:
 def soft_overlong(rewards: Tensor, lengths: Tensor, max_tokens: int, buffer: int, factor: float) -> Tensor:
     """Rewards minus a penalty that grows from 0 to `factor` over the last `buffer` tokens (DAPO, arXiv:2503.14476).
 
-    `lengths` [samples]: sampled tokens, of whole groups, because penalties enter the group's baseline.
+    `lengths` [samples], of whole groups: penalties enter the group's baseline.
     """
     excess = (lengths.to(rewards.dtype) - (max_tokens - buffer)) / buffer
     return rewards - factor * excess.clamp(0, 1)
 
 
 def mask_overlong(advantages: Tensor, truncated: Tensor) -> Tensor:
-    """0 for `truncated` [samples] bool: no policy gradient, but still in the baseline and all denominators (DAPO)."""
+    """0 for `truncated` [samples] bool, which stay in the baseline and all denominators (DAPO)."""
     return torch.where(truncated, 0, advantages)
 
 
 def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """R - mean of the group in float64, the group index of each sample, and the group sizes.
 
-    Exactly 0 where a group's rewards are all equal: rounding errors must not be trained on.
+    Exactly 0 where rewards are all equal: rounding errors must not be trained on.
     """
     values = rewards.detach().double()
     _, inverse, counts = groups.unique(return_inverse=True, return_counts=True)

@@ -1,6 +1,6 @@
 """Corrections for stale or mismatched tokens: importance ratios, trust regions, masks, and the KL terms.
 
-Pure functions of packed [tokens] tensors that `LossInputs.clean` returned.
+Pure functions of packed [tokens] tensors.
 """
 
 import torch
@@ -13,14 +13,14 @@ MAX_LOG_RATIO = 20.0
 
 
 def ratio(new: Tensor, old: Tensor) -> Tensor:
-    """exp(new - old), with gradient to `new` where it is not clamped."""
+    """exp(new - old), with gradient to `new` where not clamped."""
     return (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def outside_trust_region(inputs: LossInputs, low: float | None, high: float | None) -> Tensor:
     """Where a probability has moved in its advantage's direction by more than the bound (DPPO, arXiv:2602.04879).
 
-    One-sided binary total variation of a token: pi - mu > high for A > 0, mu - pi > low for A < 0; None means no bound.
+    pi - mu > high for A > 0, mu - pi > low for A < 0; None means no bound.
     """
     moved = inputs.policy_logprobs.detach().exp() - inputs.behaviour.exp()
     outside = torch.zeros_like(moved, dtype=torch.bool)
@@ -66,11 +66,10 @@ def tapered_weight(inputs: LossInputs, positive: Tensor) -> tuple[Tensor, Tensor
 
 
 def m2_squares(inputs: LossInputs) -> Tensor:
-    """Squared log-ratios of the tokens that M2PO may drop, to be gathered from all microbatches: [tokens] float.
+    """Squared log-ratios of the tokens that M2PO may drop: [tokens] float.
 
-    Only tokens whose ratio has moved in the advantage's direction may be dropped. inf for all others: unlike a boolean
-    selection this does not synchronise with the GPU. `inputs.policy_logprobs` are of the weights at the start of the
-    step.
+    Their ratio has moved in the advantage's direction. inf for all others: unlike a boolean selection this does not
+    synchronise with the GPU. `policy_logprobs` are of the weights at the start of the step.
     """
     log_ratio = inputs.log_ratio.detach()
     return torch.where(inputs.advantages * log_ratio > 0, log_ratio**2, torch.inf)
@@ -79,8 +78,7 @@ def m2_squares(inputs: LossInputs) -> Tensor:
 def m2_limit(squares: Tensor, budget: float) -> Tensor:
     """Smallest squared log-ratio that is dropped, inf if none: [] float (M2PO, arXiv:2510.01161 Algorithm 1).
 
-    The algorithm drops the largest while the mean of the rest exceeds the budget. Here all of several equal values are
-    dropped, so that the result does not depend on their order.
+    All of several equal values are dropped, so that the result does not depend on their order.
     """
     ordered = squares.detach().sort().values
     means = ordered.double().cumsum(0) / torch.arange(1, ordered.numel() + 1, device=squares.device)

@@ -1,7 +1,7 @@
 """How far the data are from the policy: sums that add over microbatches and ranks, then metrics.
 
-Sums are [] float64; one whose key ends in `_max` combines by maximum. The keys never depend on the data. Where
-microbatches hold parts of samples, sums of whole samples stay [samples] until `combine` has all parts.
+Sums are [] float64; keys that end in `_max` combine by maximum. The keys never depend on the data. Sums of scattered
+samples stay [samples] until `combine`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,16 @@ AGES = (0, 1, 2, 4, 8, 16, 32, 64)
 """Lower ends of the age buckets."""
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 UNDONE = "undone"
-"""The bucket of tokens whose policy a rewind undid, or may have undone."""
+"""The bucket of tokens whose policy a rewind undid."""
 SIGNS = ("positive", "negative")
 BY_SAMPLE = ("sample_log_ratio", "sample_tokens")
 """Sums that are [samples], for `combine`."""
 MAX_LOG_WEIGHT = 350.0
-"""Clamped only so that the square of its exp stays within float64."""
+"""So that the square of its exp stays within float64."""
 
 
 def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
-    """Divergence of learner and behaviour policy, by age of the token; sums of importance weights.
+    """Divergence of learner and behaviour policy, by age; sums of importance weights.
 
     With x = log pi - log mu: k1 = -x and k3 = e^x - 1 - x (Schulman's estimators of KL(mu | pi)), m2 = x^2 (M2PO).
     """
@@ -49,7 +49,7 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def _sequence_sums(log_ratio: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """From the sum of log-ratios, and the number of sampled tokens, of each sample: [samples] each."""
+    """From sums of log-ratios and numbers of sampled tokens: [samples] each."""
     present = lengths > 0
     weight = torch.where(present, log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), 0)
     return {
@@ -60,7 +60,7 @@ def _sequence_sums(log_ratio: Tensor, lengths: Tensor) -> dict[str, Tensor]:
 
 
 def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
-    """Sums of the rows of `table` [tokens, 4] by age bucket."""
+    """Sums of `table` [tokens, 4] by age bucket."""
     assert inputs.versions is not None
     first, last = inputs.undone
     undone = (inputs.versions > inputs.version) | ((inputs.versions > first) & (inputs.versions <= last))
@@ -76,7 +76,7 @@ def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
 
 
 def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, Tensor]:
-    """Masked tokens and tokens with a capped weight, by sign of the advantage."""
+    """Masked and capped tokens, by sign of the advantage."""
     sums: dict[str, Tensor] = {}
     for name, side in zip(SIGNS, (inputs.advantages > 0, inputs.advantages < 0), strict=True):
         side = side & inputs.sampled
@@ -86,7 +86,7 @@ def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, 
 
 
 def per_sample_sums(numbers: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """Sum and largest of each of the `numbers` of a rank's samples, and the number of samples."""
+    """Sum and largest of `numbers`, and the number of samples."""
     columns = {name: torch.tensor(of, dtype=torch.float64, device=device) for name, of in numbers.items()}
     sums = {name: column.sum() for name, column in columns.items()}
     sums |= {f"{name}_max": _largest(column) for name, column in columns.items()}
@@ -94,8 +94,7 @@ def per_sample_sums(numbers: Mapping[str, Sequence[int]], device: torch.device) 
 
 
 def sample_metrics(rewards: Tensor, groups: Tensor, lengths: Tensor, truncated: Tensor) -> dict[str, float]:
-    """Metrics of the batch from all its samples: [samples] each. A group is solved by a sample that reaches the reward
-    1."""
+    """Metrics of the whole batch from [samples] each. A sample with reward 1 solves its group."""
     solved = [rewards[groups == group] >= 1 for group in groups.unique()]
     rewards, lengths = rewards.double(), lengths.double()
     metrics = {
@@ -126,7 +125,7 @@ def combine(microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def summary(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """Metrics of a version, from the sums of its whole batch."""
+    """Metrics of a version from its sums."""
     get = {key: float(value) for key, value in sums.items()}
     metrics = {key: value for key, value in get.items() if key.startswith("loss/")}
     for name, (over, under) in MEANS.items():
@@ -158,7 +157,7 @@ MEANS: dict[str, tuple[str, str]] = {
     "turns/mean": ("turns", "samples"),
     "segments/mean": ("segments", "samples"),
 }
-"""Metric: the sum and the count whose quotient it is."""
+"""Metric: its sum and its count."""
 
 MAXIMA = {
     "ratio/max": "ratio_max",

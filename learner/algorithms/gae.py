@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-8
-"""Added to the variance of advantages."""
 
 
 def turn_targets(
     rewards: Tensor, samples: Tensor, begins: Tensor, ends: Tensor, truncated: Tensor, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """G_k of each turn: [turns] float64. All arguments are [turns], in order, the turns of a sample one after another.
+    """G_k of each turn: [turns] float64. All arguments are [turns], in order.
 
-    `samples` int64: the sample of each turn. `begins`, `ends` float: values of the states before its first token and
-    after its last one. `truncated` bool: its sample was cut off.
+    `samples` int64: the sample of each turn. `begins`, `ends` float: values before its first token and after its last.
+    `truncated` bool: its sample was cut off.
     """
     targets, sample, behind = list[float](), -1, 0.0
     columns = (column.tolist() for column in (rewards, samples, begins.double(), ends.double(), truncated))

@@ -1,8 +1,4 @@
-"""What a loss gets for one microbatch, and how its tokens are averaged over the whole batch.
-
-Values at positions that were not sampled are replaced before any arithmetic, so that NaN there reaches neither value
-nor gradient.
-"""
+"""What a loss gets for one microbatch, and how its tokens are averaged over the whole batch."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,47 +9,45 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One packed microbatch: every tensor is [tokens], and entry i is about token i."""
+    """One packed microbatch: every tensor is [tokens]."""
 
     policy_logprobs: Tensor
-    """float: learner's log-probability, with gradient."""
+    """float: the learner's, with gradient."""
     behaviour: Tensor
-    """float: log-probability recorded by the server that sampled it."""
+    """float: recorded by the server that sampled it."""
     advantages: Tensor
-    """float: of the token's sample, of its turn or, by a critic, of the token."""
+    """float: of the sample, of the turn or, by a critic, of the token."""
     sampled: Tensor
-    """bool: sampled by the policy, hence trained. All other tokens are context."""
+    """bool: sampled by the policy, hence trained; all others are context."""
     sequence: Tensor
-    """int64: index of the token's sample, in this microbatch or, if `scattered`, in the batch."""
+    """int64: index of the sample, in this microbatch or, if `scattered`, in the batch."""
     num_sequences: int
-    """Samples in the whole batch, over all ranks."""
+    """Samples in the whole batch."""
     num_tokens: int
     """Sampled tokens in the whole batch, before any mask."""
     proximal: Tensor | None = None
-    """float: under the weights at the start of the step. None: `policy_logprobs`, the same while a batch is one
-    optimizer step."""
+    """float: under the weights at the start of the step. None: `policy_logprobs`, as a batch is one optimizer step."""
     reference: Tensor | None = None
     """float: under the frozen initial model."""
     entropy: Tensor | None = None
-    """float: of the learner's distribution, with gradient if there is a bonus."""
+    """float: the learner's, with gradient if there is a bonus."""
     versions: Tensor | None = None
-    """int: version that sampled the token."""
+    """int: that sampled the token."""
     version: int = 0
     undone: tuple[int, int] = (0, 0)
-    """A rewind undid policies with versions above the first and up to the second; later ones have the same numbers."""
+    """A rewind undid versions above the first, up to the second; later policies have the same numbers."""
     num_prompts: int | None = None
-    """Groups in the whole batch; for `aggregation: prompt`."""
+    """Groups in the whole batch."""
     prompt_tokens: Tensor | None = None
-    """int64: sampled tokens of the token's whole group, over all ranks; for `aggregation: prompt`."""
+    """int64: sampled tokens of the whole group, over all ranks."""
     sequence_tokens: Tensor | None = None
-    """int64: sampled tokens of the token's sample. None: counted here, correct only if it is not scattered."""
+    """int64: sampled tokens of the sample. None: counted here, correct only if not scattered."""
     scattered: bool = False
-    """Parts of a sample may be in other microbatches: then losses of whole samples need `sequence_log_ratio`."""
+    """Parts of a sample may be in other microbatches: losses of whole samples need `sequence_log_ratio`."""
     sequence_log_ratio: Tensor | None = None
-    """float: sum of `log_ratio` over the token's whole sample, under the same weights; comes with `sequence_tokens`.
-    None: counted here."""
+    """float: sum of `log_ratio` over the whole sample; comes with `sequence_tokens`. None: counted here."""
     m2_limit: Tensor | None = None
-    """[] float: of the whole batch. None: of this microbatch, correct if it is the batch."""
+    """[] float: of the whole batch. None: of this microbatch."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -61,7 +55,8 @@ class LossInputs:
         return self.policy_logprobs - self.behaviour
 
     def clean(self) -> "LossInputs":
-        """The same with zeros (for versions: `version`) at all tokens that were not sampled."""
+        """The same with 0 (`version` for versions) at tokens that were not sampled, so that NaN there reaches neither
+        value nor gradient."""
         changes: dict[str, Tensor] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -75,27 +70,27 @@ class LossInputs:
         return replace(self, **{name: value.clone() for name, value in values if isinstance(value, Tensor)})  # type: ignore[arg-type]
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Sums of `values` [tokens] over the sampled tokens of each sequence: [sequences or more]. No device sync."""
+        """Sums of `values` [tokens] over each sequence's sampled tokens: [sequences or more]. No device sync."""
         size = max(values.numel(), self.num_sequences)
         values = torch.where(self.sampled, values, 0)
         return values.new_zeros(size).index_add(0, self.sequence, values)
 
     def lengths(self) -> Tensor:
-        """Sampled tokens of each sequence, same shape as `per_sequence`."""
+        """Sampled tokens of each sequence, shape as `per_sequence`."""
         return self.per_sequence(self.sampled.to(self.policy_logprobs.dtype))
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Mean of `values` over the sampled tokens of each token's sequence: [tokens]."""
+        """Mean of `values` over each token's sequence: [tokens]."""
         return (self.per_sequence(values) / self.lengths().clamp(min=1))[self.sequence]
 
     def sample_log_ratio(self) -> Tensor:
-        """Sum of `log_ratio` over each token's sample, without gradient: [tokens]."""
+        """Sum of `log_ratio` over each token's sample, detached: [tokens]."""
         if self.sequence_log_ratio is None:
             return self.per_sequence(self.log_ratio.detach())[self.sequence]
         return self.sequence_log_ratio
 
     def mean_log_ratio(self) -> Tensor:
-        """Its mean likewise: [tokens]."""
+        """Its mean: [tokens]."""
         if self.sequence_log_ratio is None or self.sequence_tokens is None:
             return self.sequence_mean(self.log_ratio.detach())
         return self.sequence_log_ratio / self.sequence_tokens.clamp(min=1)
@@ -108,7 +103,7 @@ class LossContext:
     known: dict[str, Any]
 
     def select(self, tokens: Tensor | slice) -> "LossContext":
-        """The same of the given tokens only; counts stay those of the whole batch."""
+        """Some of the tokens; counts stay those of the whole batch."""
         per_token = {name: x[tokens] for name, x in self.known.items() if isinstance(x, Tensor) and x.dim()}
         return LossContext(self.known | per_token)
 
@@ -117,10 +112,10 @@ class LossContext:
 
 
 def aggregation_weights(inputs: LossInputs, aggregation: str, constant_length: int | None) -> Tensor:
-    """[tokens] weights w such that the loss of the batch is the sum of w times the loss of each token.
+    """[tokens] weights w: the loss of the batch is the sum of w times the loss of each token.
 
     token: 1/N (DAPO). sequence: 1/(S |y|) (GRPO). prompt: 1/(P tokens of the group) (ScaleRL). constant: 1/(S L) (Dr.
-    GRPO). The counts are of the whole batch and include masked tokens. Raises ValueError if a count is missing.
+    GRPO). Counts include masked tokens. Raises ValueError for a missing one.
     """
     ones = torch.ones_like(inputs.policy_logprobs)
     if aggregation == "token":

@@ -1,7 +1,7 @@
 """The policy losses. Each is a short function that returns the loss of each token; `Loss` aggregates it.
 
-The loss is the sum over the microbatch divided by counts of the whole batch, so microbatches and ranks simply add.
-Below, mu is the behaviour policy, pi the learner, rho = pi/mu, A the advantage, and sg() stops the gradient.
+The loss is divided by counts of the whole batch, so microbatches and ranks simply add. mu is the behaviour policy, pi
+the learner, rho = pi/mu, A the advantage, and sg() stops the gradient.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ class TokenLosses(NamedTuple):
 
     loss: Tensor
     masked: Tensor
-    """bool: no gradient. The token still counts in every denominator."""
+    """bool: no gradient, but still in every denominator."""
     capped: Tensor
-    """bool: the weight is capped; the gradient remains."""
+    """bool: the gradient remains."""
 
 
 def dppo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
@@ -44,7 +44,7 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
 def ppo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
     """max(-A rho, -A clip(rho, 1 - low, 1 + high)); `dual_clip` bounds it by -A c where A < 0.
 
-    arXiv:1707.06347, dual clip arXiv:1912.09729. Its old policy is the behaviour policy: correct on fresh data only.
+    arXiv:1707.06347, dual clip arXiv:1912.09729. Correct on fresh data only.
     """
     return _clipped(corrections.ratio(inputs.policy_logprobs, inputs.behaviour), inputs.advantages, config)
 
@@ -66,7 +66,7 @@ def decoupled(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
 def gspo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
     """PPO's loss with the geometric mean of a sample's rho as ratio of all its tokens (arXiv:2507.18071, GSPO-token).
 
-    Always a mean over samples. The gradient reaches each token through log pi - sg(log pi).
+    The gradient reaches each token through log pi - sg(log pi).
     """
     log_ratio = inputs.mean_log_ratio()
     sequence_ratio = (log_ratio + inputs.policy_logprobs - inputs.policy_logprobs.detach()).clamp(max=10).exp()
@@ -96,7 +96,7 @@ def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
 
 
 def _clipped(rho: Tensor, advantages: Tensor, config: AlgorithmConfig) -> TokenLosses:
-    """PPO's pessimistic surrogate of the ratio `rho`, and where its gradient is 0."""
+    """PPO's surrogate of the ratio `rho`, and where its gradient is 0."""
     loss = torch.maximum(-advantages * rho, -advantages * rho.clamp(1 - config.clip_low, 1 + config.clip_high))
     masked = ((advantages > 0) & (rho > 1 + config.clip_high)) | ((advantages < 0) & (rho < 1 - config.clip_low))
     if config.dual_clip is not None:
@@ -111,7 +111,7 @@ def _none(like: Tensor) -> Tensor:
 
 
 def _penalties(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]:
-    """Terms added to the loss of each token, masked or not: [tokens] each. Raises ValueError for a missing input."""
+    """Terms added to each token's loss, masked or not: [tokens] each. Raises ValueError for a missing input."""
     terms: dict[str, Tensor] = {}
     if config.behaviour_kl > 0:
         terms["behaviour_kl"] = config.behaviour_kl * inputs.log_ratio**2  # pulls towards the data (prime-rl)
@@ -129,14 +129,14 @@ def _penalties(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a microbatch: the loss of its tokens, OPSM, penalties and bonus, aggregated; and its sums."""
+    """The loss of a microbatch, aggregated with OPSM, penalties and bonus, and its sums."""
 
     policy: Callable[[LossInputs, AlgorithmConfig], TokenLosses]
     aggregation: str | None = None
     tokenwise: bool = True
 
     def __call__(self, inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and sums of the microbatch: [], and [] float64 each."""
+        """Loss and sums: [], and [] float64 each."""
         inputs = inputs.clean()
         tokens = self.policy(inputs, config)
         dropped = corrections.off_policy_sequences(inputs, config.opsm_delta)
@@ -148,10 +148,9 @@ class Loss:
         return torch.stack(list(losses.values())).sum(), sums
 
     def of_tokens(self, inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-        """The part of the loss that comes from some sampled tokens of the microbatch: [].
+        """The part of an `is_tokenwise` loss that comes from some sampled tokens: [].
 
-        Only for losses that are `is_tokenwise`. `inputs` must have counts and `m2_limit`: some of the tokens cannot
-        give them.
+        `inputs` must have counts and `m2_limit`, which some of the tokens cannot give.
         """
         terms = sum(_penalties(inputs, config).values(), self.policy(inputs, config).loss)
         weights = aggregation_weights(inputs, self.aggregation or config.aggregation, config.constant_length)
@@ -173,8 +172,7 @@ LOSSES: dict[str, Loss] = {
 def is_tokenwise(config: AlgorithmConfig) -> bool:
     """Whether a token's gradient depends only on its own log-probability and on what is known before the forward pass.
 
-    The ratios of `gspo` and `topr` and the drift of `opsm_delta` are of whole samples; a user's own loss may use all of
-    its sample.
+    `gspo`, `topr` and `opsm_delta` use whole samples, and a user's own loss may.
     """
     return config.loss in LOSSES and LOSSES[config.loss].tokenwise and config.opsm_delta is None
 
@@ -182,7 +180,7 @@ def is_tokenwise(config: AlgorithmConfig) -> bool:
 def needs_first_pass(config: AlgorithmConfig) -> bool:
     """Whether the loss needs log-probabilities of the whole batch before the forward pass that it differentiates.
 
-    The budget of `m2po` is the batch's. `decoupled` needs none: a batch is one optimizer step.
+    `decoupled` does not: a batch is one optimizer step.
     """
     return config.loss == "m2po"
 

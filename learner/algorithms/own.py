@@ -1,8 +1,7 @@
 """The loss and the advantages of the run file: a built-in one by name, or a user's own by `path/to/file.py:function`.
 
-A user's `loss(inputs, config)` returns [tokens]; a user's `advantage(rewards, groups, lengths)` returns [samples]. The
-rest is as with built-in ones. Both get copies, which they may change. Results are judged at each call as far as that
-waits for no GPU; `own_trial.py` judges the rest before training.
+A user's `loss(inputs, config)` returns [tokens], `advantage(rewards, groups, lengths)` [samples]. Both get copies,
+which they may change. Checks at each call wait for no GPU; `own_trial.py` makes the others before training.
 """
 
 import os
@@ -21,15 +20,15 @@ from learner.algorithms.inputs import LossInputs
 from learner.algorithms.losses import LOSSES, Loss, TokenLosses
 
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
-"""Errors that a user's function may meet and does not cause."""
+"""Errors that a user's function does not cause."""
 
 
 class OwnFailure(ValueError):
-    """A user's loss or advantage raises, or returns what cannot be trained on. A restart would only repeat it."""
+    """A user's function raises, or returns what cannot be trained on. A restart would only repeat it."""
 
 
 def loss_of(config: AlgorithmConfig) -> Loss:
-    """The loss that `algorithm.loss` names. Raises ValueError, in one line, for a file that cannot be imported."""
+    """The loss that `algorithm.loss` names. Raises ValueError for a file that cannot be imported."""
     if config.loss in LOSSES:
         return LOSSES[config.loss]
     return Loss(OwnLoss(config.loss, load_function("algorithm.loss", config.loss)), tokenwise=False)
@@ -43,13 +42,12 @@ def advantage_of(config: AlgorithmConfig) -> Advantage:
 
 
 class OwnLoss:
-    """A user's loss as one of `LOSSES`. Raises OwnFailure for a result that is not the loss of each token."""
+    """A user's loss as one of `LOSSES`. Raises OwnFailure."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function
 
     def __call__(self, inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
-        """[tokens] each; masked and capped are the user's if the function returns `TokenLosses`."""
         made = result_of("algorithm.loss", self.name, self.function, inputs.copy(), config)
         if not isinstance(made, TokenLosses):
             none = torch.zeros_like(inputs.sampled)
@@ -62,8 +60,7 @@ class OwnLoss:
 
 
 class OwnAdvantage:
-    """A user's advantage as one of `ADVANTAGES`. Raises OwnFailure for a result that is not one finite number per
-    sample."""
+    """A user's advantage as one of `ADVANTAGES`. Raises OwnFailure."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function
@@ -80,7 +77,7 @@ class OwnAdvantage:
 
 
 def spread(rewards: Tensor) -> str:
-    """Describe a group whose advantages are not finite, and say what to do."""
+    """Describe a group whose advantages are not finite."""
     least, most = float(rewards.min()), float(rewards.max())
     if least == most:
         return f"of a group whose rewards are all {least:g}; divide by no spread without adding a small number to it"
@@ -88,7 +85,7 @@ def spread(rewards: Tensor) -> str:
 
 
 def result_of(key: str, name: str, function: Callable[..., Any], *given: Any) -> Any:
-    """Call a user's function. Raises OwnFailure, in one line, for all but DEVICE_ERRORS."""
+    """Call a user's function. Raises OwnFailure for all but DEVICE_ERRORS."""
     try:
         return function(*given)
     except DEVICE_ERRORS:

@@ -1,8 +1,7 @@
 """Tries a user's own loss and advantage on a tiny batch, before anything is trained.
 
-`check_own` refuses in one line what could not be trained on: a result of another shape, without gradient or not finite,
-a loss whose parts do not add up to that of the whole batch, or advantages that follow the order of samples; and a file
-or function that changes what the whole process shares.
+Refuses a result of another shape, without gradient or not finite, a loss whose parts do not add up to that of the whole
+batch, advantages that follow the order of samples, and code that changes what the whole process shares.
 """
 
 import os
@@ -24,13 +23,12 @@ from learner.algorithms.losses import LOSSES, Loss, needs_reference
 from learner.algorithms.own import OwnFailure, advantage_of, loss_of
 
 LENGTHS = (1, 2, 3, 6, 1, 4, 5, 2, 3)
-"""Sampled tokens of each sample; a token of prompt is before them."""
+"""Sampled tokens of each sample, after a token of prompt."""
 GROUPS = (7, 7, 7, 2, 2, 2, 31, 31, 31)
 REWARDS = (1.0, 0.0, 0.5, 0.0, 0.0, 2.0, -1.0, 1.0, 0.25)
 EQUAL = (1.0, 0.0, 0.5, 2.0, 2.0, 2.0, -1.0, 1.0, 0.25)
-"""Rewards of which one group has equal ones."""
 FAR = 20.0
-"""Log-ratio of learner and server in the batch of far tokens."""
+"""Log-ratio in the batch of far tokens."""
 UNSAMPLED = "; mind that a token that was not sampled has 0 in all inputs"
 CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-5}
 SHARED: dict[str, Callable[[], object]] = {
@@ -40,7 +38,7 @@ SHARED: dict[str, Callable[[], object]] = {
     "torch's gradient mode": torch.is_grad_enabled,
     "torch's float32 matmul precision": torch.get_float32_matmul_precision,
 }
-"""What users' code must leave as it is, by its name for people."""
+"""What users' code must leave as it is."""
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 """Namespaces of torch's operators that wait for other ranks."""
 Part = tuple[Tensor, LossInputs]
@@ -48,7 +46,7 @@ Part = tuple[Tensor, LossInputs]
 
 
 def check_own(config: AlgorithmConfig, answer: int, has_segments: bool) -> Iterator[str]:
-    """Yield what was tried, in a line each; nothing for built-in ones. Raises ConfigError for what is refused.
+    """Yield what was tried, in a line each. Raises ConfigError for what is refused.
 
     `answer`: `sampling.max_tokens`. `has_segments`: a sample may lie in several microbatches.
     """
@@ -62,7 +60,7 @@ def check_own(config: AlgorithmConfig, answer: int, has_segments: bool) -> Itera
 
 
 def check_advantage(config: AlgorithmConfig) -> None:
-    """Raise ValueError if `algorithm.advantage` cannot be trained with."""
+    """Raise ValueError if it cannot be trained with."""
     function, order = advantage_of(config), torch.tensor([8, 2, 5, 0, 7, 1, 4, 6, 3])
     rewards, groups, lengths = rewards_of(REWARDS), torch.tensor(GROUPS), torch.tensor(LENGTHS)
     found = function(rewards, groups, lengths)
@@ -86,7 +84,7 @@ def rewards_of(values: Sequence[float]) -> Tensor:
 
 
 def check_loss(config: AlgorithmConfig, has_segments: bool) -> None:
-    """Raise ValueError if `algorithm.loss` cannot be trained with."""
+    """Raise ValueError if it cannot be trained with."""
     loss, whole, samples = loss_of(config), batch(config), range(len(LENGTHS))
     every = torch.arange(len(whole.sequence))
     value, gradient = backward(config, loss, [(every, whole)])
@@ -111,7 +109,7 @@ def not_added(what: str, total: Tensor, value: Tensor) -> str:
 
 
 def backward(config: AlgorithmConfig, loss: Loss, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """The sum of the parts' losses, and its gradient for the log-probability of each token: [], [tokens].
+    """The sum of the parts' losses, and its gradient: [], [tokens].
 
     Raises ValueError for a loss without gradient, or one that is not finite.
     """
@@ -138,7 +136,7 @@ def backward(config: AlgorithmConfig, loss: Loss, parts: Sequence[Part]) -> tupl
 
 
 def batch(config: AlgorithmConfig, far: float = 0.0) -> LossInputs:
-    """The whole batch as one microbatch. `far`: log-ratio of every fifth token, with alternating sign."""
+    """The whole batch as one microbatch. `far`: log-ratio of every fifth token."""
     random = torch.Generator().manual_seed(0)
     lengths, groups = torch.tensor(LENGTHS), torch.tensor(GROUPS)
     sequence = torch.arange(len(LENGTHS)).repeat_interleave(lengths + 1)
@@ -166,14 +164,13 @@ def batch(config: AlgorithmConfig, far: float = 0.0) -> LossInputs:
 
 
 def part(whole: LossInputs, samples: Sequence[int]) -> Part:
-    """A microbatch of whole samples, numbered anew."""
     tokens = torch.isin(whole.sequence, torch.tensor(samples)).nonzero().flatten()
     chosen = of_tokens(whole, tokens)
     return tokens, replace(chosen, sequence=chosen.sequence.unique(return_inverse=True)[1])
 
 
 def unsampled(whole: LossInputs) -> Part:
-    """A microbatch without a sampled token, as a rank gets one that has fewer microbatches than others."""
+    """A microbatch without a sampled token, as a rank with fewer microbatches than others gets."""
     tokens, first = part(whole, [0])
     return tokens, replace(first, sampled=torch.zeros_like(first.sampled))
 
@@ -192,7 +189,7 @@ def of_tokens(whole: LossInputs, tokens: Tensor) -> LossInputs:
 
 
 class NoCollectives(TorchDispatchMode):
-    """Raises RuntimeError where its block waits for other ranks."""
+    """Raises RuntimeError for collectives."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in COLLECTIVES:
@@ -204,7 +201,7 @@ class NoCollectives(TorchDispatchMode):
 
 def check_alone(config: AlgorithmConfig) -> None:
     """Raise ConfigError for a user's function that waits for other ranks. Only for a process that is no rank: it
-    pretends to be one of two meanwhile."""
+    pretends to be one."""
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         with NoCollectives():

@@ -1,9 +1,8 @@
 """On-policy distillation: what a teacher adds to the advantage of each token, and its metrics.
 
-The policy-gradient form: A of a token gains weight (log q - log mu), where q is the teacher and mu the behaviour
-policy. The mean of log mu - log q over sampled tokens is an unbiased estimate of the reverse KL of mu to q
-(arXiv:2306.13649; Thinking Machines, On-Policy Distillation, 2025). The other form, with the teacher's most probable
-tokens (`teacher.top_k`), is in `learner/model/top_tokens.py`.
+A of a token gains weight (log q - log mu), where q is the teacher and mu the behaviour policy. The mean of log mu - log
+q over sampled tokens is an unbiased estimate of the reverse KL of mu to q (arXiv:2306.13649; Thinking Machines,
+On-Policy Distillation, 2025). `teacher.top_k` is in `learner/model/top_tokens.py`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -11,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import Tensor
 
 SHARE, KL = "teacher/share", "teacher/reverse_kl"
-"""Metrics: share of sampled tokens that have a teacher, and the estimate of the reverse KL over these, in nats."""
+"""Metrics: share of sampled tokens that have a teacher, and their estimated reverse KL in nats."""
 DIVERGENCE, DIVERGENCE_SUM = "teacher/divergence", "teacher_divergence"
-"""With `teacher.top_k`: the mean divergence over the tokens that have a teacher, in nats, and its sum."""
+"""With `teacher.top_k`: the mean divergence of these tokens in nats, and its sum."""
 
 
 def with_teacher(advantages: Tensor, teacher: Tensor, behaviour: Tensor, weights: Tensor) -> Tensor:
@@ -24,7 +23,7 @@ def with_teacher(advantages: Tensor, teacher: Tensor, behaviour: Tensor, weights
 def kl_sums(kl: Mapping[str, tuple[float, int]], names: Iterable[str]) -> dict[str, float]:
     """Sums over a rank's samples, the same keys on all ranks.
 
-    `kl`: by teacher the sum of log mu - log q over its tokens, and their number.
+    `kl`: by teacher the sum of log mu - log q, and its tokens.
     """
     sums = dict[str, float]()
     for name in names:
