@@ -1,12 +1,11 @@
 """`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`.
 
-Other first words: `merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter, `digest CHECKPOINT MODEL`
-prints the digest of MODEL, to compare with that of the base in CHECKPOINT, `sft CONFIG` trains on demonstrations.
+Other commands: `merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter, `digest CHECKPOINT MODEL`
+compares MODEL with the base in CHECKPOINT, `sft CONFIG` trains on demonstrations.
 
-Starts its node's share of `learner.ranks` ranks unless torchrun or srun has. The first SIGINT or SIGTERM ends the run
-after the current version and a checkpoint (exit 0), the second at once. Exit 2: bad config, model, device or nodes,
-found before anything was trained. Exit 1: a rank failed; all ranks have ended, and a restart continues from the last
-checkpoint. Exit 3: the data ended before the last version. Exit 4: one of OVER.
+The first SIGINT or SIGTERM ends the run after the current version and a checkpoint (exit 0), the second at once. Exit
+2: bad input, found before anything was trained. Exit 1: a rank failed; all ranks have ended, and a restart continues
+from the last checkpoint. Exit 3: the data ended before the last version. Exit 4: one of OVER.
 """
 
 import logging
@@ -90,9 +89,8 @@ OVER = (NoDiskSpace, OwnFailure, PictureMismatch, RouteMismatch, StepsSkipped)
 FILES = ("model.path", WEIGHTS, "data.demonstrations", "algorithm.loss", "algorithm.advantage")
 """Keys of files that each rank reads."""
 OTHERS = {"merge": merge.main, "digest": base_digest.main, "sft": command.main}
-"""Other commands, by their first word."""
 LAST_PUBLISH_S = 10.0
-"""Time that the rollout servers get to take the last policy."""
+"""For the rollout servers to take the last policy."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -125,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def image_format(config: Config) -> ImageFormat | None:
-    """How the model sees images, None for a text model. Raises ConfigError if it cannot be trained with them."""
+    """None for a text model. Raises ConfigError if the model cannot be trained with images."""
     form, path = ImageFormat.of_run(config), config.model.path
     if form is not None and find_spec("transformers.vision_utils") is None:
         problem = f"{path} is a vision-language model, which needs transformers 5.16 or later"
@@ -134,7 +132,7 @@ def image_format(config: Config) -> ImageFormat | None:
 
 
 def train(config: Config, device: torch.device, form: ImageFormat | None = None) -> Finished | None:
-    """Build the loop's parts and run it. Returns how the run ended before its last version."""
+    """Run the loop. Returns how the run ended before its last version."""
     path, versions = config.run.path, config.run.versions
     buffer_keys = client_keys_for(config.buffer.address, path, "learner")
     with process_group(config, device) as mesh, ExitStack() as parts:
@@ -186,7 +184,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
 def build(
     config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None, beside: Beside | None = None
 ) -> tuple[Policy, Algorithm]:
-    """The policy, and its algorithm with optimizer and, if the loss needs one, reference model."""
+    """The policy, and its algorithm with optimizer and reference model."""
     temperature, entropy_gradient = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
     seed, replay = config.run.seed, config.rollout.routing_replay
     policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient, seed=seed, replay=replay)
@@ -210,7 +208,7 @@ def build(
 
 
 def build_critic(config: Config, mesh: DeviceMesh) -> Critic:
-    """The critic, a copy of the initial model with a value head, and its optimizer."""
+    """The critic, a copy of the initial model."""
     body = Policy(config.model, config.learner, mesh, valued=True)
     log.info("critic: %.1f M parameters, trained beside the policy", body.model.num_parameters() / 1e6)
     given = config.algorithm.critic
@@ -221,8 +219,7 @@ def build_critic(config: Config, mesh: DeviceMesh) -> Critic:
 def open_weights_wire(
     config: Config, policy: Policy, mesh: DeviceMesh, form: ImageFormat | None
 ) -> Sender | RowRank | Follower | Bystander:
-    """This rank's end of the weights wire. Raises ConfigError if a sample is too short for its probe, or rank 0 cannot
-    listen on `weights.host`."""
+    """This rank's end of the weights wire. Raises ConfigError if a sample is too short for its probe."""
     if replica(mesh) > 0:
         return Bystander()
     specs, seed, frozen = policy.weight_specs(), config.run.seed, policy.frozen_names()
@@ -249,8 +246,8 @@ def open_weights_wire(
 
 
 def sending_ranks(policy: Policy, mesh: DeviceMesh) -> SendingRanks:
-    """The ranks of the first replica, each of which sends its own rows. Raises ConfigError for a model that needs
-    gathered weights."""
+    """The ranks of the first replica, each of which sends its rows. Raises ConfigError for a model that needs gathered
+    weights."""
     if other := policy.unsent_by_rows():
         problem = f"weights.publish: rows, and the model's files hold {other} in another form or as a buffer"
         raise ConfigError([f"{problem}, which only gathered weights can be sent in; set it to gather"])

@@ -1,10 +1,8 @@
 """Checkpoints that cannot be lost: sharded, written while training goes on, complete or absent.
 
 A thread of each rank fills `checkpoints/v000100.tmp`. Once all ranks are done, rank 0 adds the Hugging Face export and
-a manifest (all files with sizes and checksums, the batch's mean reward), and renames the folder. With `model.lora`
-state and export are the adapter's, and the manifest says what base it needs. Each public method is a collective. All
-ranks write their shards, or, with `learner.checkpoint_on: first_node`, the ranks of the first replica alone, which hand
-them to the others when restored.
+a manifest (all files with sizes and checksums), and renames the folder. With `learner.checkpoint_on: first_node`, the
+first replica alone writes, and hands its copy to the others when restored. Each public method is a collective.
 """
 
 import logging
@@ -54,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class NoDiskSpace(RuntimeError):
-    """The last checkpoint could not be written, most often for lack of space."""
+    """The last checkpoint could not be written."""
 
 
 class Checkpoints:
@@ -71,8 +69,7 @@ class Checkpoints:
         position: Callable[[int], DataPosition] | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """`shards`: ranks that share one copy of the model; None for all. `position`: of a version, in supervised
-        fine-tuning."""
+        """`shards`: ranks that share one copy of the model; None for all. `position`: of a version, in fine-tuning."""
         self._position, self._critic = position, critic
         self.folder, self.model, self.config, self.optimizer, self.versions = folder, model, config, optimizer, versions
         self.ranks = SavingRanks(folder, shards or dist.get_world_size(), config.checkpoint_on == "first_node")
@@ -84,8 +81,7 @@ class Checkpoints:
         self._base: str | None = None
 
     def restore(self, policy: Policy) -> int:
-        """Load the newest checkpoint that is complete and whose shards have their checksums; returns its version, 0 if
-        there is none."""
+        """Load the newest complete checkpoint whose checksums hold; returns its version, 0 if there is none."""
         version = self._last = self.ranks.newest_sound()
         if version == 0:
             log.info("no checkpoint in %s: version 0, the initial model", self.folder)
@@ -136,10 +132,10 @@ class Checkpoints:
             raise
 
     def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
-        """Begin to write `version` if it is due, after the previous one; returns the oldest version that a restart may
-        restore, or 0. Call it for every version.
+        """Begin to write `version` if it is due; returns the oldest version that a restart may restore, or 0. Call it
+        for every version.
 
-        `reward`: mean of the batch that made `version`, for `keep_best`; None if unknown.
+        `reward`: of the batch that made `version`, for `keep_best`.
         """
         self._reward = reward
         export_every, keep_every = self.config.export_every, self.config.keep_every
@@ -150,7 +146,7 @@ class Checkpoints:
         return min(kept, default=0)
 
     def finish(self, policy: Policy, version: int) -> None:
-        """Write `version` with its export unless it is on disk, and wait. Raises NoDiskSpace if that failed."""
+        """Write `version` with its export, and wait. Raises NoDiskSpace."""
         self._wait()
         if self._is_exported(version):
             return
@@ -206,7 +202,7 @@ class Checkpoints:
         adapter: AdapterOf | None,
         position: DataPosition | None,
     ) -> None:
-        """In the thread: wait for all ranks' shards; rank 0 then makes the folder a checkpoint and removes old ones."""
+        """In the thread: once all shards are written, rank 0 makes the folder a checkpoint and removes old ones."""
         shards.result()
         if dist.get_rank() != 0:
             return
@@ -238,7 +234,7 @@ class Checkpoints:
         return state | (self._critic.state() if self._critic else {})
 
     def _has_space(self, policy: Policy, partial: Path, exported: bool) -> bool:
-        """Remove what a killed process left; then whether the disk has space for three fp32 copies and the export."""
+        """Remove what a killed process left; then whether there is space for three fp32 copies and the export."""
         run_folder(self.folder)
         recover(self.folder)
         saved = (p for p in policy.model.parameters() if p.requires_grad or not self.model.lora)
@@ -256,8 +252,7 @@ class Checkpoints:
 
 
 def _refusal(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> str | None:
-    """What is wrong if the checkpoint is of another adapter than `wanted`, of other weights beneath it, or
-    unreadable."""
+    """Why this checkpoint does not fit the adapter or the weights beneath it; None if it does."""
     try:
         found = adapter_of(folder)
     except (OSError, ValueError) as error:

@@ -1,7 +1,5 @@
-"""The end of a run by signal: the first SIGTERM or SIGINT drains, the second ends the process at once.
-
-After the first signal the ranks finish the version that they have agreed to train, write its checkpoint and end.
-"""
+"""The end of a run by signal: the first SIGTERM or SIGINT ends it after the current version and a checkpoint, the
+second at once."""
 
 import os
 import signal
@@ -17,7 +15,7 @@ class Stoppable(Protocol):
 
 
 class Stopping:
-    """Whether a signal ends the run. `batches`: stopped with this rank, also while it waits there."""
+    """Whether a signal ends the run. `batches`: stopped with this rank."""
 
     def __init__(self, batches: Stoppable | None = None) -> None:
         self._batches = batches
@@ -25,7 +23,7 @@ class Stopping:
         """Never taken back: a signal may arrive while the ranks agree."""
 
     def begin(self, number: int) -> None:
-        """The handler of the first signal, in the main thread."""
+        """The handler of the first signal."""
         self._stop()
         name = signal.Signals(number).name
         line = f"learner: {name}: finishing this version and its checkpoint; once more ends at once\n"

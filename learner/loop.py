@@ -1,5 +1,4 @@
-"""The learner's loop: take a batch, train on it, publish the policy. Waits for `batches.take`, and at the end for the
-last evaluation."""
+"""The learner's loop: take a batch, train on it, publish the policy. Waits for `batches.take`."""
 
 from buffer.wire.client import LearnerClient
 from learner.checkpoint import Checkpoints
@@ -24,7 +23,7 @@ def run(
     """Train from the last checkpoint to `versions`. Version v is the policy after v optimizer steps."""
     version = checkpoints.restore(policy)
     batches.rewind(version)
-    stopping.agreed()  # else a rank's Take might come before another rank's Rewind, which undoes the batch
+    stopping.agreed()  # else a rank's Take might precede another's Rewind, which undoes the batch
     batches.follow_evaluations(metrics.evaluations(version))
     weights.publish(policy, version)
     algorithm.warm_up(policy)  # while the servers take the policy and sample the first batch
@@ -35,7 +34,7 @@ def run(
             break
         with metrics.span("train"):
             stats = algorithm.step(policy, part)
-        if stats is None:  # the batch, without groups that cannot be trained, is taken again
+        if stats is None:  # the batch is taken again without its bad groups
             continue
         version += 1
         with metrics.span("publish"):

@@ -1,7 +1,6 @@
-"""Where a rank of the learner stands: the process group of all ranks, and the mesh of copies of the model.
+"""The process group of all ranks, and the mesh of copies of the model: [replica, shard], or [shard] for one replica.
 
-`learner.shard` ranks, by default those of one node, share a copy and are a row of the mesh: [replica, shard]. Only
-gradients are reduced between rows. One replica alone is a mesh of one dimension.
+Only gradients are reduced between replicas.
 """
 
 import logging
@@ -27,19 +26,18 @@ from learner.weights.channel import own_address
 
 log = logging.getLogger(__name__)
 MEET_S = 300.0
-"""Time within which ranks, or nodes, must find each other."""
+"""For ranks, or nodes, to find each other."""
 AGAIN_S = 0.5
 THERE_IS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""torch's variable: `True` if a store already listens at MASTER_ADDR and MASTER_PORT."""
+"""torch's variable: `True` if a store already listens at MASTER_ADDR."""
 UNSET = "unset RANK and WORLD_SIZE if a pod or shell has left them"
 
 
 @contextmanager
 def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
-    """Start the default process group and yield its mesh. Waits for all ranks.
+    """Start the default process group and yield its mesh. Raises ConfigError if the ranks do not find each other.
 
-    The group is not destroyed after an error: a failed rank just exits. Raises ConfigError if the ranks do not find
-    each other.
+    The group is not destroyed after an error: a failed rank just exits.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.timeout_s + watchdog.TORCH_LATER_S)
@@ -55,10 +53,8 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
 
 
 def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store, int, int]:
-    """Wait until all ranks have reached the store; returns the store, this rank's number and the number of ranks.
-
-    Raises ConfigError if a rank is missing after `limit_s`.
-    """
+    """Wait for all ranks; returns the store, this rank's number and the number of ranks. Raises ConfigError if a rank
+    is missing."""
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port, timeout = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=limit_s)
     hosts = rank == 0 and environment.get(THERE_IS_A_STORE) != "True"
@@ -86,10 +82,8 @@ def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store
 
 
 def wait_for(host: str, port: int, limit_s: float) -> str:
-    """Wait until a process listens at `host`; returns "", or after `limit_s` why none does.
-
-    torch would print a page of stack frames for each attempt.
-    """
+    """Wait until a process listens at `host`; returns "", or why none does. torch would print stack frames for each
+    attempt."""
     end, why = time.monotonic() + limit_s, "no answer"
     while (left_s := end - time.monotonic()) > 0:
         try:
@@ -102,12 +96,12 @@ def wait_for(host: str, port: int, limit_s: float) -> str:
 
 
 def ranks_of_node(learner: LearnerConfig, world: int, environment: Mapping[str, str]) -> int:
-    """Ranks on each node, from the environment or the run file."""
+    """Ranks on each node."""
     return int(environment.get("LOCAL_WORLD_SIZE", world // learner.nodes))
 
 
 def make_mesh(device_type: str, shard: int) -> DeviceMesh:
-    """The mesh of all ranks, `shard` of which share one copy of the model."""
+    """The mesh of all ranks, `shard` of which share a copy."""
     world = dist.get_world_size()
     if shard == world:  # (1, world): over groups of one rank NCCL's mean may be wrong
         return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
@@ -120,22 +114,22 @@ def shards(mesh: DeviceMesh) -> int:
 
 
 def default_store(prefix: str) -> Store:
-    """The store of all ranks, over a connection of its own: another one may be blocked by a wait."""
+    """The ranks' store, over a connection of its own: another one may be blocked by a wait."""
     return PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
 
 
 def replica(mesh: DeviceMesh) -> int:
-    """The number of this rank's copy. The first one gathers, publishes and, if need be, saves for all."""
+    """The number of this rank's copy. The first one gathers and publishes."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "every rank is in it"
     return coordinate[0] if mesh.ndim == 2 else 0
 
 
 def choose_interface(environment: MutableMapping[str, str]) -> None:
-    """Have gloo and NCCL use the interface on the route to MASTER_ADDR, where `environment` does not name another.
+    """Have gloo and NCCL use the interface on the route to MASTER_ADDR, where `environment` names none. Raises
+    ConfigError.
 
-    Left alone, gloo listens where the name of the machine leads, often 127.0.1.1. Raises ConfigError if there is no
-    such interface.
+    Left alone, gloo listens where the name of the machine leads, often 127.0.1.1.
     """
     master, port = environment.get("MASTER_ADDR", ""), int(environment.get("MASTER_PORT", "0"))
     try:

@@ -1,8 +1,7 @@
 """The learner's ranks of this node: starts `python -m learner` for each, passes signals on, ends all if one fails.
 
-torch elastic supervises the processes and restarts none: the keeper restarts, from the last checkpoint. Each of several
-nodes has such a process. They meet in the store of the first node, through which each sends the others its signals and
-failures: the ranks of all nodes are one generation, which ends together.
+torch elastic restarts none: the keeper does, from the last checkpoint. Each of several nodes has such a process.
+Through the store of the first node each sends the others its signals and failures: the ranks of all nodes end together.
 """
 
 import logging
@@ -32,17 +31,17 @@ from learner.mesh import MEET_S, THERE_IS_A_STORE, UNSET, wait_for
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 LAST_S = 30.0
-"""Time that ranks have to end by themselves once the other nodes' have ended or are out of reach."""
+"""For ranks to end by themselves once the other nodes' have ended."""
 REACHED_S = 10.0
-"""Time for rank 0 to reach itself at MASTER_ADDR."""
+"""For rank 0 to reach itself at MASTER_ADDR."""
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set, from the variables of srun; empty where srun has not started this process. Raises
-    ConfigError for another number of tasks.
+    """What torchrun would have set, from the variables of srun, where it has started this process. Raises ConfigError
+    for another number of tasks.
 
-    Example: of 16 tasks for 16 ranks on 2 nodes, SLURM_PROCID 9 becomes RANK 9, LOCAL_RANK 1.
+    Of 16 tasks for 16 ranks on 2 nodes, SLURM_PROCID 9 becomes RANK 9, LOCAL_RANK 1.
     """
     told = {"RANK", "NODE_RANK", PROGRESS}  # a keeper sets PROGRESS; it may run in a task of srun
     if "SLURM_STEP_NUM_TASKS" not in environment or environment.keys() & told:
@@ -66,7 +65,7 @@ def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[s
 def check_environment(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
     """Raise ConfigError if the variables of this rank or node are incomplete or contradict the run file.
 
-    Without RANK, and for a job of one rank, the other variables of a rank are removed.
+    Without RANK, and for a job of one rank, left-over variables are removed.
     """
     if "RANK" in environment:
         _check_rank(learner, environment)
@@ -125,7 +124,7 @@ def _check_meeting(environment: Mapping[str, str]) -> None:
 
 
 def number(name: str, environment: Mapping[str, str], least: int, most: int | None, remedy: str) -> int:
-    """Read the number in a variable. Raises ConfigError unless it is between `least` and `most`."""
+    """Read a variable. Raises ConfigError unless it is between `least` and `most`."""
     value = environment.get(name)
     if value is not None and value.strip().isdecimal():
         found = int(value)
@@ -136,14 +135,14 @@ def number(name: str, environment: Mapping[str, str], least: int, most: int | No
 
 
 def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
-    """Why the other ranks would not find rank 0 at `host`; empty if its own connection arrives."""
+    """Why the other ranks would not find rank 0; empty if its own connection arrives."""
     try:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         with socket.create_server(("", port), family=family, dualstack_ipv6=both) as listener:
             listener.settimeout(limit_s)
             with socket.create_connection((host, port), limit_s) as caller:
-                while True:  # another rank may already be trying
+                while True:
                     arrived, where = listener.accept()
                     arrived.close()
                     if where[1] == caller.getsockname()[1]:
@@ -158,7 +157,7 @@ def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
 
 
 def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str, str] = os.environ) -> int:
-    """Run this node's ranks to their end; returns the exit code of the first that failed, on any node, else 0."""
+    """Run this node's ranks; returns the exit code of the first that failed, on any node, else 0."""
     node = Node(learner, environment)
     first, local = node.number * node.local, range(node.local)
     shared = node.variables | {"WORLD_SIZE": str(learner.ranks), "LOCAL_WORLD_SIZE": str(node.local)}
@@ -176,7 +175,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
 
     def pass_on(number: int) -> None:
         for process in processes:
-            process.send_signal(number)  # unless it has ended
+            process.send_signal(number)
 
     def on_signal(number: int) -> None:
         node.stop(number, signals.count, pass_on)
@@ -204,24 +203,23 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
 
 
 class Node:
-    """One node of a generation, which learns of the other nodes' signals and failures. A node alone has a store for its
-    ranks only."""
+    """One node, which learns of the other nodes' signals and failures."""
 
     def __init__(self, learner: LearnerConfig, environment: Mapping[str, str]) -> None:
-        """Raises ConfigError if the store cannot be opened or found."""
+        """Raises ConfigError without a store."""
         self.number, self.nodes = int(environment.get("NODE_RANK", 0)), learner.nodes
         self.local, self.of_several = learner.ranks // learner.nodes, " on this node" if learner.nodes > 1 else ""
         host, port = (HOST, 0) if self.nodes == 1 else (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
         self._hosts = self.nodes == 1 or (self.number == 0 and environment.get(THERE_IS_A_STORE) != "True")
         store = open_store(host, port) if self._hosts else find_store(host, port)
         self.variables = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), THERE_IS_A_STORE: "True"}
-        """For each rank's environment: all meet in this store, so nobody can take the port before they bind."""
+        """All ranks meet in this store, so nobody can take the port before they bind."""
         self._store = PrefixStore(f"nodes/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self._level, self._failed, self.patience_s = 0, DONE, LAST_S
         self.forced_by: int = FORCING
-        """The second signal, sent to any node."""
+        """The second signal, of any node."""
         self.why, self.killed = "", False
-        """What ended on another node, and whether the ranks of this one were ended for it."""
+        """What ended on another node, and whether this node's ranks were ended for it."""
         self._stopping = threading.RLock()  # a signal's handler may interrupt itself
         self._telling: list[threading.Thread] = []
         if self._store.add(f"here/{self.number}", 1) > 1:
@@ -229,8 +227,7 @@ class Node:
             raise ConfigError([f"{problem}; end the learner on every node and start all of them, each with its own"])
 
     def stop(self, number: int, level: int, pass_on: Callable[[int], object]) -> None:
-        """Pass signal `number` on unless the ranks have got as many as `level`: where every node gets its own, they
-        count once."""
+        """Pass signal `number` on. Where every node gets its own, they count once."""
         with self._stopping:
             before, self._level = self._level, max(level, self._level)
             if before < 2 <= level:
@@ -239,7 +236,7 @@ class Node:
                 pass_on(FORCING if count else number)
 
     def tell(self, *words: object) -> None:
-        """Send an event to the other nodes, in a thread: a signal handler may call this, and the store may be gone."""
+        """Send an event in a thread: a signal handler may call this, and the store may be gone."""
         if self.nodes > 1:
             event = " ".join(map(str, (self.number, *words)))
             self._telling.append(threading.Thread(target=self._tell, args=(event,), daemon=True))
@@ -251,7 +248,7 @@ class Node:
             store.set(f"event/{store.add('events', 1)}", event)
 
     def follow(self, pass_on: Callable[[int], object]) -> None:
-        """Act on the other nodes' events from now on, in a thread."""
+        """Act on the other nodes' events."""
         if self.nodes > 1:
             threading.Thread(target=self._follow, args=(pass_on,), daemon=True).start()
 
@@ -263,7 +260,7 @@ class Node:
                 node, word, *figures = store.get(f"event/{number}").decode().split()
             except dist.DistNetworkError:
                 self.why, self._failed = "the first node's store is gone, and its learner with it", FAILED
-            except dist.DistStoreError:  # no event within the timeout
+            except dist.DistStoreError:
                 continue
             else:
                 number += 1
@@ -278,7 +275,7 @@ class Node:
         pass_on(signal.SIGKILL)  # a rank in a collective notices nothing else
 
     def leave(self, code: int) -> int:
-        """Call it once this node's ranks have ended; returns the exit code of the generation."""
+        """This node's ranks have ended; returns the exit code of all nodes."""
         for telling in self._telling:
             telling.join(LAST_S)
         with suppress(dist.DistError):
@@ -289,7 +286,7 @@ class Node:
 
 
 def open_store(host: str, port: int) -> TCPStore:
-    """The store in which all ranks meet, listening on `host` only. Raises ConfigError."""
+    """The store in which all ranks meet. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)
@@ -304,7 +301,7 @@ def open_store(host: str, port: int) -> TCPStore:
 
 
 def find_store(host: str, port: int) -> TCPStore:
-    """The store of the first node. Raises ConfigError after MEET_S."""
+    """The store of the first node. Raises ConfigError."""
     log.info("waiting for the first node at %s:%d", host, port)
     if why := wait_for(host, port, MEET_S):
         problem = f"MASTER_ADDR: no store of the first node at {host}:{port} in {MEET_S:g} s"

@@ -1,8 +1,7 @@
 """Two microbatches of made-up samples, which each rank computes while the servers sample the first batch.
 
-The pass compiles the model's blocks and allocates what a full microbatch takes: a run that would run out of memory ends
-at its start. Nothing is trained, and no random generator of the process is used. Only on GPUs, and not for models that
-read images or replay routes.
+They compile the model's blocks and allocate what a full microbatch takes: a run that would run out of memory ends at
+its start. Nothing is trained, and no random generator of the process is used.
 """
 
 from collections.abc import Sequence
@@ -19,23 +18,22 @@ from learner.model.policy import Policy
 from learner.train.batch import LEAST_SAVED
 
 MICROBATCHES = 2
-"""The second one finds the first one's gradients in memory, as in most batches."""
+"""The second one finds the first one's gradients in memory."""
 PLAIN = 256
-"""Token ids below it are drawn: special tokens have higher ones in most vocabularies."""
+"""Most vocabularies have special tokens above it."""
 
 
 def own_part(config: Config, policy: Policy, budget: int, vocabulary: int, part: int, number: int) -> Part | None:
-    """Part `part` of the `number` of `made_up`; None where nothing is to be tried."""
+    """A part of `made_up`. None on CPUs, and for models that read images or replay routes."""
     if policy.device.type == "cpu" or policy.sight is not None or policy.replayed is not None:
         return None
     return made_up(config, budget, vocabulary, part, number, policy.sharing.prompts)
 
 
 def made_up(config: Config, budget: int, vocabulary: int, part: int, number: int, share_prompts: bool) -> Part:
-    """Part `part` of the `number` of a batch that fills MICROBATCHES microbatches of `budget` tokens in each.
+    """Part `part` of the `number` of a batch of MICROBATCHES microbatches of `budget` tokens each.
 
-    The documents are as long as the run's longest samples; half of one is its prompt, or `data.max_prompt_tokens` if
-    less.
+    Documents are as long as the run's longest samples.
     """
     longest = max_sample_tokens(config)
     prompt = max(min(longest // 2, config.data.max_prompt_tokens), 1)

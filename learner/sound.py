@@ -1,8 +1,8 @@
-"""Keeps what cannot be trained out of the steps: judges each batch before it is trained, and names the group at fault.
+"""Keeps what cannot be trained out of the steps: judges each batch, and names the group at fault.
 
-The buffer puts a reported group into quarantine and serves the batch without it; then `step` returns None, and the loop
-takes the batch again. A batch with which the learner ended before, and nobody knows why, is tried group by group first:
-should it end again, the buffer knows with which group.
+The buffer puts the group into quarantine and serves the batch without it; `step` returns None, and the loop takes the
+batch again. A batch with which the learner ended before is tried group by group: should it end again, the buffer knows
+with which.
 """
 
 import logging
@@ -27,14 +27,11 @@ from learner.train.step import Algorithm
 log = logging.getLogger(__name__)
 NOT_FINITE = "its gradient is not finite, and that of other groups of batch {} is"
 Found = Mapping[int, str]
-"""Why a group cannot be trained, by item."""
+"""Reasons by item."""
 
 
 class SoundSteps:
-    """The steps of `algorithm`, of batches whose groups can be trained.
-
-    `made_up`: the part of `rehearsal.py`, or None.
-    """
+    """The steps of `algorithm`. `made_up`: the part of `rehearsal.py`."""
 
     def __init__(
         self, algorithm: Algorithm, batches: LearnerClient, bounds: Bounds, made_up: Part | None = None
@@ -42,7 +39,7 @@ class SoundSteps:
         self.algorithm, self.batches, self.bounds, self.made_up = algorithm, batches, bounds, made_up
 
     def warm_up(self, policy: Policy) -> None:
-        """Compute the made-up part before the first batch comes. A collective; trains nothing."""
+        """Compute the made-up part. A collective."""
         if self.made_up is None:
             return
         began = time.monotonic()
@@ -51,7 +48,7 @@ class SoundSteps:
         log.info("full microbatches of made-up samples took %.0f s and fit into memory", time.monotonic() - began)
 
     def step(self, policy: Policy, part: Part) -> dict[str, float] | None:
-        """As `Algorithm.step`; None: the batch has changed, and is to be taken again."""
+        """As `Algorithm.step`; None: the batch is to be taken again."""
         if self._reported(part, judged(part, self.bounds)):
             return None
         if part.suspect and self._reported(part, self._tried(policy, part)):
@@ -71,8 +68,7 @@ class SoundSteps:
         return stats
 
     def _reported(self, part: Part, found: Found) -> bool:
-        """Have the groups that any rank has found put into quarantine. Returns whether the batch must be taken again. A
-        collective."""
+        """Report the groups that any rank has found; whether the batch must be taken again. A collective."""
         digest = crc32(part.rows.item.data)
         some, largest, smallest = collectives.all_reduce_max(bool(found), digest, -digest)
         if not some and largest == -smallest:
@@ -106,7 +102,7 @@ class SoundSteps:
 def bounds_of(
     policy: Policy, form: ImageFormat | None, teachers: Iterable[str] | None = None, top_k: int | None = None
 ) -> Bounds:
-    """What a policy allows. `teachers`: by the `data_source` of their rows."""
+    """What a policy allows."""
     sizes = policy.mixture.sizes if policy.mixture else None
     return Bounds(
         vocabulary=policy.model.config.get_text_config().vocab_size,
@@ -120,7 +116,7 @@ def bounds_of(
 
 
 def judged(part: Part, bounds: Bounds) -> Found:
-    """The groups of which a sample in this part has an impossible value."""
+    """The groups with an impossible value in this part."""
     newest, found = max(part.version, part.reached), dict[int, str]()
     rows = part.positions.numpy().tolist()
     for row, data in zip(rows, part.samples, strict=True):
@@ -137,8 +133,8 @@ def judged(part: Part, bounds: Bounds) -> Found:
 
 
 def mismatched(part: Part, form: ImageFormat | None) -> tuple[Found, bool]:
-    """The groups with an image in this part that is not what the policy saw; and whether all groups with images are
-    such, on all ranks. A collective."""
+    """The groups with an image that is not what the policy saw; and whether that is every group with images, on all
+    ranks. A collective."""
     found, showing = dict[int, str](), 0
     for item in np.unique(part.rows.item.numpy()).tolist():
         own = only(part, item)
@@ -152,7 +148,6 @@ def mismatched(part: Part, form: ImageFormat | None) -> tuple[Found, bool]:
 
 
 def only(part: Part, item: int) -> Part:
-    """The part of a batch that consists of the group of `item`."""
     rows = np.flatnonzero(part.rows.item.numpy() == item)
     columns = {name: getattr(part.rows, name) for name in SampleRows.model_fields if name != "metrics"}
     chosen = SampleRows(

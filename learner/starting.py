@@ -1,4 +1,4 @@
-"""Prepares a process of the learner: its device and threads, and how fast it may compute in the memory it has."""
+"""Prepares a process of the learner: its device and threads, and how fast it may compute in its memory."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ def choose_device(config: Config) -> torch.device:
 
 
 def configure_process(config: Config, device: torch.device) -> torch.device:
-    """Set this process's threads, seed and GPU; returns its own device. Raises as `choose_device`."""
+    """Set threads, seed and GPU; returns the device."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.learner.threads or device.type == "cpu":
         torch.set_num_threads(config.learner.threads or max(torch.get_num_threads() // local_ranks, 1))
@@ -55,10 +55,10 @@ def configure_process(config: Config, device: torch.device) -> torch.device:
 
 
 def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: int) -> Config:
-    """`config` with `learner.compile`, `activation_checkpointing` and `head_chunk_tokens` decided.
+    """Decide `learner.compile`, `activation_checkpointing` and `head_chunk_tokens`. A collective, because GPUs may
+    differ.
 
-    A collective, because GPUs of ranks may differ. `memory`: bytes of this rank's GPU (None: on CPU). `patches`: the
-    most that one sample has.
+    `memory`: bytes of this rank's GPU. `patches`: the most of one sample.
     """
     written, versions, on_gpu = config.learner, config.run.versions, memory is not None
     tokens, reference = least_microbatch(config, patches), keeps_reference(config)
@@ -77,7 +77,7 @@ def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: 
 
 
 def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:
-    """`config` with `learner.gather: auto` decided. As `decide_speed`."""
+    """Decide `learner.gather: auto`. A collective."""
     tokens, reference = least_microbatch(config, patches), keeps_reference(config)
     sends = copies_over(config, shards(mesh), mesh.get_rank())
     sizes = shards(mesh), gpu_memory(device), tokens, reference, sends, keeps_critic(config)

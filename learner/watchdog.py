@@ -1,8 +1,8 @@
 """No collective outlives its timeout: a watchdog on each rank says which rank was missing, where, and for how long.
 
-A thread reads torch's flight recorder, which knows every collective, and writes into a store how many its rank has
-begun. When `learner.timeout_s` expires it prints one line, writes the recorder's dump and ends the process; the other
-ranks' watchdogs see that and end too. Where the store does not answer, each rank ends by itself.
+It reads torch's flight recorder, and writes into a store how many collectives its rank has begun. When
+`learner.timeout_s` expires it prints one line, writes the recorder's dump and ends the process; the other watchdogs see
+that and end too.
 """
 
 import json
@@ -30,13 +30,13 @@ from configs.variables import private_folder
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 RECORDER = "TORCH_FR_BUFFER_SIZE"
-"""Entries that the flight recorder keeps; read when the process group is created."""
+"""Entries of the recorder; read when the process group is created."""
 TORCH_LATER_S = 15.0
-"""torch's own timeout expires this much after ours."""
+"""torch's own timeout expires this much later."""
 ANSWER_S = 10.0
-"""Time in which the ranks' store answers, or is out of reach."""
+"""Later than this the store is out of reach: each rank ends by itself."""
 Note = dict[str, Any]
-"""A rank's note: collectives `begun` by group, the line `where` it is, the time `at` which it began."""
+"""A rank's note: collectives `begun` by group, `where` it is, the time `at` which it began."""
 
 
 def enable_flight_recorder() -> None:
@@ -46,7 +46,7 @@ def enable_flight_recorder() -> None:
 
 
 class Watchdog:
-    """A context manager around all that the ranks do together. `folder` gets the recorder's dump on expiry."""
+    """Around all that the ranks do together. `folder` gets the recorder's dump."""
 
     def __init__(self, timeout_s: float, folder: Path) -> None:
         self.timeout_s, self.folder = timeout_s, folder
@@ -90,13 +90,11 @@ class Watchdog:
             self._expire(oldest, waited, note)
 
     def _exchange(self, note: Note) -> bool:
-        """Whether a rank has expired."""
         self._store.set(str(self.rank), json.dumps(note))
         return bool(self._store.check(["verdict"]))
 
     def _ask(self, work: Callable[[], T]) -> T | None:
-        """What `work` gets from the store; None if that does not answer in time: a call to a machine that is cut off
-        would last for ever."""
+        """None if the store does not answer in time: a call to a machine that is cut off would last for ever."""
         try:
             if self._asked.done():
                 self._asked = self._asker.submit(work)
@@ -130,8 +128,8 @@ class Watchdog:
 
 
 class Waits:
-    """How long the oldest collective has waited. The recorder notes the time of day, which may be set, and which goes
-    on while this process is stopped: it counts for `at_most_s` before the first look."""
+    """How long the oldest collective has waited. The recorder's time may be set, and goes on while this process is
+    stopped: it counts for `at_most_s` before the first look."""
 
     def __init__(self, at_most_s: float) -> None:
         self._at_most_s = at_most_s
@@ -146,7 +144,7 @@ class Waits:
 
 
 def flight_record(active: bool = True) -> dict[str, Any]:
-    """The flight recorder's dump: the collectives in progress (`active`), or all that it remembers."""
+    """The collectives in progress (`active`), or all that the recorder remembers."""
     dumps = [getattr(c10d, name) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json") if hasattr(c10d, name)]
     states = [json.loads(dump(includeCollectives=True, onlyActive=active) or b"{}") for dump in dumps]
     entries = [
@@ -161,7 +159,7 @@ def flight_record(active: bool = True) -> dict[str, Any]:
 
 
 def current_line(thread: int | None) -> str:
-    """The innermost line that a thread executes outside of installed packages: `learner/train/step.py:80 backward`."""
+    """A thread's innermost line outside of installed packages: `learner/train/step.py:80 backward`."""
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return "nowhere"
@@ -174,8 +172,7 @@ def current_line(thread: int | None) -> str:
 def verdict(
     entry: dict[str, Any], waited: float, notes: dict[int, Note | None], rank: int, timeout_s: float, path: Path
 ) -> str:
-    """Which rank was missing: one of the collective's group that never wrote a note, else the one that has begun the
-    fewest of its collectives."""
+    """The missing rank never wrote a note, or has begun the fewest of the group's collectives."""
     mine, group = notes[rank], entry["group"]
     where = mine["where"] if mine else "?"
     head = f"learner: timeout: rank {rank} has waited {waited:.1f} s in {entry['profiling_name']} ({where}) for"

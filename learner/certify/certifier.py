@@ -1,7 +1,4 @@
-"""Makes a certificate: shrinks a model, trains and pushes the copy in every way, and collects the comparisons.
-
-Reads the model's config and never a weight; waits for a `Pair` of ranks and the disk.
-"""
+"""Makes a certificate: shrinks a model, trains and pushes the copy, and collects the comparisons. Reads no weights."""
 
 import copy
 import hashlib
@@ -75,8 +72,8 @@ def software() -> dict[str, str]:
 
 
 def certify(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, splits: bool = False) -> Certificate:
-    """The certificate of `model.path`. `share`: `learner.share_prompts`. `splits`: ranks share rows
-    (`learner.context_parallel`). Raises ConfigError for a config that transformers cannot read."""
+    """`share`: `learner.share_prompts`. `splits`: ranks share rows. Raises ConfigError for a config that transformers
+    cannot read."""
     return certify_config(loading.read_config(model), model, share, mesh, pair, splits)
 
 
@@ -119,7 +116,7 @@ def write_copy(config: PreTrainedConfig, model: ModelConfig, folder: Path) -> Mo
 
 
 def described(folder: Path) -> str:
-    """Example: `2 layers, 256 wide, 0.2 M parameters`; empty if there is no copy."""
+    """Example: `2 layers, 256 wide, 0.2 M parameters`."""
     if not (folder / "config.json").exists():
         return ""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -180,7 +177,7 @@ def compare_ranks(what: str, model: ModelConfig, reference: PreTrainedModel, cas
 
 
 def compare_split(model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
-    """Compare what two ranks compute of a row that they share, each with half of its tokens."""
+    """Each of two ranks computes half of a row's tokens."""
     row, ends = case.row, case.row.cu_seqlens[1:-1].tolist()
     pieces = np.split(row.tokens.numpy(), ends)
     scored = [int(each.sum()) for each in np.split(row.sampled.numpy(), ends)]

@@ -1,7 +1,6 @@
 """Compares copies of changed weights: as servers get them over the weights wire, and as an export has them on disk.
 
-transformers loads both by the names of their files, so a weight that is missing, has another name or is transposed is a
-fault.
+transformers loads both by name, so a weight that is missing, misnamed or transposed is a fault.
 """
 
 import shutil
@@ -26,9 +25,9 @@ from learner.weights.plan import Plan
 
 BUCKET_BYTES = 1 << 20
 CHANGE = 0.05
-"""Change of a weight, as a share of the largest one."""
+"""As a share of the largest weight."""
 LEAST = 100 * LIMIT
-"""The changed weights must change log-probabilities by so much, or comparing them would prove nothing."""
+"""Smaller changes of log-probabilities would prove nothing."""
 
 
 def compare_copies(
@@ -61,7 +60,7 @@ def compare_copies(
 
 @torch.no_grad()
 def change(policy: Policy) -> None:
-    """Change every trained weight, as an optimizer step with a huge learning rate would."""
+    """Change every trained weight, as a huge optimizer step would."""
     draw = torch.Generator().manual_seed(2)
     for name, parameter in policy.model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -70,7 +69,7 @@ def change(policy: Policy) -> None:
 
 
 def as_received(policy: Policy) -> dict[str, Tensor]:
-    """The weights by name, as a server sees them in its buckets."""
+    """The weights as a server sees them in its buckets."""
     plan = Plan.of(policy.weight_specs(), BUCKET_BYTES, policy.frozen_names())
     buckets = Buckets(plan, policy.device)
     buckets.fill(policy.full_weights())
@@ -88,7 +87,7 @@ def write_pushed(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -
 
 
 def read_back(folder: Path, model: ModelConfig) -> tuple[PreTrainedModel, str]:
-    """Load a folder with transformers. Also returns what it lacks or has besides."""
+    """Load a folder. Also returns what it lacks or has besides."""
     config = loading.read_config(model.model_copy(update={"path": str(folder)}))
     read, info = loading.auto_class(config).from_pretrained(
         folder,

@@ -1,4 +1,4 @@
-"""The rows with images that a certificate compares: random pictures of several sizes among random tokens."""
+"""The rows with images that a certificate compares."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,17 +22,17 @@ from learner.train.pictures import Piece, show
 HALF = (0.5, 0.5, 0.5)
 Seen = Sequence[SeenImage]
 Part = int | tuple[int, int, int]
-"""Text of so many tokens, or a picture: its number, its height and its width in tokens."""
+"""Tokens of text, or a picture: its number, and its height and width in tokens."""
 DOCUMENTS: tuple[tuple[Part, ...], ...] = (
     (4, (0, 2, 3), 6),
     (3, (1, 1, 1), (0, 2, 3), 9, (2, 4, 2), 5),
     (11,),
     (23,),
 )
-"""Each of two ranks computes half of them, so that one has no image."""
+"""One of two ranks has no image."""
 PROMPT: tuple[Part, ...] = (3, (3, 3, 2), 4, (1, 1, 1), 2)
 ANSWERS: tuple[tuple[Part, ...], ...] = ((4,), (1,), (3, (4, 2, 2), 5))
-"""Answers to a shared prompt; one has a picture of its own in a later turn."""
+"""One has a picture of its own."""
 
 
 def image_cases(config: PreTrainedConfig) -> Iterator[Case]:
@@ -62,7 +62,7 @@ def _packed(what: str, texts: Sequence[np.ndarray], seen: Sequence[Seen]) -> Cas
 
 
 def shown_row(texts: Sequence[np.ndarray], seen: Sequence[Seen], groups: Sequence[int] = ()) -> Microbatch:
-    """Pack `texts`, each with its images; `groups` are of texts without any."""
+    """Pack `texts`, each with its images."""
     return show(
         packed_row(texts, groups),
         [Piece(images, len(text), slice(None)) for text, images in zip(texts, seen, strict=True)],
@@ -106,7 +106,7 @@ def _written(form: ImageFormat, draw: np.random.Generator, parts: Sequence[Part]
 
 
 def given_images(text: np.ndarray, seen: Seen) -> Mapping[str, Tensor]:
-    """The images as transformers' processor would give them to a model."""
+    """The images as transformers' processor gives them to a model."""
     if not seen:
         return {}
     pictures = [picture for _, picture in seen]

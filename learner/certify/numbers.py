@@ -1,7 +1,7 @@
-"""Compares log-probabilities and gradients of a policy with those of transformers' own eager model, which computes
-every document alone.
+"""Compares log-probabilities and gradients of a policy with those of transformers' eager model, which computes every
+document alone.
 
-A model that is computed wrongly or not at all is a fault with the type of the layer, not an exception.
+A model that cannot be computed is a fault, not an exception.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +19,13 @@ from learner.model.exactness import FOREIGN, alone, block_outputs, first_differe
 from learner.model.policy import Policy
 
 LIMIT = 1e-4
-"""Nats between float32 log-probabilities; see `distance`."""
+"""In nats; see `distance`."""
 SERVER_LIMIT = 1e-3
-"""Of a vLLM server, whose kernels compute in another order."""
+"""vLLM's kernels compute in another order."""
 GRADIENT_LIMIT = 1e-3
-"""Difference of a parameter's gradient over its norm."""
+"""Difference over the norm."""
 NEGLIGIBLE = 1e-3
-"""A smaller share of the whole gradient is compared with this share instead of its own norm."""
+"""A gradient with less of the whole norm is compared with this share."""
 Gradients = Mapping[str, Tensor]
 
 
@@ -53,7 +53,7 @@ def _logprobs(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
 
 
 def gradient(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
-    """Compare the gradients of a weighted sum of log-probabilities."""
+    """Compare the gradients of weighted log-probabilities."""
     weights = coefficients(case)
     policy.zero_grad()
     (policy(placed(policy, case.row), 1.0)[0][case.row.scored] * weights).sum().backward()
@@ -96,14 +96,14 @@ def expected(reference: PreTrainedModel, case: Case) -> Tensor:
 
 
 def coefficients(case: Case) -> Tensor:
-    """Weights of the log-probabilities in their sum: [scored]."""
+    """Weights of the log-probabilities: [scored]."""
     return torch.from_numpy(np.random.default_rng(9).standard_normal(len(case.row.scored)).astype(np.float32))
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of log-probabilities, above 1 nat as a share of theirs; NaN if one is not finite.
+    """The largest difference, above 1 nat as a share of theirs; NaN if one is not finite.
 
-    Random weights give log-probabilities of tens of nats, of which float32 has six digits.
+    Random weights give tens of nats, of which float32 has six digits.
     """
     theirs = theirs.detach()
     return float(((ours.detach() - theirs).abs() / theirs.abs().clamp(min=1.0)).max())

@@ -1,7 +1,6 @@
 """Has a certificate made in forked processes, and keeps it in the folder of a run.
 
-Call `made` and `checked` before this process computes anything with torch: a forked process must not find a pool of
-threads.
+Call it before this process computes with torch: a forked process must not find a pool of threads.
 """
 
 import json
@@ -35,14 +34,14 @@ LIMIT_S = 600.0
 
 
 def leads(environment: Mapping[str, str]) -> bool:
-    """Whether this process, among all ranks and nodes, is the one that needs a certificate."""
+    """Whether this process, of all ranks and nodes, needs a certificate."""
     return all(environment.get(name, "0") == "0" for name in ("RANK", "NODE_RANK"))
 
 
 def require(config: Config) -> None:
-    """Raise ConfigError unless the model of the run has a certificate that holds, and takes an adapter if it gets one.
+    """Raise ConfigError unless the run's model has a certificate that holds, and takes its adapter.
 
-    A certificate in the run's folder that holds is used again for the same model and code.
+    A certificate in the run's folder is used again for the same model and code.
     """
     model, file = config.model, config.run.path / FILE
     facts, learner = loading.read_config(model), config.learner
@@ -72,7 +71,7 @@ def made(model: ModelConfig, share: bool, splits: bool = False, limit_s: float =
 
 
 def checked(model: ModelConfig, share: bool, limit_s: float = LIMIT_S) -> None:
-    """Do what `check_exact` does, in a process of its own."""
+    """`check_exact` in a process of its own."""
     if problems := json.loads(_forked(_check, model, (share,), limit_s)):
         raise ConfigError(problems)
 
@@ -98,7 +97,7 @@ def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, .
 
 @contextmanager
 def one_rank() -> Iterator[DeviceMesh]:
-    """Yield the mesh of a process group of one rank."""
+    """Yield the mesh of one rank."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=LIMIT_S))
     try:
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
@@ -107,7 +106,7 @@ def one_rank() -> Iterator[DeviceMesh]:
 
 
 def prepare() -> None:
-    """End with the process that forked this one, which alone takes Ctrl-C. Compute without kernels."""
+    """End with the parent, which alone takes Ctrl-C. Compute without kernels."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     state.use_torch_alone()

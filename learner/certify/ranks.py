@@ -1,6 +1,6 @@
 """Two ranks that shard a model, for the certificate: each computes half of the documents, and both the gradient.
 
-The processes stay for any number of models. An error of one rank ends both; the next question starts two others.
+An error of one rank ends both; the next question starts two others.
 """
 
 import tempfile
@@ -43,13 +43,12 @@ OPTIONS = LearnerConfig(
 class ComparedText(NamedTuple):
     tokens: np.ndarray
     weights: np.ndarray
-    """Factors of the log-probabilities, of each token but the first."""
+    """Factors of the log-probabilities."""
     seen: Sequence[SeenImage] = ()
 
 
 class Sharing(NamedTuple):
-    """How the pieces of a row lie that both ranks share: the documents are these pieces, of which a shared prompt has
-    no factors."""
+    """How pieces of a row lie that both ranks share; a shared prompt has no factors."""
 
     groups: Sequence[int] = ()
     copied: bool = False
@@ -58,7 +57,7 @@ class Sharing(NamedTuple):
 
 @dataclass
 class Answer:
-    """Log-probabilities of a rank's documents, and on rank 0 the summed gradients by name."""
+    """Log-probabilities, and on rank 0 the summed gradients."""
 
     logprobs: list[np.ndarray] = field(default_factory=list)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
@@ -69,14 +68,14 @@ class Answer:
 
 
 class Pair:
-    """Two ranks. `prepare` is the first thing that each process calls."""
+    """Two ranks. Each process calls `prepare` first."""
 
     def __init__(self, context: BaseContext, prepare: Callable[[], None] = die_with_parent) -> None:
         self._context, self._prepare = context, prepare
         self._ranks: list[tuple[BaseProcess, Connection]] = []
 
     def start(self) -> None:
-        """Fork the processes before this process computes anything."""
+        """Fork before this process computes anything."""
         if self._ranks:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-ranks-")
@@ -92,7 +91,7 @@ class Pair:
     def ask(
         self, model: ModelConfig, shares: Sequence[Sequence[ComparedText]], sharing: Sharing | None = None
     ) -> list[Answer]:
-        """What the ranks compute of `model`, each of its share. `sharing`: both get the same pieces of one row."""
+        """What the ranks compute of their shares. `sharing`: both get the same row."""
         self.start()
         answers = []
         for (_, connection), share in zip(self._ranks, shares, strict=True):
@@ -125,7 +124,7 @@ class Pair:
 
 
 def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], None]) -> None:
-    """Be rank `rank` until the caller closes its end."""
+    """Be rank `rank`."""
     prepare()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)  # a forked process must not use its parent's pool of threads

@@ -1,4 +1,4 @@
-"""The rows of tokens that a certificate compares; the copy's windows and chunks are WINDOW tokens long."""
+"""The rows of tokens that a certificate compares."""
 
 from collections.abc import Iterator, Sequence
 from math import inf
@@ -15,7 +15,7 @@ SHORT = (5, 7, 3, 6)
 LONG = (2 * WINDOW + 5, 9, 4 * WINDOW + 1, 12)
 """Tokens of documents shorter and longer than any window."""
 SHARED = ((9, (4, 1, 6), (11,)), (2 * WINDOW + 5, (WINDOW + 6, 3 * WINDOW + 2, 3), ()))
-"""Tokens of a prompt, of the answers to it, and of other documents."""
+"""Tokens of a prompt, its answers, and other documents."""
 
 
 class Case(NamedTuple):

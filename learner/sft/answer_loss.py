@@ -1,7 +1,5 @@
-"""Supervised fine-tuning's step and its held-out loss: the mean of -log p over all trained tokens of the batch.
-
-Each method is a collective.
-"""
+"""Supervised fine-tuning's step and its held-out loss: the mean of -log p over the batch's trained tokens.
+Collectives."""
 
 import time
 from collections.abc import Mapping
@@ -20,19 +18,18 @@ from learner.train.optimizer import Optimizer
 from learner.train.skipped import SkippedSteps
 
 MEASURED_AT_ONCE = 1024
-"""Held-out texts packed together: all of them would take too much memory."""
+"""Held-out texts; all of them would take too much memory."""
 
 
 class AnswerSteps:
-    """Steps on `data`, `rows` in each batch, in microbatches of `budget` tokens."""
+    """`rows` of `data` in each batch, in microbatches of `budget` tokens."""
 
     def __init__(self, data: Demonstrations, optimizer: Optimizer, budget: int, rows: int) -> None:
         self.data, self.optimizer, self.budget, self.rows = data, optimizer, budget, rows
         self.skipped = SkippedSteps()
 
     def step(self, policy: Policy, version: int) -> dict[str, float]:
-        """Train on batch `version`; the metrics are the same on all ranks. Raises StepsSkipped if too many steps
-        changed nothing."""
+        """Train on batch `version`. Raises StepsSkipped if too many steps changed nothing."""
         self.skipped.check()
         began = time.perf_counter()
         position = version * self.rows
@@ -62,8 +59,8 @@ class AnswerSteps:
         }  # fmt: skip
 
     def _backward(self, policy: Policy, placed: list, trained: int) -> tuple[Tensor, Tensor | None]:
-        """Leave the gradient of the batch's loss in the parameters; returns the sum of -log p over all ranks, []
-        float64, and what this rank's routers did."""
+        """Leave the gradient in the parameters; the sum of -log p over all ranks, [] float64, and what this rank's
+        routers did."""
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return -logprobs.sum() / trained
@@ -88,7 +85,7 @@ def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
 
 
 class HeldOut:
-    """The loss on `sets` by name, at version 0, every `every` versions and at version `versions`."""
+    """The loss on `sets` at version 0, every `every` versions and at version `versions`."""
 
     def __init__(self, sets: Mapping[str, Demonstrations], every: int | None, versions: int, budget: int) -> None:
         self.sets, self.every, self.versions, self.budget = sets, every, versions, budget

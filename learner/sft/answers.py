@@ -1,7 +1,6 @@
 """From a row with a demonstration to tokens, and which of them are trained: what a server would have sampled.
 
-An answer begins where a server would begin to sample it, so it and what is before it are encoded apart. It ends with
-the token at which a server would stop.
+An answer is encoded apart from what is before it, and ends with the token at which a server would stop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,34 +20,34 @@ if TYPE_CHECKING:
 
 Chat = list[dict[str, Any]]
 FLAG = "train"
-"""The key of a message that says whether it is trained."""
+"""Says whether a message is trained."""
 FOREIGN = {"weight": "write it as train: true or train: false", "training": "write it as train"}
-"""Keys by which other tools say it, and the remedy."""
+"""Other tools' keys for it, and the remedy."""
 UNREAD = {
     "videos": "only text is trained",
     "tools": "write them into the system message, as the chat template would",
 }
-"""Columns that would change what the model sees, and the remedy."""
+"""Columns that are not trained, and the remedy."""
 
 
 class TrainedText(NamedTuple):
-    """A text of its own."""
+    """One text."""
 
     tokens: np.ndarray
     """int32 [tokens]"""
     trained: np.ndarray
-    """bool [tokens]; never true for the first token, which nothing predicts."""
+    """bool [tokens]; never true for the first token."""
 
 
 @dataclass
 class Draft:
-    """A text in the making: one answer after another, as long as the template leaves what is before them as it was."""
+    """A text in the making, as long as the template leaves what is before an answer as it was."""
 
     text: str = ""
     pieces: list[tuple[list[int], bool]] = field(default_factory=list)
     """Tokens, and whether they are trained."""
     closed: bool = False
-    """The last answer ends with a token that the template did not write: nothing can follow it."""
+    """The last answer ends with a token that the template did not write: nothing can follow."""
 
     def finish(self) -> TrainedText:
         tokens = np.array([token for ids, _ in self.pieces for token in ids], np.int32)
@@ -58,7 +57,7 @@ class Draft:
 
 
 def reader_of(config: Config, section: str = "sft") -> "AnswerReader":
-    """A reader with the model's own tokenizer. Raises ConfigError."""
+    """A reader with the model's tokenizer. Raises ConfigError."""
     try:
         tokenizer = load_tokenizer(config)
     except ValueError as error:
@@ -67,10 +66,10 @@ def reader_of(config: Config, section: str = "sft") -> "AnswerReader":
 
 
 class AnswerReader:
-    """The run's templates around each demonstration. Raises ConfigError for an unusable template or tokenizer."""
+    """The run's templates. Raises ConfigError for an unusable template or tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, section: str = "sft") -> None:
-        """`section`: the run file's section with the key `turns`, for errors."""
+        """`section`: of the key `turns`, for errors."""
         self.tokenizer, self.turns, self.formats = tokenizer, config.sft.turns, config.data.format_prompt is not None
         self.section = section
         if tokenizer.eos_token_id is None:
@@ -80,13 +79,13 @@ class AnswerReader:
         self.prompts = Prompts(tokenizer, config)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ends = {*self.prompts.ends, *special}
-        """Tokens that close an answer where the template writes one of them behind it."""
+        """Tokens that close an answer if the template writes them."""
 
     def close(self) -> None:
         self.prompts.close()
 
     def texts(self, row: Mapping[str, Any]) -> list[TrainedText]:
-        """One text, or more where the template writes earlier turns anew once others follow. Raises PromptError."""
+        """One text, or more where the template rewrites earlier turns once others follow. Raises PromptError."""
         for name, remedy in UNREAD.items():
             if row.get(name):
                 raise PromptError(f"the row has {name}, which supervised fine-tuning does not read; {remedy}")
@@ -181,7 +180,7 @@ class AnswerReader:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _require_joined(self, draft: Draft) -> None:
-        """Raise PromptError for a tokenizer that writes a text in another way where it is encoded in pieces."""
+        """Raise PromptError for a tokenizer that writes pieces of a text in another way."""
         tokens = [token for ids, _ in draft.pieces for token in ids]
         tokens = tokens[:-1] if draft.closed else tokens
         pieces, together = map(self.tokenizer.convert_ids_to_tokens, (tokens, self._encoded(draft.text)))

@@ -1,8 +1,7 @@
-"""Demonstrations that are trained beside each batch of reinforcement learning, with a loss of their own.
+"""Demonstrations that are trained beside each batch of reinforcement learning.
 
-The gradient gains `weight` times that of the mean of -log p over the trained tokens of `rows` demonstrations. A
-version's number alone decides which ones, so a crash, a resume or another number of ranks draws the same, and the
-ledger need not know of them.
+The gradient gains `weight` times that of the mean of -log p over their trained tokens. A version's number alone decides
+which ones, so a crash or another number of ranks draws the same, and the ledger need not know of them.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ KEY = "data.demonstrations"
 
 
 class Beside:
-    """`rows` of `data` beside each batch, in microbatches of `budget` tokens."""
+    """`rows` of `data` beside each batch."""
 
     def __init__(self, data: Demonstrations, rows: int, weight: float, budget: int) -> None:
         self.data, self.rows, self.weight, self.budget = data, rows, weight, budget
@@ -40,7 +39,7 @@ class Beside:
 
 
 class Drawn:
-    """The demonstrations of one batch. `texts`: of all ranks."""
+    """The demonstrations of one batch, on all ranks."""
 
     def __init__(
         self, policy: Policy, texts: Sequence[TrainedText], weight: float, budget: int, rows: int, epoch: float
@@ -50,7 +49,7 @@ class Drawn:
         packed = microbatches(texts, dist.get_rank(), dist.get_world_size(), budget, policy.costs.quadratic)
         self.microbatches = [policy.place(microbatch) for microbatch in packed]
         self.total = torch.zeros((), dtype=torch.float64, device=policy.device)
-        """-log p of this rank's microbatches so far: [] float64."""
+        """-log p of this rank so far: [] float64."""
 
     def backward_of(self, policy: Policy, microbatch: Microbatch) -> None:
         scale = self._weight / self._trained
@@ -81,8 +80,7 @@ class Drawn:
 
 
 def read_beside(config: Config, budget: int) -> Beside | None:
-    """The demonstrations of `data.demonstrations`; None without that key. Raises ConfigError, on every rank, if a row
-    cannot be trained. A collective."""
+    """None without `data.demonstrations`. Raises ConfigError if a row cannot be trained. A collective."""
     given = config.data.demonstrations
     if given is None:
         return None

@@ -1,9 +1,8 @@
 """`python -m learner sft CONFIG`: supervised fine-tuning on the demonstrations of `data.train`, to `run.versions`.
 
-Needs no other process. Goes on from the last checkpoint in the run's folder. The first SIGINT or SIGTERM ends it after
-the current version and a checkpoint (exit 0), the second at once. Exit 2: bad config, model, device or row, found
-before anything was trained. Exit 1: a rank failed. Exit 4: the last checkpoint could not be written, or the steps no
-longer change anything.
+Goes on from the last checkpoint. The first SIGINT or SIGTERM ends it after the current version and a checkpoint (exit
+0), the second at once. Exit 2: bad input, found before anything was trained. Exit 1: a rank failed. Exit 4: the last
+checkpoint could not be written, or the steps no longer change anything.
 """
 
 import os
@@ -87,14 +86,14 @@ def known(config: Config) -> Config:
 
 
 def check_past(config: Config) -> None:
-    """Raise ConfigError if keys have changed that may not, or if the folder is that of another kind of run."""
+    """Raise ConfigError if keys have changed that may not, or another kind of run has the folder."""
     before = written(config.run.path)
     if before and (before.get("sft.rows") is None or complete(config.run.path / "checkpoints")):
         changes(before, config)
 
 
 def take_folder(path: Path) -> None:
-    """Lock the run's folder for the life of this process: two would write the same checkpoints. Raises ConfigError."""
+    """Lock the run's folder: two processes would write the same checkpoints. Raises ConfigError."""
     run_folder(path)
     try:
         locked(path / LOCK)
@@ -103,8 +102,7 @@ def take_folder(path: Path) -> None:
 
 
 def tune(given: Config, config: Config, device: torch.device) -> None:
-    """Build the loop's parts and run it. `given`: what `config.yaml` records; `config`: the same with what is known of
-    the model."""
+    """Run the loop. `given`: what `config.yaml` records."""
     path, versions = config.run.path, config.run.versions
     with process_group(config, device) as mesh, ExitStack() as parts:
         rank = mesh.get_rank()
@@ -138,7 +136,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
 
 
 def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]:
-    """The rows that are trained, and those of each held-out set. Raises ConfigError. A collective."""
+    """The trained rows, and each held-out set. Raises ConfigError. A collective."""
     reader = reader_of(config)
     try:
         found = {
@@ -154,7 +152,7 @@ def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]
 def fitted(
     config: Config, device: torch.device, mesh: DeviceMesh, data: Demonstrations, held_out: dict[str, Demonstrations]
 ) -> Config:
-    """`config` with `auto` decided for the longest text. Raises ConfigError. A collective."""
+    """Decide `auto` for the longest text. Raises ConfigError. A collective."""
     check_sft(config, rows=len(data), files=())
     most = max(each.longest for each in (data, *held_out.values()))
     config = config.model_copy(update={"sft": config.sft.model_copy(update={"max_tokens": most})})

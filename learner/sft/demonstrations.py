@@ -1,7 +1,6 @@
-"""The demonstrations of a run in tokens, all of them on every rank, and the order in which they are trained.
+"""The demonstrations of a run in tokens, all of them on every rank, and their order.
 
-Each rank converts its share of the rows before anything is trained, then the ranks exchange them. So a row that cannot
-be trained ends the run at its start.
+Each rank converts its share before anything is trained, so a row that cannot be trained ends the run at its start.
 """
 
 import hashlib
@@ -26,12 +25,12 @@ from rollout.errors import PromptError
 
 log = logging.getLogger(__name__)
 MOST_SHOWN = 10
-"""Rows that cannot be trained which are named."""
+"""Rows that an error names."""
 Texts = list[TrainedText]
 
 
 class SourceRows(NamedTuple):
-    """Rows of one source among all, and its weight."""
+    """Rows of one source among all."""
 
     start: int
     stop: int
@@ -39,12 +38,12 @@ class SourceRows(NamedTuple):
 
 
 class Demonstrations:
-    """The rows of a source that are trained, or evaluated."""
+    """The rows of a source."""
 
     def __init__(
         self, rows: Sequence[Texts], ranges: Sequence[SourceRows], seed: int = 0, shuffle: bool = False
     ) -> None:
-        """`rows`: without texts where they were dropped."""
+        """`rows`: without texts where dropped."""
         kept = [number for number, texts in enumerate(rows) if texts]
         self.rows = [rows[number] for number in kept]
         self.dropped = len(rows) - len(kept)
@@ -76,7 +75,7 @@ class Demonstrations:
         return schedule.order(len(self.rows), self._seed, epoch, self._shuffle)
 
     def drawn(self, position: int, number: int) -> Texts:
-        """The texts of `number` rows from `position` on, counted over all epochs."""
+        """The texts of `number` rows from `position` on, over all epochs."""
         found: Texts = []
         for place in range(position, position + number):
             epoch, index = divmod(place, len(self.rows))
@@ -85,8 +84,7 @@ class Demonstrations:
 
 
 def read_demonstrations(config: Config, key: str, source: Source, reader: AnswerReader) -> Demonstrations:
-    """The rows of `source`, which the run file names by `key`. Raises ConfigError, on every rank, if one cannot be
-    trained. A collective."""
+    """The rows of `source`. Raises ConfigError, on every rank, if one cannot be trained. A collective."""
     try:
         opened = [
             (part.weight, open_source(part, config.data, key, False, None, demonstrations=True))
@@ -124,7 +122,7 @@ def _name(key: str) -> str:
 def _converted(
     config: Config, rows: JoinedRows, numbers: range, reader: AnswerReader
 ) -> tuple[list[Texts], list[tuple[int, str]]]:
-    """Texts of these rows, none for a dropped one; and why rows cannot be trained, by number."""
+    """Texts, none for a dropped row; and why rows cannot be trained."""
     most, found, wrong = longest(config), list[Texts](), list[tuple[int, str]]()
     said, section = "auto, " * (config.sft.max_tokens == "auto"), reader.section
     limit = f"sft.max_tokens ({said}{most})" if section == "sft" else f"the longest sample of the run ({most})"

@@ -1,5 +1,4 @@
-"""Texts become the microbatches of this rank, the same number on all ranks. All ranks compute the same cut of the same
-texts."""
+"""Texts become the microbatches of this rank, the same number on all ranks. All ranks compute the same cut."""
 
 from collections.abc import Sequence
 
@@ -24,7 +23,7 @@ def microbatches(
 
 
 def laid_out(texts: Sequence[TrainedText]) -> Microbatch:
-    """One row of whole texts; of none, a dummy without trainable tokens."""
+    """One row of whole texts; of none, a dummy."""
     if not texts:
         return pack([])
     tokens, trained = [text.tokens for text in texts], [text.trained for text in texts]
