@@ -1,7 +1,7 @@
 """`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`.
 
 Other commands: `merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter, `digest CHECKPOINT MODEL`
-compares MODEL with the base in CHECKPOINT, `sft CONFIG` trains on demonstrations.
+prints MODEL's digest, to compare with the base of CHECKPOINT, `sft CONFIG` trains on demonstrations.
 
 The first SIGINT or SIGTERM ends the run after the current version and a checkpoint (exit 0), the second at once. Exit
 2: bad input, found before anything was trained. Exit 1: a rank failed; all ranks have ended, and a restart continues
@@ -87,10 +87,8 @@ PROG = "python -m learner"
 OVER = (NoDiskSpace, OwnFailure, PictureMismatch, RouteMismatch, StepsSkipped)
 """Errors that a restart would only repeat."""
 FILES = ("model.path", WEIGHTS, "data.demonstrations", "algorithm.loss", "algorithm.advantage")
-"""Keys of files that each rank reads."""
 OTHERS = {"merge": merge.main, "digest": base_digest.main, "sft": command.main}
 LAST_PUBLISH_S = 10.0
-"""For the rollout servers to take the last policy."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -208,7 +206,6 @@ def build(
 
 
 def build_critic(config: Config, mesh: DeviceMesh) -> Critic:
-    """The critic, a copy of the initial model."""
     body = Policy(config.model, config.learner, mesh, valued=True)
     log.info("critic: %.1f M parameters, trained beside the policy", body.model.num_parameters() / 1e6)
     given = config.algorithm.critic
@@ -219,7 +216,7 @@ def build_critic(config: Config, mesh: DeviceMesh) -> Critic:
 def open_weights_wire(
     config: Config, policy: Policy, mesh: DeviceMesh, form: ImageFormat | None
 ) -> Sender | RowRank | Follower | Bystander:
-    """This rank's end of the weights wire. Raises ConfigError if a sample is too short for its probe."""
+    """This rank's end of the weights wire. Raises ConfigError."""
     if replica(mesh) > 0:
         return Bystander()
     specs, seed, frozen = policy.weight_specs(), config.run.seed, policy.frozen_names()
@@ -246,8 +243,7 @@ def open_weights_wire(
 
 
 def sending_ranks(policy: Policy, mesh: DeviceMesh) -> SendingRanks:
-    """The ranks of the first replica, each of which sends its rows. Raises ConfigError for a model that needs gathered
-    weights."""
+    """The ranks of the first replica, each of which sends its rows. Raises ConfigError if weights must be gathered."""
     if other := policy.unsent_by_rows():
         problem = f"weights.publish: rows, and the model's files hold {other} in another form or as a buffer"
         raise ConfigError([f"{problem}, which only gathered weights can be sent in; set it to gather"])

@@ -56,7 +56,7 @@ class NoDiskSpace(RuntimeError):
 
 
 class Checkpoints:
-    """One every `checkpoint_every` versions, and version `versions`, with its export."""
+    """One checkpoint every `checkpoint_every` versions and at version `versions`, which is exported."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Checkpoints:
         position: Callable[[int], DataPosition] | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """`shards`: ranks that share one copy of the model; None for all. `position`: of a version, in fine-tuning."""
+        """`shards`: ranks that share one copy of the model. `position`: of a version, in fine-tuning."""
         self._position, self._critic = position, critic
         self.folder, self.model, self.config, self.optimizer, self.versions = folder, model, config, optimizer, versions
         self.ranks = SavingRanks(folder, shards or dist.get_world_size(), config.checkpoint_on == "first_node")
@@ -132,10 +132,9 @@ class Checkpoints:
             raise
 
     def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
-        """Begin to write `version` if it is due; returns the oldest version that a restart may restore, or 0. Call it
-        for every version.
+        """Begin to write `version` if it is due; returns the oldest version that a restart may restore, or 0.
 
-        `reward`: of the batch that made `version`, for `keep_best`.
+        Call it for every version. `reward`: mean of the batch that made `version`.
         """
         self._reward = reward
         export_every, keep_every = self.config.export_every, self.config.keep_every
@@ -164,13 +163,11 @@ class Checkpoints:
         return bool(broadcast_from_rank0(version == 0 or exported))
 
     def close(self) -> None:
-        """Call it before the process group ends."""
         self._wait()
         self._thread.shutdown()
         dist.barrier(self.ranks.group)
 
     def _begin(self, policy: Policy, version: int, exported: bool) -> bool:
-        """False if the disk has no space."""
         self._wait()
         partial = folder_of(self.folder, version).with_suffix(".tmp")
         if not broadcast_from_rank0(dist.get_rank() != 0 or self._has_space(policy, partial, exported)):
@@ -202,7 +199,6 @@ class Checkpoints:
         adapter: AdapterOf | None,
         position: DataPosition | None,
     ) -> None:
-        """In the thread: once all shards are written, rank 0 makes the folder a checkpoint and removes old ones."""
         shards.result()
         if dist.get_rank() != 0:
             return

@@ -1,5 +1,4 @@
-"""The end of a run by signal: the first SIGTERM or SIGINT ends it after the current version and a checkpoint, the
-second at once."""
+"""The end of a run by signal: the first ends it after the current version and a checkpoint, the second at once."""
 
 import os
 import signal
@@ -23,7 +22,6 @@ class Stopping:
         """Never taken back: a signal may arrive while the ranks agree."""
 
     def begin(self, number: int) -> None:
-        """The handler of the first signal."""
         self._stop()
         name = signal.Signals(number).name
         line = f"learner: {name}: finishing this version and its checkpoint; once more ends at once\n"

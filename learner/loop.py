@@ -26,7 +26,7 @@ def run(
     stopping.agreed()  # else a rank's Take might precede another's Rewind, which undoes the batch
     batches.follow_evaluations(metrics.evaluations(version))
     weights.publish(policy, version)
-    algorithm.warm_up(policy)  # while the servers take the policy and sample the first batch
+    algorithm.warm_up(policy)  # meanwhile the servers take the policy
     while version < versions:
         with metrics.span("wait"):
             part = batches.take(version)

@@ -26,10 +26,9 @@ from learner.weights.channel import own_address
 
 log = logging.getLogger(__name__)
 MEET_S = 300.0
-"""For ranks, or nodes, to find each other."""
 AGAIN_S = 0.5
 THERE_IS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""torch's variable: `True` if a store already listens at MASTER_ADDR."""
+"""torch's variable: `True` if a store already listens."""
 UNSET = "unset RANK and WORLD_SIZE if a pod or shell has left them"
 
 
@@ -53,8 +52,8 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
 
 
 def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store, int, int]:
-    """Wait for all ranks; returns the store, this rank's number and the number of ranks. Raises ConfigError if a rank
-    is missing."""
+    """Wait for all ranks; returns the store, this rank and the number of ranks. Raises ConfigError if one is
+    missing."""
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port, timeout = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=limit_s)
     hosts = rank == 0 and environment.get(THERE_IS_A_STORE) != "True"
@@ -82,8 +81,7 @@ def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store
 
 
 def wait_for(host: str, port: int, limit_s: float) -> str:
-    """Wait until a process listens at `host`; returns "", or why none does. torch would print stack frames for each
-    attempt."""
+    """Wait for a listener; returns "", or why there is none. torch would print stack frames for each attempt."""
     end, why = time.monotonic() + limit_s, "no answer"
     while (left_s := end - time.monotonic()) > 0:
         try:
@@ -96,12 +94,10 @@ def wait_for(host: str, port: int, limit_s: float) -> str:
 
 
 def ranks_of_node(learner: LearnerConfig, world: int, environment: Mapping[str, str]) -> int:
-    """Ranks on each node."""
     return int(environment.get("LOCAL_WORLD_SIZE", world // learner.nodes))
 
 
 def make_mesh(device_type: str, shard: int) -> DeviceMesh:
-    """The mesh of all ranks, `shard` of which share a copy."""
     world = dist.get_world_size()
     if shard == world:  # (1, world): over groups of one rank NCCL's mean may be wrong
         return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
@@ -126,8 +122,7 @@ def replica(mesh: DeviceMesh) -> int:
 
 
 def choose_interface(environment: MutableMapping[str, str]) -> None:
-    """Have gloo and NCCL use the interface on the route to MASTER_ADDR, where `environment` names none. Raises
-    ConfigError.
+    """Have gloo and NCCL use the interface on the route to MASTER_ADDR. Raises ConfigError.
 
     Left alone, gloo listens where the name of the machine leads, often 127.0.1.1.
     """

@@ -1,7 +1,7 @@
 """The learner's ranks of this node: starts `python -m learner` for each, passes signals on, ends all if one fails.
 
-torch elastic restarts none: the keeper does, from the last checkpoint. Each of several nodes has such a process.
-Through the store of the first node each sends the others its signals and failures: the ranks of all nodes end together.
+torch elastic restarts none: the keeper does, from the last checkpoint. Through the store of the first node each node
+sends the others its signals and failures: the ranks of all nodes end together.
 """
 
 import logging
@@ -31,15 +31,13 @@ from learner.mesh import MEET_S, THERE_IS_A_STORE, UNSET, wait_for
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 LAST_S = 30.0
-"""For ranks to end by themselves once the other nodes' have ended."""
+"""Time for ranks to end by themselves once the other nodes' have ended."""
 REACHED_S = 10.0
-"""For rank 0 to reach itself at MASTER_ADDR."""
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set, from the variables of srun, where it has started this process. Raises ConfigError
-    for another number of tasks.
+    """What torchrun would have set, from the variables of srun, if srun has started this process. Raises ConfigError.
 
     Of 16 tasks for 16 ranks on 2 nodes, SLURM_PROCID 9 becomes RANK 9, LOCAL_RANK 1.
     """
@@ -65,7 +63,7 @@ def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[s
 def check_environment(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
     """Raise ConfigError if the variables of this rank or node are incomplete or contradict the run file.
 
-    Without RANK, and for a job of one rank, left-over variables are removed.
+    Left-over variables of a rank are removed.
     """
     if "RANK" in environment:
         _check_rank(learner, environment)
@@ -78,11 +76,11 @@ def check_environment(learner: LearnerConfig, environment: MutableMapping[str, s
 def _check_rank(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
     ranks, unset = learner.ranks, UNSET
     world = number("WORLD_SIZE", environment, 1, None, f"set it to learner.ranks ({ranks}), or {unset}")
-    if world != ranks and (ranks > 1 or TORCHRUN not in environment):  # torchrun knows
+    if world != ranks and (ranks > 1 or TORCHRUN not in environment):
         problem = f"learner.ranks: {ranks}, but WORLD_SIZE is {world}"
         raise ConfigError([f"{problem}; set learner.ranks to {world}, or {unset}: the learner starts its own ranks"])
     rank = number("RANK", environment, 0, world - 1, f"give each rank its own of WORLD_SIZE ({world}), or {unset}")
-    if world == 1:  # no other rank to meet
+    if world == 1:
         for name in (*RANK, *MEETING, "NODE_RANK"):
             environment.pop(name, None)
         return
@@ -124,7 +122,6 @@ def _check_meeting(environment: Mapping[str, str]) -> None:
 
 
 def number(name: str, environment: Mapping[str, str], least: int, most: int | None, remedy: str) -> int:
-    """Read a variable. Raises ConfigError unless it is between `least` and `most`."""
     value = environment.get(name)
     if value is not None and value.strip().isdecimal():
         found = int(value)
@@ -196,7 +193,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
         ended = f"rank {rank} failed first{node.of_several} ({how}); all ranks have ended"
         if node.killed:
             print_visible(f"learner: {node.why}; so those of this one were ended too", sys.stderr)
-        elif code not in ENDINGS.values():  # else rank 0 has said why the run ended
+        elif code not in ENDINGS.values():
             print_visible(f"learner: {ended}{node.why and f'; {node.why}'}", sys.stderr)
             node.tell("failed", code, rank)
     return node.leave(code)
@@ -206,7 +203,6 @@ class Node:
     """One node, which learns of the other nodes' signals and failures."""
 
     def __init__(self, learner: LearnerConfig, environment: Mapping[str, str]) -> None:
-        """Raises ConfigError without a store."""
         self.number, self.nodes = int(environment.get("NODE_RANK", 0)), learner.nodes
         self.local, self.of_several = learner.ranks // learner.nodes, " on this node" if learner.nodes > 1 else ""
         host, port = (HOST, 0) if self.nodes == 1 else (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
@@ -217,9 +213,7 @@ class Node:
         self._store = PrefixStore(f"nodes/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self._level, self._failed, self.patience_s = 0, DONE, LAST_S
         self.forced_by: int = FORCING
-        """The second signal, of any node."""
         self.why, self.killed = "", False
-        """What ended on another node, and whether this node's ranks were ended for it."""
         self._stopping = threading.RLock()  # a signal's handler may interrupt itself
         self._telling: list[threading.Thread] = []
         if self._store.add(f"here/{self.number}", 1) > 1:
@@ -248,7 +242,6 @@ class Node:
             store.set(f"event/{store.add('events', 1)}", event)
 
     def follow(self, pass_on: Callable[[int], object]) -> None:
-        """Act on the other nodes' events."""
         if self.nodes > 1:
             threading.Thread(target=self._follow, args=(pass_on,), daemon=True).start()
 
@@ -286,7 +279,6 @@ class Node:
 
 
 def open_store(host: str, port: int) -> TCPStore:
-    """The store in which all ranks meet. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)

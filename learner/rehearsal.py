@@ -20,7 +20,6 @@ from learner.train.batch import LEAST_SAVED
 MICROBATCHES = 2
 """The second one finds the first one's gradients in memory."""
 PLAIN = 256
-"""Most vocabularies have special tokens above it."""
 
 
 def own_part(config: Config, policy: Policy, budget: int, vocabulary: int, part: int, number: int) -> Part | None:
@@ -31,10 +30,7 @@ def own_part(config: Config, policy: Policy, budget: int, vocabulary: int, part:
 
 
 def made_up(config: Config, budget: int, vocabulary: int, part: int, number: int, share_prompts: bool) -> Part:
-    """Part `part` of the `number` of a batch of MICROBATCHES microbatches of `budget` tokens each.
-
-    Documents are as long as the run's longest samples.
-    """
+    """One part of a batch of MICROBATCHES microbatches of `budget` tokens in each part."""
     longest = max_sample_tokens(config)
     prompt = max(min(longest // 2, config.data.max_prompt_tokens), 1)
     size = _group_size(longest, prompt, budget, share_prompts)

@@ -1,8 +1,7 @@
 """Keeps what cannot be trained out of the steps: judges each batch, and names the group at fault.
 
-The buffer puts the group into quarantine and serves the batch without it; `step` returns None, and the loop takes the
-batch again. A batch with which the learner ended before is tried group by group: should it end again, the buffer knows
-with which.
+The buffer puts the group into quarantine; `step` returns None, and the loop takes the batch again without it. A batch
+with which the learner ended before is tried group by group: should it end again, the buffer knows with which.
 """
 
 import logging
@@ -27,7 +26,6 @@ from learner.train.step import Algorithm
 log = logging.getLogger(__name__)
 NOT_FINITE = "its gradient is not finite, and that of other groups of batch {} is"
 Found = Mapping[int, str]
-"""Reasons by item."""
 
 
 class SoundSteps:
@@ -39,7 +37,6 @@ class SoundSteps:
         self.algorithm, self.batches, self.bounds, self.made_up = algorithm, batches, bounds, made_up
 
     def warm_up(self, policy: Policy) -> None:
-        """Compute the made-up part. A collective."""
         if self.made_up is None:
             return
         began = time.monotonic()
@@ -80,8 +77,7 @@ class SoundSteps:
         return True
 
     def _tried(self, policy: Policy, part: Part) -> Found:
-        """The groups whose gradient is not finite; none if no group's is: then the policy is at fault. A collective;
-        rank 0 returns what was found."""
+        """The groups whose gradient is not finite; none if no group's is: then the policy is at fault. A collective."""
         first, items = dist.get_rank() == 0, np.unique(part.rows.item.numpy()).tolist()
         if part.suspect and first:
             log.warning("the learner ended with batch %d before: trying its groups one by one", part.version)
@@ -102,7 +98,6 @@ class SoundSteps:
 def bounds_of(
     policy: Policy, form: ImageFormat | None, teachers: Iterable[str] | None = None, top_k: int | None = None
 ) -> Bounds:
-    """What a policy allows."""
     sizes = policy.mixture.sizes if policy.mixture else None
     return Bounds(
         vocabulary=policy.model.config.get_text_config().vocab_size,
@@ -133,8 +128,8 @@ def judged(part: Part, bounds: Bounds) -> Found:
 
 
 def mismatched(part: Part, form: ImageFormat | None) -> tuple[Found, bool]:
-    """The groups with an image that is not what the policy saw; and whether that is every group with images, on all
-    ranks. A collective."""
+    """Groups with an image that is not what the policy saw; and whether all groups with images are such, on all ranks.
+    A collective."""
     found, showing = dict[int, str](), 0
     for item in np.unique(part.rows.item.numpy()).tolist():
         own = only(part, item)

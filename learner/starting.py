@@ -22,7 +22,7 @@ log = logging.getLogger("learner")
 
 
 def choose_device(config: Config) -> torch.device:
-    """The type of device, without touching it. Raises ConfigError if it, the attention or the model does not work."""
+    """The type of device, without touching it. Raises ConfigError if it or the model does not work."""
     model, learner, gpus = config.model, config.learner, torch.cuda.device_count()
     device = torch.device("cuda" if learner.device == "cuda" or (learner.device == "auto" and gpus) else "cpu")
     local_ranks = ranks_of_node(learner, learner.ranks, os.environ)
@@ -37,7 +37,6 @@ def choose_device(config: Config) -> torch.device:
 
 
 def configure_process(config: Config, device: torch.device) -> torch.device:
-    """Set threads, seed and GPU; returns the device."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.learner.threads or device.type == "cpu":
         torch.set_num_threads(config.learner.threads or max(torch.get_num_threads() // local_ranks, 1))

@@ -30,11 +30,10 @@ from configs.variables import private_folder
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 RECORDER = "TORCH_FR_BUFFER_SIZE"
-"""Entries of the recorder; read when the process group is created."""
+"""Entries of the flight recorder; read when the process group is created."""
 TORCH_LATER_S = 15.0
-"""torch's own timeout expires this much later."""
 ANSWER_S = 10.0
-"""Later than this the store is out of reach: each rank ends by itself."""
+"""If the store answers later, each rank ends by itself."""
 Note = dict[str, Any]
 """A rank's note: collectives `begun` by group, `where` it is, the time `at` which it began."""
 
@@ -105,7 +104,7 @@ class Watchdog:
                 return answer
         except TimeoutError:
             log.warning("watchdog: the ranks' store does not answer")
-        except dist.DistError as error:  # the process that held the store has ended
+        except dist.DistError as error:
             if not self._gone:
                 log.warning("watchdog: the ranks' store is gone (%s)", str(error).splitlines()[0])
             self._gone = True
@@ -144,7 +143,6 @@ class Waits:
 
 
 def flight_record(active: bool = True) -> dict[str, Any]:
-    """The collectives in progress (`active`), or all that the recorder remembers."""
     dumps = [getattr(c10d, name) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json") if hasattr(c10d, name)]
     states = [json.loads(dump(includeCollectives=True, onlyActive=active) or b"{}") for dump in dumps]
     entries = [

@@ -101,7 +101,6 @@ def _sums(values: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
 
 
 def _mean_and_variance(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of `values`, each repeated `counts` times."""
     count = counts.sum()
     mean = (counts * values).sum() / count.clamp(min=1)
     return mean, (counts * (values - mean) ** 2).sum() / (count - 1).clamp(min=1)

@@ -1,7 +1,4 @@
-"""Corrections for stale or mismatched tokens: importance ratios, trust regions, masks, and the KL terms.
-
-Pure functions of packed [tokens] tensors.
-"""
+"""Corrections for stale or mismatched tokens, on packed [tokens] tensors."""
 
 import torch
 from torch import Tensor
@@ -68,8 +65,8 @@ def tapered_weight(inputs: LossInputs, positive: Tensor) -> tuple[Tensor, Tensor
 def m2_squares(inputs: LossInputs) -> Tensor:
     """Squared log-ratios of the tokens that M2PO may drop: [tokens] float.
 
-    Their ratio has moved in the advantage's direction. inf for all others: unlike a boolean selection this does not
-    synchronise with the GPU. `policy_logprobs` are of the weights at the start of the step.
+    M2PO may drop tokens whose ratio has moved in the advantage's direction. inf for all others: a boolean selection
+    would synchronise with the GPU.
     """
     log_ratio = inputs.log_ratio.detach()
     return torch.where(inputs.advantages * log_ratio > 0, log_ratio**2, torch.inf)

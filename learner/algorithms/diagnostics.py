@@ -12,15 +12,13 @@ from torch import Tensor
 from learner.algorithms.inputs import LossInputs
 
 AGES = (0, 1, 2, 4, 8, 16, 32, 64)
-"""Lower ends of the age buckets."""
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 UNDONE = "undone"
 """The bucket of tokens whose policy a rewind undid."""
 SIGNS = ("positive", "negative")
 BY_SAMPLE = ("sample_log_ratio", "sample_tokens")
-"""Sums that are [samples], for `combine`."""
 MAX_LOG_WEIGHT = 350.0
-"""So that the square of its exp stays within float64."""
+"""The square of its exp stays within float64."""
 
 
 def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
@@ -60,7 +58,6 @@ def _sequence_sums(log_ratio: Tensor, lengths: Tensor) -> dict[str, Tensor]:
 
 
 def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
-    """Sums of `table` [tokens, 4] by age bucket."""
     assert inputs.versions is not None
     first, last = inputs.undone
     undone = (inputs.versions > inputs.version) | ((inputs.versions > first) & (inputs.versions <= last))
@@ -86,7 +83,6 @@ def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, 
 
 
 def per_sample_sums(numbers: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """Sum and largest of `numbers`, and the number of samples."""
     columns = {name: torch.tensor(of, dtype=torch.float64, device=device) for name, of in numbers.items()}
     sums = {name: column.sum() for name, column in columns.items()}
     sums |= {f"{name}_max": _largest(column) for name, column in columns.items()}
@@ -125,7 +121,6 @@ def combine(microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def summary(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """Metrics of a version from its sums."""
     get = {key: float(value) for key, value in sums.items()}
     metrics = {key: value for key, value in get.items() if key.startswith("loss/")}
     for name, (over, under) in MEANS.items():
@@ -157,7 +152,7 @@ MEANS: dict[str, tuple[str, str]] = {
     "turns/mean": ("turns", "samples"),
     "segments/mean": ("segments", "samples"),
 }
-"""Metric: its sum and its count."""
+"""Metric: the sum and the count that it divides."""
 
 MAXIMA = {
     "ratio/max": "ratio_max",

@@ -1,13 +1,12 @@
 """Generalised advantage estimation over turns (GAE, arXiv:1506.02438), and the loss of the critic behind it.
 
-An action is a turn. Rewards come at the end of turns, and gamma and lambda discount turns, never the tokens of one.
-With V(s) the critic's value of a state, s_k the state in which turn k begins and r_k its reward, the return of turn k
-is
+Gamma and lambda discount turns, never the tokens of one. With V(s) the critic's value of a state, s_k the state in
+which turn k begins and r_k its reward, the return of turn k is
 
     G_k = r_k + gamma ((1 - lambda) V(s_(k+1)) + lambda G_(k+1))
 
 and the advantage of each of its tokens is G_k - V(state before the token). The last turn of a finished sample has G =
-r. A truncated sample would have gone on in the same turn, so its last turn has G = r + V(state after its last token).
+r; that of a truncated sample has G = r + V(state after its last token).
 """
 
 import math

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One packed microbatch: every tensor is [tokens]."""
+    """One packed microbatch: every tensor is [tokens]; counts are of the whole batch."""
 
     policy_logprobs: Tensor
     """float: the learner's, with gradient."""
@@ -18,34 +18,32 @@ class LossInputs:
     advantages: Tensor
     """float: of the sample, of the turn or, by a critic, of the token."""
     sampled: Tensor
-    """bool: sampled by the policy, hence trained; all others are context."""
+    """bool: sampled by the policy, hence trained."""
     sequence: Tensor
     """int64: index of the sample, in this microbatch or, if `scattered`, in the batch."""
     num_sequences: int
-    """Samples in the whole batch."""
     num_tokens: int
-    """Sampled tokens in the whole batch, before any mask."""
+    """Sampled tokens, before any mask."""
     proximal: Tensor | None = None
-    """float: under the weights at the start of the step. None: `policy_logprobs`, as a batch is one optimizer step."""
+    """float: under the weights at the start of the step. None: `policy_logprobs`."""
     reference: Tensor | None = None
     """float: under the frozen initial model."""
     entropy: Tensor | None = None
-    """float: the learner's, with gradient if there is a bonus."""
+    """float: the learner's."""
     versions: Tensor | None = None
-    """int: that sampled the token."""
+    """int: the version that sampled the token."""
     version: int = 0
     undone: tuple[int, int] = (0, 0)
     """A rewind undid versions above the first, up to the second; later policies have the same numbers."""
     num_prompts: int | None = None
-    """Groups in the whole batch."""
     prompt_tokens: Tensor | None = None
-    """int64: sampled tokens of the whole group, over all ranks."""
+    """int64: sampled tokens of the token's whole group."""
     sequence_tokens: Tensor | None = None
-    """int64: sampled tokens of the sample. None: counted here, correct only if not scattered."""
+    """int64: sampled tokens of the token's sample. None: counted here, which is wrong if scattered."""
     scattered: bool = False
     """Parts of a sample may be in other microbatches: losses of whole samples need `sequence_log_ratio`."""
     sequence_log_ratio: Tensor | None = None
-    """float: sum of `log_ratio` over the whole sample; comes with `sequence_tokens`. None: counted here."""
+    """float: sum of `log_ratio` over the whole sample; needs `sequence_tokens`. None: counted here."""
     m2_limit: Tensor | None = None
     """[] float: of the whole batch. None: of this microbatch."""
 
@@ -65,7 +63,6 @@ class LossInputs:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def copy(self) -> "LossInputs":
-        """The same in tensors of their own, through which gradients pass."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return replace(self, **{name: value.clone() for name, value in values if isinstance(value, Tensor)})  # type: ignore[arg-type]
 
@@ -103,7 +100,6 @@ class LossContext:
     known: dict[str, Any]
 
     def select(self, tokens: Tensor | slice) -> "LossContext":
-        """Some of the tokens; counts stay those of the whole batch."""
         per_token = {name: x[tokens] for name, x in self.known.items() if isinstance(x, Tensor) and x.dim()}
         return LossContext(self.known | per_token)
 

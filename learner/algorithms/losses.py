@@ -96,7 +96,7 @@ def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
 
 
 def _clipped(rho: Tensor, advantages: Tensor, config: AlgorithmConfig) -> TokenLosses:
-    """PPO's surrogate of the ratio `rho`, and where its gradient is 0."""
+    """PPO's surrogate, and where its gradient is 0."""
     loss = torch.maximum(-advantages * rho, -advantages * rho.clamp(1 - config.clip_low, 1 + config.clip_high))
     masked = ((advantages > 0) & (rho > 1 + config.clip_high)) | ((advantages < 0) & (rho < 1 - config.clip_low))
     if config.dual_clip is not None:
@@ -129,14 +129,13 @@ def _penalties(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a microbatch, aggregated with OPSM, penalties and bonus, and its sums."""
+    """The loss of a microbatch, [], aggregated with OPSM, penalties and bonus; and its sums, [] float64 each."""
 
     policy: Callable[[LossInputs, AlgorithmConfig], TokenLosses]
     aggregation: str | None = None
     tokenwise: bool = True
 
     def __call__(self, inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and sums: [], and [] float64 each."""
         inputs = inputs.clean()
         tokens = self.policy(inputs, config)
         dropped = corrections.off_policy_sequences(inputs, config.opsm_delta)
@@ -148,10 +147,8 @@ class Loss:
         return torch.stack(list(losses.values())).sum(), sums
 
     def of_tokens(self, inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-        """The part of an `is_tokenwise` loss that comes from some sampled tokens: [].
-
-        `inputs` must have counts and `m2_limit`, which some of the tokens cannot give.
-        """
+        """The part of an `is_tokenwise` loss that comes from some sampled tokens: []. `inputs` must have counts and
+        `m2_limit`."""
         terms = sum(_penalties(inputs, config).values(), self.policy(inputs, config).loss)
         weights = aggregation_weights(inputs, self.aggregation or config.aggregation, config.constant_length)
         return (weights * terms).sum()
@@ -170,18 +167,13 @@ LOSSES: dict[str, Loss] = {
 
 
 def is_tokenwise(config: AlgorithmConfig) -> bool:
-    """Whether a token's gradient depends only on its own log-probability and on what is known before the forward pass.
-
-    `gspo`, `topr` and `opsm_delta` use whole samples, and a user's own loss may.
-    """
+    """Whether a token's gradient depends only on its own log-probability and on what is known before the forward
+    pass."""
     return config.loss in LOSSES and LOSSES[config.loss].tokenwise and config.opsm_delta is None
 
 
 def needs_first_pass(config: AlgorithmConfig) -> bool:
-    """Whether the loss needs log-probabilities of the whole batch before the forward pass that it differentiates.
-
-    `decoupled` does not: a batch is one optimizer step.
-    """
+    """Whether the loss needs log-probabilities of the whole batch before the forward pass that it differentiates."""
     return config.loss == "m2po"
 
 

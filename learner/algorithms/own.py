@@ -1,7 +1,7 @@
-"""The loss and the advantages of the run file: a built-in one by name, or a user's own by `path/to/file.py:function`.
+"""The loss and the advantages of the run file: built-in ones by name, or a user's own by `path/to/file.py:function`.
 
-A user's `loss(inputs, config)` returns [tokens], `advantage(rewards, groups, lengths)` [samples]. Both get copies,
-which they may change. Checks at each call wait for no GPU; `own_trial.py` makes the others before training.
+A user's functions get copies, which they may change. Checks at each call wait for no GPU; `own_trial.py` makes the
+others before training.
 """
 
 import os
@@ -20,7 +20,6 @@ from learner.algorithms.inputs import LossInputs
 from learner.algorithms.losses import LOSSES, Loss, TokenLosses
 
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
-"""Errors that a user's function does not cause."""
 
 
 class OwnFailure(ValueError):
@@ -35,7 +34,6 @@ def loss_of(config: AlgorithmConfig) -> Loss:
 
 
 def advantage_of(config: AlgorithmConfig) -> Advantage:
-    """The function that `algorithm.advantage` names. Raises as `loss_of`."""
     if config.advantage in ADVANTAGES:
         return ADVANTAGES[config.advantage]
     return OwnAdvantage(config.advantage, load_function("algorithm.advantage", config.advantage))
@@ -77,7 +75,6 @@ class OwnAdvantage:
 
 
 def spread(rewards: Tensor) -> str:
-    """Describe a group whose advantages are not finite."""
     least, most = float(rewards.min()), float(rewards.max())
     if least == most:
         return f"of a group whose rewards are all {least:g}; divide by no spread without adding a small number to it"

@@ -23,12 +23,10 @@ from learner.algorithms.losses import LOSSES, Loss, needs_reference
 from learner.algorithms.own import OwnFailure, advantage_of, loss_of
 
 LENGTHS = (1, 2, 3, 6, 1, 4, 5, 2, 3)
-"""Sampled tokens of each sample, after a token of prompt."""
 GROUPS = (7, 7, 7, 2, 2, 2, 31, 31, 31)
 REWARDS = (1.0, 0.0, 0.5, 0.0, 0.0, 2.0, -1.0, 1.0, 0.25)
 EQUAL = (1.0, 0.0, 0.5, 2.0, 2.0, 2.0, -1.0, 1.0, 0.25)
 FAR = 20.0
-"""Log-ratio in the batch of far tokens."""
 UNSAMPLED = "; mind that a token that was not sampled has 0 in all inputs"
 CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-5}
 SHARED: dict[str, Callable[[], object]] = {
@@ -38,9 +36,8 @@ SHARED: dict[str, Callable[[], object]] = {
     "torch's gradient mode": torch.is_grad_enabled,
     "torch's float32 matmul precision": torch.get_float32_matmul_precision,
 }
-"""What users' code must leave as it is."""
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-"""Namespaces of torch's operators that wait for other ranks."""
+"""Namespaces of operators that wait for other ranks."""
 Part = tuple[Tensor, LossInputs]
 """A microbatch, and the places of its tokens in the batch: [tokens] int64."""
 
@@ -60,7 +57,6 @@ def check_own(config: AlgorithmConfig, answer: int, has_segments: bool) -> Itera
 
 
 def check_advantage(config: AlgorithmConfig) -> None:
-    """Raise ValueError if it cannot be trained with."""
     function, order = advantage_of(config), torch.tensor([8, 2, 5, 0, 7, 1, 4, 6, 3])
     rewards, groups, lengths = rewards_of(REWARDS), torch.tensor(GROUPS), torch.tensor(LENGTHS)
     found = function(rewards, groups, lengths)
@@ -84,7 +80,6 @@ def rewards_of(values: Sequence[float]) -> Tensor:
 
 
 def check_loss(config: AlgorithmConfig, has_segments: bool) -> None:
-    """Raise ValueError if it cannot be trained with."""
     loss, whole, samples = loss_of(config), batch(config), range(len(LENGTHS))
     every = torch.arange(len(whole.sequence))
     value, gradient = backward(config, loss, [(every, whole)])
@@ -176,7 +171,6 @@ def unsampled(whole: LossInputs) -> Part:
 
 
 def halves(whole: LossInputs) -> list[Part]:
-    """Two microbatches with every second token of each sample."""
     known = replace(whole, scattered=True, sequence_log_ratio=whole.per_sequence(whole.log_ratio)[whole.sequence])
     places = torch.arange(len(whole.sequence))
     return [(tokens, of_tokens(known, tokens)) for tokens in (places[::2], places[1::2])]

@@ -2,7 +2,7 @@
 
 A of a token gains weight (log q - log mu), where q is the teacher and mu the behaviour policy. The mean of log mu - log
 q over sampled tokens is an unbiased estimate of the reverse KL of mu to q (arXiv:2306.13649; Thinking Machines,
-On-Policy Distillation, 2025). `teacher.top_k` is in `learner/model/top_tokens.py`.
+On-Policy Distillation, 2025).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import Tensor
 
 SHARE, KL = "teacher/share", "teacher/reverse_kl"
-"""Metrics: share of sampled tokens that have a teacher, and their estimated reverse KL in nats."""
+"""Metrics: share of sampled tokens that have a teacher, and their reverse KL in nats."""
 DIVERGENCE, DIVERGENCE_SUM = "teacher/divergence", "teacher_divergence"
-"""With `teacher.top_k`: the mean divergence of these tokens in nats, and its sum."""
+"""With `teacher.top_k`: mean divergence in nats, and its sum."""
 
 
 def with_teacher(advantages: Tensor, teacher: Tensor, behaviour: Tensor, weights: Tensor) -> Tensor:
@@ -32,7 +32,6 @@ def kl_sums(kl: Mapping[str, tuple[float, int]], names: Iterable[str]) -> dict[s
 
 
 def kl_metrics(sums: Mapping[str, float], names: Collection[str], sampled: float) -> dict[str, float]:
-    """Metrics from the sums of the whole batch, with `sampled` tokens."""
     if not names:
         return {}
     tokens = {name: sums[_key(name, "tokens")] for name in names}

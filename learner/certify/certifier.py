@@ -46,7 +46,6 @@ from learner.model.shrink import small, stir
 OPTIONS = LearnerConfig(gather="pass", activation_checkpointing="none", head_chunk_tokens=64, compile=False)
 ROOT = Path(__file__).parents[2]
 CODE = ("configs", "learner")
-"""Packages whose code decides the result."""
 SOFTWARE = ("torch", "transformers")
 ADVICE = f"{REMEDY}; docs/models.md lists what holds"
 
@@ -158,7 +157,6 @@ def examine(
 
 
 def read_reference(model: ModelConfig) -> PreTrainedModel:
-    """Read the copy as transformers runs it."""
     reference: PreTrainedModel = loading.auto_class(loading.read_config(model)).from_pretrained(
         model.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=model.trust_remote_code
     )
@@ -177,7 +175,6 @@ def compare_ranks(what: str, model: ModelConfig, reference: PreTrainedModel, cas
 
 
 def compare_split(model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
-    """Each of two ranks computes half of a row's tokens."""
     row, ends = case.row, case.row.cu_seqlens[1:-1].tolist()
     pieces = np.split(row.tokens.numpy(), ends)
     scored = [int(each.sum()) for each in np.split(row.sampled.numpy(), ends)]

@@ -25,7 +25,6 @@ from learner.weights.plan import Plan
 
 BUCKET_BYTES = 1 << 20
 CHANGE = 0.05
-"""As a share of the largest weight."""
 LEAST = 100 * LIMIT
 """Smaller changes of log-probabilities would prove nothing."""
 
@@ -69,7 +68,6 @@ def change(policy: Policy) -> None:
 
 
 def as_received(policy: Policy) -> dict[str, Tensor]:
-    """The weights as a server sees them in its buckets."""
     plan = Plan.of(policy.weight_specs(), BUCKET_BYTES, policy.frozen_names())
     buckets = Buckets(plan, policy.device)
     buckets.fill(policy.full_weights())

@@ -29,10 +29,8 @@ DOCUMENTS: tuple[tuple[Part, ...], ...] = (
     (11,),
     (23,),
 )
-"""One of two ranks has no image."""
 PROMPT: tuple[Part, ...] = (3, (3, 3, 2), 4, (1, 1, 1), 2)
 ANSWERS: tuple[tuple[Part, ...], ...] = ((4,), (1,), (3, (4, 2, 2), 5))
-"""One has a picture of its own."""
 
 
 def image_cases(config: PreTrainedConfig) -> Iterator[Case]:
@@ -70,7 +68,6 @@ def shown_row(texts: Sequence[np.ndarray], seen: Sequence[Seen], groups: Sequenc
 
 
 def form_of(config: PreTrainedConfig) -> ImageFormat:
-    """How a model of this config sees images, without a processor's files."""
     vision, mutual = config.vision_config, config.model_type in MUTUAL
     side = vision.image_size if mutual else None
     merge = side // vision.patch_size // isqrt(config.mm_tokens_per_image) if side else vision.spatial_merge_size

@@ -1,8 +1,5 @@
-"""Compares log-probabilities and gradients of a policy with those of transformers' eager model, which computes every
-document alone.
-
-A model that cannot be computed is a fault, not an exception.
-"""
+"""Compares a policy's log-probabilities and gradients with those of transformers' eager model, which computes every
+document alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -23,14 +20,12 @@ LIMIT = 1e-4
 SERVER_LIMIT = 1e-3
 """vLLM's kernels compute in another order."""
 GRADIENT_LIMIT = 1e-3
-"""Difference over the norm."""
 NEGLIGIBLE = 1e-3
-"""A gradient with less of the whole norm is compared with this share."""
+"""A gradient with a smaller share of the whole norm is compared with this share."""
 Gradients = Mapping[str, Tensor]
 
 
 def attempt(what: str, compared: Callable[[], Sequence[Check]]) -> list[Check]:
-    """The checks, or a fault if the model cannot be computed."""
     try:
         return list(compared())
     except FOREIGN as error:
@@ -53,7 +48,6 @@ def _logprobs(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
 
 
 def gradient(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
-    """Compare the gradients of weighted log-probabilities."""
     weights = coefficients(case)
     policy.zero_grad()
     (policy(placed(policy, case.row), 1.0)[0][case.row.scored] * weights).sum().backward()
@@ -67,7 +61,6 @@ def gradients(reference: PreTrainedModel, case: Case) -> dict[str, Tensor]:
 
 
 def gradients_of(policy: Policy) -> dict[str, Tensor]:
-    """The whole gradients of a policy. A collective."""
     found = ((name, x.grad) for name, x in policy.model.named_parameters() if x.grad is not None)
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found}
 

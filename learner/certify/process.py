@@ -65,13 +65,12 @@ def require(config: Config) -> None:
 
 
 def made(model: ModelConfig, share: bool, splits: bool = False, limit_s: float = LIMIT_S) -> Certificate:
-    """Have a certificate made, as `certify`."""
+    """Have a certificate made; arguments as in `certify`."""
     loading.read_config(model)
     return Certificate.model_validate_json(_forked(_make, model, (share, splits), limit_s))
 
 
 def checked(model: ModelConfig, share: bool, limit_s: float = LIMIT_S) -> None:
-    """`check_exact` in a process of its own."""
     if problems := json.loads(_forked(_check, model, (share,), limit_s)):
         raise ConfigError(problems)
 
@@ -97,7 +96,6 @@ def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, .
 
 @contextmanager
 def one_rank() -> Iterator[DeviceMesh]:
-    """Yield the mesh of one rank."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=LIMIT_S))
     try:
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))

@@ -37,18 +37,16 @@ LIMIT_S = 120.0
 OPTIONS = LearnerConfig(
     gather="batch", activation_checkpointing="block", head_chunk_tokens=16, compile=False, share_prompts=False
 )
-"""Other ways to compute than on one rank."""
 
 
 class ComparedText(NamedTuple):
     tokens: np.ndarray
     weights: np.ndarray
-    """Factors of the log-probabilities."""
     seen: Sequence[SeenImage] = ()
 
 
 class Sharing(NamedTuple):
-    """How pieces of a row lie that both ranks share; a shared prompt has no factors."""
+    """How the pieces of a shared row lie."""
 
     groups: Sequence[int] = ()
     copied: bool = False
@@ -64,7 +62,6 @@ class Answer:
     unmet: str = ""
     """Why the ranks did not find each other."""
     error: str = ""
-    """Why the model could not be computed."""
 
 
 class Pair:
@@ -124,7 +121,6 @@ class Pair:
 
 
 def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], None]) -> None:
-    """Be rank `rank`."""
     prepare()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)  # a forked process must not use its parent's pool of threads

@@ -13,13 +13,11 @@ from learner.model.shrink import VOCABULARY, WINDOW
 
 SHORT = (5, 7, 3, 6)
 LONG = (2 * WINDOW + 5, 9, 4 * WINDOW + 1, 12)
-"""Tokens of documents shorter and longer than any window."""
 SHARED = ((9, (4, 1, 6), (11,)), (2 * WINDOW + 5, (WINDOW + 6, 3 * WINDOW + 2, 3), ()))
-"""Tokens of a prompt, its answers, and other documents."""
 
 
 class Case(NamedTuple):
-    """A packed row, and the documents in it as a model sees each alone."""
+    """A packed row, and its documents as a model sees each alone."""
 
     what: str
     row: Microbatch

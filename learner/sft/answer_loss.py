@@ -18,7 +18,6 @@ from learner.train.optimizer import Optimizer
 from learner.train.skipped import SkippedSteps
 
 MEASURED_AT_ONCE = 1024
-"""Held-out texts; all of them would take too much memory."""
 
 
 class AnswerSteps:
@@ -59,8 +58,7 @@ class AnswerSteps:
         }  # fmt: skip
 
     def _backward(self, policy: Policy, placed: list, trained: int) -> tuple[Tensor, Tensor | None]:
-        """Leave the gradient in the parameters; the sum of -log p over all ranks, [] float64, and what this rank's
-        routers did."""
+        """The sum of -log p over all ranks, [] float64, and what this rank's routers did."""
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return -logprobs.sum() / trained
@@ -78,7 +76,6 @@ class AnswerSteps:
 
 
 def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
-    """A collective."""
     if policy.mixture is None or tally is None:
         return {}
     return load_metrics(collectives.all_reduce_sum(tally.cpu()), policy.mixture.sizes, False)

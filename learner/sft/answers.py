@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 Chat = list[dict[str, Any]]
 FLAG = "train"
-"""Says whether a message is trained."""
 FOREIGN = {"weight": "write it as train: true or train: false", "training": "write it as train"}
 """Other tools' keys for it, and the remedy."""
 UNREAD = {
     "videos": "only text is trained",
     "tools": "write them into the system message, as the chat template would",
 }
-"""Columns that are not trained, and the remedy."""
 
 
 class TrainedText(NamedTuple):
@@ -45,7 +43,6 @@ class Draft:
 
     text: str = ""
     pieces: list[tuple[list[int], bool]] = field(default_factory=list)
-    """Tokens, and whether they are trained."""
     closed: bool = False
     """The last answer ends with a token that the template did not write: nothing can follow."""
 
@@ -69,7 +66,6 @@ class AnswerReader:
     """The run's templates. Raises ConfigError for an unusable template or tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, section: str = "sft") -> None:
-        """`section`: of the key `turns`, for errors."""
         self.tokenizer, self.turns, self.formats = tokenizer, config.sft.turns, config.data.format_prompt is not None
         self.section = section
         if tokenizer.eos_token_id is None:
@@ -191,7 +187,7 @@ class AnswerReader:
 
 def _flag(number: int, message: Any) -> bool | None:
     if not isinstance(message, Mapping):
-        return None  # refused with the chat
+        return None
     for name, remedy in FOREIGN.items():
         if message.get(name) is not None:
             raise PromptError(f"message {number} has the key {name}; {remedy}")

@@ -62,7 +62,6 @@ class Drawn:
         self.total -= logprobs.double().sum()
 
     def metrics(self, total: float) -> dict[str, float]:
-        """`total`: of all ranks."""
         return {
             "demonstrations/loss": total / self._trained,
             "demonstrations/rows": float(self._rows),
@@ -75,7 +74,6 @@ class Drawn:
 
     @property
     def tokens(self) -> float:
-        """Of all ranks."""
         return float(sum(self._lengths))
 
 

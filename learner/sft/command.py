@@ -1,8 +1,7 @@
 """`python -m learner sft CONFIG`: supervised fine-tuning on the demonstrations of `data.train`, to `run.versions`.
 
-Goes on from the last checkpoint. The first SIGINT or SIGTERM ends it after the current version and a checkpoint (exit
-0), the second at once. Exit 2: bad input, found before anything was trained. Exit 1: a rank failed. Exit 4: the last
-checkpoint could not be written, or the steps no longer change anything.
+Goes on from the last checkpoint. Signals and exit codes are those of `python -m learner`; exit 4: the last checkpoint
+could not be written, or the steps no longer change anything.
 """
 
 import os
@@ -52,7 +51,6 @@ PROG = "python -m learner sft"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`, without the word `sft`."""
     config = read(argv, PROG, lambda config: check_sft(config, rows=count_rows(config.data.train)))
     try:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))

@@ -25,7 +25,6 @@ from rollout.errors import PromptError
 
 log = logging.getLogger(__name__)
 MOST_SHOWN = 10
-"""Rows that an error names."""
 Texts = list[TrainedText]
 
 
@@ -43,7 +42,6 @@ class Demonstrations:
     def __init__(
         self, rows: Sequence[Texts], ranges: Sequence[SourceRows], seed: int = 0, shuffle: bool = False
     ) -> None:
-        """`rows`: without texts where dropped."""
         kept = [number for number, texts in enumerate(rows) if texts]
         self.rows = [rows[number] for number in kept]
         self.dropped = len(rows) - len(kept)
@@ -122,7 +120,6 @@ def _name(key: str) -> str:
 def _converted(
     config: Config, rows: JoinedRows, numbers: range, reader: AnswerReader
 ) -> tuple[list[Texts], list[tuple[int, str]]]:
-    """Texts, none for a dropped row; and why rows cannot be trained."""
     most, found, wrong = longest(config), list[Texts](), list[tuple[int, str]]()
     said, section = "auto, " * (config.sft.max_tokens == "auto"), reader.section
     limit = f"sft.max_tokens ({said}{most})" if section == "sft" else f"the longest sample of the run ({most})"

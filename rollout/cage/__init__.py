@@ -25,9 +25,8 @@ class CagedFunction:
     The worker calls `loader` (`module:function`) with `arguments`. `memory_gib` and `max_processes` are of the worker
     with all that it started. `prefix` and a field's name are the key in the run file. The worker at place 0 prints to
     `{log}-0.log`. A worker runs one call at a time; if the function's attribute `about` says `async`, up to
-    `concurrency`; with `episodes`, any number of `await function(problem, generate)`. `grace_s`: time for a worker or a
-    cancelled call to end by itself. An episode that swallows its cancellation is cancelled again every
-    `cancel_again_s`.
+    `concurrency`; with `episodes`, any number of `await function(problem, generate)`. A worker or a cancelled call has
+    `grace_s` to end by itself.
     """
 
     name: str

@@ -35,7 +35,6 @@ from rollout.cage.warden import (
 )
 
 TAIL_BYTES = 2**16
-"""Kept of a program's output, whose last line is the result."""
 Program = Callable[[int], object]
 """Gets a file descriptor to write to, and may end in any way."""
 
@@ -99,8 +98,7 @@ def close_all_but(kept: set[int]) -> None:
             os.close(fd)
 
 
-class Exceeded(Exception):
-    """The warden saw the episode exceed a limit."""
+class Exceeded(Exception): ...
 
 
 def _guard(how: Apart, worker: socket.socket, parent: int, program: Program) -> NoReturn:
@@ -159,8 +157,6 @@ def _wait(child: int, worker: socket.socket, said: "Said") -> tuple[str, str]:
 
 
 class Said:
-    """What the program writes."""
-
     def __init__(self, fd: int, echo: bool) -> None:
         self.fd, self.echo, self.kept, self.too_long = fd, echo, bytearray(), False
         os.set_blocking(fd, False)

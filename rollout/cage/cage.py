@@ -1,4 +1,4 @@
-"""`Cage`: calls and episodes of a user's function in worker processes that are kept alive."""
+"""Calls and episodes of a user's function in worker processes that are kept alive."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from rollout.errors import ChatRefused
 log = logging.getLogger(__name__)
 Generate = Callable[..., Awaitable[Any]]
 ATTEMPTS = 3
-"""Workers that a call is given to when they end before it starts."""
+"""Workers that may end before a call starts."""
 MAX_BACKOFF_S = 30.0
 
 
@@ -43,9 +43,8 @@ class CallOnServer:
         self.on_worker(True)
 
     def on_message(self, verb: str, *rest: Any) -> bool:
-        """Take a message; False if it is malformed."""
         match verb, *rest:
-            case "generate", int(request), tokens, dict(options) if self.generate:  # who generates judges the tokens
+            case "generate", int(request), tokens, dict(options) if self.generate:  # `generate` judges the tokens
                 self.requests[request] = asyncio.create_task(self._generate(request, self.generate, tokens, options))
             case "stop", int(request):
                 if request in self.requests:
@@ -62,7 +61,7 @@ class CallOnServer:
         try:
             self.worker.send(["generated", request, await generate(tokens, **options)])
         except Exception as error:  # the episode may handle it
-            if isinstance(error, ChatRefused):  # there may be many
+            if isinstance(error, ChatRefused):
                 error.__cause__ = error.__context__ = None
                 error.__traceback__ = None
             self.refused[request] = error
@@ -131,7 +130,7 @@ class Cage:
         except asyncio.CancelledError:
             if call.worker and call.worker.runs_many:
                 call.worker.send(["cancel", call.number])
-            elif call.worker and call.number in call.worker.calls:  # a new worker may take longer than this call
+            elif call.worker and call.number in call.worker.calls:  # a new worker may take longer than the call
                 asyncio.get_running_loop().call_later(self.function.grace_s, self._kill_if_busy, call.worker, call)
             raise
         finally:
@@ -202,7 +201,6 @@ class Cage:
                 closed.cancel()
 
     async def _serve(self, worker: WorkerProcess, first: bool) -> bool:
-        """Whether the worker has started a call."""
         error: CagedError | None = None
         self._workers.add(worker)
         if self._closed.is_set():
@@ -222,7 +220,7 @@ class Cage:
                     call = worker.calls.get(number)
                     if call and not call.on_message(verb, *rest):
                         worker.spoil()
-                    elif call and call.done.cancelled():  # it has ended though nobody waits for it
+                    elif call and call.done.cancelled():  # it was cancelled
                         self._leave(call)
                 case _:
                     worker.spoil()

@@ -18,12 +18,11 @@ class ToldError(Exception):
 
 
 def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
-    """Origin, reason and traceback."""
     if isinstance(error, ToldError):
         return error.origin, one_line(error.reason), error.trace
     if isinstance(error, SystemExit):
         how = f"{name} called sys.exit({_text(error.code, repr)})"
-    elif is_ours(error):  # the message is enough
+    elif is_ours(error):
         how = _text(error)
     else:
         how = f"{name} raised {exception_text(error)}"
@@ -37,7 +36,6 @@ def is_ours(error: BaseException) -> bool:
 
 
 def describe_load_error(name: str, error: BaseException) -> tuple[str, str]:
-    """Reason and traceback; a loader's ValueError says what is wrong by itself."""
     how = _text(error) if type(error) is ValueError else f"{name} cannot be loaded: {exception_text(error)}"
     return one_line(how), user_frames(error)
 
@@ -63,7 +61,7 @@ def one_line(text: str) -> str:
 
 
 def user_frames(error: BaseException) -> str:
-    """The traceback, bounded, without the frames of the cage."""
+    """The traceback, without the frames of the cage."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("rollout.cage."):
         frames = frames.tb_next

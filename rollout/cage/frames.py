@@ -6,9 +6,9 @@ from typing import Any
 import msgpack
 
 MAX_BYTES = 32 * 2**20
-"""Largest message. A trajectory of 500,000 tokens takes about 12 MiB."""
+"""A trajectory of 500,000 tokens takes about 12 MiB."""
 BAD_BYTES = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
-"""Raised for bytes that are no message, as after users' code wrote to the socket."""
+"""What an unpacker raises for bytes that are no message: users' code may write to the socket."""
 
 
 def encode(message: Any) -> bytes:
@@ -33,5 +33,4 @@ def plain(value: Any) -> Any:
 
 
 def unpacker(unicode_errors: str = "strict") -> msgpack.Unpacker:
-    """Takes bytes with `feed`, and yields messages. Raises BAD_BYTES."""
     return msgpack.Unpacker(strict_map_key=False, max_buffer_size=2 * MAX_BYTES, unicode_errors=unicode_errors)

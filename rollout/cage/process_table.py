@@ -1,4 +1,4 @@
-"""The processes of this machine, from /proc: their memory, and how to stop and kill them."""
+"""The processes of this machine, from /proc."""
 
 import mmap
 import os
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 STOP_S = 1.0
-"""Some may fork all the while."""
 
 
 def kill_below(root: int, children: dict[int, list[int]]) -> None:
@@ -19,7 +18,6 @@ def kill_below(root: int, children: dict[int, list[int]]) -> None:
 
 
 def children_of_all() -> dict[int, list[int]]:
-    """All processes by their parents, without zombies."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

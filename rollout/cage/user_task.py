@@ -1,7 +1,6 @@
 """A user's task in worker processes: problems, completions and trajectories travel as plain values, images as files.
 
-A task that sends messages returns only its score: what was sampled is recorded in the server. `UserTask` is the
-server's end; `load` and what it returns run in a worker.
+`UserTask` is the server's end; `load` and what it returns run in a worker.
 """
 
 import asyncio
@@ -22,21 +21,21 @@ from rollout.tasks import convention, load_task
 from rollout.tasks.programs import agent_of, command_name
 from rollout.tasks.trajectory import CUT_SCORE, Completion, Generate, PlacedImage, Problem, Recorded, Trajectory, place
 
-if TYPE_CHECKING:  # workers start faster without it
+if TYPE_CHECKING:
     from rollout.chat.session import Sessions
 
 SENT = ("row", "prompt", "max_tokens")
 Plain = Callable[..., Awaitable[dict[str, Any]]]
 
 OWN_PROCESSES, SAMPLE_PROCESSES, HOSTED_PROCESSES = 256, 1, 8
-"""Most processes of a worker: its own, and for each sample of a function and of an environment."""
+"""A worker's own processes, and those for each sample of a function and of an environment."""
 ATTRIBUTES = tuple(vars(Trajectory([])))
 
 
 class UserTask:
     """The task that `rollout.task` names, around its workers. A call is one episode.
 
-    Entering raises ValueError if the task cannot be loaded; a call raises CagedError and what `generate` raises.
+    Raises ValueError on entering, and CagedError for an episode without result.
     """
 
     def __init__(self, config: Config, sessions: "Sessions", log: Path | None = None) -> None:
@@ -99,7 +98,6 @@ class UserTask:
 
 
 def caged_task(config: Config, log: Path | None) -> CagedFunction:
-    """`rollout.task` with its limits."""
     rollout, agent, environment = config.rollout, config.rollout.agent, config.rollout.environment
     memory = f"rollout.task_memory_gib ({rollout.task_memory_gib:g} GiB)"
     plain = config.model_dump(mode="json")
@@ -133,7 +131,6 @@ class ShownImages:
         self._known: dict[tuple[int, bytes], PlacedImage] = {}
 
     async def decoded(self, sent: Any) -> list[PlacedImage]:
-        """`sent`: [start, file] each. Raises EpisodeError for anything else."""
         if not sent:
             return []
         if self.form is None:
@@ -159,8 +156,6 @@ def trajectory_of(name: str, values: Any) -> Trajectory:
 
 
 def load_conversation(task: Callable[..., Awaitable[Any]]) -> Plain:
-    """A task that sends messages, as a function of plain values."""
-
     async def converse(values: dict[str, Any], call: Plain) -> Any:
         async def chat(messages: Any, tools: Any = None, max_tokens: int | None = None) -> dict[str, Any]:
             return await call(messages, tools=tools, max_tokens=max_tokens)
@@ -183,13 +178,10 @@ def load(name: str, model: dict[str, Any], data: dict[str, Any], memory: str) ->
 
 
 def open_files() -> frozenset[int]:
-    """The open files of this process."""
     return frozenset(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}"))
 
 
 def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], data: dict[str, Any]) -> Plain:
-    """A task that makes a trajectory, as a function of plain values."""
-
     @cache
     def tokenizer() -> Any:
         from rollout.episodes.prompts import load_tokenizer

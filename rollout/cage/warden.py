@@ -28,20 +28,17 @@ from rollout.cage.process_table import anonymous_bytes, below, children_of_all, 
 TAIL_BYTES = 4096
 LINE_BYTES = 2**16
 LOG_BYTES = 2**20
-"""One old log file is kept."""
 WATCH_S = 0.2
 SCAN_INTERVAL_PER_COST = 20
 """Reading the process table may take one part in 20 of a core."""
 MAX_PROCESSES = 256
-"""Of one episode apart. RLIMIT_NPROC would count all processes of the user."""
+"""Most processes of one episode apart. RLIMIT_NPROC would count all processes of the user."""
 OUT_OF_MEMORY, TOO_MANY = signal.SIGUSR1, signal.SIGUSR2
-"""Signals to the guard of an episode apart."""
 STOPPED_S = 1.0
 """A wait that ends so much late means that this process was stopped."""
 KILL_S = 5.0
-"""A process that is stuck in the kernel is left to init."""
+"""Longest wait: a process that is stuck in the kernel is left to init."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3
-"""Makes the worker print the stacks of its threads."""
 DUMP_S = 0.5
 KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
 
@@ -80,11 +77,9 @@ class Warden:
         self._processes: dict[int, list[int]] = {}
         """All processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
-        """Guards whose processes did not change between two looks."""
 
     @property
     def memory(self) -> float:
-        """Bytes; 0 for any number."""
         return (self.function.memory_gib or 0) * 2**30
 
     def _on_term(self, *_: object) -> None:
@@ -202,7 +197,7 @@ class Warden:
             wait_s = 0.02
 
     def _drain(self, times: int = 1) -> bool:
-        """Take in what was printed; whether anybody is left who could print."""
+        """Whether anybody is left who could print."""
         for _ in range(times):
             try:
                 data = os.read(self.capture, 2**20)
@@ -242,7 +237,6 @@ class Warden:
 
 
 def shown(printed: bytes) -> str:
-    """What users' code printed, as safe text."""
     text = colourless(printed.decode(errors="replace")).replace("\r\n", "\n").replace("\r", "\n")
     return visible(text, 16 * len(text) + 1)
 
@@ -282,7 +276,7 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
     setup = None
     while setup is None:
         data = status.recv(2**16)
-        if not data or os.getppid() != server:  # it ended before `end_with_parent`
+        if not data or os.getppid() != server:
             os._exit(0)
         frames.feed(data)
         setup = next(frames, None)
@@ -300,7 +294,7 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
         Warden(function, worker, status, capture, state).run()
     except BaseException:  # without a reason the server knows that the warden was lost
         with suppress(ChildProcessError, ProcessLookupError, PermissionError):
-            os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # not waited for: its group is still ours
+            os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             os.killpg(worker, signal.SIGKILL)
     os._exit(0)
 

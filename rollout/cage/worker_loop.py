@@ -34,7 +34,7 @@ from rollout.errors import ChatRefused, EngineError, first_error
 AHEAD_S, MOST_AHEAD = 0.005, 8
 """To wake two processes for each short call would cost more than the call."""
 FAILED_CALL_S = 1.0
-"""Charged to an episode for a failed call of `generate`, at most: refused calls cannot go on for ever."""
+"""A failed call of `generate` costs an episode at most so much of its time: refused calls cannot go on for ever."""
 _number: ContextVar[int] = ContextVar("number", default=0)
 
 
@@ -95,7 +95,7 @@ def failure_message(name: str, number: int, error: BaseException) -> bytes:
 
 
 def attribute(error: BaseException, name: str) -> object:
-    """A user's own class may compute it and raise: then None."""
+    """None where a user's own class computes it and raises."""
     try:
         return getattr(error, name, None)
     except Exception:
@@ -103,7 +103,6 @@ def attribute(error: BaseException, name: str) -> object:
 
 
 def leave_fork(home: int) -> None:
-    """End this process if users' code forked it."""
     if os.getpid() != home:
         os._exit(0)
 
@@ -263,8 +262,6 @@ class RecordedSteps:
 def serve_episodes(
     function: CagedFunction, control: socket.socket, state: CallState, loaded: Callable[..., Awaitable[Any]]
 ) -> None:
-    """Run episodes or `async` calls until the server closes the connection."""
-
     def new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         number = (options.get("context") or copy_context()).get(_number, 0)
         recorded: Any = RecordedSteps(coroutine, state, number) if number else coroutine

@@ -1,4 +1,4 @@
-"""The server's end of one worker process and its warden."""
+"""The server's end of one worker process."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from rollout.cage import CagedFunction
 from rollout.cage.frames import BAD_BYTES, encode, unpacker
 
 KILL_S = 10.0
-"""Time for a warden to kill its worker before it is killed as well."""
+"""The warden has so long to kill its worker."""
 OUTPUT_S = 2.0
 START = f"""import sys
 sys.path[:] = sys.argv[4:]
@@ -50,7 +50,6 @@ class WorkerProcess:
         self.ahead = 1
         """Calls that may be sent at once to run one after another."""
         self.spoilt = False
-        """It sent what is no message: no more is read."""
         self.stopping = False
         self.end: asyncio.Future[WorkerEnd] = asyncio.get_running_loop().create_future()
         self._frames, self._asked = unpacker(), deque[asyncio.Future[str]]()
@@ -88,11 +87,9 @@ class WorkerProcess:
 
     @property
     def runs_many(self) -> bool:
-        """Whether its calls run on an event loop."""
         return self.function.episodes or bool(self.about and self.about.get("async"))
 
     def worn(self) -> bool:
-        """Whether it is to be replaced after its calls."""
         return self.function.max_calls is not None and self.sent >= self.function.max_calls
 
     def send(self, message: Any) -> None:
@@ -166,7 +163,6 @@ class WorkerProcess:
         for asked in self._asked:
             if not asked.done():
                 asked.set_result(end.output)
-        # What the worker sent last is still to be read.
         asyncio.get_running_loop().call_later(self.function.grace_s, self._writer.transport.abort)
 
     async def ended(self) -> WorkerEnd:

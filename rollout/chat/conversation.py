@@ -21,15 +21,13 @@ class RecordedTurn:
     given: list[int]
     completion: Completion
     messages: list[Message]
-    """As they are rendered again."""
     request: bytes
     answered: bytes
     cut: bool = False
-    """By a limit of the run."""
     withdrawn: bool = False
     """The client never got it: it is not trained on."""
     length: int = field(init=False)
-    """Tokens from the root to its end."""
+    """Tokens from the root to the end of this turn."""
 
     def __post_init__(self) -> None:
         before = self.parent.length if self.parent else 0
@@ -51,11 +49,10 @@ class Conversation:
     def __init__(self) -> None:
         self._turns: list[RecordedTurn] = []
         self._undelivered: list[bytes] = []
-        """Requests whose answer was lost and is not repeated yet."""
 
     @property
     def turns(self) -> list[RecordedTurn]:
-        """Without withdrawn ones, in the order in which they ended."""
+        """Turns that are not withdrawn, in the order in which they ended."""
         return [turn for turn in self._turns if not turn.withdrawn]
 
     def held(self, prefixes: Sequence[bytes]) -> tuple[RecordedTurn | None, int]:
@@ -91,7 +88,6 @@ class Conversation:
             self._undelivered.remove(request)
 
     def leaves(self) -> set[RecordedTurn]:
-        """The turns that no other turn continues."""
         inner = {turn for counted in self.turns for turn in counted.path()[:-1]}
         return set(self.turns) - inner
 

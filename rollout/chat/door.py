@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_BODY_MIB = 16
 MOST_CONNECTIONS = 16_384
-"""Fewer where the server may have few files open."""
 EARLY_S = 0.001
-"""A timer may fire so much early."""
 SHUTDOWN_S = 1.0
 KEY = re.compile(r"[0-9a-f]{32}")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -54,7 +52,6 @@ class Door:
         self.calls: set[asyncio.Task[Reply]] = set()
         self.connections: set[asyncio.Transport] = set()
         self.ignored = 0
-        """Requests for another sampling than the run's."""
         self._loop, self._clock = asyncio.get_running_loop(), clock
         self._timer: asyncio.TimerHandle | None = None
 
@@ -106,7 +103,7 @@ class Door:
         if self._timer:
             self._timer.cancel()
         if not self.over.cancel() and not self.over.cancelled():
-            self.over.exception()  # known to whoever was there to know
+            self.over.exception()
         self.session.close()
         for call in self.calls:
             call.cancel()
@@ -195,7 +192,6 @@ class ChatServer:
         return web.json_response({"object": "list", "data": [model]}) if isinstance(door, Door) else door
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        """One model call. Cancelled when the client is gone."""
         door = self._enter(request)
         if isinstance(door, web.Response):
             return door
@@ -234,14 +230,13 @@ class ChatServer:
             reply = call.result()
         except ChatRefused as error:
             return refusal(410 if error.code == "episode_ended" else 400, refused_body(error))
-        except Exception as error:  # the engine's or our own: it ends the episode where the task waits for it
+        except Exception as error:  # the engine's or our own
             door.end(error)
             return refusal(503, error_body(f"the episode is over: {error}", "server_error"))
         return await (deliver_events if requested.stream else deliver)(request, requested, reply)
 
 
 async def deliver(request: web.Request, requested: Requested, reply: Reply) -> web.StreamResponse:
-    """Send the reply as one JSON body."""
     response = web.json_response(completion(requested, reply))
     await response.prepare(request)
     await response.write_eof()
@@ -260,7 +255,7 @@ async def deliver_events(request: web.Request, requested: Requested, reply: Repl
 def refused_body(error: Exception) -> dict[str, Any]:
     if isinstance(error, ChatRefused):
         limit, param = error.code.endswith("_exceeded"), getattr(error, "param", None)
-        code = "context_length_exceeded" if limit else error.code  # the one word for a limit that clients know
+        code = "context_length_exceeded" if limit else error.code  # the code that clients know
         return error_body(f"context length: {error}" if limit else str(error), "invalid_request_error", param, code)
     return error_body(f"the body is no JSON: {type(error).__name__}: {error}", "invalid_request_error")
 

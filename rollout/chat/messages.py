@@ -1,8 +1,8 @@
 """Messages of a chat, brought into one form and compared.
 
-In that form `content` is a text and a call's `arguments` are a mapping, as chat templates want them. A repeated message
-counts as the same where the client wrote it otherwise: `None` for an empty content, a text in parts, arguments with
-other blanks. Reasoning is not compared, because most clients drop it.
+In that form `content` is a text and a call's `arguments` are a mapping, as chat templates want them. Messages are
+compared in that form, since clients may repeat them in another. Reasoning is not compared, because most clients drop
+it.
 """
 
 import hashlib
@@ -19,8 +19,6 @@ KEPT = ("name", "tool_call_id")
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A call of `chat`: messages in their one form, and tools."""
-
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     prefixes: list[bytes]
@@ -89,7 +87,7 @@ def _call(place: str, call: Any) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """A mapping; a text that is not one in JSON stays as it is."""
+    """Arguments as a mapping; a text that is no JSON mapping stays as it is."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

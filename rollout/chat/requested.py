@@ -1,7 +1,7 @@
 """What a chat request asks for, in OpenAI's words, and the answers to it.
 
-What would break the ratio that the learner computes is refused by name; another temperature and the like are ignored,
-counted and logged once.
+What would break the learner's ratio is refused by name; another temperature and the like are ignored, counted and
+logged once.
 """
 
 import logging
@@ -26,7 +26,6 @@ REFUSED = (
 SAMPLING = {"top_p": 1, "top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
 """Settings with the values that change nothing."""
 NEVER = ("seed", "logprobs", "top_logprobs", "parallel_tool_calls")
-"""Ignored whatever they are."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Requested:
     stream: bool = False
     include_usage: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
-    """The whole body."""
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -106,7 +104,6 @@ def completion(requested: Requested, reply: Reply) -> dict[str, Any]:
 
 
 def chunks(requested: Requested, reply: Reply) -> Iterator[dict[str, Any]]:
-    """The same as a stream."""
     start = head(requested, "chat.completion.chunk")
     delta = dict(reply.message)
     if calls := delta.get("tool_calls"):

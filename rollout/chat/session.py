@@ -25,10 +25,8 @@ class ChatLimits:
     context: int
     """Tokens that one call sees and samples."""
     answer: int
-    """In tokens."""
     turns: int
     tokens: int
-    """Over all segments."""
     timeout_s: float | None = None
     """From the opening of the session."""
 
@@ -40,7 +38,6 @@ class Reply:
 
     message: dict[str, Any]
     finish_reason: str
-    """`stop`, `length` or `tool_calls`."""
     prompt_tokens: int
     completion_tokens: int
     turn: RecordedTurn
@@ -69,7 +66,7 @@ class TextParser:
 
 
 class Session:
-    """One episode."""
+    """One episode as chat."""
 
     def __init__(self, generate: Generate, template: ChatTemplate, parser: AnswerParser, limits: ChatLimits) -> None:
         self._generate, self._template, self._parser, self._limits = generate, template, parser, limits
@@ -78,11 +75,9 @@ class Session:
         """The turn that each call continues, and the tokens that it may add."""
         self._bad_calls = self._begun = 0
         self._closed, self._limit = False, ""
-        """`_limit`: why a limit refused the last call."""
         self.truncated = False
-        """A limit has ended the episode."""
         self.error: EpisodeError | EngineDead | None = None
-        """The infrastructure failed in a call: so has the episode, whatever it returns."""
+        """A failure of the infrastructure fails the episode, whatever it returns."""
 
     async def chat(
         self, messages: Any, tools: Any = None, *, max_tokens: int | None = None, repeated: bool = False
@@ -202,7 +197,7 @@ class Session:
         self, request: ChatRequest, held: RecordedTurn | None, number: int
     ) -> tuple[RecordedTurn | None, list[int], list[Message]]:
         """The turn that a request continues, if it can continue `held`, whose messages are its first `number`; the
-        tokens to be given; and the messages with our reasoning. In the template's thread."""
+        tokens to be given; and the messages with our reasoning. Runs in the template's thread."""
         self._parser.check(request.tools)
         if held is None:
             return None, self._template.opening(request.messages, request.tools), request.messages

@@ -31,7 +31,6 @@ class ChatTemplate:
     def __init__(self, prompts: Prompts, keep: bool = False, kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self.keep = copy.deepcopy(prompts.tokenizer), keep
         self.ends = frozenset(prompts.ends)
-        """Tokens by which the model itself ends an answer."""
         self._plain, self._system, self._place = prompts.plain, prompts.system, prompts.template_place
         self._renderer = Renderer()
         self._texts = ChatTexts(self.tokenizer, self._renderer, prompts.chat_template)
@@ -71,7 +70,7 @@ class ChatTemplate:
             return "\n\n".join(message["content"] for message in chat)
         try:
             text = self._texts.render(chat, header, tools, self._kwargs)
-            text.encode()  # refused for lone surrogates, which tokenizers cannot take
+            text.encode()  # refuses lone surrogates
             return text
         except RenderError as error:
             raise ChatRefused(f"messages: {error.about('them', 'the chat template', self._place)}") from None
@@ -97,13 +96,12 @@ class ChatTemplate:
         return end[closing:] + rest[len(end) :]
 
     def _marked(self, answer: Message) -> Message:
-        """With MARK in place of its text, or of the name of its last call."""
         if not (calls := answer.get("tool_calls")):
             return answer | {"content": MARK}
         last = calls[-1] | {"function": calls[-1]["function"] | {"name": MARK}}
         return answer | {"tool_calls": [*calls[:-1], last]}
 
     def _after_calls(self, end: str) -> int:
-        """Where the answer is closed behind the name of its last call: at the last special token."""
+        """An answer is closed at the last special token behind the name of its last call."""
         at = max((end.rfind(token) for token in self._special), default=-1)
         return at if at >= 0 else len(end.rstrip())
