@@ -182,7 +182,6 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
 def build(
     config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None, beside: Beside | None = None
 ) -> tuple[Policy, Algorithm]:
-    """The policy, and its algorithm with optimizer and reference model."""
     temperature, entropy_gradient = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
     seed, replay = config.run.seed, config.rollout.routing_replay
     policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient, seed=seed, replay=replay)

@@ -1,8 +1,9 @@
 """Checkpoints that cannot be lost: sharded, written while training goes on, complete or absent.
 
 A thread of each rank fills `checkpoints/v000100.tmp`. Once all ranks are done, rank 0 adds the Hugging Face export and
-a manifest (all files with sizes and checksums), and renames the folder. With `learner.checkpoint_on: first_node`, the
-first replica alone writes, and hands its copy to the others when restored. Each public method is a collective.
+a manifest (all files with sizes and checksums), and renames the folder. With `model.lora` state and export are the
+adapter's, which is restored beside the same base only. With `learner.checkpoint_on: first_node`, the first replica
+alone writes, and hands its copy to the others when restored. Each public method is a collective.
 """
 
 import logging
@@ -145,7 +146,7 @@ class Checkpoints:
         return min(kept, default=0)
 
     def finish(self, policy: Policy, version: int) -> None:
-        """Write `version` with its export, and wait. Raises NoDiskSpace."""
+        """Write `version` with its export. Raises NoDiskSpace."""
         self._wait()
         if self._is_exported(version):
             return
@@ -248,7 +249,7 @@ class Checkpoints:
 
 
 def _refusal(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> str | None:
-    """Why this checkpoint does not fit the adapter or the weights beneath it; None if it does."""
+    """Why this checkpoint does not fit the adapter or its base."""
     try:
         found = adapter_of(folder)
     except (OSError, ValueError) as error:

@@ -1,7 +1,4 @@
-"""The process group of all ranks, and the mesh of copies of the model: [replica, shard], or [shard] for one replica.
-
-Only gradients are reduced between replicas.
-"""
+"""The process group of all ranks, and the mesh of copies of the model: [replica, shard], or [shard] for one replica."""
 
 import logging
 import os

@@ -37,10 +37,8 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set, from the variables of srun, if srun has started this process. Raises ConfigError.
-
-    Of 16 tasks for 16 ranks on 2 nodes, SLURM_PROCID 9 becomes RANK 9, LOCAL_RANK 1.
-    """
+    """What torchrun would have set, from the variables of srun, if srun has started this process. Raises
+    ConfigError."""
     told = {"RANK", "NODE_RANK", PROGRESS}  # a keeper sets PROGRESS; it may run in a task of srun
     if "SLURM_STEP_NUM_TASKS" not in environment or environment.keys() & told:
         return {}
@@ -61,10 +59,8 @@ def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[s
 
 
 def check_environment(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
-    """Raise ConfigError if the variables of this rank or node are incomplete or contradict the run file.
-
-    Left-over variables of a rank are removed.
-    """
+    """Raise ConfigError if the variables of this rank or node are incomplete or contradict the run file; remove
+    left-over ones."""
     if "RANK" in environment:
         _check_rank(learner, environment)
     else:
@@ -122,6 +118,7 @@ def _check_meeting(environment: Mapping[str, str]) -> None:
 
 
 def number(name: str, environment: Mapping[str, str], least: int, most: int | None, remedy: str) -> int:
+    """Read a variable. Raises ConfigError."""
     value = environment.get(name)
     if value is not None and value.strip().isdecimal():
         found = int(value)
@@ -268,7 +265,7 @@ class Node:
         pass_on(signal.SIGKILL)  # a rank in a collective notices nothing else
 
     def leave(self, code: int) -> int:
-        """This node's ranks have ended; returns the exit code of all nodes."""
+        """This node's ranks have ended; returns the exit code of all."""
         for telling in self._telling:
             telling.join(LAST_S)
         with suppress(dist.DistError):
@@ -279,6 +276,7 @@ class Node:
 
 
 def open_store(host: str, port: int) -> TCPStore:
+    """The store in which all ranks meet. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)

@@ -1,7 +1,8 @@
-"""Two microbatches of made-up samples, which each rank computes while the servers sample the first batch.
+"""Two microbatches of made-up samples, which each rank computes while the servers sample the first batch
+(docs/design/learner.md).
 
-They compile the model's blocks and allocate what a full microbatch takes: a run that would run out of memory ends at
-its start. Nothing is trained, and no random generator of the process is used.
+A run that would run out of memory ends at its start. Nothing is trained, and no random generator of the process is
+used.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from learner.train.batch import LEAST_SAVED
 MICROBATCHES = 2
 """The second one finds the first one's gradients in memory."""
 PLAIN = 256
+"""Most vocabularies have special tokens above it."""
 
 
 def own_part(config: Config, policy: Policy, budget: int, vocabulary: int, part: int, number: int) -> Part | None:

@@ -65,7 +65,8 @@ class SoundSteps:
         return stats
 
     def _reported(self, part: Part, found: Found) -> bool:
-        """Report the groups that any rank has found; whether the batch must be taken again. A collective."""
+        """Report the groups that any rank has found; whether the batch must be taken again, also because ranks have
+        other groups. A collective."""
         digest = crc32(part.rows.item.data)
         some, largest, smallest = collectives.all_reduce_max(bool(found), digest, -digest)
         if not some and largest == -smallest:
@@ -111,7 +112,6 @@ def bounds_of(
 
 
 def judged(part: Part, bounds: Bounds) -> Found:
-    """The groups with an impossible value in this part."""
     newest, found = max(part.version, part.reached), dict[int, str]()
     rows = part.positions.numpy().tolist()
     for row, data in zip(rows, part.samples, strict=True):
@@ -128,8 +128,8 @@ def judged(part: Part, bounds: Bounds) -> Found:
 
 
 def mismatched(part: Part, form: ImageFormat | None) -> tuple[Found, bool]:
-    """Groups with an image that is not what the policy saw; and whether all groups with images are such, on all ranks.
-    A collective."""
+    """Groups with an image that is not what the policy saw; and whether all groups with images are such. A
+    collective."""
     found, showing = dict[int, str](), 0
     for item in np.unique(part.rows.item.numpy()).tolist():
         own = only(part, item)

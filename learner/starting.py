@@ -37,6 +37,7 @@ def choose_device(config: Config) -> torch.device:
 
 
 def configure_process(config: Config, device: torch.device) -> torch.device:
+    """Set threads, seed and GPU. Raises ConfigError."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.learner.threads or device.type == "cpu":
         torch.set_num_threads(config.learner.threads or max(torch.get_num_threads() // local_ranks, 1))

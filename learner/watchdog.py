@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 RECORDER = "TORCH_FR_BUFFER_SIZE"
 """Entries of the flight recorder; read when the process group is created."""
 TORCH_LATER_S = 15.0
+"""torch's own timeout expires this much later."""
 ANSWER_S = 10.0
 """If the store answers later, each rank ends by itself."""
 Note = dict[str, Any]
@@ -93,7 +94,7 @@ class Watchdog:
         return bool(self._store.check(["verdict"]))
 
     def _ask(self, work: Callable[[], T]) -> T | None:
-        """None if the store does not answer in time: a call to a machine that is cut off would last for ever."""
+        """None if the store does not answer in time: a machine may be cut off."""
         try:
             if self._asked.done():
                 self._asked = self._asker.submit(work)
@@ -127,8 +128,8 @@ class Watchdog:
 
 
 class Waits:
-    """How long the oldest collective has waited. The recorder's time may be set, and goes on while this process is
-    stopped: it counts for `at_most_s` before the first look."""
+    """How long the oldest collective has waited. The recorder's clock may be set, and runs while this process is
+    stopped."""
 
     def __init__(self, at_most_s: float) -> None:
         self._at_most_s = at_most_s
@@ -143,6 +144,7 @@ class Waits:
 
 
 def flight_record(active: bool = True) -> dict[str, Any]:
+    """`active`: only the collectives in progress."""
     dumps = [getattr(c10d, name) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json") if hasattr(c10d, name)]
     states = [json.loads(dump(includeCollectives=True, onlyActive=active) or b"{}") for dump in dumps]
     entries = [

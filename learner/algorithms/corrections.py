@@ -38,8 +38,8 @@ def off_policy_sequences(inputs: LossInputs, delta: float | None) -> Tensor:
 def log_linear_proximal(inputs: LossInputs) -> Tensor:
     """Proximal log-probability between behaviour and learner, without a forward pass (A-3PO, arXiv:2512.06547).
 
-    log prox = log mu + alpha (log pi - log mu), alpha = (v - 1 - v_mu) / (v - v_mu) in [0, 1], 0 for tokens fresh at v.
-    Raises ValueError without versions.
+    log prox = log mu + alpha (log pi - log mu), alpha = (v - 1 - v_mu) / (v - v_mu) in [0, 1]. Raises ValueError
+    without versions.
     """
     if inputs.versions is None:
         raise ValueError("algorithm.proximal is loglinear, but LossInputs has no versions")
@@ -84,8 +84,5 @@ def m2_limit(squares: Tensor, budget: float) -> Tensor:
 
 
 def reference_kl(logprobs: Tensor, behaviour: Tensor, reference: Tensor, cap: float) -> Tensor:
-    """min(pi/mu, cap) (log pi - log ref)^2 / 2: k2 as a loss, importance-weighted.
-
-    Its gradient is that of KL(pi | ref); that of k1 as a loss is 0, that of k3 is of KL(ref | pi) (arXiv:2506.09477).
-    """
+    """min(pi/mu, cap) (log pi - log ref)^2 / 2: k2 as a loss (arXiv:2506.09477), importance-weighted."""
     return ratio(logprobs, behaviour).detach().clamp(max=cap) * (logprobs - reference) ** 2 / 2

@@ -1,7 +1,6 @@
 """How far the data are from the policy: sums that add over microbatches and ranks, then metrics.
 
-Sums are [] float64; keys that end in `_max` combine by maximum. The keys never depend on the data. Sums of scattered
-samples stay [samples] until `combine`.
+Sums are [] float64; keys that end in `_max` combine by maximum. The keys never depend on the data.
 """
 
 from collections.abc import Mapping, Sequence

@@ -38,8 +38,8 @@ def turn_targets(
 def value_losses(values: Tensor, before: Tensor, targets: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """Half the squared error of each value, and whether clipping took away its gradient: [tokens] each.
 
-    `before`: values before the first update on this batch. With `clip` the larger of the errors with and without moving
-    further than that from `before` (PPO2, as in arXiv:2005.12729 section 3).
+    `before`: values before the first update on this batch, from which `clip` limits the move (PPO2, as in
+    arXiv:2005.12729 section 3).
     """
     losses = 0.5 * (values - targets) ** 2
     if clip is None:

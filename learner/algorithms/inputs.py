@@ -53,8 +53,7 @@ class LossInputs:
         return self.policy_logprobs - self.behaviour
 
     def clean(self) -> "LossInputs":
-        """The same with 0 (`version` for versions) at tokens that were not sampled, so that NaN there reaches neither
-        value nor gradient."""
+        """The same with 0 (`version` for versions) at tokens that were not sampled: NaN there must reach nothing."""
         changes: dict[str, Tensor] = {}
         for field in fields(self):
             value = getattr(self, field.name)

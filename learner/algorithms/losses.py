@@ -1,4 +1,4 @@
-"""The policy losses. Each is a short function that returns the loss of each token; `Loss` aggregates it.
+"""The policy losses. Each returns the loss of each token; `Loss` aggregates it.
 
 The loss is divided by counts of the whole batch, so microbatches and ranks simply add. mu is the behaviour policy, pi
 the learner, rho = pi/mu, A the advantage, and sg() stops the gradient.

@@ -1,7 +1,6 @@
 """The loss and the advantages of the run file: built-in ones by name, or a user's own by `path/to/file.py:function`.
 
-A user's functions get copies, which they may change. Checks at each call wait for no GPU; `own_trial.py` makes the
-others before training.
+Checks at each call wait for no GPU; `own_trial.py` makes the others before training.
 """
 
 import os

@@ -1,8 +1,4 @@
-"""Tries a user's own loss and advantage on a tiny batch, before anything is trained.
-
-Refuses a result of another shape, without gradient or not finite, a loss whose parts do not add up to that of the whole
-batch, advantages that follow the order of samples, and code that changes what the whole process shares.
-"""
+"""Tries a user's own loss and advantage on a tiny batch, before anything is trained (docs/algorithms.md)."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +33,6 @@ SHARED: dict[str, Callable[[], object]] = {
     "torch's float32 matmul precision": torch.get_float32_matmul_precision,
 }
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-"""Namespaces of operators that wait for other ranks."""
 Part = tuple[Tensor, LossInputs]
 """A microbatch, and the places of its tokens in the batch: [tokens] int64."""
 
@@ -45,7 +40,7 @@ Part = tuple[Tensor, LossInputs]
 def check_own(config: AlgorithmConfig, answer: int, has_segments: bool) -> Iterator[str]:
     """Yield what was tried, in a line each. Raises ConfigError for what is refused.
 
-    `answer`: `sampling.max_tokens`. `has_segments`: a sample may lie in several microbatches.
+    `has_segments`: a sample may lie in several microbatches.
     """
     config = config.model_copy(update={"constant_length": config.constant_length or answer})
     if config.advantage not in (*ADVANTAGES, GAE):
@@ -165,7 +160,7 @@ def part(whole: LossInputs, samples: Sequence[int]) -> Part:
 
 
 def unsampled(whole: LossInputs) -> Part:
-    """A microbatch without a sampled token, as a rank with fewer microbatches than others gets."""
+    """A microbatch without a sampled token: ranks differ in number of microbatches."""
     tokens, first = part(whole, [0])
     return tokens, replace(first, sampled=torch.zeros_like(first.sampled))
 
@@ -194,8 +189,7 @@ class NoCollectives(TorchDispatchMode):
 
 
 def check_alone(config: AlgorithmConfig) -> None:
-    """Raise ConfigError for a user's function that waits for other ranks. Only for a process that is no rank: it
-    pretends to be one."""
+    """Raise ConfigError for a user's function that waits for other ranks. Only for a process that is no rank."""
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         with NoCollectives():

@@ -1,7 +1,4 @@
-"""Compares copies of changed weights: as servers get them over the weights wire, and as an export has them on disk.
-
-transformers loads both by name, so a weight that is missing, misnamed or transposed is a fault.
-"""
+"""Compares copies of changed weights: as servers get them over the weights wire, and as an export has them on disk."""
 
 import shutil
 from pathlib import Path

@@ -26,6 +26,7 @@ Gradients = Mapping[str, Tensor]
 
 
 def attempt(what: str, compared: Callable[[], Sequence[Check]]) -> list[Check]:
+    """The checks, or a fault if the model cannot be computed."""
     try:
         return list(compared())
     except FOREIGN as error:
@@ -61,6 +62,7 @@ def gradients(reference: PreTrainedModel, case: Case) -> dict[str, Tensor]:
 
 
 def gradients_of(policy: Policy) -> dict[str, Tensor]:
+    """The whole gradients. A collective."""
     found = ((name, x.grad) for name, x in policy.model.named_parameters() if x.grad is not None)
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found}
 

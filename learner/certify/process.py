@@ -39,10 +39,7 @@ def leads(environment: Mapping[str, str]) -> bool:
 
 
 def require(config: Config) -> None:
-    """Raise ConfigError unless the run's model has a certificate that holds, and takes its adapter.
-
-    A certificate in the run's folder is used again for the same model and code.
-    """
+    """Raise ConfigError unless the run's model has a certificate that holds, and takes its adapter."""
     model, file = config.model, config.run.path / FILE
     facts, learner = loading.read_config(model), config.learner
     share, splits = bool(learner.share_prompts), learner.context_parallel > 1
@@ -71,6 +68,7 @@ def made(model: ModelConfig, share: bool, splits: bool = False, limit_s: float =
 
 
 def checked(model: ModelConfig, share: bool, limit_s: float = LIMIT_S) -> None:
+    """Do `check_exact` in a process of its own."""
     if problems := json.loads(_forked(_check, model, (share,), limit_s)):
         raise ConfigError(problems)
 

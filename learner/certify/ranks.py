@@ -40,6 +40,8 @@ OPTIONS = LearnerConfig(
 
 
 class ComparedText(NamedTuple):
+    """What a rank computes of a row."""
+
     tokens: np.ndarray
     weights: np.ndarray
     seen: Sequence[SeenImage] = ()

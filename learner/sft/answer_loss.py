@@ -1,5 +1,7 @@
 """Supervised fine-tuning's step and its held-out loss: the mean of -log p over the batch's trained tokens.
-Collectives."""
+
+Each method is a collective.
+"""
 
 import time
 from collections.abc import Mapping
@@ -76,6 +78,7 @@ class AnswerSteps:
 
 
 def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
+    """A collective."""
     if policy.mixture is None or tally is None:
         return {}
     return load_metrics(collectives.all_reduce_sum(tally.cpu()), policy.mixture.sizes, False)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Chat = list[dict[str, Any]]
 FLAG = "train"
 FOREIGN = {"weight": "write it as train: true or train: false", "training": "write it as train"}
-"""Other tools' keys for it, and the remedy."""
+"""Keys of other tools in place of `train`, and the remedy."""
 UNREAD = {
     "videos": "only text is trained",
     "tools": "write them into the system message, as the chat template would",
@@ -29,7 +29,7 @@ UNREAD = {
 
 
 class TrainedText(NamedTuple):
-    """One text."""
+    """A text, and which of its tokens are trained."""
 
     tokens: np.ndarray
     """int32 [tokens]"""

@@ -1,7 +1,7 @@
-"""Demonstrations that are trained beside each batch of reinforcement learning.
+"""Demonstrations that are trained beside each batch of reinforcement learning, with `weight` times their mean -log p.
 
-The gradient gains `weight` times that of the mean of -log p over their trained tokens. A version's number alone decides
-which ones, so a crash or another number of ranks draws the same, and the ledger need not know of them.
+A version's number alone decides which ones, so a crash or another number of ranks draws the same, and the ledger need
+not know of them.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Texts become the microbatches of this rank. All ranks compute the same cut and number."""
+"""Texts become the microbatches of this rank, the same number on all ranks."""
 
 from collections.abc import Sequence
 

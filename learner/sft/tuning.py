@@ -20,7 +20,7 @@ def run(
     metrics: Metrics,
     versions: int,
 ) -> None:
-    """Train from the last checkpoint to `versions`. Version v is the policy after v optimizer steps."""
+    """Train from the last checkpoint to `versions`."""
     version = checkpoints.restore(policy)
     if not collectives.broadcast_from_rank0(version in metrics.evaluations(version)):
         metrics.log_evaluations(version, held_out.measure(policy, version))

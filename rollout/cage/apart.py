@@ -98,7 +98,8 @@ def close_all_but(kept: set[int]) -> None:
             os.close(fd)
 
 
-class Exceeded(Exception): ...
+class Exceeded(Exception):
+    """The warden saw the episode exceed a limit."""
 
 
 def _guard(how: Apart, worker: socket.socket, parent: int, program: Program) -> NoReturn:
@@ -157,6 +158,8 @@ def _wait(child: int, worker: socket.socket, said: "Said") -> tuple[str, str]:
 
 
 class Said:
+    """What the program writes."""
+
     def __init__(self, fd: int, echo: bool) -> None:
         self.fd, self.echo, self.kept, self.too_long = fd, echo, bytearray(), False
         os.set_blocking(fd, False)

@@ -76,8 +76,8 @@ class Cage:
     """An async context manager over worker processes.
 
     Entering raises Unloadable if the function cannot be loaded. The time limit of a call counts from its start on a
-    worker. A worker that ends is replaced. Of several calls, only the one whose code ran fails, and the others are
-    returned; where that call is unknown, all fail.
+    worker. A worker that ends is replaced. Only the call whose code ran fails, and the others are returned; where that
+    call is unknown, all fail.
     """
 
     def __init__(self, function: CagedFunction, workers: int = 1) -> None:

@@ -8,7 +8,7 @@ import msgpack
 MAX_BYTES = 32 * 2**20
 """A trajectory of 500,000 tokens takes about 12 MiB."""
 BAD_BYTES = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
-"""What an unpacker raises for bytes that are no message: users' code may write to the socket."""
+"""Raised for bytes that are no message: users' code may write to the socket."""
 
 
 def encode(message: Any) -> bytes:

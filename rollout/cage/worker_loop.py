@@ -103,6 +103,7 @@ def attribute(error: BaseException, name: str) -> object:
 
 
 def leave_fork(home: int) -> None:
+    """End this process if users' code forked it."""
     if os.getpid() != home:
         os._exit(0)
 
@@ -126,6 +127,8 @@ class RunningEpisode:
 
 
 class EpisodeServer:
+    """All episodes of this process."""
+
     def __init__(self, function: CagedFunction, state: CallState, play: Callable[..., Awaitable[Any]]) -> None:
         self.function, self.state, self.play, self.home = function, state, play, os.getpid()
         self.loop = asyncio.get_running_loop()

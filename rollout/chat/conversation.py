@@ -52,7 +52,7 @@ class Conversation:
 
     @property
     def turns(self) -> list[RecordedTurn]:
-        """Turns that are not withdrawn, in the order in which they ended."""
+        """Turns that are not withdrawn, in order of their ends."""
         return [turn for turn in self._turns if not turn.withdrawn]
 
     def held(self, prefixes: Sequence[bytes]) -> tuple[RecordedTurn | None, int]:
@@ -78,8 +78,7 @@ class Conversation:
         self._undelivered.append(request)
 
     def repeat(self, request: bytes) -> None:
-        """A client asks again: the last leaf of this request is withdrawn, unless it is known already which answer was
-        lost."""
+        """Withdraws the last leaf of this request, unless it is known already which answer was lost."""
         if request not in self._undelivered:
             leaves = self.leaves()
             for turn in [turn for turn in self.turns if turn.request == request and turn in leaves][-1:]:
@@ -95,7 +94,7 @@ class Conversation:
         return sum(leaf.length for leaf in self.leaves())
 
     def segments(self) -> Iterator[list[RecordedTurn]]:
-        """Paths that between them hold every turn, in the order in which they began."""
+        """Paths that hold every turn, in the order in which they began."""
         needed = {turn for counted in self.turns for turn in counted.path()}
         children: dict[RecordedTurn | None, list[RecordedTurn]] = {}
         for turn in self._turns:

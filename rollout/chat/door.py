@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 MAX_BODY_MIB = 16
 MOST_CONNECTIONS = 16_384
 EARLY_S = 0.001
+"""A timer may fire so much early."""
 SHUTDOWN_S = 1.0
 KEY = re.compile(r"[0-9a-f]{32}")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -56,7 +57,7 @@ class Door:
         self._timer: asyncio.TimerHandle | None = None
 
     def on_worker(self, given: bool) -> None:
-        """A worker has the agent, and its time begins; or has lost it before."""
+        """A worker has the agent, and its time begins; or has lost it."""
         self.left_s = self.own_s
         if self._timer:
             self._timer.cancel()
@@ -112,7 +113,7 @@ class Door:
 
 
 class ChatServer:
-    """An async context manager around the listening socket. Entering raises ValueError for an unusable address."""
+    """An async context manager around the listening socket. Entering raises ValueError."""
 
     def __init__(self, config: "ChatConfig", temperature: float) -> None:
         self.config, self.ignored = config, Ignored(temperature)

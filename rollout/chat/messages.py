@@ -19,6 +19,8 @@ KEPT = ("name", "tool_call_id")
 
 @dataclass(frozen=True)
 class ChatRequest:
+    """Messages in their one form, and tools."""
+
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     prefixes: list[bytes]

@@ -1,7 +1,6 @@
 """What a chat request asks for, in OpenAI's words, and the answers to it.
 
-What would break the learner's ratio is refused by name; another temperature and the like are ignored, counted and
-logged once.
+What would break the learner's ratio is refused; other sampling settings are ignored and counted (docs/agents.md).
 """
 
 import logging

@@ -85,8 +85,7 @@ class Session:
         """Sample the answer to `messages`.
 
         `repeated`: the client got no answer to this request; the earlier one is not trained on. Raises ChatRefused for
-        malformed messages and used-up limits; EpisodeError, EngineDead for failures of the infrastructure. If
-        cancelled, nothing is recorded.
+        malformed messages and used-up limits; EpisodeError, EngineDead for failures of the infrastructure.
         """
         self._check_open()
         self._begun += 1
@@ -123,8 +122,7 @@ class Session:
             call.cancel()
 
     def recorded(self, result: Any) -> Recorded:
-        """The episode, and its score from `result` (see `Recorded.of`). Raises EpisodeError for an unusable result and
-        for an episode without an answer; EngineDead."""
+        """The episode, and its score from `result` (see `Recorded.of`). Raises EpisodeError, EngineDead."""
         if self.error:
             raise self.error
         turns = self._conversation.turns
@@ -209,7 +207,6 @@ class Session:
         return held, given, messages
 
     async def _in_time(self, call: Coroutine[Any, Any, Answered]) -> Answered:
-        """Raises ChatRefused if time runs out or the session is closed."""
         calling = asyncio.create_task(call)
         self._calls[calling] = None, 0
         try:

@@ -78,8 +78,7 @@ class ChatTemplate:
             raise ChatRefused(f"messages: they cannot be made into a chat: {type(error).__name__}: {error}") from error
 
     def _stays(self, held: Sequence[Message], tokens: list[int], new: Sequence[Message], tools: Tools) -> bool:
-        """Whether the template writes `held` as before, or the very text of the tokens: Qwen3's puts empty thinking
-        into a last answer without any."""
+        """Whether the template writes `held` as before, or the text of the tokens: Qwen3's adds empty thinking."""
         before, after = self.text(held, tools, header=False), self.text([*held, *new], tools, header=True)
         said = [held[-1].get("reasoning_content", ""), *re.split("</?think>", held[-1]["content"])]
         if after.startswith(before) and all(text.strip() in before for text in said):
