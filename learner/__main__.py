@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def image_format(config: Config) -> ImageFormat | None:
-    """None for a text model. Raises ConfigError if the model cannot be trained with images."""
+    """How the model sees images; None for a text model. Raises ConfigError if it cannot be trained with them."""
     form, path = ImageFormat.of_run(config), config.model.path
     if form is not None and find_spec("transformers.vision_utils") is None:
         problem = f"{path} is a vision-language model, which needs transformers 5.16 or later"
@@ -263,5 +263,5 @@ def check_weights_host(host: str) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()  # ends with the process that started the ranks
+    die_with_parent()  # a rank ends with the process that started it
     run_and_exit(main, log, is_rank=True)

@@ -72,7 +72,7 @@ def check_environment(learner: LearnerConfig, environment: MutableMapping[str, s
 def _check_rank(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
     ranks, unset = learner.ranks, UNSET
     world = number("WORLD_SIZE", environment, 1, None, f"set it to learner.ranks ({ranks}), or {unset}")
-    if world != ranks and (ranks > 1 or TORCHRUN not in environment):
+    if world != ranks and (ranks > 1 or TORCHRUN not in environment):  # torchrun knows
         problem = f"learner.ranks: {ranks}, but WORLD_SIZE is {world}"
         raise ConfigError([f"{problem}; set learner.ranks to {world}, or {unset}: the learner starts its own ranks"])
     rank = number("RANK", environment, 0, world - 1, f"give each rank its own of WORLD_SIZE ({world}), or {unset}")
@@ -136,7 +136,7 @@ def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
         with socket.create_server(("", port), family=family, dualstack_ipv6=both) as listener:
             listener.settimeout(limit_s)
             with socket.create_connection((host, port), limit_s) as caller:
-                while True:
+                while True:  # another rank may be trying already
                     arrived, where = listener.accept()
                     arrived.close()
                     if where[1] == caller.getsockname()[1]:
@@ -250,7 +250,7 @@ class Node:
                 node, word, *figures = store.get(f"event/{number}").decode().split()
             except dist.DistNetworkError:
                 self.why, self._failed = "the first node's store is gone, and its learner with it", FAILED
-            except dist.DistStoreError:
+            except dist.DistStoreError:  # no event yet
                 continue
             else:
                 number += 1

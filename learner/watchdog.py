@@ -46,7 +46,7 @@ def enable_flight_recorder() -> None:
 
 
 class Watchdog:
-    """Around all that the ranks do together. `folder` gets the recorder's dump."""
+    """A context manager around all that the ranks do together. `folder` gets the recorder's dump."""
 
     def __init__(self, timeout_s: float, folder: Path) -> None:
         self.timeout_s, self.folder = timeout_s, folder
@@ -198,5 +198,5 @@ def verdict(
 
 def members(entry: dict[str, Any]) -> list[int]:
     """The ranks of a collective's group; empty for other groups."""
-    name, groups = entry["process_group"][0], _world.pg_group_ranks  # torch has other processes' groups here too
+    name, groups = entry["process_group"][0], _world.pg_group_ranks  # a group of other ranks is a number here
     return next((sorted(ranks) for group, ranks in groups.items() if getattr(group, "group_name", "") == name), [])

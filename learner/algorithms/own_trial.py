@@ -126,7 +126,7 @@ def backward(config: AlgorithmConfig, loss: Loss, parts: Sequence[Part]) -> tupl
 
 
 def batch(config: AlgorithmConfig, far: float = 0.0) -> LossInputs:
-    """The whole batch as one microbatch. `far`: log-ratio of every fifth token."""
+    """The batch in one microbatch. `far`: log-ratio of every fifth token."""
     random = torch.Generator().manual_seed(0)
     lengths, groups = torch.tensor(LENGTHS), torch.tensor(GROUPS)
     sequence = torch.arange(len(LENGTHS)).repeat_interleave(lengths + 1)
@@ -160,7 +160,6 @@ def part(whole: LossInputs, samples: Sequence[int]) -> Part:
 
 
 def unsampled(whole: LossInputs) -> Part:
-    """A microbatch without a sampled token: ranks differ in number of microbatches."""
     tokens, first = part(whole, [0])
     return tokens, replace(first, sampled=torch.zeros_like(first.sampled))
 

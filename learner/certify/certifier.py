@@ -71,7 +71,7 @@ def software() -> dict[str, str]:
 
 
 def certify(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, splits: bool = False) -> Certificate:
-    """`share`: `learner.share_prompts`. `splits`: ranks share rows. Raises ConfigError for a config that transformers
+    """Make the certificate of `model`. `splits`: ranks share rows. Raises ConfigError for a config that transformers
     cannot read."""
     return certify_config(loading.read_config(model), model, share, mesh, pair, splits)
 

@@ -103,7 +103,6 @@ def _written(form: ImageFormat, draw: np.random.Generator, parts: Sequence[Part]
 
 
 def given_images(text: np.ndarray, seen: Seen) -> Mapping[str, Tensor]:
-    """The images as transformers' processor gives them to a model."""
     if not seen:
         return {}
     pictures = [picture for _, picture in seen]

@@ -75,7 +75,6 @@ class AnswerReader:
         self.prompts = Prompts(tokenizer, config)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ends = {*self.prompts.ends, *special}
-        """Tokens that close an answer if the template writes them."""
 
     def close(self) -> None:
         self.prompts.close()

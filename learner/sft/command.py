@@ -134,7 +134,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
 
 
 def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]:
-    """The trained rows, and each held-out set. Raises ConfigError. A collective."""
+    """Trained rows, and held-out sets. Raises ConfigError. A collective."""
     reader = reader_of(config)
     try:
         found = {

@@ -61,7 +61,7 @@ class CallOnServer:
         try:
             self.worker.send(["generated", request, await generate(tokens, **options)])
         except Exception as error:  # the episode may handle it
-            if isinstance(error, ChatRefused):
+            if isinstance(error, ChatRefused):  # there may be many
                 error.__cause__ = error.__context__ = None
                 error.__traceback__ = None
             self.refused[request] = error
@@ -189,7 +189,7 @@ class Cage:
             try:
                 await worker.start()
                 failures = 0 if await self._serve(worker, failures == 0) else failures + 1
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError) as error:  # no processes, files or threads are left
                 if worker in self._workers:
                     self._workers.remove(worker)
                     worker.kill()
@@ -239,7 +239,7 @@ class Cage:
             if call.done.done():
                 continue
             if call.place > end.started and call.attempts < ATTEMPTS:
-                call.attempts -= bool(end.current)
+                call.attempts -= bool(end.current)  # another call's fault
                 call.on_worker(False)
                 self._submit(call)
             else:

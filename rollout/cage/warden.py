@@ -276,7 +276,7 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
     setup = None
     while setup is None:
         data = status.recv(2**16)
-        if not data or os.getppid() != server:
+        if not data or os.getppid() != server:  # it ended before `end_with_parent`
             os._exit(0)
         frames.feed(data)
         setup = next(frames, None)

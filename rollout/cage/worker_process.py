@@ -163,6 +163,7 @@ class WorkerProcess:
         for asked in self._asked:
             if not asked.done():
                 asked.set_result(end.output)
+        # What the worker sent last is still to be read.
         asyncio.get_running_loop().call_later(self.function.grace_s, self._writer.transport.abort)
 
     async def ended(self) -> WorkerEnd:

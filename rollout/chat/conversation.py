@@ -56,8 +56,8 @@ class Conversation:
         return [turn for turn in self._turns if not turn.withdrawn]
 
     def held(self, prefixes: Sequence[bytes]) -> tuple[RecordedTurn | None, int]:
-        """The turn whose messages are the longest prefix of a request, and their number. Of equal turns the last leaf:
-        agents that run at once and send the same keep to their own."""
+        """The turn whose messages are the longest prefix of a request, and their number. The last leaf wins among equal
+        turns: agents that run at once and send the same keep to their own."""
         leaves = self.leaves()
         by_digest = {turn.answered: turn for turn in sorted(self.turns, key=leaves.__contains__)}
         for number in range(len(prefixes) - 1, 0, -1):

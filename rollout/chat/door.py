@@ -83,7 +83,6 @@ class Door:
         self.left_s -= self._clock.now() - self._since
 
     def start(self, chat: Coroutine[Any, Any, Reply]) -> asyncio.Task[Reply]:
-        """Begin a model call, during which the clock stands."""
         if not self.calls:
             self._stop_clock()
         call = self._loop.create_task(chat)
@@ -104,7 +103,7 @@ class Door:
         if self._timer:
             self._timer.cancel()
         if not self.over.cancel() and not self.over.cancelled():
-            self.over.exception()
+            self.over.exception()  # asyncio logs an exception that nobody retrieves
         self.session.close()
         for call in self.calls:
             call.cancel()

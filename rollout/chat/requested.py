@@ -16,7 +16,7 @@ from rollout.errors import ChatRefused
 
 log = logging.getLogger(__name__)
 MODEL = "policy"
-"""Any other name means it as well."""
+"""The one model; any other name means it as well."""
 REFUSED = (
     *("response_format", "logit_bias", "stop", "functions", "function_call", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),

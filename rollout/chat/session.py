@@ -28,7 +28,6 @@ class ChatLimits:
     turns: int
     tokens: int
     timeout_s: float | None = None
-    """From the opening of the session."""
 
 
 @dataclass(frozen=True)
