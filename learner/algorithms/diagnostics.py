@@ -151,7 +151,7 @@ MEANS: dict[str, tuple[str, str]] = {
     "turns/mean": ("turns", "samples"),
     "segments/mean": ("segments", "samples"),
 }
-"""Metric: the sum and the count that it divides."""
+"""Metric: the sum, and the count that divides it."""
 
 MAXIMA = {
     "ratio/max": "ratio_max",
