@@ -1,11 +1,9 @@
-"""`python -m rollout CONFIG [--name rollout-0]`: a rollout server. (`python -m rollout evaluate`: see `evaluate.py`;
-`python -m rollout reward`: see `engine/reward_server.py`; `python -m rollout teacher`: `engine/teacher_server.py`.)
+"""`python -m rollout CONFIG [--name rollout-0]`: a rollout server; also runs `evaluate`, `reward` and `teacher`.
 
-Waits, in this order: for reward and task to be loaded in their workers, for the buffer to accept it, for vLLM to start,
-for the learner's first policy (vLLM starts with dummy weights, which never generate). Then it makes groups and loads
-policies until the buffer has no more problems and the last policy has arrived. Exit codes: 0 done or drained, 1 failed
-(the log says why), 2 input refused before anything was started, or the probe of version 0 failed because vLLM and the
-learner disagree about the initial model, 130 forced.
+Waits, in this order: for reward and task to be loaded, for the buffer to accept it, for vLLM, for the learner's first
+policy (vLLM starts with dummy weights, which never generate). Then it makes groups and loads policies until the buffer
+has no more problems and the last policy has arrived. Exit codes: 0 done or drained, 1 failed, 2 input refused or vLLM
+and the learner disagree about the initial model, 130 forced.
 """
 
 import asyncio
@@ -60,7 +58,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("rollout")
 PROG = "python -m rollout"
 ALIVE_EVERY_S = 5.0
-"""Seconds between two checks that vLLM is alive."""
 REVOKED = Failure("the buffer took the lease back")
 
 
@@ -80,8 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def explain_failure(error: Exception) -> int:
-    """Report on stderr or in the log what ended the server; returns the exit code, BAD_INPUT if a restart would end the
-    same way."""
+    """Report what ended the server; returns BAD_INPUT if a restart would end the same way."""
     cause = first_error(error)
     if isinstance(cause, RefusedError):
         print_visible(f"{PROG}: the buffer refuses this server: {cause}", sys.stderr)
@@ -141,7 +137,7 @@ async def work(
     drain: Drain,
     sets: list[ProblemSet],
 ) -> None:
-    """Build the parts around the engine and run the loops until the run is over or drained. `sets`: to evaluate on."""
+    """Build the parts around the engine and run the loops until the run is over or drained."""
     from learner.weights.receiver.follow import Receiver
 
     buffer = RolloutClient(connection, lambda: engine.version)
@@ -199,5 +195,5 @@ async def check_alive(engine: "Engine", timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
-    tie_children()  # vLLM's engine and its workers, and the reward workers
+    tie_children()
     run_and_exit(main, log)

@@ -1,9 +1,7 @@
 """How many sequences a rollout server works on at a time: `Places` counts them, one for each sample.
 
 A sample holds a place from when its item arrives until its task has ended. Scoring and storing hold none, and neither
-does a group that waits for its longest sample. `loop.roll` takes the places and waits for free ones. How many there are
-is the run file's number (`Fixed`), or what the server finds out (`Auto`), once a heartbeat. An evaluation takes its
-places through `SparePlaces`.
+does a group that waits for its longest sample. `Fixed` or `Auto` sets their number, once a heartbeat.
 """
 
 import asyncio
@@ -16,7 +14,7 @@ from configs.schema import Config
 from rollout.tasks.trajectory import Recorded
 
 LENGTHS = 512
-"""Samples over which the mean length is taken, about: each one finished moves it by this part of the difference."""
+"""Samples over which the mean length is taken, about."""
 GROWTH_PER_S = 1 / 16
 """From 32 to 512 sequences in three quarters of a minute of waiting."""
 NEARLY = 7 / 8
@@ -28,9 +26,9 @@ RETRY_S = 60.0
 
 
 class Places:
-    """`limit` places for groups of `samples` samples; the limit may change at any time. Example: `Places(512, 16)`.
+    """`limit` places for groups of `samples` samples. A lower limit ends no sample that has a place.
 
-    `mean_tokens`: tokens of a whole sample, first as expected, then the mean of those that finished last.
+    `mean_tokens`: of a whole sample, first as expected, then the mean of those that finished last.
     """
 
     def __init__(self, limit: int, samples: int, mean_tokens: float = 1.0) -> None:
@@ -41,7 +39,7 @@ class Places:
 
     @property
     def limit(self) -> int:
-        """Samples that may have a place. A lower limit ends no sample that has one."""
+        """Samples that may have a place."""
         return self._limit
 
     @limit.setter
@@ -50,7 +48,7 @@ class Places:
         self._changed.set()
 
     async def room(self) -> int:
-        """Wait until a place is free. How many groups the free ones are for, the last of them perhaps in part: so at
+        """Wait until a place is free; returns for how many groups there is room. The last group may fit in part, so at
         most `samples - 1` more than `limit` are taken. vLLM has room for those on a GPU (`engine/arguments.py`)."""
         while self.taken >= self._limit:
             await self.change()
@@ -77,12 +75,12 @@ class Places:
         return max(0, self._limit - self.taken) if self.lull else 0
 
     def begin_lull(self) -> None:
-        """No group is admitted from now on."""
+        """Note that no group is admitted from now on."""
         self.lull = True
         self._changed.set()
 
     def take(self) -> "GroupPlaces":
-        """The places of one group."""
+        """Take the places of one group."""
         self.taken += self.samples
         return GroupPlaces(self)
 
@@ -99,7 +97,7 @@ class GroupPlaces:
         self._places, self._held = places, places.samples
 
     def free_one(self, sample: "asyncio.Task[Recorded]") -> None:
-        """One sample's task has ended, however it did."""
+        """Give one sample's place back."""
         places = self._places
         if not sample.cancelled() and not sample.exception():
             places.mean_tokens += (len(sample.result().trajectory.tokens) - places.mean_tokens) / LENGTHS
@@ -108,7 +106,7 @@ class GroupPlaces:
             places.free(1)
 
     def free_all(self, group: "asyncio.Task[object]") -> None:
-        """The group's task has ended: samples that never began hold nothing any more."""
+        """Give back the places of samples that never began."""
         self._places.free(self._held)
         self._held = 0
 
@@ -131,36 +129,34 @@ class SparePlaces:
         places.taken += 1
 
     def free(self, sample: "asyncio.Task[object]") -> None:
-        """The sample's task has ended."""
         self.taken -= 1
         self._places.free(1)
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """`rollout.sequences` is a number: that is the limit, whatever happens."""
+    """`rollout.sequences` is a number: that is the limit."""
 
     sequences: int
 
     def limits(self, places: Places) -> dict[str, int]:
-        """What bounds the number of places, by name; the smallest counts. Read by `actors.watch.run_state.fullness`."""
+        """What bounds the number of places, by name; the smallest counts."""
         return {"limit_sequences": self.sequences}
 
     def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None:
-        """There is nothing to adapt."""
+        """Does nothing."""
 
 
 @dataclass
 class Auto:
     """`rollout.sequences: auto`. The limit is the smallest of four numbers:
 
-    1. `wanted`, which begins with this server's share of a batch, so that a synchronous batch is made all at once, and
-       grows while the learner waits for a batch and all places are taken: more sequences only make older samples.
+    1. `wanted` begins with this server's share of a batch, so that a synchronous batch is made all at once. It grows only
+       while the learner waits and all places are taken: more sequences would only make older samples.
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
     3. What the KV cache holds of sequences of the mean length (`by_kv`).
-    4. After vLLM has preempted sequences, which it has to compute again: that many fewer, an eighth at most at a time
-       and not what ran by then, which may be the tail of a batch; no further while more places are taken than the last
-       cut left; and a group more each minute without another.
+    4. After vLLM has preempted sequences: that many fewer, an eighth at most at a time, no further while more places are
+       taken than the last cut left; and a group more each minute without another.
     """
 
     wanted: float
@@ -182,12 +178,13 @@ class Auto:
         return {name: max(limit, places.samples) for name, limit in limits.items()}
 
     def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None:
-        """Look at the engine's figures at `now` seconds. `learner_waits`: for a batch, and not for the run's first."""
+        """Adapt the limit to the engine's figures at `now` seconds. `learner_waits`: for a batch, not the run's
+        first."""
         seconds, new = now - (self._seen_at or now), engine["preempted"] - self._preempted
         self._seen_at, self._preempted = now, engine["preempted"]
         limits = self.limits(places)
         full, wanted = places.taken >= places.limit * NEARLY, limits.pop("limit_learner")
-        grows = learner_waits and full and not places.lull  # in a lull it is an evaluation that fills them
+        grows = learner_waits and full and not places.lull  # in a lull an evaluation fills them
         if grows and wanted < min(limits.values()):
             self.wanted *= 1 + seconds * GROWTH_PER_S
         if new > 0 and places.taken < places.limit + places.samples:
@@ -198,7 +195,7 @@ class Auto:
 
 
 def start(config: Config, cpu: bool, by_kv: Callable[[float], int]) -> tuple[Places, Fixed | Auto]:
-    """The places of a server at its start, and the rule for their number; `by_kv` is `Engine.sequences_by_kv`."""
+    """The places of a server at its start, and the rule for their number."""
     wanted = config.rollout.sequences
     if wanted == "auto":
         rule: Fixed | Auto = Auto(share_of_batch(config), max_sequences(config, cpu), by_kv)

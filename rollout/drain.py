@@ -1,7 +1,6 @@
 """Stopping a rollout server: groups in flight are finished or given back, and nothing new is begun.
 
-The first signal begins the drain, the second forces the end. Built by `rollout/__main__.py`; waits for nothing but its
-own time limits.
+The first signal begins the drain, the second forces the end.
 """
 
 import asyncio
@@ -23,7 +22,6 @@ CLOSE_S = 5.0
 FORCE_S = 10.0
 """Time after the second signal for engine and workers to close."""
 FORCED = 130
-"""Exit code of a server that was forced."""
 RETURNED = Failure("draining: the server stops", returned=True)
 
 
@@ -33,7 +31,7 @@ class Drain:
     def __init__(self, drain_s: float) -> None:
         self.drain_s, self.begun = drain_s, asyncio.Event()
         self.episodes: Episodes | None = None
-        """What there is to drain, once groups can be in flight."""
+        """Set once groups can be in flight."""
         self._server, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         self._returning: asyncio.Task[None] | None = None  # kept from the garbage collector
 

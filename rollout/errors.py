@@ -1,8 +1,5 @@
-"""What can go wrong with an attempt at an item. Raised by prompts, tasks, vLLM and the reward workers.
-
-`rollout/episodes/episode.py` turns an EpisodeError into a failure, which is reported to the buffer with its kind;
-EngineDead ends the server.
-"""
+"""What can go wrong with an attempt at an item. An EpisodeError is reported to the buffer; EngineDead ends the
+server."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,10 +9,10 @@ if TYPE_CHECKING:  # reward workers import this file, and start faster without N
 
 
 class EpisodeError(Exception):
-    """An attempt at an item failed; the text says why. Tasks may raise it, and the item is tried again.
+    """An attempt at an item failed. Tasks may raise it, and the item is tried again.
 
     `permanent`: no other attempt can succeed. `returned`: the item was not at fault, and it counts as no attempt.
-    `origin`: the type of the exception behind it, by name.
+    `origin`: the type of the exception behind it.
     """
 
     kind: "FailureKind" = "task"
@@ -29,7 +26,7 @@ class EpisodeError(Exception):
 
 
 class PromptError(EpisodeError):
-    """A row of the data set cannot become a prompt, whoever tries."""
+    """A row of the data set cannot become a prompt."""
 
     kind = "prompt"
 
@@ -50,8 +47,8 @@ class RewardError(EpisodeError):
 class TeacherError(EpisodeError):
     """A teacher gave no log-probabilities of a group. The group fails; no token gets a 0 instead.
 
-    A server that could not answer is a failure of the infrastructure. An answer that cannot be used counts against the
-    run, which is given up if there are only such answers.
+    An answer that cannot be used counts against the run, which is given up if there are only such answers. A server
+    that could not answer does not.
     """
 
     def __init__(self, reason: str, temporary: bool = False, origin: str = "") -> None:
@@ -60,7 +57,7 @@ class TeacherError(EpisodeError):
 
 
 class TruthError(ValueError):
-    """The reward cannot use the row's ground truth, whatever the answer: an error in the data."""
+    """The reward cannot use the row's ground truth, whatever the answer."""
 
     permanent = True
 
@@ -74,8 +71,8 @@ class EngineError(EpisodeError, RuntimeError):
 class ChatRefused(ValueError):
     """A call of `chat` that cannot be taken as asked. The episode may go on, or end and be scored.
 
-    `code`, in the words of OpenAI's API where it has some: `invalid_request_error`; a limit of the run, after which
-    the episode counts as truncated: `context_length_exceeded`, `turns_exceeded`, `time_exceeded`; `episode_ended`.
+    `code` is OpenAI's where there is one: `invalid_request_error`; a limit of the run, after which the episode counts
+    as truncated: `context_length_exceeded`, `turns_exceeded`, `time_exceeded`; `episode_ended`.
     """
 
     def __init__(self, reason: str, code: str = "invalid_request_error") -> None:
@@ -84,7 +81,7 @@ class ChatRefused(ValueError):
 
 
 class EngineDead(RuntimeError):
-    """vLLM's process died, does not answer, or returns what cannot be. Nothing but the end of the server helps."""
+    """vLLM's process died, does not answer, or returns what cannot be. Only the end of the server helps."""
 
 
 def all_errors(error: BaseException) -> Iterator[BaseException]:
@@ -97,5 +94,5 @@ def all_errors(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first exception that is no group: the cause, for people."""
+    """The first exception that is no group."""
     return next(all_errors(error))

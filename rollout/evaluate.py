@@ -1,9 +1,7 @@
 """`python -m rollout evaluate CONFIG --models DIR [DIR ...] [--sets NAME ...] [--out FILE.json]`: on `data.eval`.
 
-One vLLM engine loads one model after another: checkpoints, base models, anything in Hugging Face format, or adapters in
-PEFT's format, and `model.path` itself, which is their base. Prints one
-line for each model and set; the file gets the numbers and some answers of each. Needs neither buffer nor learner; waits
-for the engine and the reward workers only.
+One vLLM engine loads one model after another: folders in Hugging Face format, adapters in PEFT's format, or their base
+`model.path`. Needs neither buffer nor learner; waits for the engine and the reward workers only.
 """
 
 import json
@@ -45,7 +43,7 @@ USAGE = f"usage: {PROG} RUN.yaml [MORE.yaml ...] {FLAGS_SHOWN} [--section.key=va
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`; returns the exit code. Raises ValueError for input that cannot be used."""
+    """Run the command line `argv`; returns the exit code. Raises ValueError."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the table is what is wanted, not vLLM's log
     flags, rest = split_flags(argv, PROG, **FLAGS)
     config = read(rest, f"{PROG} {FLAGS_SHOWN}", check_evaluated)
@@ -57,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError([f"--out: {flags.out}: {why}"])
     count = len(flags.models)
     say(f"starts vLLM for {count} model{'s' * (count > 1)}, which may take a minute or two")
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # also of this process, which imports it
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     config = served(config, flags.models)
     results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), sets, flags.models))
     if flags.out:
@@ -73,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def say(line: str) -> None:
-    """Print a line about what takes time, on stderr: stdout has the table alone."""
+    """Print a line on stderr: stdout has the table alone."""
     print_visible(f"evaluate: {line}", sys.stderr)
 
 
@@ -84,8 +82,7 @@ def check_evaluated(config: Config) -> None:
 
 
 def chosen_sets(config: Config, models: Sequence[Path], names: Sequence[str] = ()) -> list[ProblemSet]:
-    """The sets of `data.eval` called `names`, or all. Raises ConfigError if sets or `models` are missing, or a set
-    cannot be used."""
+    """The sets of `data.eval` called `names`, or all. Raises ConfigError."""
     if not models:
         raise ConfigError([f"--models: name one or more folders in Hugging Face format; {USAGE}"])
     if not config.data.eval:
@@ -100,7 +97,7 @@ def chosen_sets(config: Config, models: Sequence[Path], names: Sequence[str] = (
 
 
 def absence(folder: Path) -> str:
-    """Why `folder` is none that can be evaluated; empty if it is one."""
+    """Why `folder` cannot be evaluated; empty if it can."""
     if (folder / "adapter_config.json").is_file():
         return ""
     if (folder / "config.json").is_file():
@@ -151,7 +148,7 @@ async def evaluate_models(
 
 
 def record_of(model: str, problems: ProblemSet, played: Played) -> dict[str, Any]:
-    """What the report has of a model and a set. Figures that no scored attempt gave are 0, as one answer in none."""
+    """The report's entry of a model and a set. Figures that no scored attempt gave are 0."""
     samples, figures = problems.given.samples, dict(played.figures)
     counts = {name: int(figures.pop(name)) for name in ("problems", "failed")}
     return {
@@ -170,8 +167,7 @@ def record_of(model: str, problems: ProblemSet, played: Played) -> dict[str, Any
 
 
 class Table:
-    """Prints a line for each record: `set` is shown where there are several sets or one has a name, pass@k and pass^k
-    where a set has them."""
+    """Prints a line for each record; columns that no set needs are left out."""
 
     def __init__(self, sets: Sequence[ProblemSet], models: Sequence[Path]) -> None:
         self._model = max(len(str(model)) for model in models)
@@ -187,7 +183,6 @@ class Table:
                 yield from (f"pass@{k}", f"pass^{k}") if k > 1 else ("pass@1",)
 
     def show(self, record: dict[str, Any]) -> None:
-        """Print the line of a record."""
         name = [f"{record['model']:<{self._model}}", *([f"{record['set']:<{self._set}}"] if self._set else [])]
         numbers = f"{record['problems']:>8}  {record['reward']:>6.3f}  {record['solved']:>6.3f}  {record['failed']:>6}"
         more = [f"{record[key]:>7.3f}" if key in record else f"{'':>7}" for key in self._more]

@@ -1,8 +1,7 @@
-"""The two loops of a rollout server: `roll` makes groups, `follow` loads each new policy. Run by `rollout/__main__.py`.
+"""The two loops of a rollout server: `roll` makes groups, `follow` loads each new policy.
 
-`roll` waits for the buffer, which hands out work as the learner advances, and while all places for sequences are taken.
-`follow` waits for the learner to publish, and while a version is evaluated. If either fails, the process ends with the
-cause.
+`roll` waits for the buffer and for free places, `follow` for the learner to publish and while a version is evaluated.
+If either fails, the process ends with the cause.
 """
 
 import asyncio
@@ -49,8 +48,8 @@ async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes, 
 
 
 async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluator") -> None:
-    """Load each new policy as it is published; unfinished sequences go on under it. One that this server is to evaluate
-    is held until it has."""
+    """Load each new policy as it is published; unfinished sequences go on under it. A policy that this server evaluates
+    stays until that is done."""
     async with aclosing(weights.receiver.policies()) as policies:
         async for policy in policies:
             async with evaluator.steady:
@@ -64,8 +63,8 @@ async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluat
 
 
 async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s: float) -> None:
-    """Wait until the last policy is in use, and what this server evaluates of the run is evaluated; or for `timeout_s`
-    in which no policy comes and none is evaluated."""
+    """Wait until the last policy is in use and this server's evaluations are done; or for `timeout_s` without
+    either."""
     waits = True
     while waits and not weights.last.is_set():
         with suppress(TimeoutError):
@@ -84,14 +83,14 @@ class PolicyUpdates:
         self.newest, self.first, self.last = -1, asyncio.Event(), asyncio.Event()
 
     def note(self, version: int) -> None:
-        """The policy of `version` is in use."""
+        """Note that the policy of `version` is in use."""
         self.newest = version
         self.first.set()
         log.info("generating with version %d", version)
         self.expect(self.versions)
 
     def expect(self, versions: int) -> None:
-        """`versions` is the last version."""
+        """Make `versions` the last version."""
         self.versions = versions
         if self.newest >= versions:
             self.last.set()

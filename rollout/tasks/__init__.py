@@ -1,8 +1,7 @@
 """Tasks: how one sample of a problem is made. A task gets a problem and `generate`, and returns a trajectory; or a row
 and `chat`, or the URL of a model, and returns a score.
 
-A user's task, `rollout.task: path/to/file.py:function`, imports what it needs from here:
-`from rollout.tasks import ChatRefused, EpisodeError, Generate, Problem, Trajectory`.
+A user's task file imports what it needs from here.
 """
 
 import inspect
@@ -37,7 +36,7 @@ CONVENTIONS = {
 
 
 def load_task(name: str) -> Callable[..., Any]:
-    """The function that `rollout.task` names. Raises ValueError, in one line, for a file that cannot be used."""
+    """The function that `rollout.task` names. Raises ValueError, in one line."""
     function = TASKS[name] if name in TASKS else load_function("rollout.task", name)
     convention(name, function)
     return function

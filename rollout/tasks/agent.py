@@ -1,8 +1,7 @@
 """The server's end of agents that reach the policy by URL: a user's function or program, or an environment's host.
 
 Each sample is one episode: a session that records, a door of the HTTP server that leads to it, and a call of the cage
-that runs the agent. Waits for the agent's result, or for what ends the episode earlier: the engine's failure, or the
-agent's own time limit. Either way nothing of the agent is left: the door closes, its processes are killed.
+that runs the agent. However it ends, nothing of the agent is left: the door closes, its processes are killed.
 """
 
 import asyncio
@@ -22,8 +21,8 @@ HTTP_ERRORS = ("HTTPError", "HTTPStatusError", "APIStatusError", "ClientResponse
 
 
 BLOCKED_S = 3.0
-"""Time that agents which share a worker get beyond their own: meanwhile the worker's warden finds the agent that
-blocks it, so that the others, which only wait, do not fail."""
+"""Time that agents which share a worker get beyond their own: meanwhile the worker's warden finds the agent that blocks
+it, so that the others, which only wait, do not fail."""
 
 
 class UrlEpisodes:
@@ -46,7 +45,7 @@ class UrlEpisodes:
             except CagedError as error:
                 if session.error:
                     raise session.error from error
-                if self._hosted and error.origin in ("died", "unloadable"):  # which episode did it, nobody knows
+                if self._hosted and error.origin in ("died", "unloadable"):  # nobody knows which episode did it
                     error.kind = "infrastructure"
                 if not session.truncated or not self._is_refusal(error):
                     raise
@@ -56,8 +55,7 @@ class UrlEpisodes:
         return recorded
 
     def _is_refusal(self, error: CagedError) -> bool:
-        """Whether an agent whose model calls are refused failed by that, and not by something else that happened
-        afterwards. Nothing but its exit code is known of a program."""
+        """Whether an agent whose model calls are refused failed by that. Of a program only the exit code is known."""
         bad_request = error.origin in HTTP_ERRORS and "400" in str(error)
         return bad_request or error.origin in REFUSALS or (self._command and error.origin == "exited")
 

@@ -1,8 +1,8 @@
 """In a worker: an environment's host process, in the Python that the environment is installed in, and its episodes.
 
-The worker starts `rollout/hosts/verifiers_host.py` once, hands each episode to it as a line of JSON and waits for the
-line that answers. It ends as the host ends: then the cage starts both anew, and the episodes under way have failed. A
-host that does not answer the end of an episode is blocked, and is killed.
+The worker starts `rollout/hosts/verifiers_host.py` once and exchanges JSON lines with it. It ends as the host ends:
+then the cage starts both anew, and the episodes under way have failed. A host that does not answer the end of an
+episode is blocked, and is killed.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ HOST = Path(__file__).parents[1] / "hosts" / "verifiers_host.py"
 OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that would make the host's Python find our packages."""
 RESULT = ("score", "overall", "turn_rewards")
-"""Words of a result: a metric of such a name, one of a reward function `score`, must not take the reward's place."""
+"""A metric of such a name must not take the reward's place."""
 LONGEST_LINE = 2**26
 """Bytes of an answer."""
 
 
 def load_environment(environment: dict[str, Any]) -> Play:
-    """The episodes of `rollout.environment`, each of which asks for its `sampling`. Raises ValueError, in one line, for
-    an environment that its host refuses."""
+    """The episodes of `rollout.environment`. Raises ValueError, in one line, for an environment that its host
+    refuses."""
     name = environment_name(environment)
     relay = Relay(start_host(environment))
 
@@ -54,7 +54,6 @@ def load_environment(environment: dict[str, Any]) -> Play:
 
 
 def environment_name(environment: dict[str, Any]) -> str:
-    """What an environment is called in errors."""
     return f"environment {environment['id']}"
 
 
@@ -85,7 +84,7 @@ class Relay:
         self.host, self.grace_s = host, grace_s
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._kills: dict[int, asyncio.TimerHandle] = {}
-        """What the host has yet to say of requests that were cancelled."""
+        """Cancelled requests that the host has not confirmed."""
         self._numbers = count(1)
         self._connected: asyncio.Task[asyncio.WriteTransport] | None = None
 

@@ -1,8 +1,7 @@
 """In a worker: users' agent programs, which reach the policy by URL, as episodes of the cage.
 
-`(row, base_url, api_key)` functions: an `async` one runs in the worker's event loop, many at a time; any other one in a
-process of its own for each episode, like a command (`rollout/cage/apart.py`). Time is kept by the server, which knows
-when it generates (`agent.py`), and what they return is judged there as well.
+An `async` function `(row, base_url, api_key)` runs in the worker's event loop, many at a time; any other one, like a
+command, in a process of its own for each episode. The server keeps the time, because it knows when it generates.
 """
 
 import base64
@@ -26,7 +25,7 @@ Play = Callable[..., Awaitable[Any]]
 
 
 def timed_by_server(play: Any, apart: bool) -> Play:
-    """Say so of a loaded function, for `worker_loop.py` and `user_task.py`."""
+    """Mark a loaded function for `worker_loop.py` and `user_task.py`."""
     play.timed, play.apart, play.about = False, apart, {"convention": "base_url", "apart": apart}
     return play  # type: ignore[no-any-return]
 
@@ -84,12 +83,11 @@ def load_command(command: list[str], memory: str) -> Play:
 
 
 def command_name(command: Sequence[str]) -> str:
-    """What a program is called in errors."""
     return " ".join(command)[:200]
 
 
 def as_text(value: Any) -> Any:
-    """What JSON has no words for: the bytes of an image, as Base64."""
+    """Convert what JSON cannot write: an image's bytes to Base64."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value.tolist()
 
 

@@ -1,7 +1,4 @@
-"""What a task is given and what it returns: a problem and `generate` in, a trajectory out.
-
-A user's task imports these names from `rollout.tasks`. Run by `rollout/episodes/episode.py`, once for each sample.
-"""
+"""What a task is given and what it returns: a problem and `generate` in, a trajectory out."""
 
 import io
 from array import array
@@ -43,8 +40,8 @@ class Completion:
     versions: Sequence[int]
     finish: Literal["stop", "length"]
     routes: np.ndarray | None = None
-    """With `rollout.routing_replay`, from the engine: [tokens, layers, k], the experts of each token that was read, the
-    first of them that had no routes yet. No task sees them (`rollout/episodes/recorded_routes.py`)."""
+    """With `rollout.routing_replay`, from the engine only: [tokens, layers, k], the experts of each token that was
+    read, from the first that had no routes yet."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +72,9 @@ class Problem:
     """What a task is to make a sample of."""
 
     row: dict[str, Any]
-    """The row of the data set, with all its columns."""
     prompt: list[int]
     """Tokens of its prompt, chat template applied: every trajectory begins with them."""
     tokenizer: "PreTrainedTokenizerBase"
-    """The model's, to read what was sampled and to write what the environment answers."""
     max_tokens: int
     """Longest sample in tokens after the prompt, given ones included."""
     images: Sequence[PlacedImage] = ()
@@ -87,7 +82,7 @@ class Problem:
     format: ImageFormat | None = None
     """How the model sees images; None for a text model."""
     answer: int | None = None
-    """Longest answer of one turn in tokens: that of the evaluation set, or else `sampling.max_tokens`, as for None."""
+    """Longest answer of one turn in tokens; None: `sampling.max_tokens`."""
 
     def left(self, tokens: list[int]) -> int:
         """How many tokens may follow these, which begin with the prompt; negative where these are too many already."""
@@ -108,7 +103,6 @@ class Taught(NamedTuple):
 
     @property
     def sent(self) -> str | TopTeacher:
-        """`Sample.teacher`."""
         if self.ids is None or self.top is None:
             return self.teacher
         return TopTeacher(name=self.teacher, ids=Array.of(self.ids), logprobs=Array.of(self.top))
@@ -118,11 +112,11 @@ class Trajectory:
     """The tokens of one sample in order: the prompt, what the policy sampled, what the environment answered."""
 
     routes: np.ndarray | None = None
-    """[tokens, layers, k], of the finished trajectory; no attribute of one that a task makes."""
+    """[tokens, layers, k], of the finished trajectory; a task never sets it."""
     taught: Taught | None = None
-    """What its teacher gave the finished trajectory; None: its row has no teacher."""
+    """None: its row has no teacher."""
     columns: dict[str, np.ndarray] | None = None
-    """`arrays()` as they were checked, of the finished trajectory: what is sent."""
+    """`arrays()` of the finished trajectory as they were checked: what is sent."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.tokens, self.start = list(prompt), len(prompt)
@@ -132,13 +126,13 @@ class Trajectory:
         self.metrics: dict[str, float] = {}
         """Numbers the task wants averaged into the batch's metrics."""
         self.images: list[PlacedImage] = []
-        """Those that were shown after the prompt, in order: for `generate`."""
+        """Images shown after the prompt, in order: for `generate`."""
         self.starts: list[int] = [0]
         """Where each segment begins among the tokens: `Sample.starts`."""
         self.turn_rewards: list[float] = []
-        """A reward for each turn, without that of the reward function, which is added to the last one; or none."""
+        """Empty, or a reward for each turn; the reward function's is added to the last one."""
         self.score: Any = None
-        """What the task scored it, for `reward.function: task`: a number, or a dict as a reward function returns."""
+        """For `reward.function: task`: a number, or a dict as a reward function returns."""
 
     def take(self, completion: Completion) -> None:
         """Append what the policy sampled: the learner trains on these tokens."""
@@ -156,7 +150,7 @@ class Trajectory:
         self.versions.extend(NOT_SAMPLED[1] * len(tokens))
 
     def show(self, image: "bytes | Image", problem: Problem) -> None:
-        """Append an image that the environment answers: an image file or a PIL image. Raises ImageError for one that
+        """Append an image that the environment answers: a file's bytes or a PIL image. Raises ImageError for one that
         cannot be shown, EpisodeError for a model that sees no images."""
         form = problem.format
         if form is None:
@@ -195,8 +189,8 @@ class Trajectory:
 
 
 def whole_numbers(make: Callable[[list[int]], Any], given: Any) -> np.ndarray:
-    """A list of whole numbers as an array of what `make` makes of it; anything else as numpy sees it, to be refused. In
-    half of numpy's time or less, which looks for the numbers' type first."""
+    """A list of whole numbers as an array of what `make` makes of it; anything else as numpy sees it, to be refused.
+    Takes at most half of the time of numpy alone, which looks for the numbers' type first."""
     try:
         return np.array(make(given) if isinstance(given, list) else given)
     except (TypeError, ValueError, OverflowError):
@@ -209,12 +203,12 @@ COLUMNS: dict[str, Callable[[Any], np.ndarray]] = {
     "logprobs": partial(np.array, dtype=np.float32),
     "versions": partial(np.array, dtype=np.int32),
 }
-"""The columns of a trajectory, lists or arrays of C numbers, with what makes an array of each."""
+"""The columns of a trajectory, with what makes an array of each."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the recorder kept of an episode, and how the task scored it."""
+    """What was recorded of an episode, and how the task scored it."""
 
     trajectory: Trajectory
     score: Score | None
@@ -223,8 +217,7 @@ class Recorded:
     @classmethod
     def of(cls, trajectory: Trajectory, result: Any) -> "Recorded":
         """The trajectory with what its task returned: None, a number, or a dict with `score` or `overall`. Further
-        numbers in the dict become metrics, and `turn_rewards` are a list with one for each turn. Raises EpisodeError.
-        """
+        numbers in the dict become metrics; `turn_rewards` has one for each turn. Raises EpisodeError."""
         parts = dict(result) if isinstance(result, dict) else {"score": result}
         key, turns = "overall" if "overall" in parts else "score", parts.pop("turn_rewards", None)
         given, reward = parts.pop(key, None), None
@@ -246,7 +239,6 @@ class Recorded:
 
 
 def png(image: "Image") -> bytes:
-    """The image as a file, without loss."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
@@ -262,10 +254,10 @@ class Generate(Protocol):
         stop: list[str] | None = None,
         images: Sequence[PlacedImage] = (),
     ) -> Awaitable[Completion]:
-        """A continuation of `tokens`: of at most `max_tokens` (default: `sampling.max_tokens`) and of what is left of
-        the sample's budget; up to a text of `stop` (default: `sampling.stop`), each one token, or the model's own end.
-        `images` are those of `tokens` after the prompt (`Trajectory.images`); the prompt's are known.
-        Raises EpisodeError where nothing is left, or the arguments cannot be used."""
+        """Continue `tokens` by at most `max_tokens` (default: `sampling.max_tokens`) and what is left of the sample's
+        budget, up to a text of `stop` (default: `sampling.stop`; each one token) or the model's own end. `images` are
+        those of `tokens` after the prompt. Raises EpisodeError where nothing is left, or the arguments cannot be
+        used."""
 
 
 Task = Callable[[Problem, Generate], Awaitable[Trajectory | Recorded]]

@@ -1,8 +1,7 @@
 """The run's teachers, as a rollout server asks them: each group goes to the teacher of its row's `data_source`.
 
-An async context manager, part of `RolloutSetup`. `score` waits for a server of the teacher: for one of the run's own as
-long as it takes to start again, for one behind an address as long as `teacher.retries` says. A teacher that gives
-nothing is a TeacherError, so that the item is dispatched again; no token ever gets a 0 in its place.
+`score` waits for one of the run's own servers as long as it takes to start again, for one behind an address as long as
+`teacher.retries` says.
 """
 
 import time
@@ -29,8 +28,8 @@ MOST_LOSSES = 3
 
 
 class Teachers:
-    """All teachers of the run. `keys`: folder of the run's keys, for its own servers, read when the context is entered,
-    which raises KeysError. Raises ValueError, in one line, for a teacher that cannot be asked."""
+    """All teachers of the run. `keys`: folder of the run's keys; entering the context reads them and raises KeysError.
+    Raises ValueError, in one line, for a teacher that cannot be asked."""
 
     def __init__(self, config: TeacherConfig, keys: Path) -> None:
         self._by_source, self._keys = {source: Teacher(config, source) for source in config.teachers}, keys
@@ -61,8 +60,8 @@ class Teachers:
         self._tokens += sum(len(opinion.logprobs) for opinion in found)
 
     def stats(self) -> dict[str, float]:
-        """Figures for a heartbeat: samples that wait for a teacher, the longest wait in seconds, and tokens that
-        teachers scored per second since the last call."""
+        """Figures for a heartbeat: samples that wait, the longest wait in seconds, and tokens scored per second since
+        the last call."""
         now = time.monotonic()
         found = {"teacher": float(sum(each.samples for each in self._waiting))}
         found["teacher_tokens_per_s"] = self._tokens / max(now - self._since, 1e-3)
@@ -73,7 +72,7 @@ class Teachers:
 
 
 class Teacher:
-    """One teacher: its servers, and how often a lost one is waited for."""
+    """One teacher and its servers."""
 
     def __init__(self, config: TeacherConfig, source: str) -> None:
         self.source, given, urls = source, config.teachers[source], config.urls_of(source)
@@ -94,13 +93,12 @@ class Teacher:
             self._client.show(load_token(keys))
 
     async def close(self) -> None:
-        """Ask no more."""
         if self._servers:
             self._servers.close()
         await self._client.close()
 
     async def score(self, samples: Sequence[Sequence["Text"]]) -> list[Opinion]:
-        """For each sample, which is a list of its segments, what the teacher gives. Raises TeacherError."""
+        """Ask about samples, each a list of its segments. Raises TeacherError."""
         texts = [segment for sample in samples for segment in sample]
         found = iter(await self._asked(texts))
         return [joined([next(found) for _ in sample]) for sample in samples]
@@ -139,7 +137,7 @@ def segments(trajectory: Trajectory) -> list[Text]:
 
 
 def joined(opinions: Sequence[Opinion]) -> Opinion:
-    """What a teacher gave for a sample, from that of its segments."""
+    """Join the opinions of a sample's segments."""
     ids = [each.ids for each in opinions if each.ids is not None]
     top = [each.top for each in opinions if each.top is not None]
     tops = (np.concatenate(ids), np.concatenate(top)) if ids and top else ()

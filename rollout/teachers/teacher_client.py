@@ -1,8 +1,8 @@
 """Asks a vLLM server for the log-probabilities that a teacher gives tokens: `POST /v1/completions` with
 `prompt_logprobs`.
 
-Runs on the event loop of a rollout server. One request holds the texts of a whole group, which vLLM computes side by
-side. vLLM samples one token after each text, because it must sample some; nobody reads it.
+One request holds the texts of a whole group. vLLM samples one token after each text, because it must sample some;
+nobody reads it.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,10 @@ from rollout.rewards.models.http_model import HttpModel
 
 PATH = "/v1/completions"
 SAMPLING = {"max_tokens": 1, "temperature": 0, "add_special_tokens": False}
-"""`prompt_logprobs`, which comes to these, asks for log-probabilities of the text's own tokens, at temperature 1, and
-for so many of the most probable ones in place of each."""
+"""`prompt_logprobs` is added: it asks for log-probabilities of the text's own tokens, at temperature 1, and for so many
+of the most probable ones in place of each."""
 LARGEST = float(np.finfo(np.float32).max)
 SHOWN_CHARS = 200
-"""Most characters of an answer that an error repeats."""
 
 
 class Opinion(NamedTuple):
@@ -44,13 +43,13 @@ class TeacherClient(HttpModel):
     _name: str = PrivateAttr("teacher")
 
     def called(self, name: str) -> "TeacherClient":
-        """Itself, with the name that errors give the teacher."""
+        """Set the name that errors give the teacher; returns itself."""
         self._name = name
         return self
 
     async def opinions(self, texts: Sequence[Sequence[int]], sampled: Sequence[np.ndarray]) -> list[Opinion]:
-        """For each text what the teacher gives; `sampled`: which of its tokens were sampled, [tokens] bool each. Raises
-        TeacherError for an answer that has not all of it, RewardError as `post` does."""
+        """For each text what the teacher gives; `sampled`: [tokens] bool each. Raises TeacherError for an incomplete
+        answer, RewardError as `post` does."""
         asked = {"prompt": [list(text) for text in texts], **SAMPLING, "prompt_logprobs": self.top_k or 0}
         reply = await self.post(PATH, asked)
         try:
@@ -65,7 +64,7 @@ class TeacherClient(HttpModel):
         return [Opinion(self._of_tokens(text, entries), *self._tops(entries, of)) for text, entries, of in each]
 
     def _tops(self, entries: Any, sampled: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """The `top_k` most probable tokens in place of each sampled one, of `entries` that `_of_tokens` has read."""
+        """Read `entries`, which `_of_tokens` has checked."""
         if self.top_k is None:
             return None, None
         places = np.flatnonzero(sampled).tolist()

@@ -1,7 +1,6 @@
 """Whether a teacher has the policy's vocabulary: only then its log-probability of a token is of the same token.
 
-Used by the doctor, before anything starts, and by each rollout server at its start. Loads tokenizers, which takes
-seconds; waits for the hub where a tokenizer has to be downloaded.
+Loads tokenizers, which takes seconds, or longer where one has to be downloaded.
 """
 
 from collections.abc import Iterator
