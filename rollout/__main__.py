@@ -1,9 +1,8 @@
 """`python -m rollout CONFIG [--name rollout-0]`: a rollout server; also runs `evaluate`, `reward` and `teacher`.
 
-Waits, in this order: for reward and task to be loaded, for the buffer to accept it, for vLLM, for the learner's first
-policy (vLLM starts with dummy weights, which never generate). Then it makes groups and loads policies until the buffer
-has no more problems and the last policy has arrived. Exit codes: 0 done or drained, 1 failed, 2 input refused or vLLM
-and the learner disagree about the initial model, 130 forced.
+Waits for reward and task to be loaded, the buffer to accept it, vLLM, and the learner's first policy: vLLM starts with
+dummy weights, which never generate. Exit codes: 0 done or drained, 1 failed, 2 input refused or vLLM and the learner
+disagree about the initial model, 130 forced.
 """
 
 import asyncio
@@ -72,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, KeysError) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
         return BAD_INPUT
-    except Exception as error:  # the outermost boundary of the process
+    except Exception as error:
         return explain_failure(error)
 
 
@@ -82,7 +81,7 @@ def explain_failure(error: Exception) -> int:
     if isinstance(cause, RefusedError):
         print_visible(f"{PROG}: the buffer refuses this server: {cause}", sys.stderr)
         return BAD_INPUT
-    if getattr(cause, "final", False):  # a WeightsError; importing that class imports torch
+    if getattr(cause, "final", False):  # importing WeightsError imports torch
         print_visible(f"{PROG}: {cause}", sys.stderr)
         return BAD_INPUT
     log.error("%s: %s", type(cause).__name__, cause, exc_info=None if isinstance(cause, EngineDead) else error)
@@ -90,7 +89,7 @@ def explain_failure(error: Exception) -> int:
 
 
 def run_server(argv: Sequence[str]) -> int:
-    """Run a server until it is done or drained; returns the exit code."""
+    """Run a server until it is done or drained."""
     flags, rest = split_flags(argv, PROG, name={"default": "rollout-0", "type": process_name})
     config = read(rest, f"{PROG} [--name rollout-0]", check_server)
     os.environ.update(around_proxy(os.environ, own_hosts(config)))
@@ -100,7 +99,7 @@ def run_server(argv: Sequence[str]) -> int:
 
 
 async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[ProblemSet]) -> int:
-    """Connect, start the engine, work, close everything; returns the exit code."""
+    """Connect, start the engine, work, close everything."""
     from rollout.engine.vllm_engine import Engine
 
     drain = Drain(config.rollout.drain_s)
@@ -125,7 +124,7 @@ async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[Probl
 
 
 def seed(config: Config, name: str) -> int:
-    """vLLM's seed: a different one for each server of a run."""
+    """vLLM's seed: another for each server of a run."""
     return (config.run.seed * 1_000_003 + zlib.crc32(name.encode())) % 2**31
 
 
@@ -188,7 +187,7 @@ async def work(
 
 
 async def check_alive(engine: "Engine", timeout_s: float) -> None:
-    """Raises EngineDead once vLLM gives no answer for `timeout_s`, also while it has nothing to do."""
+    """Raise EngineDead once vLLM gives no answer for `timeout_s`, even idle."""
     while True:
         await engine.alive(timeout_s)
         await asyncio.sleep(ALIVE_EVERY_S)

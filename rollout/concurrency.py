@@ -1,7 +1,7 @@
 """How many sequences a rollout server works on at a time: `Places` counts them, one for each sample.
 
-A sample holds a place from when its item arrives until its task has ended. Scoring and storing hold none, and neither
-does a group that waits for its longest sample. `Fixed` or `Auto` sets their number, once a heartbeat.
+A sample holds a place from when its item arrives until its task has ended: neither while it is scored or stored, nor
+while its group waits for a longer sample.
 """
 
 import asyncio
@@ -14,13 +14,12 @@ from configs.schema import Config
 from rollout.tasks.trajectory import Recorded
 
 LENGTHS = 512
-"""Samples over which the mean length is taken, about."""
 GROWTH_PER_S = 1 / 16
-"""From 32 to 512 sequences in three quarters of a minute of waiting."""
+"""From 32 to 512 sequences in 45 s of waiting."""
 NEARLY = 7 / 8
-"""Share of the places from which on they count as all taken; and that a cut leaves at least."""
+"""Places count as all taken from this share on, and a cut leaves at least this share."""
 LULL_S = 0.25
-"""An Ask without an answer for so long finds no group admitted; one that finds some takes milliseconds."""
+"""An Ask unanswered for so long finds no group; one that finds some takes milliseconds."""
 RETRY_S = 60.0
 """Seconds without a preemption after which one more group is tried."""
 
@@ -28,7 +27,7 @@ RETRY_S = 60.0
 class Places:
     """`limit` places for groups of `samples` samples. A lower limit ends no sample that has a place.
 
-    `mean_tokens`: of a whole sample, first as expected, then the mean of those that finished last.
+    `mean_tokens`: first as expected, then the mean of whole samples that finished last.
     """
 
     def __init__(self, limit: int, samples: int, mean_tokens: float = 1.0) -> None:
@@ -39,7 +38,6 @@ class Places:
 
     @property
     def limit(self) -> int:
-        """Samples that may have a place."""
         return self._limit
 
     @limit.setter
@@ -48,14 +46,13 @@ class Places:
         self._changed.set()
 
     async def room(self) -> int:
-        """Wait until a place is free; returns for how many groups there is room. The last group may fit in part, so at
-        most `samples - 1` more than `limit` are taken. vLLM has room for those on a GPU (`engine/arguments.py`)."""
+        """Wait until a place is free; returns for how many groups. The last one may fit in part, so at most `samples -
+        1` more than `limit` are taken, for which vLLM has room (`engine/arguments.py`)."""
         while self.taken >= self._limit:
             await self.change()
         return -(-(self._limit - self.taken) // self.samples)
 
     async def change(self) -> None:
-        """Wait until a place is given back, or the limit or the lull changes."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -75,29 +72,25 @@ class Places:
         return max(0, self._limit - self.taken) if self.lull else 0
 
     def begin_lull(self) -> None:
-        """Note that no group is admitted from now on."""
         self.lull = True
         self._changed.set()
 
     def take(self) -> "GroupPlaces":
-        """Take the places of one group."""
         self.taken += self.samples
         return GroupPlaces(self)
 
     def free(self, count: int) -> None:
-        """Give `count` places back."""
         self.taken -= count
         self._changed.set()
 
 
 class GroupPlaces:
-    """The places of a group. Each is given back once, by whatever comes first; both methods are callbacks of tasks."""
+    """The places of a group, each given back once. Both methods are callbacks of tasks."""
 
     def __init__(self, places: Places) -> None:
         self._places, self._held = places, places.samples
 
     def free_one(self, sample: "asyncio.Task[Recorded]") -> None:
-        """Give one sample's place back."""
         places = self._places
         if not sample.cancelled() and not sample.exception():
             places.mean_tokens += (len(sample.result().trajectory.tokens) - places.mean_tokens) / LENGTHS
@@ -112,14 +105,12 @@ class GroupPlaces:
 
 
 class SparePlaces:
-    """Places for single samples beside the groups: `share` of all of them, at least one, and in a lull whatever is
-    free."""
+    """Places for single samples: `share` of all of them, at least one, and in a lull whatever is free."""
 
     def __init__(self, places: Places, share: float) -> None:
         self._places, self._share, self.taken = places, share, 0
 
     async def take(self) -> None:
-        """Wait for a place and take it."""
         places = self._places
         while self.taken >= max(1, int(self._share * places.limit)) and not (
             places.lull and places.taken < places.limit
@@ -135,28 +126,27 @@ class SparePlaces:
 
 @dataclass(frozen=True)
 class Fixed:
-    """`rollout.sequences` is a number: that is the limit."""
+    """`rollout.sequences` is a number."""
 
     sequences: int
 
     def limits(self, places: Places) -> dict[str, int]:
-        """What bounds the number of places, by name; the smallest counts."""
+        """What bounds the number of places; the smallest counts."""
         return {"limit_sequences": self.sequences}
 
-    def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None:
-        """Does nothing."""
+    def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None: ...
 
 
 @dataclass
 class Auto:
     """`rollout.sequences: auto`. The limit is the smallest of four numbers:
 
-    1. `wanted` begins with this server's share of a batch, so that a synchronous batch is made all at once. It grows only
-       while the learner waits and all places are taken: more sequences would only make older samples.
+    1. `wanted`: this server's share of a batch, so that a synchronous batch is made all at once. It grows only while the
+       learner waits and all places are taken: more sequences only make older samples.
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
-    3. What the KV cache holds of sequences of the mean length (`by_kv`).
-    4. After vLLM has preempted sequences: that many fewer, an eighth at most at a time, no further while more places are
-       taken than the last cut left; and a group more each minute without another.
+    3. What the KV cache holds of sequences of mean length (`by_kv`).
+    4. After preemptions: that many fewer, an eighth at most, and no further while more places are taken than the last cut
+       left; then a group more each minute without another.
     """
 
     wanted: float
@@ -167,7 +157,6 @@ class Auto:
     _seen_at: float | None = None
 
     def limits(self, places: Places) -> dict[str, int]:
-        """As `Fixed.limits`; at least one group."""
         limits = {
             "limit_learner": int(self.wanted),
             "limit_graphs": self.max_num_seqs,
@@ -178,8 +167,7 @@ class Auto:
         return {name: max(limit, places.samples) for name, limit in limits.items()}
 
     def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None:
-        """Adapt the limit to the engine's figures at `now` seconds. `learner_waits`: for a batch, not the run's
-        first."""
+        """`now` in seconds; `learner_waits`: for a batch, not the run's first."""
         seconds, new = now - (self._seen_at or now), engine["preempted"] - self._preempted
         self._seen_at, self._preempted = now, engine["preempted"]
         limits = self.limits(places)

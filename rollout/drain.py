@@ -1,7 +1,4 @@
-"""Stopping a rollout server: groups in flight are finished or given back, and nothing new is begun.
-
-The first signal begins the drain, the second forces the end.
-"""
+"""Stops a rollout server: groups in flight are finished or given back. The first signal drains, the second forces."""
 
 import asyncio
 import logging
@@ -16,9 +13,9 @@ from rollout.episodes.episode import Episodes, Failure
 
 log = logging.getLogger(__name__)
 REPORT_S = 5.0
-"""Time after that to report to the buffer; later, leases are left to expire."""
+"""Time after that to report to the buffer; later, leases expire."""
 CLOSE_S = 5.0
-"""Time of a notice that is left for engine and workers to close."""
+"""Time of a notice left for engine and workers to close."""
 FORCE_S = 10.0
 """Time after the second signal for engine and workers to close."""
 FORCED = 130
@@ -26,12 +23,11 @@ RETURNED = Failure("draining: the server stops", returned=True)
 
 
 class Drain:
-    """Made in the server's main task, before there is anything to drain: a signal then just ends that task."""
+    """Made in the server's main task; a signal before there is anything to drain just ends that task."""
 
     def __init__(self, drain_s: float) -> None:
         self.drain_s, self.begun = drain_s, asyncio.Event()
         self.episodes: Episodes | None = None
-        """Set once groups can be in flight."""
         self._server, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         self._returning: asyncio.Task[None] | None = None  # kept from the garbage collector
 
@@ -49,13 +45,12 @@ class Drain:
         self._loop.call_later(drain_s + REPORT_S, self.force)
 
     def force(self, number: int = 0) -> None:
-        """Cancel the server's main task; if its clean-up takes longer than FORCE_S, end the process."""
+        """Cancel the main task; if its clean-up takes longer than FORCE_S, end the process."""
         assert self._server is not None
         self._server.cancel()
         self._loop.call_later(FORCE_S, os._exit, FORCED)
 
     async def wait(self, waiting: "asyncio.Future[Any]") -> None:
-        """Wait until `waiting` is done or the drain begins."""
         beginning = asyncio.ensure_future(self.begun.wait())
         try:
             await asyncio.wait({waiting, beginning}, return_when=asyncio.FIRST_COMPLETED)
@@ -74,6 +69,6 @@ class Drain:
         return None
 
     async def _return(self, asking: "asyncio.Future[list[WorkItem] | None]", buffer: RolloutClient) -> None:
-        """The pending request may still be answered with items: give them back at once, for other servers."""
+        """Give back items that still arrive at once, for other servers."""
         for item in await asking or []:
             await RETURNED.deliver(buffer, item)

@@ -1,18 +1,17 @@
-"""What can go wrong with an attempt at an item. An EpisodeError is reported to the buffer; EngineDead ends the
-server."""
+"""What can go wrong with an attempt at an item."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # reward workers import this file, and start faster without NumPy
+if TYPE_CHECKING:  # reward workers start faster without NumPy
     from buffer.wire.protocol import FailureKind
 
 
 class EpisodeError(Exception):
-    """An attempt at an item failed. Tasks may raise it, and the item is tried again.
+    """An attempt at an item failed and is tried again. Tasks may raise it.
 
-    `permanent`: no other attempt can succeed. `returned`: the item was not at fault, and it counts as no attempt.
-    `origin`: the type of the exception behind it.
+    `permanent`: no other attempt can succeed. `returned`: the item was not at fault; it counts as no attempt. `origin`:
+    type of the exception behind it.
     """
 
     kind: "FailureKind" = "task"
@@ -26,7 +25,7 @@ class EpisodeError(Exception):
 
 
 class PromptError(EpisodeError):
-    """A row of the data set cannot become a prompt."""
+    """A row cannot become a prompt."""
 
     kind = "prompt"
 
@@ -35,9 +34,9 @@ class PromptError(EpisodeError):
 
 
 class RewardError(EpisodeError):
-    """An answer could not be scored. Its group fails; it never gets a reward of 0 instead.
+    """An answer could not be scored. Its group fails; it never gets a reward of 0.
 
-    `temporary`: a server could not answer, and may later.
+    `temporary`: a server may answer later.
     """
 
     kind = "reward"
@@ -45,10 +44,9 @@ class RewardError(EpisodeError):
 
 
 class TeacherError(EpisodeError):
-    """A teacher gave no log-probabilities of a group. The group fails; no token gets a 0 instead.
+    """A teacher gave no log-probabilities. The group fails; no token gets a 0.
 
-    An answer that cannot be used counts against the run, which is given up if there are only such answers. A server
-    that could not answer does not.
+    Unusable answers count against the run, which is given up if there are only such; silent servers do not.
     """
 
     def __init__(self, reason: str, temporary: bool = False, origin: str = "") -> None:
@@ -71,8 +69,8 @@ class EngineError(EpisodeError, RuntimeError):
 class ChatRefused(ValueError):
     """A call of `chat` that cannot be taken as asked. The episode may go on, or end and be scored.
 
-    `code` is OpenAI's where there is one: `invalid_request_error`; a limit of the run, after which the episode counts
-    as truncated: `context_length_exceeded`, `turns_exceeded`, `time_exceeded`; `episode_ended`.
+    `code`: OpenAI's where there is one. After a limit of the run (`context_length_exceeded`, `turns_exceeded`,
+    `time_exceeded`) the episode counts as truncated.
     """
 
     def __init__(self, reason: str, code: str = "invalid_request_error") -> None:
@@ -81,7 +79,7 @@ class ChatRefused(ValueError):
 
 
 class EngineDead(RuntimeError):
-    """vLLM's process died, does not answer, or returns what cannot be. Only the end of the server helps."""
+    """vLLM died, does not answer, or returns what cannot be: the server ends."""
 
 
 def all_errors(error: BaseException) -> Iterator[BaseException]:
@@ -94,5 +92,4 @@ def all_errors(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first exception that is no group."""
     return next(all_errors(error))

@@ -1,7 +1,7 @@
 """`python -m rollout evaluate CONFIG --models DIR [DIR ...] [--sets NAME ...] [--out FILE.json]`: on `data.eval`.
 
-One vLLM engine loads one model after another: folders in Hugging Face format, adapters in PEFT's format, or their base
-`model.path`. Needs neither buffer nor learner; waits for the engine and the reward workers only.
+One vLLM engine loads folders in Hugging Face format and adapters in PEFT's one after another. Needs neither buffer nor
+learner.
 """
 
 import json
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 PROG = "python -m rollout evaluate"
 SHOWN = 2
-"""Answers of each model and set in the report."""
 FLAGS: dict[str, dict[str, Any]] = {
     "models": {"nargs": "+", "type": Path, "action": "extend", "default": []},
     "sets": {"nargs": "+", "action": "extend", "default": []},
@@ -43,8 +42,8 @@ USAGE = f"usage: {PROG} RUN.yaml [MORE.yaml ...] {FLAGS_SHOWN} [--section.key=va
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`; returns the exit code. Raises ValueError."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the table is what is wanted, not vLLM's log
+    """Run the command line `argv`. Raises ValueError."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     flags, rest = split_flags(argv, PROG, **FLAGS)
     config = read(rest, f"{PROG} {FLAGS_SHOWN}", check_evaluated)
     sets = chosen_sets(config, flags.models, flags.sets)
@@ -76,7 +75,7 @@ def say(line: str) -> None:
 
 
 def check_evaluated(config: Config) -> None:
-    """Raise ConfigError for a run file whose models cannot be evaluated."""
+    """Raise ConfigError for a run whose models cannot be evaluated."""
     check_server(config, files=["data.eval"])
     check_scored(config)
 
@@ -108,8 +107,8 @@ def absence(folder: Path) -> str:
 
 
 def served(config: Config, models: Sequence[Path]) -> Config:
-    """`config` for an engine that serves `models`, adapters or whole weights. Raises ConfigError, ValueError."""
-    from rollout.engine.lora.adapter_folder import evaluated_as  # imports torch, which takes seconds
+    """`config` for an engine that serves `models`, adapters or whole weights. Raises ValueError."""
+    from rollout.engine.lora.adapter_folder import evaluated_as  # takes seconds
 
     return evaluated_as(config, models)
 
@@ -117,7 +116,6 @@ def served(config: Config, models: Sequence[Path]) -> Config:
 async def evaluate(
     config: Config, setup: RolloutSetup, sets: Sequence[ProblemSet], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
-    """Start an engine, evaluate each model, close the engine."""
     from rollout.engine.vllm_engine import Engine
 
     async with setup:
@@ -131,7 +129,7 @@ async def evaluate(
 async def evaluate_models(
     config: Config, setup: RolloutSetup, engine: "Engine", sets: Sequence[ProblemSet], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
-    """One record for each model and set, printed as soon as it is known."""
+    """One record for each model and set, printed as soon as known."""
     at_once = config.rollout.sequences
     places = Places(max_sequences(config, on_cpu(config)) if at_once == "auto" else at_once, samples=1)
     table = Table(sets, models)
@@ -148,7 +146,7 @@ async def evaluate_models(
 
 
 def record_of(model: str, problems: ProblemSet, played: Played) -> dict[str, Any]:
-    """The report's entry of a model and a set. Figures that no scored attempt gave are 0."""
+    """An entry of the report. Figures that no scored attempt gave are 0."""
     samples, figures = problems.given.samples, dict(played.figures)
     counts = {name: int(figures.pop(name)) for name in ("problems", "failed")}
     return {
@@ -167,7 +165,7 @@ def record_of(model: str, problems: ProblemSet, played: Played) -> dict[str, Any
 
 
 class Table:
-    """Prints a line for each record; columns that no set needs are left out."""
+    """Prints a line for each record."""
 
     def __init__(self, sets: Sequence[ProblemSet], models: Sequence[Path]) -> None:
         self._model = max(len(str(model)) for model in models)

@@ -1,8 +1,5 @@
-"""The two loops of a rollout server: `roll` makes groups, `follow` loads each new policy.
-
-`roll` waits for the buffer and for free places, `follow` for the learner to publish and while a version is evaluated.
-If either fails, the process ends with the cause.
-"""
+"""The two loops of a rollout server: `roll` makes groups, `follow` loads each new policy. If either fails, the process
+ends with the cause."""
 
 import asyncio
 import logging
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Ask = Callable[[int], Awaitable[list[WorkItem] | None]]
-"""Gives at most this many items to make groups of, at least one; None: there will be no more."""
+"""At most this many items to make groups of, at least one; None: there will be no more."""
 
 
 async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, places: Places) -> None:
@@ -42,14 +39,13 @@ async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, places: Plac
 
 
 async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes, held: GroupPlaces) -> None:
-    """Deliver the item's group, or report its failure."""
     outcome = await episodes.run(item, held.free_one)
     await outcome.deliver(buffer, item)
 
 
 async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluator") -> None:
-    """Load each new policy as it is published; unfinished sequences go on under it. A policy that this server evaluates
-    stays until that is done."""
+    """Load each new policy; unfinished sequences go on under it. A policy that this server evaluates stays until that
+    is done."""
     async with aclosing(weights.receiver.policies()) as policies:
         async for policy in policies:
             async with evaluator.steady:
@@ -63,8 +59,7 @@ async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluat
 
 
 async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s: float) -> None:
-    """Wait until the last policy is in use and this server's evaluations are done; or for `timeout_s` without
-    either."""
+    """Wait until the last policy is in use and evaluated; or for `timeout_s` without progress."""
     waits = True
     while waits and not weights.last.is_set():
         with suppress(TimeoutError):
@@ -76,21 +71,19 @@ async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s
 
 
 class PolicyUpdates:
-    """The policies that `receiver` brings: `first` is set once one is in use, `last` once version `versions` is."""
+    """`first` is set once a policy is in use, `last` once version `versions` is."""
 
     def __init__(self, receiver: "Receiver", versions: int) -> None:
         self.receiver, self.versions = receiver, versions
         self.newest, self.first, self.last = -1, asyncio.Event(), asyncio.Event()
 
     def note(self, version: int) -> None:
-        """Note that the policy of `version` is in use."""
         self.newest = version
         self.first.set()
         log.info("generating with version %d", version)
         self.expect(self.versions)
 
     def expect(self, versions: int) -> None:
-        """Make `versions` the last version."""
         self.versions = versions
         if self.newest >= versions:
             self.last.set()

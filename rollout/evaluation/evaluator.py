@@ -1,9 +1,8 @@
 """Evaluates while the run trains: claims an evaluation of the version just loaded, holds newer ones back, plays sets.
 
-The buffer decides who evaluates what. `loop.follow` asks it here after each load, before the learner may send another
-version; what a dead server left is claimed when the answer to a heartbeat says that it is due. Groups are made all the
-while, under the version that is held, as far as admission lets them; samples of the evaluation take spare places. Waits
-for the engine, the rewards, and the buffer. Built by `rollout/__main__.py`.
+The buffer decides who evaluates what. `loop.follow` asks it after each load, before the learner may send another
+version; what a dead server left is claimed when a heartbeat's answer says that it is due. Groups are made meanwhile,
+under the version that is held.
 """
 
 import asyncio
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CLAIM_S = 10.0
-"""Longest wait for the buffer's word, or a quarter of `weights.timeout_s`: the learner waits for this server meanwhile.
-After that the heartbeats ask again, and a server that is about to leave."""
+"""Longest wait for the buffer, or a quarter of `weights.timeout_s`: the learner waits meanwhile. Later heartbeats, and
+a server that is about to leave, ask again."""
 
 
 class Evaluator:
-    """`sets` empty: this server evaluates nothing. `weights` brings policies, `places` are for single samples."""
+    """`sets` empty: this server evaluates nothing."""
 
     def __init__(
         self,
@@ -46,13 +45,13 @@ class Evaluator:
         """Held while a version is loaded and while one is evaluated: never both."""
         self._config, self._setup, self._engine, self._buffer, self._weights = config, setup, engine, buffer, weights
         self._loaded = False
-        """The engine has a policy, and not the weights that vLLM made up."""
+        """The engine has a policy, not dummy weights."""
         self._unanswered = False
-        """The buffer has not said yet whether the version in use is to be evaluated here."""
+        """The buffer has not said yet whether the version in use is evaluated here."""
 
     async def claim(self) -> int | None:
-        """Ask for the evaluation of the version that was just loaded, between its `load` and `loaded`, and if there is
-        one, hold newer versions back until `evaluate` is done."""
+        """Ask for the evaluation of the version just loaded, between its `load` and `loaded`; if due, hold newer
+        versions back until `evaluate` is done."""
         self._loaded = True
         due = await self._claim()
         if due is not None:
@@ -60,8 +59,8 @@ class Evaluator:
         return due
 
     async def idle(self) -> bool:
-        """Wait until no version is being loaded or evaluated, and the buffer has said of the one in use whether it is
-        to be evaluated here; what it does not answer is asked again, and made. Whether anything was."""
+        """Wait until nothing is loaded or evaluated; claims without an answer are asked again, and made. Returns
+        whether any was."""
         asked = False
         async with self.steady:
             while self._unanswered and self._weights.hold():  # else the version on its way is claimed when it is loaded
@@ -70,17 +69,17 @@ class Evaluator:
         return asked
 
     async def take_over(self) -> None:
-        """Make evaluations that were left undone, for as long as the server runs."""
+        """Make evaluations that were left undone."""
         while True:
             await self._buffer.evaluation_due.wait()
             self._buffer.evaluation_due.clear()
             async with self.steady:
                 if not self._loaded or not self._weights.hold():
-                    continue  # the version on its way is claimed when it is loaded
+                    continue
                 await self._claim_held()
 
     async def evaluate(self, due: int) -> None:
-        """Play all sets and hand over the results; ends early once the buffer says that it is not ours any more."""
+        """Play all sets and hand over the results; ends early once the claim is lost."""
         version = self._engine.version
         log.info("evaluating version %d on %s", version, ", ".join(each.name for each in self.sets))
         try:
@@ -100,7 +99,7 @@ class Evaluator:
         log.info("version %d is evaluated%s", version, "" if stored.accepted else f", but not used: {stored.reason}")
 
     async def _claim_held(self) -> None:
-        """Claim the version in use, with newer ones held back, and evaluate it if it is due."""
+        """Claim the version in use, and evaluate it if it is due."""
         due = await self._claim()
         if due is None:
             self._weights.release()

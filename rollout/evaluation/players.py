@@ -1,9 +1,4 @@
-"""The sets of `data.eval`, and how an engine plays one: `samples` attempts at each problem, with the task and the
-rewards that the run trains with.
-
-Used by `rollout/evaluate.py` for models in folders and by `evaluator.py` while a run trains. Waits for the engine, the
-rewards, for places, and for rows that have to be made.
-"""
+"""The sets of `data.eval`, and how an engine plays one, with the task and the rewards that the run trains with."""
 
 import asyncio
 from collections import Counter
@@ -26,9 +21,9 @@ if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
 
 REASONS = 5
-"""Different reasons of failed attempts that are kept, the most frequent first."""
+"""Reasons of failed attempts that are kept, the most frequent first."""
 MOST_CHARS = 50_000
-"""Most characters of an answer that is kept for reading."""
+"""Of an answer that is kept for reading."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +48,13 @@ class Played:
     reasons: list[str]
     """Why attempts failed."""
     examples: list[dict[str, Any]]
-    """The first attempt at each of the first problems: `problem` (the row), `answer`, `reward`, `finish`."""
+    """First attempts at the first problems: `problem` (the row), `answer`, `reward`, `finish`."""
 
 
 def load_sets(config: Config) -> list[ProblemSet]:
     """The sets of the run file. Raises ConfigError for one that cannot be read, or has images that the run cannot
     show."""
-    from buffer.problems import check_images, load_problems  # pyarrow: slow to import, and not used without sets
+    from buffer.problems import check_images, load_problems  # pyarrow: slow to import
 
     sets, found = [], list[str]()
     room, truth = existing(config.run.path), needs_truth(config)
@@ -80,8 +75,7 @@ def load_sets(config: Config) -> list[ProblemSet]:
 async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, keep: int) -> Played:
     """Make all attempts, as many at a time as there are `places`; `keep` answers are returned for reading.
 
-    A failed attempt is counted with its reason. Raises only what the server cannot survive, such as EngineDead; when
-    cancelled, what is being generated is aborted.
+    A failed attempt is counted. Raises only what the server cannot survive, such as EngineDead.
     """
     rows, samples = problems.rows, problems.given.samples
     scored: list[list[Attempt]] = [[] for _ in rows]

@@ -1,7 +1,6 @@
-"""What an evaluation says of a model, from the attempts at each problem. Pure functions of numbers.
+"""What an evaluation says of a model, from the attempts at each problem.
 
-A problem counts with its *scored* attempts: those that failed (no reward could be given) are counted apart and are
-neither solved nor unsolved. An attempt is solved if its reward is 1 or more. Used by `players.py`.
+Attempts without a reward have failed: they are counted apart and are neither solved nor unsolved.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from math import comb, sqrt
 from statistics import fmean, variance
 
 SOLVED = 1.0
-"""Reward from which on an attempt has solved its problem."""
+"""An attempt with this reward or more has solved its problem."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Attempt:
 
     reward: float
     length: int
-    """Tokens that were sampled."""
+    """In sampled tokens."""
     truncated: bool
     """Cut at a limit of length."""
 
@@ -29,17 +28,16 @@ class Attempt:
 
 
 def pass_at(k: int, attempts: int, solved: int) -> float:
-    """Probability that one of k attempts, drawn without replacement from `attempts` of which `solved` are solved, is
-    solved: 1 - C(n-c, k) / C(n, k). Unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises ValueError for
-    fewer than k attempts."""
+    """Probability that one of k attempts, drawn without replacement, is solved: 1 - C(n-c, k) / C(n, k). Unbiased (Chen
+    et al. 2021, arXiv 2107.03374, equation 1). Raises ValueError for fewer than k attempts."""
     if not 1 <= k <= attempts:
         raise ValueError(f"pass@{k} of {attempts} attempts")
     return 1.0 - comb(attempts - solved, k) / comb(attempts, k)
 
 
 def pass_hat(k: int, attempts: int, solved: int) -> float:
-    """Probability that all of k attempts are solved, drawn as in `pass_at`: C(c, k) / C(n, k), written pass^k. Unbiased
-    (Yao et al. 2024, tau-bench, arXiv 2406.12045). Raises ValueError for fewer than k attempts."""
+    """Probability that all of k attempts are solved, pass^k: C(c, k) / C(n, k). Unbiased (Yao et al. 2024, tau-bench,
+    arXiv 2406.12045). Raises ValueError for fewer than k attempts."""
     if not 1 <= k <= attempts:
         raise ValueError(f"pass^{k} of {attempts} attempts")
     return comb(solved, k) / comb(attempts, k)
@@ -48,12 +46,11 @@ def pass_hat(k: int, attempts: int, solved: int) -> float:
 def figures(problems: Sequence[Sequence[Attempt]], samples: int, ks: Sequence[int]) -> dict[str, float]:
     """The figures of a set; `problems` has the scored attempts at each one, of `samples` that were made.
 
-    `mean@N`: mean over problems of the share of solved attempts, and `error`, its standard error: the problems are what
-    was drawn, not the attempts (Miller 2024, arXiv 2411.00640, section 2.2). `pass@K`, `pass^K`: means over the
-    problems with K scored attempts or more (pass^1 is pass@1); `left_out@K`: the others, where there are any. `reward`,
-    `length`, `truncated`: means over all scored attempts. `problems`, `failed`: numbers of problems and of attempts
-    without a score. Without a single scored attempt there are only the last two. Example: two problems, both attempts
-    at the first solved, one of the second: `mean@2` 0.75, `pass@2` 1.0, `pass^2` 0.5.
+    `mean@N`: mean over problems of the share of solved attempts; `error`: its standard error over problems (Miller
+    2024, arXiv 2411.00640, section 2.2). `pass@K`, `pass^K`: means over the problems with K scored attempts or more;
+    `left_out@K`: number of the others. `reward`, `length`, `truncated`: means over all scored attempts. Without a
+    scored attempt there are only the counts `problems` and `failed`. Example: two problems, both attempts at the first
+    solved, one of the second: `mean@2` 0.75, `pass@2` 1.0, `pass^2` 0.5.
     """
     scored = [attempts for attempts in problems if attempts]
     every = [attempt for attempts in scored for attempt in attempts]
@@ -69,7 +66,7 @@ def figures(problems: Sequence[Sequence[Attempt]], samples: int, ks: Sequence[in
         counts = [(len(each), sum(one.solved for one in each)) for each in problems if len(each) >= k]
         if counts:
             found[f"pass@{k}"] = fmean(pass_at(k, *count) for count in counts)
-            if k > 1:  # for one attempt they are the same
+            if k > 1:  # equal for one attempt
                 found[f"pass^{k}"] = fmean(pass_hat(k, *count) for count in counts)
         if len(counts) < len(problems):
             found[f"left_out@{k}"] = float(len(problems) - len(counts))

@@ -28,14 +28,13 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 KEY = "HEADRACE_AGENT_KEY"
-"""The environment variable that clients read their key from; the real key is in the URL."""
+"""Clients read their key from this variable; the real key is in the URL."""
 MODEL = "policy"
 LONGEST_LINE = 2**26
-"""Bytes of a request."""
 
 
 _raised: ContextVar[list[str]] = ContextVar("raised")
-"""What reward functions of the episode raised: the older API logs that and scores 0."""
+"""What the episode's reward functions raised: the older API logs that and scores 0."""
 
 
 class RefusedEnvironment(Exception):
@@ -54,7 +53,7 @@ class Environment(Protocol):
         """One episode: `ok`, `reward`, `metrics`, `error`, `stop`, `truncated`."""
 
     def rows(self) -> Iterable[dict[str, Any]]:
-        """Problems: what `run` takes as `row`, with its text as `problem` and its `answer`."""
+        """Problems: `row` as `run` takes it, `problem` (text) and `answer`."""
 
 
 class ClassicEnvironment:
@@ -72,11 +71,9 @@ class ClassicEnvironment:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Does nothing."""
         yield
 
     async def run(self, row: Any, url: str, sampling: dict[str, Any]) -> dict[str, Any]:
-        """See `Environment`."""
         from verifiers.clients import resolve_client
         from verifiers.types import ClientConfig
 
@@ -100,13 +97,12 @@ class ClassicEnvironment:
         }
 
     def rows(self) -> Iterable[dict[str, Any]]:
-        """See `Environment`."""
         for row in self.environment.get_dataset():
             yield {"problem": shown(row.get("prompt")), "answer": row.get("answer", ""), "row": row}
 
 
 class TasksetEnvironment:
-    """`verifiers.v1`: a task set, played by one agent on this machine; the agent's program is a process of its own."""
+    """`verifiers.v1`: a task set, played by one agent, whose program is a process on this machine."""
 
     api = "v1"
 
@@ -131,7 +127,6 @@ class TasksetEnvironment:
         return self.environment.serving()  # type: ignore[no-any-return]
 
     async def run(self, row: Any, url: str, sampling: dict[str, Any]) -> dict[str, Any]:
-        """See `Environment`."""
         import verifiers.v1 as verifiers
 
         client = verifiers.EvalClientConfig(base_url=url, api_key_var=KEY)
@@ -156,22 +151,20 @@ class TasksetEnvironment:
         }
 
     def rows(self) -> Iterable[dict[str, Any]]:
-        """See `Environment`."""
         for task in self.environment.taskset:
             row = task.data.model_dump(mode="json", exclude_none=True)
             yield {"problem": shown(row.get("prompt")), "answer": row.get("answer", ""), "row": row}
 
 
 def take_empty_answers(client: Any) -> None:
-    """Have an empty answer scored as an empty text: it is the policy's own. verifiers 0.2 takes
-    it for a failure of the model's server, and would show it to stops and reward functions as None, which most cannot
-    read."""
+    """Have an empty answer scored as an empty text: it is the policy's own. verifiers 0.2 takes it for a failure of the
+    model's server, and would show None to stops and reward functions."""
     from verifiers.errors import EmptyModelResponseError
 
     check, read = client.raise_from_native_response, client.from_native_response
 
     async def check_but_for_words(response: Any) -> None:
-        with contextlib.suppress(EmptyModelResponseError):  # where there is no answer at all, reading it fails
+        with contextlib.suppress(EmptyModelResponseError):  # without any answer, reading it fails
             await check(response)
 
     async def read_as_text(response: Any) -> Any:
@@ -184,15 +177,13 @@ def take_empty_answers(client: Any) -> None:
 
 
 def note_errors(rubric: Any) -> None:
-    """Have the reward functions of a rubric, or of a group of them, note in `_raised` what they raise."""
+    """Have a rubric's reward functions note in `_raised` what they raise."""
     for one in getattr(rubric, "rubrics", ()):
         note_errors(one)
     rubric.funcs = [noting(function) for function in rubric.funcs]
 
 
 def noting(function: Any) -> Any:
-    """The function, with the same signature."""
-
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -220,7 +211,7 @@ def load(name: str, arguments: dict[str, Any]) -> Environment:
         raise RefusedEnvironment(f"{name}: no such environment is installed for {sys.executable}: {error}") from None
     except RefusedEnvironment:
         raise
-    except (Exception, SystemExit) as error:  # an environment may raise anything while it is loaded
+    except (Exception, SystemExit) as error:  # an environment may raise anything
         raise RefusedEnvironment(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
@@ -232,7 +223,6 @@ def is_classic(name: str) -> bool:
 
 
 def numbers(metrics: Any) -> dict[str, float]:
-    """What of an environment's metrics are numbers."""
     return {str(key): float(value) for key, value in (metrics or {}).items() if isinstance(value, int | float)}
 
 
@@ -256,12 +246,11 @@ class Host:
         self.running: dict[int, asyncio.Task[None]] = {}
 
     def tell(self, line: bytes) -> None:
-        """One line for the server."""
         self.answers.write(line)
         self.answers.flush()
 
     async def serve(self, requests: Any) -> None:
-        """Until the requests end."""
+        """Play episodes until the requests end."""
         reader = asyncio.StreamReader(limit=LONGEST_LINE)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
         async with self.environment.serving():
@@ -278,7 +267,6 @@ class Host:
                 task.cancel()
 
     async def play(self, id: int, row: Any, url: str, sampling: dict[str, Any]) -> None:
-        """One episode, whatever happens in it."""
         try:
             line = line_of({"id": id, **await self.environment.run(row, url, sampling)})
         except (Exception, SystemExit) as error:  # the environment's code, or a result that JSON cannot write
@@ -290,7 +278,7 @@ class Host:
 
 
 def line_of(message: dict[str, Any]) -> bytes:
-    """A message as the server reads it. Raises TypeError and ValueError for what JSON cannot write."""
+    """Raises TypeError and ValueError for what JSON cannot write."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -304,7 +292,7 @@ def protected() -> tuple[Any, Any]:
 
 
 def export(environment: Environment, name: str, path: str) -> int:
-    """Write the problems as rows for `data.train`; how many."""
+    """Write the problems as rows for `data.train`; returns how many."""
     number = 0
     with open(path, "w", encoding="utf-8") as file:
         for row in environment.rows():

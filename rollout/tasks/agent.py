@@ -1,7 +1,7 @@
 """The server's end of agents that reach the policy by URL: a user's function or program, or an environment's host.
 
-Each sample is one episode: a session that records, a door of the HTTP server that leads to it, and a call of the cage
-that runs the agent. However it ends, nothing of the agent is left: the door closes, its processes are killed.
+An episode is a session that records, a door of the HTTP server, and a call of the cage that runs the agent. However it
+ends, the door closes and the agent's processes are killed.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from rollout.chat.session import Sessions
 from rollout.tasks.trajectory import CUT_SCORE, Generate, Problem, Recorded
 
 REFUSALS = ("BadRequestError", "ContextWindowExceededError", "ChatRefused")
-"""Origins of failures that are the refusal of a model call beyond a limit."""
+"""Origins of failures that are a refused model call beyond a limit."""
 HTTP_ERRORS = ("HTTPError", "HTTPStatusError", "APIStatusError", "ClientResponseError")
-"""Origins of failures that are such a refusal if their text names the status 400."""
+"""Such origins if their text names the status 400."""
 
 
 BLOCKED_S = 3.0
-"""Time that agents which share a worker get beyond their own: meanwhile the worker's warden finds the agent that blocks
-it, so that the others, which only wait, do not fail."""
+"""Extra time for agents that share a worker: meanwhile its warden finds the agent that blocks it, and the others do not
+fail."""
 
 
 class UrlEpisodes:
@@ -34,7 +34,7 @@ class UrlEpisodes:
         self._hosted, self._command = config.rollout.task == "environment", config.rollout.task == "agent"
 
     async def __call__(self, problem: Problem, generate: Generate) -> Recorded:
-        """One episode. Raises CagedError, and what the engine raised."""
+        """Raises CagedError, and what the engine raised."""
         session, limit_s = self._sessions.open(generate, problem), self.function.timeout_s
         limit = f"{self.function.prefix}timeout_s ({limit_s:g} s) outside of model calls"
         late = CagedError(f"{self.function.name} took longer than {limit}; it was ended", "timed_out")
@@ -60,7 +60,6 @@ class UrlEpisodes:
         return bad_request or error.origin in REFUSALS or (self._command and error.origin == "exited")
 
     async def _result(self, door: Door, problem: Problem) -> Any:
-        """What the agent returned. Raises CagedError, and what `door.over` has."""
         sampling = [{"max_tokens": problem.answer}] if self._hosted else []
         playing = self._cage.call(problem.row, door.url, door.key, *sampling, on_worker=door.on_worker)
         call = asyncio.ensure_future(playing)

@@ -1,8 +1,7 @@
 """In a worker: an environment's host process, in the Python that the environment is installed in, and its episodes.
 
-The worker starts `rollout/hosts/verifiers_host.py` once and exchanges JSON lines with it. It ends as the host ends:
-then the cage starts both anew, and the episodes under way have failed. A host that does not answer the end of an
-episode is blocked, and is killed.
+Worker and host exchange JSON lines. The worker ends as the host ends: the cage starts both anew, and episodes under way
+have failed.
 """
 
 import asyncio
@@ -28,12 +27,10 @@ OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 RESULT = ("score", "overall", "turn_rewards")
 """A metric of such a name must not take the reward's place."""
 LONGEST_LINE = 2**26
-"""Bytes of an answer."""
 
 
 def load_environment(environment: dict[str, Any]) -> Play:
-    """The episodes of `rollout.environment`. Raises ValueError, in one line, for an environment that its host
-    refuses."""
+    """The episodes of `rollout.environment`. Raises ValueError for one that its host refuses."""
     name = environment_name(environment)
     relay = Relay(start_host(environment))
 
@@ -58,7 +55,7 @@ def environment_name(environment: dict[str, Any]) -> str:
 
 
 def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """The host, once it has loaded the environment. Raises ValueError, in one line, for what it refuses."""
+    """The host, once it has loaded the environment. Raises ValueError."""
     python, key = os.path.abspath(environment["python"]), "rollout.environment"
     command = [python, "-u", str(HOST), "serve", environment["id"], json.dumps(environment["args"])]
     path = os.pathsep.join([os.path.dirname(python), os.environ.get("PATH", os.defpath)])
@@ -77,20 +74,19 @@ def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 class Relay:
-    """Sends requests to a host and receives its answers. Kills a host that does not confirm a cancellation within
-    `grace_s`."""
+    """Requests to a host. Kills a host that does not confirm a cancellation within `grace_s`."""
 
     def __init__(self, host: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
         self.host, self.grace_s = host, grace_s
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._kills: dict[int, asyncio.TimerHandle] = {}
-        """Cancelled requests that the host has not confirmed."""
+        """Cancellations not yet confirmed."""
         self._numbers = count(1)
         self._connected: asyncio.Task[asyncio.WriteTransport] | None = None
 
     async def ask(self, request: dict[str, Any]) -> Any:
-        """Send a request and return the host's answer. Cancelling also cancels the request at the host."""
-        if self._connected is None:  # outside of any episode: its time is nobody's
+        """The host's answer. Cancelling this cancels the request at the host."""
+        if self._connected is None:  # its time belongs to no episode
             self._connected = asyncio.get_running_loop().create_task(self._connect(), context=Context())
         writer, number = await asyncio.shield(self._connected), next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
@@ -121,7 +117,7 @@ class Relay:
                 if answer and not answer.done():
                     answer.set_result(result)
         except Exception as error:
-            print_visible(f"no answer of a host: {type(error).__name__}: {error}")  # to the log
+            print_visible(f"no answer of a host: {type(error).__name__}: {error}")
             self.host.kill()
         self._end()
 

@@ -1,7 +1,7 @@
 """In a worker: users' agent programs, which reach the policy by URL, as episodes of the cage.
 
-An `async` function `(row, base_url, api_key)` runs in the worker's event loop, many at a time; any other one, like a
-command, in a process of its own for each episode. The server keeps the time, because it knows when it generates.
+`async` functions share the worker's event loop; any other function, and a command, gets a process for each episode. The
+server keeps the time, because it knows when it generates.
 """
 
 import base64
@@ -19,9 +19,8 @@ from rollout.cage.worker_loop import failure_message, leave_fork, value_message
 from rollout.rewards.convention import is_async
 
 SHOWN = 200
-"""Most characters of a bad result in an error."""
 Play = Callable[..., Awaitable[Any]]
-"""An episode, called with the row, the URL, the key and the cage's own `generate`, which is not used."""
+"""Called with the row, the URL, the key and the cage's `generate`, which is not used."""
 
 
 def timed_by_server(play: Any, apart: bool) -> Play:
@@ -53,7 +52,7 @@ def agent_of(name: str, function: Callable[..., Any], memory: str, files: frozen
 
 
 def result_of_function(name: str, said: bytes) -> Any:
-    """What a function in its own process returned. Raises ToldError."""
+    """Raises ToldError."""
     try:
         _, _, origin, value, trace, permanent, _ = msgpack.unpackb(said, strict_map_key=False)
     except BAD_BYTES:
@@ -64,7 +63,7 @@ def result_of_function(name: str, said: bytes) -> Any:
 
 
 def load_command(command: list[str], memory: str) -> Play:
-    """A program as episodes: the row as JSON on its standard input, the result on the last line of its output."""
+    """A program as episodes: the row as JSON on its input, the result on the last line of its output."""
     name = command_name(command)
 
     async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
@@ -87,12 +86,12 @@ def command_name(command: Sequence[str]) -> str:
 
 
 def as_text(value: Any) -> Any:
-    """Convert what JSON cannot write: an image's bytes to Base64."""
+    """What JSON cannot write: an image's bytes as Base64."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value.tolist()
 
 
 def result_of_command(name: str, said: bytes) -> Any:
-    """The score on the last line of what a program wrote. Raises ToldError."""
+    """The score on the last line of the output. Raises ToldError."""
     lines = said.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:

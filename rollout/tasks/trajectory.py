@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 NOT_SAMPLED = array("f", [0.0]), array("i", [-1])
 """Log-probability and version of a token that was given."""
 CUT_SCORE = 0.0
-"""Score of an episode that a limit ended, where the task itself scores and did not return after the limit."""
+"""Score of an episode that a limit ended and whose task, which scores, returned nothing."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the engine sampled after a prompt, the stop token included: a list and two sequences of one length, which
-    from the engine are arrays of C numbers.
+    """What the engine sampled after a prompt, the stop token included: sequences of one length.
 
-    Example: `Completion([9, 2], [-0.7, -0.1], [6, 7], "stop")`: the second token was sampled under version 7.
+    Example: `Completion([9, 2], [-0.7, -0.1], [6, 7], "stop")`: the second token is of version 7.
     """
 
     tokens: list[int]
@@ -40,18 +39,18 @@ class Completion:
     versions: Sequence[int]
     finish: Literal["stop", "length"]
     routes: np.ndarray | None = None
-    """With `rollout.routing_replay`, from the engine only: [tokens, layers, k], the experts of each token that was
-    read, from the first that had no routes yet."""
+    """With `rollout.routing_replay`, never seen by a task: [tokens, layers, k], experts of the tokens read, from the
+    first without routes."""
 
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """An image among tokens that were given: its placeholders are those from `start` to `end`."""
+    """An image among given tokens: its placeholders are from `start` to `end`."""
 
     start: int
     picture: Picture
     data: bytes = b""
-    """The image file, of an image that a task made; empty for one of the row."""
+    """The file of an image that a task made; empty for one of the row."""
 
     @property
     def end(self) -> int:
@@ -73,19 +72,18 @@ class Problem:
 
     row: dict[str, Any]
     prompt: list[int]
-    """Tokens of its prompt, chat template applied: every trajectory begins with them."""
+    """Chat template applied: every trajectory begins with these tokens."""
     tokenizer: "PreTrainedTokenizerBase"
     max_tokens: int
     """Longest sample in tokens after the prompt, given ones included."""
     images: Sequence[PlacedImage] = ()
-    """Images of the prompt, in order."""
     format: ImageFormat | None = None
-    """How the model sees images; None for a text model."""
+    """None for a text model."""
     answer: int | None = None
     """Longest answer of one turn in tokens; None: `sampling.max_tokens`."""
 
     def left(self, tokens: list[int]) -> int:
-        """How many tokens may follow these, which begin with the prompt; negative where these are too many already."""
+        """How many tokens may follow these; negative where these are too many already."""
         return len(self.prompt) + self.max_tokens - len(tokens)
 
 
@@ -93,13 +91,13 @@ class Taught(NamedTuple):
     """What a teacher gave a sample."""
 
     teacher: str
-    """The `data_source` of the teacher's rows; "" is the teacher of all other rows."""
+    """The `data_source` of its rows; "" is the teacher of all other rows."""
     logprobs: np.ndarray
-    """[tokens] float32: log-probability of each sampled token, 0 for those that were given."""
+    """[tokens] float32: 0 for tokens that were given."""
     ids: np.ndarray | None = None
-    """int32 [sampled tokens, k]: its most probable tokens in place of each sampled one; None: not asked for."""
+    """int32 [sampled tokens, k]: the most probable tokens; None: not asked for."""
     top: np.ndarray | None = None
-    """float32 [sampled tokens, k]: their log-probabilities."""
+    """float32 [sampled tokens, k]"""
 
     @property
     def sent(self) -> str | TopTeacher:
@@ -109,14 +107,13 @@ class Taught(NamedTuple):
 
 
 class Trajectory:
-    """The tokens of one sample in order: the prompt, what the policy sampled, what the environment answered."""
+    """The tokens of one sample: the prompt, what the policy sampled, what the environment answered."""
 
     routes: np.ndarray | None = None
-    """[tokens, layers, k], of the finished trajectory; a task never sets it."""
+    """[tokens, layers, k]; a task never sets it."""
     taught: Taught | None = None
-    """None: its row has no teacher."""
     columns: dict[str, np.ndarray] | None = None
-    """`arrays()` of the finished trajectory as they were checked: what is sent."""
+    """`arrays()` as they were checked: what is sent."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.tokens, self.start = list(prompt), len(prompt)
@@ -124,18 +121,18 @@ class Trajectory:
         self.logprobs, self.versions = NOT_SAMPLED[0] * self.start, NOT_SAMPLED[1] * self.start
         self.finish: Literal["stop", "length"] = "stop"
         self.metrics: dict[str, float] = {}
-        """Numbers the task wants averaged into the batch's metrics."""
+        """Numbers averaged into the batch's metrics."""
         self.images: list[PlacedImage] = []
-        """Images shown after the prompt, in order: for `generate`."""
+        """Images after the prompt, in order."""
         self.starts: list[int] = [0]
-        """Where each segment begins among the tokens: `Sample.starts`."""
+        """Where each segment begins: `Sample.starts`."""
         self.turn_rewards: list[float] = []
-        """Empty, or a reward for each turn; the reward function's is added to the last one."""
+        """Empty, or one for each turn; the reward function's is added to the last."""
         self.score: Any = None
         """For `reward.function: task`: a number, or a dict as a reward function returns."""
 
     def take(self, completion: Completion) -> None:
-        """Append what the policy sampled: the learner trains on these tokens."""
+        """Append what the policy sampled: it is trained on."""
         self.tokens += completion.tokens
         self.sampled += [1] * len(completion.tokens)
         self.logprobs.extend(completion.logprobs)
@@ -143,15 +140,15 @@ class Trajectory:
         self.finish = completion.finish
 
     def give(self, tokens: list[int]) -> None:
-        """Append what the environment answers: context for the policy, not trained on."""
+        """Append what the environment answers: it is not trained on."""
         self.tokens += tokens
         self.sampled += [0] * len(tokens)
         self.logprobs.extend(NOT_SAMPLED[0] * len(tokens))
         self.versions.extend(NOT_SAMPLED[1] * len(tokens))
 
     def show(self, image: "bytes | Image", problem: Problem) -> None:
-        """Append an image that the environment answers: a file's bytes or a PIL image. Raises ImageError for one that
-        cannot be shown, EpisodeError for a model that sees no images."""
+        """Append an image that the environment answers: a file's bytes or a PIL image. Raises ImageError, or
+        EpisodeError if the model sees none."""
         form = problem.format
         if form is None:
             raise EpisodeError("show: the model sees no images", permanent=True)
@@ -161,12 +158,12 @@ class Trajectory:
         self.give([form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The four columns as arrays [tokens]. Raises ValueError, TypeError, OverflowError where one is no number."""
+        """The columns as arrays [tokens]. Raises ValueError, TypeError, OverflowError where one is no number."""
         with np.errstate(over="ignore"):
             return {name: column(getattr(self, name)) for name, column in COLUMNS.items()}
 
     def sample(self, score: Score, answer: str, prompt_images: Sequence[PlacedImage] = ()) -> Sample:
-        """The sample as it is sent to the buffer; `answer` is the text of all tokens after the prompt."""
+        """The sample to send; `answer` is the text of all tokens after the prompt."""
         images, columns = [*prompt_images, *self.images], self.columns or self.arrays()
         turns = [float(reward) for reward in self.turn_rewards]
         turns[-1:] = [last + score.reward for last in turns[-1:]]
@@ -189,8 +186,8 @@ class Trajectory:
 
 
 def whole_numbers(make: Callable[[list[int]], Any], given: Any) -> np.ndarray:
-    """A list of whole numbers as an array of what `make` makes of it; anything else as numpy sees it, to be refused.
-    Takes at most half of the time of numpy alone, which looks for the numbers' type first."""
+    """A list of whole numbers through `make`; anything else as numpy sees it, to be refused. numpy alone takes twice as
+    long."""
     try:
         return np.array(make(given) if isinstance(given, list) else given)
     except (TypeError, ValueError, OverflowError):
@@ -203,7 +200,6 @@ COLUMNS: dict[str, Callable[[Any], np.ndarray]] = {
     "logprobs": partial(np.array, dtype=np.float32),
     "versions": partial(np.array, dtype=np.int32),
 }
-"""The columns of a trajectory, with what makes an array of each."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +212,8 @@ class Recorded:
 
     @classmethod
     def of(cls, trajectory: Trajectory, result: Any) -> "Recorded":
-        """The trajectory with what its task returned: None, a number, or a dict with `score` or `overall`. Further
-        numbers in the dict become metrics; `turn_rewards` has one for each turn. Raises EpisodeError."""
+        """The task returned None, a number, or a dict with `score` or `overall`; further numbers become metrics. Raises
+        EpisodeError."""
         parts = dict(result) if isinstance(result, dict) else {"score": result}
         key, turns = "overall" if "overall" in parts else "score", parts.pop("turn_rewards", None)
         given, reward = parts.pop(key, None), None
@@ -254,14 +250,13 @@ class Generate(Protocol):
         stop: list[str] | None = None,
         images: Sequence[PlacedImage] = (),
     ) -> Awaitable[Completion]:
-        """Continue `tokens` by at most `max_tokens` (default: `sampling.max_tokens`) and what is left of the sample's
-        budget, up to a text of `stop` (default: `sampling.stop`; each one token) or the model's own end. `images` are
-        those of `tokens` after the prompt. Raises EpisodeError where nothing is left, or the arguments cannot be
-        used."""
+        """Continue `tokens` by at most `max_tokens` (default: `sampling.max_tokens`) within the sample's budget, up to
+        a text of `stop` (each one token; default: `sampling.stop`) or the model's own end. `images`: those after the
+        prompt. Raises EpisodeError."""
 
 
 Task = Callable[[Problem, Generate], Awaitable[Trajectory | Recorded]]
-"""Makes one sample of a problem. A Recorded one has prompts of its own, a Trajectory begins with the problem's."""
+"""Makes one sample. A Recorded one has prompts of its own, a Trajectory begins with the problem's."""
 
 
 async def single_turn(problem: Problem, generate: Generate) -> Trajectory:

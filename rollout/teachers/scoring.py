@@ -1,7 +1,6 @@
-"""The run's teachers, as a rollout server asks them: each group goes to the teacher of its row's `data_source`.
+"""The run's teachers: each group goes to the teacher of its row's `data_source`.
 
-`score` waits for one of the run's own servers as long as it takes to start again, for one behind an address as long as
-`teacher.retries` says.
+One of the run's own servers is waited for until it has started again, one behind an address as `teacher.retries` says.
 """
 
 import time
@@ -24,12 +23,12 @@ from rollout.tasks.trajectory import Taught, Trajectory
 from rollout.teachers.teacher_client import Opinion, TeacherClient
 
 MOST_LOSSES = 3
-"""How often one request may lose the run's teacher servers before the attempt has failed: it may be what ends them."""
+"""More losses of the run's servers fail the attempt: its request may be what ends them."""
 
 
 class Teachers:
-    """All teachers of the run. `keys`: folder of the run's keys; entering the context reads them and raises KeysError.
-    Raises ValueError, in one line, for a teacher that cannot be asked."""
+    """All teachers of the run. `keys`: folder of the run's keys. Raises ValueError for an unusable teacher, and
+    KeysError when entered."""
 
     def __init__(self, config: TeacherConfig, keys: Path) -> None:
         self._by_source, self._keys = {source: Teacher(config, source) for source in config.teachers}, keys
@@ -46,7 +45,7 @@ class Teachers:
             await teacher.close()
 
     async def score(self, row: dict[str, Any], made: Sequence[Trajectory]) -> None:
-        """Set `taught` of all trajectories of a row, if the row has a teacher. Raises TeacherError."""
+        """Set `taught` of a row's trajectories, if the row has a teacher. Raises TeacherError."""
         source = str(row.get("data_source", ""))
         teacher = self._by_source.get(source) or self._by_source.get("")
         if teacher is None:
@@ -60,8 +59,7 @@ class Teachers:
         self._tokens += sum(len(opinion.logprobs) for opinion in found)
 
     def stats(self) -> dict[str, float]:
-        """Figures for a heartbeat: samples that wait, the longest wait in seconds, and tokens scored per second since
-        the last call."""
+        """For a heartbeat: samples that wait, longest wait in seconds, tokens per second since the last call."""
         now = time.monotonic()
         found = {"teacher": float(sum(each.samples for each in self._waiting))}
         found["teacher_tokens_per_s"] = self._tokens / max(now - self._since, 1e-3)
@@ -87,7 +85,7 @@ class Teacher:
         self._servers = OwnServers(urls, "teacher") if given.servers else None
 
     def open(self, keys: Path) -> None:
-        """Read the token that the run's own servers ask for. Raises KeysError."""
+        """Read the token of the run's own servers. Raises KeysError."""
         if self._servers:
             self._client.wait_elsewhere()
             self._client.show(load_token(keys))
@@ -104,7 +102,7 @@ class Teacher:
         return [joined([next(found) for _ in sample]) for sample in samples]
 
     async def _asked(self, texts: Sequence["Text"]) -> list[Opinion]:
-        """One request, again when the run's own servers were lost meanwhile and have come back."""
+        """One request, again when the run's own servers were lost and have come back."""
         losses = 0
         while True:
             if self._servers:
@@ -129,7 +127,6 @@ class Text(NamedTuple):
 
 
 def segments(trajectory: Trajectory) -> list[Text]:
-    """The texts of a sample: usually one."""
     columns = columns_of(trajectory)
     tokens, sampled = columns["tokens"].tolist(), columns["sampled"].astype(bool)
     bounds = pairwise([*trajectory.starts, len(tokens)])
@@ -145,5 +142,5 @@ def joined(opinions: Sequence[Opinion]) -> Opinion:
 
 
 def columns_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
-    """The arrays of a trajectory as they were checked: a task may have left other kinds of sequences in it."""
+    """The arrays as they were checked: a task may have left other kinds of sequences."""
     return trajectory.columns or trajectory.arrays()

@@ -1,7 +1,7 @@
 """Chooses vLLM's parsers of tool calls and thinking for a model, where `rollout.chat` has `auto`.
 
-Used by `rollout/episodes/setup.py` and `actors/doctor/trial.py`. Compares texts only: imports no vLLM, and renders
-nothing. Sources: vLLM's pages "Tool Calling" and "Reasoning Outputs", and the marks that its parsers look for.
+Compares texts only. Sources: vLLM's pages "Tool Calling" and "Reasoning Outputs", and the marks that its parsers look
+for.
 """
 
 from collections.abc import Mapping
@@ -28,26 +28,26 @@ TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<tool_call>", '"name": ', "arguments"), "hermes"),
     (("<tool_call>", '\\"name\\": ', "arguments"), "hermes"),
 )
-"""A parser of tool calls reads the calls of a template that has all of its marks; the first one counts."""
+"""The first parser whose marks a template has all counts."""
 TOOL_TYPES: Mapping[str, str] = {
     "granite": "granite", "granitemoehybrid": "granite4", "hunyuan_v1_moe": "hunyuan_a13b", "jamba": "jamba",
     "internlm2": "internlm",
 }  # fmt: skip
-"""Parsers of tool calls by `model_type`, before the marks: their marks are those of other families too."""
+"""By `model_type`, before the marks: other families have their marks too."""
 REASONING_TYPES: Mapping[str, str] = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), "qwen3"),
     **{"glm4_moe": "glm45", "gpt_oss": "openai_gptoss", "seed_oss": "seed_oss", "minimax_m2": "minimax_m2"},
     **{"hunyuan_v1_moe": "hunyuan_a13b", "gemma4": "gemma4", "gemma4_text": "gemma4", "olmo3": "olmo3"},
     **{"granite": "granite", "ernie4_5_moe": "ernie45", "kimi_k2": "kimi_k2", "nemotron_h": "nemotron_v3"},
 }
-"""Parsers of thinking by `model_type`."""
+"""By `model_type`."""
 REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("[THINK]",), "mistral"),
     (("<|START_THINKING|>",), "cohere_command3"),
     (("<\uff5cAssistant\uff5c>", "not thinking"), "deepseek_v3"),
     (("<\uff5cAssistant\uff5c>", "</think>"), "deepseek_r1"),
 )
-"""Parsers of thinking by the marks of a template, for other types."""
+"""By the marks of a template, for other types."""
 THINKS = ("<think>", "</think>", "[THINK]", "<|START_THINKING|>", "<|channel|>", "<seed:think>", "<|channel>")
 """Marks of templates whose models think."""
 Key = Literal["tool_parser", "reasoning_parser"]
@@ -55,9 +55,8 @@ KEYS: tuple[Key, ...] = ("tool_parser", "reasoning_parser")
 
 
 def choose(key: Key, wanted: str | None, kind: str, template: str) -> str | None:
-    """The parser for `rollout.chat.KEY`: `wanted`, if it is a name or None. For `auto` the one that fits the `template`
-    and the model's `kind`; None if the template writes neither calls nor thinking. Raises ValueError, in one line, if
-    it does and no parser is known for it.
+    """The parser for `rollout.chat.KEY`: `wanted`, or for `auto` the one that fits the `template` and the model's
+    `kind`; None if the template writes none of it. Raises ValueError if no parser is known.
 
     Example: `choose("tool_parser", "auto", "qwen3", template) == "hermes"`
     """

@@ -1,9 +1,7 @@
 """Renders Jinja templates of users' files and models' folders in a process that can be killed.
 
-Used for chat templates, `data.format_prompt` and the templates of rewards; waits for the process, at most as long as a
-template may take. A template runs in Jinja's sandbox (`template_process.py`): it can call no Python of ours, and is
-ended if it takes more than PROCESSOR_S or MEMORY, or writes more than MOST_CHARACTERS. The process is started for the
-first template and kept: rendering a row takes 0.1 ms, starting a process 0.1 s.
+A template runs in Jinja's sandbox (`template_process.py`) under limits of time, memory and length. The process is
+started for the first template and kept: rendering a row takes 0.1 ms, starting a process 0.1 s.
 """
 
 import signal
@@ -25,13 +23,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROCESSOR_S = 2.0
-"""Processor time that a template may take for one row; usual ones take a few milliseconds for long chats."""
+"""Processor time of a template for one row; usual ones take milliseconds."""
 WALL_S = 20.0
-"""Seconds after which a process that does not answer is killed: it was stopped, or the machine is overloaded."""
+"""After so long a silent process is killed: it was stopped, or the machine is overloaded."""
 MEMORY = 2**30
 """Bytes of address space of the process."""
 MOST_CHARACTERS = 4 * 2**20
-"""Most characters of a rendered text: the prompt of a million tokens."""
+"""Of a rendered text: the prompt of a million tokens."""
 PROGRAM = f"""import sys
 sys.path[:] = sys.argv[4:]
 {PIN}
@@ -44,8 +42,8 @@ the template removes spaces."""
 
 
 class RenderError(Exception):
-    """A template gave no text. `kind`: `syntax`, `undefined`, `refused` (by the template itself, or by the sandbox),
-    `raised` (an error of Python) or `limit`. `line`: of a syntax error."""
+    """A template gave no text. `kind`: `syntax`, `undefined`, `refused` (by the template or the sandbox), `raised` (an
+    error of Python) or `limit`. `line`: of a syntax error."""
 
     def __init__(self, kind: str, reason: str, line: int = 0) -> None:
         super().__init__(reason)
@@ -61,7 +59,7 @@ class RenderError(Exception):
 
 
 class Renderer:
-    """A process for templates, started when it is first needed and again after it was killed. Threads take turns."""
+    """A process for templates, started when first needed and again after it was killed. Threads take turns."""
 
     def __init__(
         self,
@@ -79,11 +77,11 @@ class Renderer:
         self._ask(kind, source, None)
 
     def render(self, kind: str, source: str, names: Mapping[str, Any]) -> str:
-        """The text of a template; `kind` is one of `template_process.ENVIRONMENTS`. Raises RenderError."""
+        """`kind` is one of `template_process.ENVIRONMENTS`. Raises RenderError."""
         return self._ask(kind, source, names)
 
     def close(self) -> None:
-        """End the process, if there is one. A later template starts another one."""
+        """End the process. A later template starts another one."""
         with self._lock:
             if self._process is not None:
                 self._process.close()
@@ -107,7 +105,6 @@ class Renderer:
         return self._text(reply)
 
     def _text(self, reply: Sequence[Any]) -> str:
-        """The text in an answer. Raises RenderError."""
         processor_s, memory = self._limits
         match reply:
             case ["text", str(text)]:
@@ -130,7 +127,7 @@ class Renderer:
 
 
 class TemplateProcess:
-    """One process of `template_process.py`. It ends when this object is collected, or when its own process ends."""
+    """One process of `template_process.py`. It ends with this object, or with its own process."""
 
     def __init__(self, processor_s: float, memory: int, wall_s: float) -> None:
         ours, theirs = socket.socketpair()
@@ -146,7 +143,6 @@ class TemplateProcess:
         ours.settimeout(wall_s)
         self._socket, self._process, self._replies = ours, process, unpacker("surrogatepass")
         self.close = weakref.finalize(self, _end, process, ours)
-        """Ends the process, once."""
 
     def ask(self, request: bytes) -> list[Any]:
         """The answer; `["ended", SIGNAL]` if the process has ended, `["ended", None]` if it had to be killed."""
@@ -174,8 +170,8 @@ def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
 class ChatTexts:
     """Renders chats with the chat template of a tokenizer, or with the `template` of a run, as transformers does.
 
-    A tokenizer with an `apply_chat_template` of its own, which renders no Jinja template (Mistral's), is called as it
-    is, in this process: such code is part of transformers or of a model with `model.trust_remote_code`.
+    A tokenizer with its own `apply_chat_template` (Mistral's) is called in this process: such code is part of
+    transformers or of a model with `model.trust_remote_code`.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", renderer: Renderer, template: str | None = None) -> None:
@@ -191,9 +187,9 @@ class ChatTexts:
         kwargs: Mapping[str, Any] | None = None,
         continued: bool = False,
     ) -> str:
-        """The text of `messages`. `header`: up to where the next answer begins. `continued`: up to the end of the last
-        message, which the answer continues. Raises RenderError, ValueError for no messages or a last one that cannot be
-        continued, and what a tokenizer's own code raises."""
+        """`header`: up to where the next answer begins. `continued`: up to the end of the last message, which the
+        answer continues. Raises RenderError, ValueError for no messages or a last one that cannot be continued, and
+        what a tokenizer's own code raises."""
         if not messages:
             raise ValueError("there is no message")
         if not self._is_jinja:
@@ -232,7 +228,7 @@ def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def until_mark(text: str, last: str) -> str:
-    """What a template wrote before CONTINUED. Raises ValueError if it did not write that, and the text `last`."""
+    """What a template wrote before CONTINUED. Raises ValueError if that or the text `last` is missing."""
     before, found, behind = text.rpartition(CONTINUED.strip())
     if not found or last.strip() not in before:
         raise ValueError(CHANGED)

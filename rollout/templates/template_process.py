@@ -1,8 +1,8 @@
-"""The process that compiles and renders Jinja templates of users' files and models' folders. `renderer.py` starts it.
+"""The process of `renderer.py`: compiles and renders Jinja templates in Jinja's sandbox.
 
-Reads requests on the socket whose number it is given, writes one answer to each, and ends when the socket is closed.
-Templates are compiled in Jinja's sandbox. The kernel ends the process when a request takes more than its processor
-time (SIGPROF), even inside one call of C, and refuses it more memory than its limit. Imports nothing that takes long.
+It reads requests on the socket whose number it is given, and ends when that is closed. The kernel ends it when a
+request takes more than its processor time (SIGPROF), even inside one call of C, and refuses it more memory than its
+limit. Imports nothing that takes long.
 """
 
 import json
@@ -24,13 +24,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rollout.cage.frames import unpacker
 
 CACHED = 32
-"""Compiled templates that are kept: a run has two or three."""
+"""A run has two or three."""
 ERROR_CHARACTERS = 2000
-"""Most characters of an error's text. A template may put all of a row into one."""
+"""A template may put all of a row into an error."""
 
 
 class GenerationTag(Extension):
-    """The tag `generation`, with which chat templates mark what the model says: its body is rendered as it stands."""
+    """The tag `generation`, which marks what the model says: its body is rendered as it stands."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's own form
 
@@ -64,7 +64,7 @@ def chat_environment() -> jinja2.Environment:
 
 
 def text_environment(keep_last_line_break: bool) -> jinja2.Environment:
-    """For templates of texts, in which a name that is not there is an error."""
+    """For texts, in which an unknown name is an error."""
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=keep_last_line_break)
 
 
@@ -73,17 +73,16 @@ ENVIRONMENTS: Mapping[str, jinja2.Environment] = {
     "text": text_environment(True),
     "file": text_environment(False),
 }
-"""By kind: a chat template, a template that the run file holds, one that stands in a file of its own."""
+"""A chat template, a template in the run file, one in a file of its own."""
 
 
 @lru_cache(CACHED)
 def compiled(kind: str, source: str) -> jinja2.Template:
-    """The template `source`, compiled once."""
     return ENVIRONMENTS[kind].from_string(source)
 
 
 def rendered(template: jinja2.Template, names: Mapping[str, Any], most: int) -> str | None:
-    """The text; None as soon as it has more than `most` characters."""
+    """None as soon as the text has more than `most` characters."""
     pieces, size = [], 0
     for piece in template.generate(names):
         size += len(piece)
@@ -94,7 +93,7 @@ def rendered(template: jinja2.Template, names: Mapping[str, Any], most: int) -> 
 
 
 def answer(kind: str, source: str, names: Mapping[str, Any] | None, most: int) -> list[Any]:
-    """The answer to a request: `["text", ...]`, or why there is none. Without `names` the template is only compiled."""
+    """`["text", ...]`, or why there is none. Without `names` the template is only compiled."""
     try:
         template = compiled(kind, source)
         text = "" if names is None else rendered(template, names, most)
@@ -106,7 +105,7 @@ def answer(kind: str, source: str, names: Mapping[str, Any] | None, most: int) -
         return ["refused", _text(error)]
     except MemoryError:
         return ["memory"]
-    except Exception as error:  # a template may raise anything with what it is given
+    except Exception as error:  # a template may raise anything
         return ["raised", type(error).__name__, _text(error)]
     return ["long"] if text is None else ["text", text]
 

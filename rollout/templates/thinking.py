@@ -1,7 +1,4 @@
-"""Translates `rollout.chat.thinking` into the argument by which a chat template switches thinking on and off.
-
-Used by `rollout/episodes/prompts.py`. Renders a short chat with each argument that is known; waits for the renderer.
-"""
+"""Translates `rollout.chat.thinking` into the argument by which a chat template switches thinking on and off."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,19 +14,19 @@ SWITCHES: Mapping[str, tuple[Any, Any]] = {
 }
 """Arguments of chat templates, with their values for on and off.
 
-`enable_thinking`: Qwen 3 and 3.5, GLM-4.5, SmolLM3, EXAONE 4, Gemma 4, Nemotron 3 and others. `thinking`:
-DeepSeek-V3.1, Granite 3.2, Kimi K2.5. `reasoning`: Command A Reasoning. `thinking_budget`: Seed-OSS."""
+`enable_thinking`: Qwen 3, GLM-4.5, SmolLM3, Gemma 4 and others. `thinking`: DeepSeek-V3.1, Granite 3.2, Kimi K2.5.
+`reasoning`: Command A Reasoning. `thinking_budget`: Seed-OSS.
+"""
 
 
 def thinking_arguments(
     wanted: bool, texts: ChatTexts, kwargs: Mapping[str, Any], system: str | None, template: str
 ) -> dict[str, Any]:
-    """The arguments of the chat template for `wanted`, such as `{"enable_thinking": False}`. `system`: the run's system
-    prompt, with which some templates ignore their switch. Raises ValueError, in one line, for a template without
-    switch, and for `kwargs` that have one of them already.
+    """The template's arguments for `wanted`, such as `{"enable_thinking": False}`. `system`: the run's system prompt,
+    with which some templates ignore their switch. Raises ValueError for a template without switch, and for `kwargs`
+    that have one already.
 
-    An argument is the template's switch if both values give different prompts: a template may name it for something
-    else, such as a field of messages.
+    An argument is the switch if both values give different prompts: a template may name it for something else.
     """
     if twice := next((name for name in SWITCHES if name in kwargs), None):
         raise ValueError(f"rollout.chat.template_kwargs.{twice} says it too; remove one of them")

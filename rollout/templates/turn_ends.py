@@ -1,8 +1,5 @@
-"""Finds the tokens that end an answer: those that the model's files name, and the one by which its chat template ends
-a turn.
-
-Used by `rollout/episodes/prompts.py`. Reads the model's folder and renders three short chats; waits for the renderer.
-"""
+"""Finds the tokens that end an answer: those that the model's files name, and the one by which its chat template ends a
+turn."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER, NEXT = "Zq7AnswerZq7", "Zq7NextZq7"
-"""Placeholders of an answer and of the message after it: no template, tokenizer or person has them."""
+"""No template, tokenizer or person has these."""
 CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": ANSWER}]
 UNUSABLE = (RenderError, LookupError, TypeError, ValueError, AttributeError)
 """What a template or tokenizer raises for a chat that it refuses."""
@@ -25,13 +22,11 @@ CHAT_TEMPLATE = "chat template"
 
 
 def named_ends(model: str, tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """Tokens that end an answer by the model's files, with the file that names each. Raises ConfigError for a file that
-    cannot be read.
+    """Tokens that end an answer, with the model's file that names each. Raises ConfigError for an unreadable file.
 
-    `config.json` counts without a `generation_config.json`, and with added tokens only: configs carry defaults of their
-    class, which may be any token.
+    `config.json` counts without a `generation_config.json`, and with added tokens only: its defaults may be any token.
 
-    Example: `{128001: "tokenizer", 128008: "generation_config.json", 128009: "generation_config.json"}`
+    Example: `{128001: "tokenizer", 128009: "generation_config.json"}`
     """
     found: dict[int, str] = {}
     if tokenizer.eos_token_id is not None:
@@ -46,7 +41,7 @@ def named_ends(model: str, tokenizer: "PreTrainedTokenizerBase") -> dict[int, st
 
 
 def _model_file(model: str, name: str) -> dict[str, Any] | None:
-    """A file of the model; None without it, or if the hub cannot be asked for it. Raises ConfigError."""
+    """None without the file, or if the hub cannot be asked. Raises ConfigError."""
     try:
         return read_model_file(model, name)
     except ConfigError:
@@ -61,13 +56,12 @@ def _ends(config: Mapping[str, Any]) -> list[int]:
 
 
 def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Mapping[str, Any]) -> int | None:
-    """The added token with which the chat template ends the turn of an assistant; None: it has none, or refuses short
-    chats.
+    """The added token with which the chat template ends an assistant's turn; None: it has none, or refuses short chats.
 
     It is the last added token of what stands behind an answer both at the end of a chat and before another message:
-    `<|eot_id|>` for Llama 3, and `<|end|>` for Phi 3, which closes a chat with `<|end|>` and a further token. A
-    template whose closings differ (gpt-oss) ends a turn as it ends a chat, and one that closes nothing (GLM) where the
-    next message begins.
+    `<|eot_id|>` for Llama 3, and `<|end|>` for Phi 3, which closes a chat with a further token. A template whose
+    closings differ (gpt-oss) ends a turn as it ends a chat, and one that closes nothing (GLM) where the next message
+    begins.
     """
     try:
         last = _behind(texts.render(CHAT, False, kwargs=kwargs))
