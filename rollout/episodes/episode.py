@@ -1,8 +1,6 @@
-"""An episode: from a dispatched item to its group. Run by `loop.roll`, many at a time.
+"""An episode: from a dispatched item to its group, or a `Failure`, which never becomes a reward of zero.
 
-Consumes items of the buffer; waits for the engine's tokens, the reward workers and the teachers. `Episodes.run` returns
-a `Group`, or a `Failure` if the attempt failed: a failure never becomes a reward of zero. One server makes all samples
-of a group. When the buffer takes a lease back, its generation is aborted.
+One server makes all samples of a group. When the buffer takes a lease back, its generation is aborted.
 """
 
 import asyncio
@@ -31,11 +29,11 @@ from rollout.teachers.scoring import Teachers
 
 REASON_CHARS = 300
 Ended = Callable[["asyncio.Task[Recorded]"], object]
-"""Called with the task of each sample once that has ended, however it did: the sample needs no place any more."""
+"""Called with the task of each sample once that has ended: it needs no place any more."""
 
 
 def uncounted(sample: "asyncio.Task[Recorded]") -> None:
-    """For who counts no places."""
+    """Does nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,7 @@ class Group:
     failures: FailureLog = field(default_factory=FailureLog)
 
     async def deliver(self, buffer: RolloutClient, item: WorkItem) -> None:
-        """Put it into the buffer, which refuses a group whose lease has ended meanwhile. A group that cannot be trained
-        has failed there, and the server goes on; one that is too large for a message, or refused, is a failure."""
+        """Put it into the buffer. A group that is too large for a message, or refused, becomes a failure."""
         try:
             stored = await buffer.put(item, self.samples)
         except RefusedError as error:
@@ -59,7 +56,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an item did not become a group, in one line. `returned`: nothing was tried, it counts as no attempt."""
+    """Why an item did not become a group, in one line. `returned`: it counts as no attempt."""
 
     reason: str
     kind: FailureKind = "infrastructure"
@@ -67,28 +64,26 @@ class Failure:
     returned: bool = False
 
     async def deliver(self, buffer: RolloutClient, item: WorkItem) -> None:
-        """Report it to the buffer, which dispatches the item again unless the failure is permanent."""
+        """Report it: the buffer dispatches the item again unless the failure is permanent."""
         await buffer.fail(item, self.reason, self.permanent, self.returned, self.kind)
 
 
 @dataclass
 class Episodes:
-    """Makes groups of `samples` from items, with the parts of the run."""
+    """Makes groups of `samples` from items."""
 
     prompts: Prompts
     task: Task
     sampler: Sampler
     rewards: RewardPool | NoReward | None
-    """None: the task itself scores (`reward.function: task`)."""
+    """None: the task itself scores."""
     samples: int
     sample_attempts: int = 1
-    """How often one sample is tried before its group has failed."""
     failures: FailureLog = field(default_factory=FailureLog)
     stages: Stages = field(default_factory=Stages)
     teachers: Teachers | None = None
-    """Asked for the log-probabilities of sampled tokens; None: the run has no teacher, or evaluates."""
+    """None: the run has no teacher, or evaluates."""
     first: FirstShown | None = None
-    """Shows the first prompt and answer; None: they are not shown."""
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
 
     async def run(self, item: WorkItem, ended: Ended = uncounted) -> Group | Failure:
@@ -103,13 +98,11 @@ class Episodes:
             del self._open[item.lease]
 
     def abandon(self, leases: Iterable[int], failure: Failure) -> None:
-        """End the episodes of these leases with `failure`; their generation stops."""
         for lease in leases:
             if lease in self._open and not self._open[lease].done():
                 self._open[lease].set_result(failure)
 
     def abandon_all(self, failure: Failure) -> None:
-        """End every episode."""
         self.abandon(list(self._open), failure)
 
     async def attempt(self, row: dict[str, Any], ended: Ended = uncounted) -> Group | Failure:
@@ -125,8 +118,8 @@ class Episodes:
         return failure
 
     async def _play(self, row: dict[str, Any], ended: Ended) -> list[Sample]:
-        """The samples of a row, scored. Raises EpisodeError, alone or in groups."""
-        images = row.get("images")  # decoding them would keep the event loop from all else
+        """Raises EpisodeError, alone or in groups."""
+        images = row.get("images")  # decoding would block the event loop
         problem = await asyncio.to_thread(self.sampler.problem, row) if images else self.sampler.problem(row)
         if self.first:
             self.first.prompt(problem)
@@ -150,7 +143,6 @@ class Episodes:
     async def _judged(
         self, row: dict[str, Any], recorded: Sequence[Recorded], answers: Sequence[Answer]
     ) -> list[Score]:
-        """The scores; meanwhile the row's teacher, if it has one, scores the tokens."""
         if self.teachers is None:
             return await self._scored(recorded, answers)
         async with asyncio.TaskGroup() as judging:
@@ -163,7 +155,6 @@ class Episodes:
             return await self._scores(recorded, answers)
 
     async def _scores(self, recorded: Sequence[Recorded], answers: Sequence[Answer]) -> list[Score]:
-        """By the run's reward function, which makes the task's own score a metric; or by the task."""
         own = [each.score for each in recorded if each.score]
         if self.rewards:
             for each in recorded:
@@ -175,8 +166,8 @@ class Episodes:
         return own
 
     def _answer(self, trajectory: Trajectory, row: dict[str, Any]) -> Answer:
-        """What the reward is given of a sample: what follows its prompt, and of further segments what follows theirs,
-        which repeats what was said before."""
+        """What the reward is given: what follows the prompt, and of further segments what follows theirs, which repeats
+        what was said before."""
         columns, starts = trajectory.columns or trajectory.arrays(), trajectory.starts
         firsts = [trajectory.start, *(start + int(columns["sampled"][start:].argmax()) for start in starts[1:])]
         spans = [slice(*span) for span in zip(firsts, [*starts[1:], None], strict=True)]
@@ -192,7 +183,7 @@ class Episodes:
         return Answer(self.prompts.text(tokens), len(tokens), row, turns or None, raw, prompt)
 
     async def _play_once(self, problem: Problem, salt: str) -> Recorded:
-        """One sample, tried anew from its beginning where its task has failed: one failure need not fail the group."""
+        """One sample, tried anew after a failure: one failure need not fail the group."""
         for left in reversed(range(self.sample_attempts)):
             try:
                 return await self._try_once(problem, salt)

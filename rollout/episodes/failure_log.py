@@ -1,4 +1,4 @@
-"""What a rollout server logs of attempts that failed: enough to find the cause, however many there are."""
+"""What a rollout server logs of attempts that failed."""
 
 import logging
 import time
@@ -8,7 +8,7 @@ from rollout.errors import EpisodeError
 
 log = logging.getLogger(__name__)
 REPEAT_S = 30.0
-"""Shortest time between two lines that count further failures of one kind."""
+"""Shortest time between two lines of one kind."""
 
 
 class FailureLog:
@@ -21,7 +21,6 @@ class FailureLog:
         self._logged_at: dict[str, float] = {}
 
     def record(self, error: EpisodeError, reason: str) -> None:
-        """Log the failure, or count it; the count is logged with a later failure, once `repeat_s` have passed."""
         kind, now = error.kind, time.monotonic()
         if (kind, error.origin) not in self._seen:
             self._seen.add((kind, error.origin))

@@ -1,7 +1,5 @@
-"""Logs the first prompt of a rollout server as the model reads it, and the first answer with its reward.
-
-Most mistakes in data and templates are seen in one look at them. Called by `Episodes`, waits for nothing.
-"""
+"""Logs the first prompt of a rollout server as the model reads it, and the first answer with its reward: they show most
+mistakes in data and templates."""
 
 import logging
 
@@ -11,17 +9,16 @@ from rollout.tasks.trajectory import Problem, Trajectory
 
 log = logging.getLogger(__name__)
 MOST_CHARS = 2000
-"""Most characters of a prompt or an answer in the log; a longer one is shown without its middle."""
 
 
 class FirstShown:
-    """What was shown already, and the words for it."""
+    """Remembers what was shown already."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts, self._left = prompts, {"prompt", "answer"}
 
     def prompt(self, problem: Problem) -> None:
-        """Log the first prompt: its text with special tokens, its length, what ends its answer, its ground truth."""
+        """Log the first prompt, what ends its answer, and its ground truth."""
         if "prompt" not in self._left:
             return
         self._left.discard("prompt")
@@ -33,7 +30,7 @@ class FirstShown:
         log.info(words, len(problem.prompt), ends, shortened(truth, MOST_CHARS // 4), shown)
 
     def answer(self, trajectory: Trajectory, score: Score) -> None:
-        """Log the first answer, what its task gave included, and its score."""
+        """Log the first answer and its score."""
         if "answer" not in self._left:
             return
         self._left.discard("answer")
@@ -45,7 +42,7 @@ class FirstShown:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text`, of which the middle is left out if it has more than `most` characters."""
+    """`text`, without its middle if it has more than `most` characters."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -1,8 +1,5 @@
-"""Settles `rollout.chat` for a model: the parsers that `auto` chooses, and whether vLLM's parser reads what the chat
-template writes.
-
-Used by `setup.py`, and by `actors/doctor/trial.py` before anything starts. Waits for the renderer of the template.
-"""
+"""Settles `rollout.chat` for a model: the parsers that `auto` chooses, and whether they read what the template
+writes."""
 
 import json
 
@@ -18,14 +15,10 @@ from rollout.templates.parsers import KEYS, choose
 from rollout.templates.turn_ends import common
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
-"""Parameters of the tool with which a parser is tried."""
 
 
 def settled_chat(config: Config, prompts: Prompts) -> ChatConfig:
-    """`rollout.chat` with the parsers that `auto` chooses and the argument of the template that `thinking` adds.
-
-    Raises ValueError, in one line, where `auto` knows no parser, or the installed vLLM has none of that name.
-    """
+    """`rollout.chat` with the chosen parsers and the argument that `thinking` adds. Raises ValueError."""
     kind, chat = model_facts(config.model.path).kind or "", config.rollout.chat
     found: dict[str, str | None] = {key: choose(key, getattr(chat, key), kind, prompts.template_text) for key in KEYS}
     for key, name in found.items():
@@ -35,7 +28,7 @@ def settled_chat(config: Config, prompts: Prompts) -> ChatConfig:
 
 
 def check_reads_calls(parser: AnswerParser, template: ChatTemplate, name: str) -> None:
-    """Raise ValueError, in one line, unless a parser that was chosen reads the call that the chat template writes."""
+    """Raise ValueError unless the parser reads the call that the chat template writes."""
     asked: Message = {"role": "user", "content": "1"}
     call = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": "x", "b": 2}}}
     tools = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}}]

@@ -1,8 +1,4 @@
-"""Placeholders of images among tokens: which were given, and so need their image, and which the policy sampled.
-
-A policy may sample the token that stands for an image, and then it is text. So whose a placeholder is follows from who
-wrote it, never from its id. Used by `sampler.py`; pure functions of tokens.
-"""
+"""Placeholders of images among tokens: given ones need their image, sampled ones are text, whatever their id."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +19,7 @@ class SampledSoFar:
         self._turns.append((list(tokens), completion))
 
     def among(self, tokens: list[int]) -> np.ndarray:
-        """bool [tokens]: which of them the policy sampled, behind the very tokens that are before them here."""
+        """bool [tokens]: which ones the policy sampled after the very tokens that stand before them."""
         sampled = np.zeros(len(tokens), bool)
         for before, completion in self._turns:
             if tokens[: len(before)] == before:
@@ -36,8 +32,8 @@ class SampledSoFar:
 def misplaced(
     tokens: list[int], sampled: np.ndarray, images: Sequence[PlacedImage], form: ImageFormat | None, most: int
 ) -> Iterator[str]:
-    """What is wrong with `images` among `tokens`, of which `sampled` [tokens] were sampled: each needs placeholders of
-    its own that were given, and each of those an image."""
+    """What is wrong with `images`: each needs placeholders of its own that were given, and each of those an image.
+    `sampled`: [tokens]."""
     if not all(isinstance(image, PlacedImage) for image in images):
         yield f"images are {images!r:.200}; a list of PlacedImage is needed, as Trajectory.images"
         return

@@ -1,7 +1,7 @@
-"""From a row of the data set to the tokens of its prompt, and from tokens to text. Built by `setup.py`.
+"""From a row of the data set to the tokens of its prompt, and from tokens to text.
 
-Reads the columns of TinyZero and verl (`prompt`: chat messages) and of EasyR1 (`problem`: text), and `images`, whose
-places are `<image>` in a text or an image part of a message; waits for nothing.
+Reads the columns of TinyZero and verl (`prompt`: chat messages) and of EasyR1 (`problem`: text), and `images`, marked
+by `<image>` in a text or an image part of a message.
 """
 
 import re
@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 
 class Prompts:
-    """The run's templates around each problem. Raises ConfigError for a template or stops that cannot be used.
-
-    `form`: how the model sees images, None for a text model.
-    """
+    """The run's templates around each problem. `form`: None for a text model. Raises ConfigError."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, form: ImageFormat | None = None) -> None:
         self.form = form
@@ -38,7 +35,6 @@ class Prompts:
         problems: list[str] = []
         given = config.data.chat_template
         self.plain = given == "none"
-        """Whether prompts are plain text, without a chat template."""
         self.chat_template = given.read_text(encoding="utf-8-sig") if isinstance(given, Path) else None
         if given is None and not tokenizer.chat_template:
             remedy = "set data.chat_template: none for plain text, or name a Jinja file"
@@ -55,7 +51,7 @@ class Prompts:
             except RenderError as error:
                 problems.append(f"{self._format_name}: {error}")
         self.template_kwargs: dict[str, Any] = dict(config.rollout.chat.template_kwargs)
-        """Arguments of the chat template beside the messages, the switch of `rollout.chat.thinking` included."""
+        """The switch of `rollout.chat.thinking` included."""
         try:
             self.named_ends = named_ends(config.model.path, tokenizer)
             self._stops = self._single_tokens(config.sampling.stop, "sampling.stop")
@@ -66,13 +62,12 @@ class Prompts:
             raise ConfigError(problems)
 
     def close(self) -> None:
-        """End the process that renders templates."""
         self._renderer.close()
 
     @cached_property
     def end_sources(self) -> dict[int, str]:
-        """The tokens by which the model itself ends an answer, and what names each. The chat template's is one of
-        them: a base model's files name the end of a text only, and a saved copy may lack them.
+        """The tokens by which the model itself ends an answer, and what names each. The chat template's counts too: a
+        base model's files name the end of a text only.
 
         Example: `{151643: "tokenizer", 151645: "chat template"}`
         """
@@ -87,11 +82,10 @@ class Prompts:
 
     @property
     def stops(self) -> list[int]:
-        """The tokens that end an answer: those of `sampling.stop`, and `ends`."""
+        """The tokens that end an answer: `sampling.stop` and `ends`."""
         return list(dict.fromkeys([*self._stops, *self.ends]))
 
     def _thinking(self, wanted: bool | Literal["auto"]) -> dict[str, Any]:
-        """The argument by which the chat template switches thinking as `wanted`. Raises ConfigError."""
         if wanted == "auto":
             return {}
         try:
@@ -102,8 +96,8 @@ class Prompts:
             raise ConfigError([f"rollout.chat.thinking: {'on' if wanted else 'off'}: {error}"]) from None
 
     def with_pictures(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Picture]]:
-        """The row, its image files read, and the pictures that a model sees of them: tens of milliseconds for a photo.
-        Raises PromptError."""
+        """The row with its image files, and the pictures that a model sees: tens of milliseconds for a photo. Raises
+        PromptError."""
         files, pictures = list[bytes](), list[Picture]()
         try:
             for data in row[IMAGES]:
@@ -114,8 +108,7 @@ class Prompts:
         return row | {IMAGES: files}, pictures
 
     def tokens(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
-        """The prompt's tokens, those of its `pictures` included, with the chat template's header of an answer. Raises
-        PromptError."""
+        """The prompt's tokens, with the header of an answer. Raises PromptError."""
         tokens = self.encode(row, pictures)
         if len(tokens) > self.longest:
             # one reason for all of them
@@ -128,7 +121,7 @@ class Prompts:
         """`tokens` of any number. Raises PromptError."""
         try:
             messages = self.messages(row)
-            if self.plain:  # the special tokens are those that the tokenizer puts before any text
+            if self.plain:  # the tokenizer adds the special tokens
                 return self._expanded(self.plain_tokens(messages), pictures)
             text = self._rendered(messages)
             tokens = self.tokenizer.encode(self._marked(text), add_special_tokens=False)
@@ -142,8 +135,7 @@ class Prompts:
         return tokens
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
-        """Render the messages up to the beginning of the answer. If the last message is the assistant's, the answer
-        continues it."""
+        """Render up to the answer, which continues a last message of the assistant's."""
         last = messages[-1]
         continued = last["role"] == "assistant"
         if continued and last.get("tool_calls"):
@@ -158,7 +150,7 @@ class Prompts:
             raise
 
     def chat_text(self, messages: list[dict[str, Any]], header: bool) -> str:
-        """The chat template's text of `messages`; `header`: up to where the next answer begins. Raises PromptError."""
+        """`header`: up to where the next answer begins. Raises PromptError."""
         try:
             return self._texts.render(messages, header, kwargs=self.template_kwargs)
         except RenderError as error:
@@ -167,15 +159,13 @@ class Prompts:
             raise PromptError(f"the row cannot be made into a chat: {type(error).__name__}: {error}") from error
 
     def plain_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Tokens of the messages' texts without a chat template, up to where an answer begins."""
         return self._open(self.tokenizer.encode(self._joined(messages)))
 
     def _open(self, tokens: list[int]) -> list[int]:
-        """`tokens` of a plain text without the end that some tokenizers put after any text: an answer follows."""
+        """Drop the end that some tokenizers put after any text: an answer follows."""
         return tokens[:-1] if tokens and tokens[-1] in self.ends else tokens
 
     def _joined(self, messages: list[dict[str, Any]]) -> str:
-        """The texts without a chat template: images are marked as the model's own template marks them."""
         if self.form is None:
             return "\n\n".join(message["content"] for message in messages)
         return "\n\n".join(flat(message["content"]).replace(MARK, self._image_text()) for message in messages)
@@ -188,14 +178,13 @@ class Prompts:
         return f"{self.form.padding}{image}{self.form.padding}"
 
     def _marked(self, text: str) -> str:
-        """A template's `text` as the model's processor would write it: Gemma 3's template has the first token of an
-        image alone."""
+        """As the model's processor would write `text`: Gemma 3's template has the first token of an image alone."""
         if self.form is None or not self.form.padding:
             return text
         return text.replace(str(self.tokenizer.convert_ids_to_tokens(self.form.vision_start)), self._image_text())
 
     def _expanded(self, tokens: list[int], pictures: Sequence[Picture]) -> list[int]:
-        """`tokens` with a placeholder for each token of a picture, where the template has put one for each picture."""
+        """Put a placeholder for each token of a picture where the template has one for each picture."""
         if self.form is None:
             return tokens
         token, found, places = self.form.image_token, list[int](), tokens.count(self.form.image_token)
@@ -209,12 +198,11 @@ class Prompts:
         return found
 
     def text(self, tokens: Sequence[int] | np.ndarray, special: bool = False) -> str:
-        """Decode these tokens, with or without special tokens."""
-        numbers = np.array(tokens, np.int64)  # a list would be walked through, number by number
+        numbers = np.array(tokens, np.int64)  # a list would be walked through
         return str(self.tokenizer.decode(numbers, skip_special_tokens=not special))
 
     def shown(self, tokens: list[int]) -> str:
-        """The tokens as a person reads a prompt: the special ones too, and the placeholders of an image counted."""
+        """The tokens for people: with special ones, and the placeholders of an image counted."""
         text = str(self.tokenizer.decode(tokens))
         if self.form is None:
             return text
@@ -222,8 +210,7 @@ class Prompts:
         return re.sub(f"({re.escape(name)})+", lambda run: f"{name} x {len(run[0]) // len(name)}", text)
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chat of a row: its `prompt`, or one message with its `problem`; template and system prompt applied. For a
-        row with images a text that shows one becomes a list of parts."""
+        """The chat of a row, template and system prompt applied. A text that shows an image becomes a list of parts."""
         if row.get("videos"):
             raise PromptError("the row has videos; only text and images are shown to the model")
         images = row.get(IMAGES)
@@ -241,18 +228,16 @@ class Prompts:
         return chat
 
     def _formatted(self, content: str) -> str:
-        """A problem within `data.format_prompt`. Raises PromptError."""
         try:
             return self._renderer.render("file", self._format, {"content": content})
         except RenderError as error:
             raise PromptError(error.about("the row", self._format_name)) from None
 
     def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
-        """The tokens that end an answer: these texts, and the model's own ends. Raises ConfigError naming `name`."""
+        """The tokens of these texts, and the model's own ends. Raises ConfigError naming `name`."""
         return list(dict.fromkeys([*self._single_tokens(texts, name), *self.ends]))
 
     def _single_tokens(self, texts: Sequence[str], name: str) -> list[int]:
-        """The token of each of `texts`. Raises ConfigError naming `name` for a text of several tokens."""
         found = {text: self.tokenizer.encode(text, add_special_tokens=False) for text in texts}
         remedy = "a stop is a single one; name another text, or leave it out"
         problems = [
@@ -271,7 +256,7 @@ def without_images(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(content: str | list[dict[str, Any]]) -> str:
-    """The text of a message, with MARK for each part that is an image."""
+    """The text of a message, with MARK for each image."""
     if isinstance(content, str):
         return content
     return "".join(MARK if part["type"] == "image" else part["text"] for part in content)
@@ -279,20 +264,20 @@ def flat(content: str | list[dict[str, Any]]) -> str:
 
 def parts(text: str) -> str | list[dict[str, Any]]:
     """What a chat template takes: `"<image> Red?"` -> `[{"type": "image"}, {"type": "text", "text": " Red?"}]`. A text
-    without an image stays one, for templates that know texts only."""
+    without an image stays one."""
     pieces = [{"type": "text", "text": piece} for piece in text.split(MARK)]
     marked = [part for piece in pieces for part in ({"type": "image"}, piece)][1:]
     return [part for part in marked if part.get("text", MARK)] if len(pieces) > 1 else text
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
-    """The model's tokenizer. Raises ValueError naming the folder."""
-    from transformers import AutoTokenizer  # takes seconds to import: errors in the run file are reported before
+    """The model's tokenizer. Raises ValueError."""
+    from transformers import AutoTokenizer  # takes seconds
 
     path, again = config.model.path, "correct its files or download the model again"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except Exception as error:  # a broken file raises any class: the library tokenizers knows no other than this one
+    except Exception as error:  # a broken file raises any class
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         named = reason if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {reason}"
         raise ValueError(f"model.path: no tokenizer can be loaded from {path}: {named}; {again}") from None

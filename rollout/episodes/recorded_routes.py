@@ -1,9 +1,7 @@
-"""Routes of one sample: what each answer of the engine brought, and of a finished trajectory the routes of each token.
+"""Routes of one sample, found by tokens and log-probabilities alone, whatever the task makes of its completions.
 
-The server keeps them, whatever the task makes of its completions and wherever it runs, and finds them by tokens and
-log-probabilities alone. A prompt may begin with all tokens of an earlier answer, prompt included: then the engine is
-asked only for the rows behind the known ones. A token's row is of the computation that the next token was sampled from,
-however often later answers read it again. Used by `sampler.py`; pure functions of tokens.
+A prompt may begin with all tokens of an earlier answer: then the engine is asked only for the rows after these. A
+token's row is of the computation that the next token was sampled from, however often later answers read it again.
 """
 
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from rollout.tasks.trajectory import Completion, Trajectory
 
 
 class Continued(NamedTuple):
-    """A prompt, int32, whose first `end` tokens, those of an earlier answer or none, hash to `before`."""
+    """A prompt, int32, whose first `end` tokens, an earlier answer or none, hash to `before`."""
 
     prompt: np.ndarray
     end: int
@@ -33,8 +31,8 @@ class Continued(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RoutedAnswer:
-    """What one call added behind `start` tokens that hash to `before`: int32 tokens, with log-probabilities (NaN: the
-    token was given), and their rows. The first row is that of the token before them, where there is one."""
+    """What one call added after `start` tokens that hash to `before`: int32 tokens, log-probabilities (NaN: given),
+    rows. The first row is of the token before them, if any."""
 
     start: int
     before: bytes
@@ -44,7 +42,7 @@ class RoutedAnswer:
 
 
 class RecordedRoutes:
-    """Routes of one sample. `wanted`: the sample is of no use without them."""
+    """`wanted`: the sample is of no use without routes."""
 
     def __init__(self, wanted: bool = False) -> None:
         self.wanted = wanted
@@ -60,7 +58,6 @@ class RecordedRoutes:
         return Continued(tokens, 0, digest(tokens[:0]))
 
     def add(self, at: Continued, made: Completion) -> None:
-        """The engine continued the prompt `at`, with routes."""
         assert made.routes is not None
         tokens = np.concatenate([at.prompt, np.array(made.tokens, np.int32)])
         logprobs = np.concatenate([np.full(at.prompt.size - at.end, np.nan), made.logprobs], dtype=np.float32)
@@ -68,8 +65,8 @@ class RecordedRoutes:
         self._ends[digest(tokens)] = tokens.size
 
     def of(self, trajectory: Trajectory) -> np.ndarray | None:
-        """[tokens, layers, k]; zeros where no answer reads a token. None if there were no routes at all. Raises
-        EpisodeError for a sampled token that no answer sampled there, and without routes if they are `wanted`."""
+        """[tokens, layers, k]; zeros where no answer reads a token; None without routes. Raises EpisodeError for a
+        sampled token that no answer sampled there, and without routes if they are `wanted`."""
         if not self._answers:
             if self.wanted:
                 raise EpisodeError("the task never called generate; with rollout.routing_replay its answers are needed")
@@ -86,9 +83,9 @@ class RecordedRoutes:
         return routes
 
     def _fill(self, routes: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, lacking: np.ndarray) -> None:
-        """Write the rows of one segment; the sampled tokens that have theirs are no longer `lacking`."""
+        """Write the rows of one segment; sampled tokens that got theirs are no longer `lacking`."""
         own = []
-        for answer in reversed(self._answers):  # where several have read a token, the first
+        for answer in reversed(self._answers):  # where several have read a token, the first counts
             if answer.start > tokens.size or digest(tokens[: answer.start]) != answer.before:
                 continue
             size = min(answer.tokens.size, tokens.size - answer.start)
@@ -106,5 +103,4 @@ class RecordedRoutes:
 
 
 def digest(tokens: np.ndarray) -> bytes:
-    """Stands for these tokens, int32."""
     return blake2b(tokens.tobytes(), digest_size=16).digest()

@@ -1,7 +1,7 @@
-"""Checks the messages of a row and converts them for chat templates. Pure functions, used by `prompts.py`.
+"""Checks the messages of a row and converts them for chat templates: each content becomes a text, with MARK for an
+image.
 
-Afterwards each content is a text, with MARK for an image. A message that a template would leave out, or write as Python
-code (`None`, `[{'type': ...`), is a PromptError that names the message.
+A message that a template would leave out, or write as Python code, is a PromptError.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,13 +11,13 @@ from buffer.data.image_rows import IMAGES, MARK
 from rollout.errors import PromptError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that many chat templates know. The template must name any other role."""
+"""The template must name any other role."""
 ENDS = 30
-"""Characters at the beginning and end of a message that are searched in the prompt."""
+"""Characters at both ends of a message that are searched in the prompt."""
 
 
 def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
-    """Return the chat of a row: its `prompt`, or one message with its `problem`. Raises PromptError."""
+    """The chat of a row. Raises PromptError."""
     prompt = row.get("prompt") or row.get("problem")
     if not prompt:
         empty = [name for name in ("prompt", "problem") if name in row]
@@ -32,7 +32,7 @@ def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
 
 
 def message_of(number: int, message: Any, template: str, images: bool) -> dict[str, Any]:
-    """Convert one message. Keys that are null are left out: in parquet each message has the keys of all messages."""
+    """Convert one message. Null keys are left out: in parquet each message has the keys of all."""
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
         raise PromptError(f"message {number} is {message!r:.60}; role and content are needed")
     if role not in ROLES and role not in template:
@@ -44,7 +44,7 @@ def message_of(number: int, message: Any, template: str, images: bool) -> dict[s
 
 
 def text_of(place: str, content: Any, images: bool) -> str:
-    """Return the text of a content, with MARK for each image."""
+    """The text of a content, with MARK for each image."""
     if isinstance(content, str):
         return whole(place, content)
     if not isinstance(content, list) or not content:
@@ -65,7 +65,7 @@ def text_of(place: str, content: Any, images: bool) -> str:
 
 
 def whole(place: str, text: str) -> str:
-    """Return the text. Raises PromptError for a lone surrogate, which JSON can hold but no tokenizer accepts."""
+    """Raises PromptError for a lone surrogate, which JSON can hold but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -76,8 +76,7 @@ def whole(place: str, text: str) -> str:
 def left_out(messages: Collection[dict[str, Any]], text: str) -> str:
     """Describe what a chat template left out of its `text`, or return "".
 
-    Some templates skip roles that they do not know. Answers and results of tools are not checked: templates may reword
-    them.
+    Some templates skip unknown roles. Answers and results of tools are not checked: templates may reword them.
     """
     squeezed = ""
     for number, message in enumerate(messages):

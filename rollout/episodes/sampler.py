@@ -1,8 +1,7 @@
 """What stands between a task and the engine: `generate`, and the check of what the task returns.
 
-Run in the rollout server, wherever the task itself runs. A task may ask for anything and return anything: what is wrong
-with it becomes an EpisodeError, in one sentence, and neither the engine nor the learner ever sees it. Waits for the
-engine's tokens only.
+A task may ask for anything and return anything: what is wrong becomes an EpisodeError and never reaches engine or
+learner.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ LONGER = (
 )
 
 MOST_REWARD = 1e12
-"""Largest reward of a turn, so that sums stay finite."""
+"""So that sums stay finite."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +39,23 @@ class Sampler:
     prompts: Prompts
     temperature: float
     max_tokens: int
-    """Most tokens of one turn, where the task names no other limit: `sampling.max_tokens`."""
+    """Of one turn, where the task names no limit."""
     longest: int
-    """Tokens of the longest whole sample, prompt included: the engine holds it and the learner can train it."""
+    """Longest whole sample in tokens, prompt included."""
     form: ImageFormat | None = None
-    """How the model sees images; None for a text model."""
+    """None for a text model."""
     max_images: int = 0
-    """Most images of a whole sample."""
 
     def problem(self, row: dict[str, Any]) -> Problem:
-        """What a task is given for a row of the data set. Decodes its images, which takes long. Raises PromptError."""
+        """A task's problem. Decodes images, which takes long. Raises PromptError."""
         row, pictures = self.prompts.with_pictures(row) if row.get("images") else (row, [])
         prompt = self.prompts.tokens(row, pictures)
         left = self.longest - len(prompt)
         return Problem(row, prompt, self.prompts.tokenizer, left, place(prompt, pictures), self.form, self.max_tokens)
 
     def generate_for(self, problem: Problem, salt: str | None = None, routes: RecordedRoutes | None = None) -> Generate:
-        """`generate` of one sample: it knows the prompt's images, and which tokens the policy sampled before. All its
-        turns use what is cached under `salt`. Their routes are kept in `routes`, and no task gets them."""
+        """`generate` of one sample: it knows the prompt's images and earlier completions. All turns use what is cached
+        under `salt`; no task gets the `routes`."""
         so_far = SampledSoFar()
 
         async def generate(
@@ -84,8 +82,7 @@ class Sampler:
         salt: str | None = None,
         routes: RecordedRoutes | None = None,
     ) -> Completion:
-        """See `rollout.tasks.Generate`, but `images` are those of all `tokens`. Raises EpisodeError, EngineError,
-        EngineDead."""
+        """`rollout.tasks.Generate` with the images of all `tokens`. Raises EpisodeError, EngineError, EngineDead."""
         wanted = self.max_tokens if max_tokens is None else max_tokens
         if problem := first_of(self._unusable(tokens, wanted, stop, images, so_far or SampledSoFar())):
             raise EpisodeError(f"generate: {problem}")
@@ -94,7 +91,7 @@ class Sampler:
         except ValueError as error:
             raise EpisodeError(f"generate: {error}") from None
         room = self.longest - len(tokens)
-        # Only where they return: the prompt is hashed for them, in the process that has to answer everybody.
+        # Only where they return: hashing the prompt delays all other work of this process.
         at = routes.continued(tokens) if routes and self.engine.routes else None
         routed = at.routed if at else 0
         plain = np.array(tokens).tolist()  # True is an int too, and vLLM's process would end on it
@@ -106,7 +103,7 @@ class Sampler:
         return completion if completion.routes is None else replace(completion, routes=None)
 
     def check(self, problem: Problem, made: object) -> Recorded:
-        """What a task returned for `problem`, if the learner can train on it. Raises EpisodeError."""
+        """What a task returned, if the learner can train on it. Raises EpisodeError."""
         if not isinstance(made, Trajectory | Recorded):
             raise EpisodeError(f"the task returned {type(made).__name__}; a Trajectory is needed")
         trajectory = made if isinstance(made, Trajectory) else made.trajectory
@@ -127,8 +124,7 @@ class Sampler:
         yield from misplaced(tokens, so_far.among(tokens), images, self.form, self.max_images)
 
     def _wrong(self, problem: Problem, trajectory: Trajectory, free: bool) -> Iterator[str]:
-        """What the learner, or the wire to it, would stumble over; each line may rely on those before it. `free`: it
-        has prompts of its own."""
+        """Each line may rely on those before it. `free`: it has prompts of its own."""
         lengths = {name: len(getattr(trajectory, name)) for name in COLUMNS}
         if len(set(lengths.values())) > 1:
             yield f"its columns differ in length ({', '.join(f'{name} {n}' for name, n in lengths.items())})"
@@ -160,7 +156,6 @@ class Sampler:
             yield f"it has {wrong}"
 
     def _misbegun(self, trajectory: Trajectory, sampled: np.ndarray) -> Iterator[str]:
-        """What is wrong with its segments, given which of its tokens were sampled."""
         starts, number = trajectory.starts, len(trajectory.tokens)
         ordered = all(type(start) is int for start in starts) and starts == sorted(set(starts))  # False is equal to 0
         ordered = ordered and starts[:1] == [0] and starts[-1] < number
@@ -174,7 +169,7 @@ class Sampler:
             yield f"{what} has {longest} tokens, and a sample at most {self.longest}; {LONGER}"
 
     def _no_tokens(self, name: str, ids: np.ndarray) -> Iterator[str]:
-        """An id that no row of the embedding stands for would end the engine, or the learner."""
+        """An id without a row of the embedding would end the engine, or the learner."""
         vocabulary = self.engine.vocabulary
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             yield f"{name} must be a list of token ids, one at least; is of {ids.dtype}{ids.shape}"
@@ -191,7 +186,7 @@ def _wrong_turns(rewards: list[float], sampled: np.ndarray) -> Iterator[str]:
 
 
 def first_of(problems: Iterator[str]) -> str | None:
-    """The first of the problems; what a task hands over may also be too odd to be looked at."""
+    """The first problem; what a task hands over may also be too odd to be looked at."""
     try:
         return next(problems, None)
     except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:

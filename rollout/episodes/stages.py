@@ -1,7 +1,5 @@
-"""What the samples of a rollout server wait for: their task, vLLM's tokens, or their reward. Sent with each heartbeat.
-
-A reward function or task that hangs shows here long before its timeout. Used by `episode.py`; waits for nothing.
-"""
+"""How many samples are in their task, in vLLM, or with their reward: a function that hangs shows long before its
+timeout."""
 
 import time
 
@@ -11,8 +9,7 @@ STAGES = ("task", "generating", "scoring")
 
 
 class Stay:
-    """The stay of `samples` in a stage, during a `with` block. It is a class because a context manager made of a
-    generator takes more than twice as long, and each sample has two."""
+    """`samples` in a stage during a `with` block. A generator's context manager would take more than twice as long."""
 
     def __init__(self, others: "set[Stay]", samples: int) -> None:
         self.others, self.samples, self.since = others, samples, time.monotonic()
@@ -31,11 +28,10 @@ class Stages:
         self._stays: dict[str, set[Stay]] = {stage: set() for stage in STAGES}
 
     def __call__(self, stage: str, samples: int = 1) -> Stay:
-        """Count `samples` in `stage` during the `with` block."""
         return Stay(self._stays[stage], samples)
 
     def around(self, generate: Generate) -> Generate:
-        """`generate` of one sample; meanwhile the sample counts as generating, not as in its task."""
+        """`generate`, during which the sample counts as generating, not as in its task."""
 
         async def counted(*args: object, **kwargs: object) -> object:
             with self("generating"):
@@ -44,9 +40,8 @@ class Stages:
         return counted  # type: ignore[return-value]
 
     def stats(self) -> dict[str, float]:
-        """Samples by stage, and for task and scoring the longest time in seconds that one has been there."""
         found = {stage: float(sum(each.samples for each in self._stays[stage])) for stage in STAGES}
-        # generation is called by the task, and several at a time by one that talks in parallel
+        # a task may call generate several times in parallel
         found["task"] = max(0.0, found["task"] - found["generating"])
         now = time.monotonic()
         if self._stays["scoring"]:

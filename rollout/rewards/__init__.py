@@ -1,6 +1,5 @@
-"""Reward functions by name or from a user's file. Loaded by the rollout server, which refuses what is wrong before it
-starts anything, and by its reward workers (`workers.py`); imports neither torch nor vllm.
-"""
+"""Reward functions by name or from a user's file. The rollout server loads them before it starts anything, its workers
+load them again; imports neither torch nor vllm."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +33,8 @@ STARTS = {reasoning.compute_score: reasoning.start, math.compute_score: math.sta
 
 
 def load_reward(config: RewardConfig, number: int = 0, keys: Path | None = None) -> Reward:
-    """The reward of the run, or the one with this number of several. `keys`: folder of the run's keys, for its own
-    reward servers. Raises ValueError, in one line, for a wrong name, file, function or argument, or missing keys."""
+    """The run's reward function `number`. `keys`: folder of the run's keys, for its own reward servers. Raises
+    ValueError."""
     part = config.parts[number]
     several = not isinstance(config.function, str)
     key, name = f"reward.function.{number}" if several else "reward", part.function

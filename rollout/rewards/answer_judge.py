@@ -1,8 +1,7 @@
-"""Judges an answer in its own process with a limit on processor time. The policy wrote the answer: if it breaks the
-code that reads it, only this answer loses its reward.
+"""Judges an answer in its own process with a limit on processor time: an answer that breaks the code that reads it
+loses only its own reward.
 
-Used by built-in rewards whose time depends on the answer (`math.py`, `text_match.py`). The process is a fork of the
-reward worker. It serves one call after another, is replaced when an answer ends it, and ends with the worker.
+The process is a fork of the reward worker. It serves one call after another and is replaced when an answer ends it.
 """
 
 import atexit
@@ -24,7 +23,7 @@ from rollout.cage.frames import encode, unpacker
 from rollout.errors import RewardError
 
 GAVE_UP = "gave_up"
-"""The metric: 1 for an answer that could not be judged within the limits, else 0."""
+"""1 for an answer that could not be judged within the limits, else 0."""
 
 
 @dataclass
@@ -34,24 +33,23 @@ class JudgeLimits:
     processor_s: float = 2.0
     """Processor time, so that a busy machine costs no reward. Right answers take 0.01 to 0.1 s."""
     clock_s: float = 7.0
-    """After this time on the clock, a call that has used a quarter of `processor_s` is given up too, before the whole
-    worker is killed."""
+    """After this time, a call that has used a quarter of `processor_s` is given up too, before the worker is killed."""
     memory_bytes: int = 2**30
-    """Memory of the process beyond the worker's."""
+    """Beyond the worker's memory."""
 
     def stay_below(self, timeout_s: float, memory_gib: float | None) -> None:
-        """Set limits so that one answer never reaches the worker's, `reward.timeout_s` and `reward.memory_gib`."""
+        """Keep one answer below the worker's limits, `reward.timeout_s` and `reward.memory_gib`."""
         self.processor_s, self.clock_s = min(2.0, timeout_s / 2), 0.7 * timeout_s
         self.memory_bytes = min(2**30, int((memory_gib or 8) * 2**28))
 
 
 LIMITS = JudgeLimits()
 TRIES = 2
-"""Tries of an answer. A process that ends may have been killed from outside, so a second one gets the answer."""
+"""A process may have been killed from outside, so a second one gets the answer."""
 
 
 class GaveUpError(Exception):
-    """The answer takes too long or too much memory, or the code that reads it fails: the text says why, in one line."""
+    """An answer takes too much time or memory, or breaks the code that reads it."""
 
 
 class AnswerJudge:
@@ -67,11 +65,10 @@ class AnswerJudge:
         """Processor time of the process before this call."""
         self._socket: socket.socket | None = None
         self._number = 0
-        """Number of the latest call. A reply repeats it, so no other reply is taken for the answer."""
+        """A reply repeats the number of its call, so no other reply is taken for the answer."""
         atexit.register(self.close)
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the function returns."""
         with self._lock:
             for _ in range(TRIES):
                 self._number += 1
@@ -95,13 +92,12 @@ class AnswerJudge:
         raise GaveUpError(how) if had_s >= LIMITS.processor_s / 4 else RewardError(f"an answer is not judged: {how}")
 
     def close(self) -> None:
-        """End the process, if there is one."""
         with self._lock:
             if self._process and self._parent == os.getpid():
                 self._end()
 
     def _ask(self, call: bytes) -> list[Any] | None:
-        """Send a call; returns kind and value of its reply, or None if the process has ended."""
+        """Returns kind and value of the reply, or None if the process has ended."""
         if self._socket is None or self._parent != os.getpid():  # a fork of the worker needs its own process
             self._socket = self._start()
         frames = unpacker()
@@ -121,7 +117,7 @@ class AnswerJudge:
         self._parent, self._process = os.getpid(), os.fork()
         if self._process == 0:
             try:
-                gc.freeze()  # else the collector walks through all objects of the worker, and copies each page of them
+                gc.freeze()  # else the collector would copy each page of the worker's objects
                 close_all_but({0, 1, 2, theirs.fileno()})
                 _serve(self.function, theirs)
             finally:
@@ -130,23 +126,22 @@ class AnswerJudge:
         return ours
 
     def _end(self) -> int:
-        """End the process; returns its exit code, negative for a signal."""
+        """Returns the exit code, negative for a signal."""
         if self._socket is not None:
             self._socket.close()
         with suppress(ProcessLookupError):
-            os.kill(self._process, signal.SIGKILL)  # no effect on a process that has ended
+            os.kill(self._process, signal.SIGKILL)
         status = os.waitpid(self._process, 0)[1]
         self._process, self._socket = 0, None
         return os.waitstatus_to_exitcode(status)
 
 
 def processor_s(process: int) -> float:
-    """Return the processor time of a process, by its clock (clock_getcpuclockid(3))."""
+    """Processor time of a process, by its clock (clock_getcpuclockid(3))."""
     return time.clock_gettime((~process << 3) | 2)
 
 
 def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
-    """In the process: serve one call after another until the worker closes the connection."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process during any computation
     frames = unpacker()
     while data := calls.recv(2**18):
@@ -156,7 +151,7 @@ def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
             signal.setitimer(signal.ITIMER_PROF, processor_s)
             try:
                 reply = encode([number, "value", function(*arguments)])
-            except Exception as error:  # the outermost boundary of the process; the error counts for this answer only
+            except Exception as error:  # the error counts for this answer only
                 reply = encode([number, "raised", one_line(exception_text(error))])
             signal.setitimer(signal.ITIMER_PROF, 0)
             calls.sendall(reply)

@@ -1,11 +1,8 @@
-"""How reward functions are called, and what they may return.
+"""How reward functions are called, and what they may return (docs/rewards.md).
 
-A function is called as verl and TinyZero call theirs (`data_source, solution_str, ground_truth, extra_info`, each
-only if the function takes it) or as EasyR1 does (`reward_input`, a dict): once per answer or, with the plural names,
-once per group. It returns a number, or a dict with `score` or `overall`; further numbers in the dict become metrics.
-A function that names `turns` gets which text was sampled, one that names `row` gets the row. It may be `async`. A
-built-in reward with settings of its own is a `Section`: made once of `reward.kwargs`, then called in the same way.
-docs/rewards.md is the page for users.
+A function is called as verl and TinyZero call theirs (`solution_str`) or as EasyR1 does (`reward_input`): once per
+answer or, with the plural names, once per group. A built-in reward with settings is a `Section`, made once of
+`reward.kwargs`.
 """
 
 import inspect
@@ -31,20 +28,19 @@ class Turn(TypedDict):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reward function is given: an answer's text, its length in tokens, and the row of the data set."""
+    """What a reward function is given."""
 
     text: str
     num_tokens: int
     row: dict[str, Any]
     turns: list[Turn] | None = None
-    """The same text in order, cut where what was sampled and what was given meet; None: all of it was sampled."""
+    """The same text, cut where sampled and given text meet; None: all was sampled."""
     raw: str | None = None
-    """The text with special tokens, if a function asks for it."""
+    """With special tokens, if a function asks for it."""
     prompt: str | None = None
-    """The prompt as the model read it, with special tokens, if a function asks for it."""
+    """As the model read it, if a function asks for it."""
 
     def verl(self) -> dict[str, Any]:
-        """Keyword arguments as verl and TinyZero name them."""
         return {
             "data_source": self.row.get("data_source", ""),
             "solution_str": self.text,
@@ -57,16 +53,13 @@ class Answer:
         }
 
     def easyr1(self) -> dict[str, Any]:
-        """EasyR1's `reward_input`."""
         known = {"response": self.text, "response_length": self.num_tokens, "ground_truth": self.truth()}
         return known | {TURNS: self.all_turns()}
 
     def all_turns(self) -> list[Turn]:
-        """The turns of any answer, one at least."""
         return self.turns or [{"text": self.text, "sampled": True}]
 
     def shown_truth(self) -> str:
-        """The ground truth in words, for people."""
         model = self.row.get("reward_model")
         truth = model.get("ground_truth") if isinstance(model, Mapping) else self.row.get("answer")
         return "none" if truth is None else repr(truth)
@@ -83,7 +76,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """A reward and the other numbers its function returned. Example: `Score(1.0, {"format": 1.0})`."""
+    """A reward and further numbers. Example: `Score(1.0, {"format": 1.0})`."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -91,12 +84,12 @@ class Score:
 
 TURNS = "turns"
 ASKED = {"raw": {"raw_str", "raw_strs"}, "prompt": {"prompt_str", "prompt_strs"}}
-"""Fields of an answer that are sent only if a function has one of these parameters."""
+"""Sent only if a function has one of these parameters."""
 ROWS = {"row", "rows", *(name for names in ASKED.values() for name in names)}
 MOST_METRICS, LONGEST_NAME = 256, 200
-"""Metrics of an answer, and characters of a name: each metric is a column of its batch and of `metrics.jsonl`."""
+"""Each metric is a column of its batch and of `metrics.jsonl`."""
 OURS = {TURNS, *ROWS}
-"""Our additions to verl's and EasyR1's words: a function gets them if it names them, not if it takes `**kwargs`."""
+"""Our additions to verl's and EasyR1's arguments: a function gets them if it names them, not if it takes `**kwargs`."""
 
 CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
     "solution_str": lambda answers: [answer.verl() for answer in answers],
@@ -106,13 +99,13 @@ CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
     "reward_input": lambda answers: [{"reward_input": answer.easyr1()} for answer in answers],
     "reward_inputs": lambda answers: [{"reward_inputs": [answer.easyr1() for answer in answers]}],
 }
-"""From the parameter that shows the convention to the keyword arguments of each call that scores these answers."""
+"""From the parameter that shows the convention to the arguments of each call."""
 
 
 class Reward:
-    """A reward function and its calling convention. Raises ValueError, in one line, for one that fits none.
+    """A reward function and its calling convention. Raises ValueError if none fits.
 
-    `key`: where the run file names it, `reward`, or `reward.function.1` for the second of several.
+    `key`: where the run file names it, such as `reward.function.1` for the second of several.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any], key: str = "reward") -> None:
@@ -133,15 +126,13 @@ class Reward:
             known = ", ".join(CONVENTIONS)
             raise ValueError(f"{self._place}: takes none of {known}; name its parameters as verl or EasyR1 do")
         self.batch = self.convention in ("solution_strs", "reward_inputs")
-        """Whether one call scores a whole group."""
+        """One call scores a whole group."""
         self.is_async = is_async(self.function)
-        """Whether it is scored by `score_async`, many calls at a time."""
         self.asks = [field for field, names in ASKED.items() if names & self.accepted]
-        """Fields of ASKED that the function has as parameters."""
+        """Fields of ASKED that the function takes."""
         self._check_arguments(parameters)
 
     def _check_arguments(self, parameters: Mapping[str, inspect.Parameter]) -> None:
-        """`reward.kwargs` and the convention together must give the function what it needs, and nothing else."""
         given, offered = set(self.kwargs), set(CONVENTIONS[self.convention]([Answer("", 0, {})])[0])
         needed = {key for key in self.accepted if parameters[key].default is inspect.Parameter.empty}
         if (unknown := sorted(given - self.accepted)) and not self.takes_any:
@@ -158,7 +149,6 @@ class Reward:
         return f"{self.key}{'.function' if self.key == 'reward' else ''} {self.name}"
 
     def _made(self, section: type[Section]) -> Callable[..., Any]:
-        """The built-in reward with these `kwargs`."""
         try:
             return section(**self.kwargs)  # type: ignore[return-value]  # all of them are called
         except ValidationError as error:
@@ -186,7 +176,6 @@ class Reward:
         return self._read_all([self.function(**arguments) for arguments in self.calls(answers)], len(answers))
 
     async def score_async(self, answers: Sequence[Answer]) -> list[Score]:
-        """The same for an `async` function."""
         return self._read_all([await self.function(**arguments) for arguments in self.calls(answers)], len(answers))
 
     def _read_all(self, returned: Sequence[Any], num_answers: int) -> list[Score]:
@@ -197,7 +186,6 @@ class Reward:
         return [self._read(result) for result in results]
 
     def _listed(self, returned: Any, num_answers: int) -> list[Any]:
-        """What a function of a whole group returned, as a list. Raises RewardError for a value without order."""
         ordered = not isinstance(returned, str | bytes | Mapping | Set) and hasattr(returned, "__iter__")
         if ordered and getattr(returned, "shape", None) != ():  # an array or tensor of one number has no entries
             return list(returned)
@@ -221,7 +209,7 @@ class Reward:
 
 
 def misnamed(metrics: Mapping[Any, object]) -> str:
-    """Return in words why an answer cannot have these metrics: too many, or a bad name. Empty if it can."""
+    """Why an answer cannot have these metrics; empty if it can."""
     if len(metrics) > MOST_METRICS:
         return f"{len(metrics):,} metrics, and an answer may have {MOST_METRICS}; leave some out"
     for name in metrics:
@@ -231,15 +219,14 @@ def misnamed(metrics: Mapping[Any, object]) -> str:
 
 
 def is_async(function: Any) -> bool:
-    """Whether calls of a user's function are to be awaited: an `async def`, or an object with such a `__call__`, in a
-    `functools.partial` too."""
+    """Whether calls of a user's function are to be awaited, in a `functools.partial` too."""
     while isinstance(function, partial):
         function = function.func
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value as Python writes it, for errors; it may be of a user's class."""
+    """The beginning of a value for errors; it may be of a user's class."""
     try:
         return repr(value)[:200]
     except Exception as error:
@@ -247,8 +234,7 @@ def shown(value: Any) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """`value` as a float, if it is a finite real number of any library. Arrays and tensors of several numbers, complex
-    ones, and whole numbers above 1.8e308 are none."""
+    """`value` as a float, if it is a finite real number of any library that a float can hold."""
     is_complex = "complex" in str(getattr(value, "dtype", ""))
     if isinstance(value, str | bytes) or is_complex or not hasattr(value, "__float__"):
         return None

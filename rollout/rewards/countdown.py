@@ -1,7 +1,4 @@
-"""Countdown's reward: does the last `<answer>` use each given number once and equal the target? Nothing is `eval`ed.
-
-Called in a reward worker with the names verl and TinyZero use; `ground_truth` is `{"target": 24, "numbers": [4, 6]}`.
-"""
+"""Countdown's reward: does the last `<answer>` use each given number once and equal the target? Nothing is `eval`ed."""
 
 import ast
 import operator
@@ -18,9 +15,9 @@ ARITHMETIC = re.compile(r"[-+*/()\s\d]*")
 LEADING_ZEROS = re.compile(r"\b0+(?=\d)")
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 LONGEST = 200
-"""Characters of an expression: anything longer is no arithmetic."""
+"""Anything longer is no arithmetic."""
 LARGEST = 10**30
-"""Bound of each intermediate numerator and denominator, so that no answer takes long."""
+"""Bounds each intermediate numerator and denominator, so that no answer takes long."""
 
 
 @dataclass
@@ -34,7 +31,8 @@ class Expression:
 def compute_score(
     solution_str: str, ground_truth: dict[str, Any], format_score: float = 0.1, score: float = 1.0
 ) -> dict[str, float]:
-    """`score` for a right answer, `format_score` for wrong arithmetic inside `<answer>`, else 0. Raises TruthError."""
+    """`format_score` for wrong arithmetic inside `<answer>`. `ground_truth`: `{"target": 24, "numbers": [4, 6]}`.
+    Raises TruthError."""
     try:
         given, target = Counter(int(number) for number in ground_truth["numbers"]), int(ground_truth["target"])
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -52,10 +50,8 @@ def compute_score(
 
 
 def evaluate(text: str) -> Expression:
-    """Exact value of + - * / and parentheses over whole numbers, and the numbers used, in order.
-
-    Raises ZeroDivisionError for a division by zero, ValueError for anything that is not such arithmetic or too large.
-    """
+    """Exact value of + - * / and parentheses over whole numbers, and the numbers used, in order. Raises
+    ZeroDivisionError, and ValueError for anything else or too large."""
     text = " ".join(text.split()).replace("×", "*").replace("÷", "/")
     if len(text) > LONGEST:
         raise ValueError(f"{len(text)} characters; at most {LONGEST} are read")
@@ -63,13 +59,13 @@ def evaluate(text: str) -> Expression:
         raise ValueError("only whole numbers, + - * / and parentheses are read")
     try:
         tree = ast.parse(LEADING_ZEROS.sub("", text), mode="eval").body
-    except (SyntaxError, MemoryError) as error:  # MemoryError: too many parentheses for Python's parser
+    except (SyntaxError, MemoryError) as error:  # MemoryError: too many parentheses
         raise ValueError(f"not arithmetic: {error}") from None
     return Expression(value_of(tree), [int(number) for number in re.findall(r"\d+", text)])
 
 
 def value_of(node: ast.expr) -> Fraction:
-    """The exact value of a syntax tree; errors as in `evaluate`. Its depth is bounded by LONGEST."""
+    """Errors as in `evaluate`. The depth is bounded by LONGEST."""
     match node:
         case ast.Constant(value=int(number)):
             value = Fraction(number)

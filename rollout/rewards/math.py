@@ -1,7 +1,6 @@
 """The reward for mathematics: math-verify judges whether the answer is equivalent to the ground truth.
 
-math-verify and sympy evaluate an answer, however long that takes. So each answer is judged under limits
-(`answer_judge.py`), and an answer that is certain to exceed them is not evaluated.
+Each answer is judged under limits (`answer_judge.py`); one that is certain to exceed them is not evaluated.
 """
 
 import math
@@ -14,27 +13,23 @@ from rollout.errors import TruthError
 from rollout.rewards.answer_judge import GAVE_UP, AnswerJudge, GaveUpError
 
 MARKED = re.compile(r"\$|\\[(\[]|\\f?boxed")
-"""Marks the beginning of LaTeX. Without it math-verify reads only the 3 in `3\\sqrt{2}`."""
+"""The beginning of LaTeX. Without it math-verify reads only the 3 in `3\\sqrt{2}`."""
 COMMAND = re.compile(r"\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+")
 MATH_WORDS = {*("and", "cos", "cot", "csc", "exp", "lim", "log", "max", "min", "mod", "sec", "sin", "sqrt", "tan")}
 BOXED = re.compile(r"\\f?boxed\s*\{")
 TOWER = re.compile(r"(?<![\d.])\d+(?:\s*(?:\^|\*\*)[\s{(]*\d+)+")
-"""Powers of powers of whole numbers, such as `5^{5^{5}}`."""
+"""Such as `5^{5^{5}}`."""
 MOST_DIGITS = 10**8
-"""Most digits of a power that is evaluated."""
+"""Of a power that is evaluated."""
 BRACKET = re.compile(r"[{}()\[\]]")
 DEEPEST = 100
-"""Deepest nesting of brackets that is evaluated."""
 
 
 def compute_score(
     solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0
 ) -> dict[str, float]:
     """`score` for an answer equivalent to `ground_truth` (LaTeX or plain), `format_score` for one that parses, else 0.
-    An answer that takes too long to judge gets the lowest of these, and the metric `gave_up` is 1.
-
-    Raises TruthError for a ground truth that does not parse, which is an error of the data.
-    """
+    One that takes too long gets the lowest of these, and the metric `gave_up` is 1. Raises TruthError."""
     truth = read_truth(ground_truth)
     try:
         if why := hopeless(solution_str):
@@ -72,13 +67,12 @@ def _parse_truth(text: str) -> None:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a text has words that are not mathematics: `5 dollars`, but not `2\\pi`, `1 and 2`, `12\\text{
-    units}`."""
+    """Whether a text has words that are not mathematics: `5 dollars`, but not `2\\pi` or `1 and 2`."""
     return any(word not in MATH_WORDS for word in re.findall("[A-Za-z]{3,}", COMMAND.sub(" ", text)))
 
 
 def hopeless(text: str) -> str:
-    """Return why the content of the last `\\boxed{` is not evaluated, or ""."""
+    """Why the content of the last `\\boxed{` is not evaluated, or ""."""
     *_, start = [-1, *(found.end() for found in BOXED.finditer(text))]
     if start < 0:
         return ""
@@ -98,10 +92,7 @@ def hopeless(text: str) -> str:
 
 
 def digits_of_power(numbers: list[int]) -> float:
-    """Estimate the digits of a power of powers; infinite if even an exponent has too many.
-
-    Example: `digits_of_power([2, 3, 4])` is the number of digits of 2 ** 3 ** 4.
-    """
+    """Digits of a power of powers, about: `[2, 3, 4]` is 2 ** 3 ** 4. Infinite if even an exponent has too many."""
     digits, value = 0.0, numbers[-1]
     for base in reversed(numbers[:-1]):
         digits = min(value, 4 * MOST_DIGITS) * math.log10(max(base, 1))
@@ -112,7 +103,7 @@ def digits_of_power(numbers: list[int]) -> float:
 
 
 def start() -> None:
-    """Load math-verify, which takes a second, before the first call."""
+    """Load math-verify, which takes a second."""
     _judge()
 
 
@@ -141,8 +132,8 @@ def _judge() -> AnswerJudge:
     def judge(truth: str, solution: str | None = None) -> Any:
         """Whether the truth can be read; with a solution, whether it is right and whether it can be read.
 
-        sympy draws random numbers to compare an infinite power with a finite number, and sometimes finds them equal.
-        So no infinite answer is right where the truth is finite.
+        sympy compares an infinite power with random numbers and sometimes finds it equal to a finite one. So no
+        infinite answer is right where the truth is finite.
         """
         if solution is None:
             return bool(truth_of(truth))

@@ -1,7 +1,4 @@
-"""A run without a reward (`reward.function: none`), which learns from a teacher alone: every reward is 0.
-
-Takes the place of `RewardPool`; waits for nothing.
-"""
+"""A run without a reward (`reward.function: none`), which learns from a teacher alone."""
 
 from collections.abc import Sequence
 
@@ -9,16 +6,14 @@ from rollout.rewards.convention import Answer, Score
 
 
 class NoReward:
-    """Has no workers. An async context manager as `RewardPool` is."""
+    """`RewardPool` without workers; each reward is 0."""
 
     asks = frozenset[str]()
 
     async def __aenter__(self) -> "NoReward":
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        """Does nothing: there are no workers to end."""
+    async def __aexit__(self, *error: object) -> None: ...
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """0 for each answer."""
         return [Score(0.0) for _ in answers]

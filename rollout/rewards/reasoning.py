@@ -1,8 +1,7 @@
 """The reward of rows of reasoning-gym: the score that the set itself gives.
 
-Called in a reward worker. The entry is made again, from its set's name, config and index in the row, because what a set
-scores by need not survive a message: after MessagePack a tuple is a list. That happens in a process of its own
-(`buffer/data/entry_maker.py`), for which a call waits.
+The entry is made again from its set's name, config and index in the row, because what a set scores by need not survive
+a message: after MessagePack a tuple is a list.
 """
 
 import json
@@ -16,17 +15,16 @@ from rollout.rewards.answer_judge import GAVE_UP, LIMITS, TRIES
 
 
 def start() -> None:
-    """Start the process that scores, while a worker has time for it: not in the first call. Raises ValueError."""
+    """Start the process that scores, before the first call. Raises ValueError."""
     entry_maker().ask("start").result()
 
 
 def compute_score(solution_str: str, extra_info: dict[str, Any]) -> dict[str, float]:
-    """The set's score of the text in the last `<answer>`, as reasoning-gym reads it.
+    """The set's score of the text in the last `<answer>`.
 
-    Without an `<answer>`, or if the set's own code raises for it, the score is that of no answer and `formed` is 0. An
-    answer that takes too long, or crashes the process that reads it, gets the same and the metric `gave_up`.
-
-    Raises EntryError if the entry is not the row's, and TruthError for a row of another source.
+    Without one, or if the set's code raises, the score is that of no answer and `formed` is 0. An answer that takes too
+    long, or crashes its reader, gets the same and the metric `gave_up`. Raises EntryError if the entry is not the
+    row's, and TruthError for another source.
     """
     entry = extra_info.get("reasoning_gym") if isinstance(extra_info, dict) else None
     if not isinstance(entry, dict) or not {"name", "config", "index", "question_sha256"} <= entry.keys():

@@ -1,7 +1,6 @@
-"""Built-in rewards that look at an answer's text or length: `exact_match`, `regex` and `length`.
+"""Built-in rewards that look at an answer's text or length.
 
-Each is made once from `reward.kwargs`, its fields, then called in a reward worker for each answer. A pattern may take
-years for some texts, so it is matched under limits (`answer_judge.py`).
+A pattern may take years for some texts, so it is matched under limits (`answer_judge.py`).
 """
 
 import re
@@ -16,7 +15,7 @@ from rollout.rewards.answer_judge import GAVE_UP, AnswerJudge, GaveUpError
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the last match of `pattern`, or its first group if that took part; None without a match."""
+    """The last match of `pattern`, or its first group if that took part; None without a match."""
     found = None
     for found in pattern.finditer(text):  # noqa: B007  # the last one is kept
         pass
@@ -26,7 +25,6 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def fits(pattern: re.Pattern[str], text: str, whole: bool) -> bool:
-    """Whether the text, or all of it, matches."""
     return bool(pattern.fullmatch(text) if whole else pattern.search(text))
 
 
@@ -49,7 +47,7 @@ class ExactMatch(Section):
     """Reward of a wrong answer in which `pattern` was found."""
 
     def __call__(self, solution_str: str, ground_truth: Any) -> dict[str, float]:
-        """`ground_truth`: the right answer, or a list of right ones. Raises TruthError for anything else."""
+        """`ground_truth`: a right answer or a list of them. Raises TruthError."""
         truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
         if not truths or not all(isinstance(truth, str | int | float) and str(truth).strip() for truth in truths):
             needed = "exact_match needs a text, a number, or a list of such"
@@ -79,12 +77,11 @@ class RegexFormat(Section):
     match: Literal["search", "full"] = "search"
     """Somewhere in the text, or the whole text."""
     score: float = 1.0
-    """Reward of a text that matches."""
+    """Reward of a match."""
     otherwise: float = 0.0
-    """Reward of one that does not."""
+    """Reward without one."""
 
     def __call__(self, solution_str: str) -> dict[str, float]:
-        """The reward of a text."""
         try:
             found = FITS(self.pattern.pattern, self.pattern.flags, solution_str, self.match == "full")
         except GaveUpError as error:
@@ -101,7 +98,7 @@ class LengthPenalty(Section):
     cap: Positive
     """Tokens from which on the whole penalty is due; between `free` and `cap` it grows evenly."""
     penalty: float = 1.0
-    """The whole penalty, in units of reward."""
+    """In units of reward."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "LengthPenalty":
@@ -110,6 +107,5 @@ class LengthPenalty(Section):
         return self
 
     def __call__(self, reward_input: dict[str, Any]) -> float:
-        """The reward of an answer of `response_length` tokens."""
         over = (reward_input["response_length"] - self.free) / (self.cap - self.free)
         return -self.penalty * float(min(1.0, max(0.0, over)))

@@ -1,9 +1,7 @@
 """Reward workers: processes that score answers and can be killed, whatever a reward function does.
 
-A rollout server owns one pool, with a cage of workers for each reward function of the run. `score` waits for a free
-worker and then for the functions, at most `reward.timeout_s` per call. A function that takes longer, ends its process
-or raises ends in RewardError, never in a reward. Workers import neither torch nor vllm (`reward_model` may), and die
-with the server, however it dies (`rollout/cage/`).
+A function that takes longer than `reward.timeout_s`, ends its process or raises ends in RewardError, never in a reward.
+Workers import neither torch nor vllm (`reward_model` may), and die with the server (`rollout/cage/`).
 """
 
 import asyncio
@@ -23,14 +21,13 @@ from rollout.rewards.models.http_model import ServersAway
 from rollout.rewards.models.own_servers import OwnServers
 
 MOST_LOSSES = 3
-"""How often one call may lose the run's reward servers before it has failed: it may be what ends them."""
+"""More losses of the run's servers fail a call: it may be what ends them."""
 
 
 class RewardPool:
-    """An async context manager around the workers. Entering raises ValueError for a reward that cannot be loaded.
+    """A cage of workers for each reward function. Entering raises ValueError for one that cannot be loaded.
 
-    `log`: path without its end of the files that get what the workers print. `keys`: folder of the run's keys, which
-    hold the token of its own reward servers.
+    `log`: path without its end of what the workers print. `keys`: folder of the run's keys, for its own servers.
     """
 
     def __init__(self, config: RewardConfig, log: Path | None = None, keys: Path | None = None) -> None:
@@ -59,7 +56,7 @@ class RewardPool:
         return {field for scorer in self._scorers for field in scorer.cage.about["asks"]}
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """One score per answer of a group. Raises RewardError with the reason; a cancelled call must end."""
+        """One score per answer of a group. Raises RewardError; a cancelled call must end."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 scoring = [tasks.create_task(scorer.score(answers)) for scorer in self._scorers]
@@ -95,14 +92,14 @@ class PartScorer:
         self.cage = Cage(function, config.workers)
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """One score per answer. Raises RewardError, alone or in a group."""
+        """Raises RewardError, alone or in a group."""
         calls = [answers] if self.cage.about["batch"] else [[answer] for answer in answers]
         async with asyncio.TaskGroup() as tasks:
             scoring = [tasks.create_task(self._score(call)) for call in calls]
         return [score for task in scoring for score in task.result()]
 
     async def _score(self, answers: Sequence[Answer]) -> list[Score]:
-        """One call, again when the run's own servers were lost meanwhile and have come back."""
+        """Call again when the run's own servers were lost and have come back."""
         losses = 0
         while True:
             if self._servers:
@@ -130,8 +127,8 @@ class PartScorer:
 
 
 def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
-    """The sum of the parts' results times their weights. Each part is a metric by its name, and its further numbers
-    below that: `{"format": 1.0, "format/solved": 0.0}`."""
+    """The weighted sum. Each part is a metric, with its further numbers below: `{"format": 1.0, "format/solved":
+    0.0}`."""
     metrics: dict[str, float] = {}
     for part, score in zip(parts, scores, strict=True):
         metrics[part.metric] = score.reward
@@ -140,7 +137,7 @@ def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
 
 
 def load(config: dict[str, Any], number: int, keys: str | None) -> Any:
-    """In a worker: a reward function of the run, `async` or not, of plain values. Raises ValueError in one line."""
+    """In a worker: a reward function of plain values, `async` or not. Raises ValueError."""
     reward = load_reward(RewardConfig(**config), number, Path(keys) if keys else None)
 
     def score(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,10 +1,7 @@
 """Calls of a model server over HTTP, for the rewards `judge` and `reward_model` and for teachers.
 
-Used on the event loop of a reward worker, or of a rollout server that asks a teacher: all calls share one aiohttp
-session. Temporary failures (no connection, a
-timeout, status 429 or 5xx) are tried again with growing waits. Any other failure, and the last one, is a RewardError
-with the first line of the server's answer. Servers on other machines are called through the proxy of the environment
-(`http_proxy`, `https_proxy`, `all_proxy`, `no_proxy`).
+All calls share one aiohttp session. Temporary failures (no connection, timeout, status 429 or 5xx) are tried again with
+growing waits; any other one, and the last, is a RewardError. The environment's proxies apply.
 """
 
 import asyncio
@@ -29,27 +26,25 @@ if TYPE_CHECKING:
 
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 16.0
 IDLE_S = 4.0
-"""Seconds for which an idle connection is kept: vLLM's server closes one after 5, which must not hit a request."""
+"""vLLM's server closes an idle connection after 5 s, which must not hit a request."""
 BODY_CHARS = 300
-"""Most characters of what a server said that an error repeats."""
 PASSING = {408, 409, 425, 429}
 """Status codes below 500 that are tried again."""
 
 
 class ServersAway(RewardError):
-    """No server takes a connection, or the one that had the call was lost: they may be starting."""
+    """No server takes a connection, or the call's was lost: they may be starting."""
 
 
 class HttpModel(Section):
-    """A model server, or several that serve the same model, and how to call them."""
+    """A model server, or several of the same model, and how to call them."""
 
     url: str | Annotated[list[str], Field(min_length=1)]
     """Address, such as `http://127.0.0.1:8000`; of several, each call takes the next one that takes connections."""
     model: str | None = None
     """Name of the model, as the server knows it."""
     timeout_s: Seconds | None = None
-    """Time limit of one request, after which it is tried again; null: only that of the whole call,
-    `reward.timeout_s`."""
+    """Time limit of one request, after which it is tried again; null: only `reward.timeout_s`, of the whole call."""
     retries: Annotated[int, Field(ge=0)] = 4
     """How often a request is tried again, after 0.5, 1, 2 ... 16 s or what the server asks for."""
     api_key_env: str | None = None
@@ -65,7 +60,7 @@ class HttpModel(Section):
         self._own = True
 
     def show(self, token: str) -> None:
-        """Send the token of the run's own servers with each request."""
+        """Send this token of the run's own servers with each request."""
         self._token = token
 
     @field_validator("url")
@@ -89,16 +84,14 @@ class HttpModel(Section):
 
     @property
     def urls(self) -> Sequence[str]:
-        """The servers."""
         return [self.url] if isinstance(self.url, str) else self.url
 
     async def close(self) -> None:
-        """Close the session, if a call has opened one."""
         if self._session is not None:
             await self._session.close()
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON that a server answers to `body`. Raises RewardError, ServersAway if none could be reached."""
+        """The JSON that a server answers. Raises RewardError, ServersAway if none could be reached."""
         if self._session is None:
             self._session = self._open()
         body = {"model": self.model, **body} if self.model else body
@@ -113,7 +106,7 @@ class HttpModel(Section):
                 await asyncio.sleep(max(wait_s, error.wait_s))
 
     def _open(self) -> "aiohttp.ClientSession":
-        import aiohttp  # takes a fifth of a second: only rewards that call a server pay
+        import aiohttp  # takes a fifth of a second
 
         secret = self._token or (os.environ[self.api_key_env] if self.api_key_env else None)
         key = {"Authorization": f"Bearer {secret}"} if secret else {}
@@ -121,7 +114,7 @@ class HttpModel(Section):
         return aiohttp.ClientSession(headers=key, connector=connector, timeout=aiohttp.ClientTimeout(self.timeout_s))
 
     async def _post_once(self, session: "aiohttp.ClientSession", path: str, body: dict[str, Any]) -> Any:
-        """One request, to the first server that takes a connection. Raises RewardError and TryAgain."""
+        """Ask the first server that takes a connection. Raises RewardError and TryAgain."""
         import aiohttp
 
         first, reason = next(self._turn) % len(self.urls), ""
@@ -142,7 +135,6 @@ class HttpModel(Section):
         raise TryAgain(ServersAway(reason))
 
     def _read(self, url: str, status: int, text: str, retry_after: str) -> Any:
-        """The JSON of a response. Raises RewardError and TryAgain."""
         line = next((line.strip() for line in text.splitlines() if line.strip()), "nothing")[:BODY_CHARS]
         if status >= 500 or status in PASSING:
             wait_s = float(retry_after) if retry_after.isdigit() else 0.0
@@ -156,8 +148,8 @@ class HttpModel(Section):
 
 
 class AnswerTemplate:
-    """A Jinja template of a text about an answer: the text to its last character, or a file that ends in `.jinja`,
-    without its last line break. Raises ValueError."""
+    """A Jinja template of a text about an answer: the text itself, or a file that ends in `.jinja`, without its last
+    line break. Raises ValueError."""
 
     def __init__(self, source: str) -> None:
         is_file = source.endswith(".jinja")
@@ -177,7 +169,7 @@ class AnswerTemplate:
             raise ValueError(f"template{file}: {lacks}")
 
     def render(self, answer: str, truth: Any, row: dict[str, Any]) -> str:
-        """The text: `answer`, `ground_truth`, and each column of the row by its name. Raises RewardError."""
+        """Filled with `answer`, `ground_truth`, and the row's columns. Raises RewardError."""
         names = row | {"answer": answer, "ground_truth": truth}
         try:
             return self._renderer.render(self._kind, self._text, names)
@@ -189,14 +181,14 @@ class AnswerTemplate:
 
 
 def names_answer(template: str) -> bool:
-    """Whether a template that was found sound uses the answer. Parses it and runs nothing of it."""
-    from jinja2 import Environment, nodes  # only rewards with a template pay for the import
+    """Whether a sound template uses the answer. Runs nothing of it."""
+    from jinja2 import Environment, nodes
 
     return any(name.name == "answer" for name in Environment().parse(template).find_all(nodes.Name))
 
 
 class TryAgain(Exception):
-    """A request failed in a way that may pass; `failure` is raised if it does not. `wait_s`: what the server asks."""
+    """A request failed in a way that may pass; else `failure` is raised. `wait_s`: what the server asks."""
 
     def __init__(self, failure: RewardError, wait_s: float = 0.0) -> None:
         super().__init__(str(failure))

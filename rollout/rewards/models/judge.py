@@ -1,7 +1,4 @@
-"""The reward `judge`: a language model reads an answer and says how good it is, over OpenAI's chat completions.
-
-Runs in a reward worker, many calls at a time; waits for the judge's server.
-"""
+"""The reward `judge`: a language model reads an answer and says how good it is, over OpenAI's chat completions."""
 
 import re
 from typing import Any
@@ -14,25 +11,22 @@ from rollout.rewards.models.http_model import AnswerTemplate, HttpModel
 from rollout.rewards.text_match import last_match
 
 SAID_CHARS = 200
-"""Most characters of a verdict without a score that an error repeats."""
 
 
 class Judge(HttpModel):
     """An LLM judge. `url` is the base that OpenAI's clients take too, with `/v1`."""
 
     model: str
-    """Name of the judge, as its server knows it."""
     template: str
-    """Jinja template of the question, or a file of one that ends in `.jinja`: `{{ answer }}` is the text to judge,
-    `{{ ground_truth }}` the right answer, and each column of the row has its name."""
+    """Jinja template of the question, or a file that ends in `.jinja`: `{{ answer }}` is the text to judge, `{{
+    ground_truth }}` the right answer, and each column of the row has its name."""
     pattern: re.Pattern[str]
-    """Finds the verdict in what the judge says: the last match, or its first group if it has one."""
+    """Finds the verdict: the last match, or its first group if it has one."""
     scores: dict[str, float] | None = None
     """Reward of each verdict, whatever its case; null: the verdict is a number."""
     scale: float = Field(1.0, gt=0)
     """What the number is divided by: 10 for marks from 0 to 10."""
     system: str | None = None
-    """System message."""
     max_tokens: Positive = 1024
     """Longest verdict in tokens, reasoning included."""
     extra: dict[str, Any] = Field({})
@@ -48,7 +42,7 @@ class Judge(HttpModel):
         return self
 
     async def __call__(self, solution_str: str, ground_truth: Any, row: dict[str, Any]) -> float:
-        """The score of an answer. Raises RewardError for a verdict that has none, or a server that gives none."""
+        """Raises RewardError for a verdict without a score, or a server that gives none."""
         said = await self._ask(self.question(solution_str, ground_truth, row))
         verdict = last_match(self.pattern, said)
         if verdict is None:
@@ -64,7 +58,6 @@ class Judge(HttpModel):
             raise RewardError(f"judge: its verdict {verdict!r:.80} is no number; set scores") from None
 
     def question(self, solution_str: str, ground_truth: Any, row: dict[str, Any]) -> str:
-        """The prompt of the judge about an answer. Raises RewardError for a row that its template does not fit."""
         return self._text.render(solution_str, ground_truth, row)
 
     async def _ask(self, question: str) -> str:

@@ -1,8 +1,5 @@
-"""Whether the run's own reward or teacher servers answer: what a call waits for before it is made.
-
-Part of a rollout server's reward pool and teachers. Starting such a server takes a minute, at the beginning of a run or
-after it was killed; only its port shows that it is there, which is asked every second while somebody waits.
-"""
+"""Whether the run's own reward or teacher servers answer: they take a minute to start, and their ports are asked every
+second while somebody waits."""
 
 import asyncio
 import logging
@@ -22,18 +19,17 @@ class OwnServers:
         self._asking: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """Wait until one of the servers answers; at once if one did, and none was lost since. All share the asking."""
+        """Wait until one of the servers answers; at once if one did and none was lost since."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask())
         await asyncio.shield(self._asking)
 
     def lost(self) -> None:
-        """No server took a call, or one was lost with it: they are asked again."""
+        """Ask the servers again: none took a call, or one was lost with it."""
         if self._asking is not None and self._asking.done():
             self._asking = None
 
     def close(self) -> None:
-        """Ask no more."""
         if self._asking is not None:
             self._asking.cancel()
 
@@ -51,7 +47,7 @@ class OwnServers:
 
 
 async def answers(url: str) -> bool:
-    """Whether the server at `url` says that it is well."""
+    """Whether the server at `url` is well."""
     place = urlsplit(url)
     with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
         async with asyncio.timeout(ANSWER_S):

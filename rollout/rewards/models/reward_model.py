@@ -1,8 +1,5 @@
-"""The reward `reward_model`: the raw logit of a sequence classification model, from `vllm serve` in its pooling mode.
-
-Runs in a reward worker: one request scores all answers of a group. The server is named by `url`, or is one of the run's
-own (`reward.servers`, `rollout/engine/reward_server.py`).
-"""
+"""The reward `reward_model`: the raw logit of a sequence classification model, from `vllm serve` in its pooling mode,
+at `url` or from the run's own `reward.servers`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +18,7 @@ class RewardModel(HttpModel):
 
     template: str | None = None
     """Jinja template of the whole text, with the names that a judge's has; the server puts the special tokens before
-    it. null: the chat template of `model`, of the row's messages and the answer."""
+    it. null: the chat template of `model`."""
     _text: AnswerTemplate | None = PrivateAttr(None)
     _tokenizer: Any = PrivateAttr(None)
     _chats: ChatTexts = PrivateAttr()
@@ -38,7 +35,7 @@ class RewardModel(HttpModel):
     def _load_tokenizer(self) -> "PreTrainedTokenizerBase":
         if self.model is None:
             raise ValueError("nothing says how its texts are made; set model, whose chat template does, or template")
-        from transformers import AutoTokenizer  # takes seconds to import: only who needs it pays
+        from transformers import AutoTokenizer
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.model)
@@ -68,11 +65,11 @@ class RewardModel(HttpModel):
     def question(
         self, solution_strs: list[str], ground_truths: list[Any], rows: list[dict[str, Any]]
     ) -> list[str | list[int]]:
-        """The prompts of the reward model about answers. Raises RewardError for rows that its template does not fit."""
+        """Raises RewardError for rows that the template does not fit."""
         return [self._input(*one) for one in zip(solution_strs, ground_truths, rows, strict=True)]
 
     def _input(self, answer: str, truth: Any, row: dict[str, Any]) -> str | list[int]:
-        """What the server is sent of an answer: a text, or the tokens of a chat."""
+        """A text, or the tokens of a chat."""
         if self._text is not None:
             return self._text.render(answer, truth, row)
         prompt = row.get("prompt") or row.get("problem")
@@ -92,5 +89,5 @@ class RewardModel(HttpModel):
 
 
 def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """Return the text of a message, without images and tool calls."""
+    """The text of a message, without images and tool calls."""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
