@@ -1,8 +1,8 @@
 """`python -m rollout CONFIG [--name rollout-0]`: a rollout server; also runs `evaluate`, `reward` and `teacher`.
 
-Waits for reward and task to be loaded, the buffer to accept it, vLLM, and the learner's first policy: vLLM starts with
-dummy weights, which never generate. Exit codes: 0 done or drained, 1 failed, 2 input refused or vLLM and the learner
-disagree about the initial model, 130 forced.
+Waits for reward and task, the buffer, vLLM, and the learner's first policy: vLLM's dummy weights never generate. Exit
+codes: 0 done or drained, 1 failed, 2 input refused or vLLM and the learner disagree about the initial model, 130
+forced.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ REVOKED = Failure("the buffer took the lease back")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`; returns the exit code."""
+    """Run the command line `argv`."""
     configure_logging()
     try:
         command = {"evaluate": evaluate.main, "reward": reward_server.main, "teacher": teacher_server.main}.get(
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def explain_failure(error: Exception) -> int:
-    """Report what ended the server; returns BAD_INPUT if a restart would end the same way."""
+    """Report what ended the server: BAD_INPUT if a restart would end the same way."""
     cause = first_error(error)
     if isinstance(cause, RefusedError):
         print_visible(f"{PROG}: the buffer refuses this server: {cause}", sys.stderr)
@@ -124,7 +124,7 @@ async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[Probl
 
 
 def seed(config: Config, name: str) -> int:
-    """vLLM's seed: another for each server of a run."""
+    """vLLM's seed: another for each server."""
     return (config.run.seed * 1_000_003 + zlib.crc32(name.encode())) % 2**31
 
 
@@ -136,7 +136,7 @@ async def work(
     drain: Drain,
     sets: list[ProblemSet],
 ) -> None:
-    """Build the parts around the engine and run the loops until the run is over or drained."""
+    """Build the parts around the engine and run the loops."""
     from learner.weights.receiver.follow import Receiver
 
     buffer = RolloutClient(connection, lambda: engine.version)
@@ -181,7 +181,7 @@ async def work(
             last.cancel()
         for other in others:
             other.cancel()
-    with suppress(TimeoutError):  # then its leases end by missed heartbeats
+    with suppress(TimeoutError):  # its leases end by missed heartbeats
         async with asyncio.timeout(REPORT_S):
             await buffer.leave()
 

@@ -1,7 +1,6 @@
 """How many sequences a rollout server works on at a time: `Places` counts them, one for each sample.
 
-A sample holds a place from when its item arrives until its task has ended: neither while it is scored or stored, nor
-while its group waits for a longer sample.
+A sample holds a place until its task has ended: neither while it is scored or stored, nor while it waits for its group.
 """
 
 import asyncio
@@ -15,26 +14,25 @@ from rollout.tasks.trajectory import Recorded
 
 LENGTHS = 512
 GROWTH_PER_S = 1 / 16
-"""From 32 to 512 sequences in 45 s of waiting."""
+"""From 32 to 512 sequences in 45 s."""
 NEARLY = 7 / 8
-"""Places count as all taken from this share on, and a cut leaves at least this share."""
+"""Share at which places count as all taken, and that a cut leaves."""
 LULL_S = 0.25
-"""An Ask unanswered for so long finds no group; one that finds some takes milliseconds."""
+"""An Ask unanswered for so long finds no group."""
 RETRY_S = 60.0
-"""Seconds without a preemption after which one more group is tried."""
+"""Without a preemption, until one more group is tried."""
 
 
 class Places:
-    """`limit` places for groups of `samples` samples. A lower limit ends no sample that has a place.
+    """`limit` places for groups of `samples`. A lower limit ends no sample that has a place.
 
-    `mean_tokens`: first as expected, then the mean of whole samples that finished last.
+    `mean_tokens`: first as expected, then of the samples that finished last.
     """
 
     def __init__(self, limit: int, samples: int, mean_tokens: float = 1.0) -> None:
         self.samples, self.mean_tokens, self.taken = samples, mean_tokens, 0
         self._limit, self._changed = limit, asyncio.Event()
         self.lull = False
-        """The buffer admits no group at present."""
 
     @property
     def limit(self) -> int:
@@ -46,8 +44,8 @@ class Places:
         self._changed.set()
 
     async def room(self) -> int:
-        """Wait until a place is free; returns for how many groups. The last one may fit in part, so at most `samples -
-        1` more than `limit` are taken, for which vLLM has room (`engine/arguments.py`)."""
+        """Wait for a free place; returns for how many groups. The last one may fit in part: at most `samples - 1` more
+        than `limit` are taken, for which vLLM has room."""
         while self.taken >= self._limit:
             await self.change()
         return -(-(self._limit - self.taken) // self.samples)
@@ -68,7 +66,7 @@ class Places:
 
     @property
     def parked(self) -> int:
-        """Places that are free because the buffer admits no group."""
+        """Free because the buffer admits no group."""
         return max(0, self._limit - self.taken) if self.lull else 0
 
     def begin_lull(self) -> None:
@@ -85,7 +83,7 @@ class Places:
 
 
 class GroupPlaces:
-    """The places of a group, each given back once. Both methods are callbacks of tasks."""
+    """The places of a group, each given back once."""
 
     def __init__(self, places: Places) -> None:
         self._places, self._held = places, places.samples
@@ -105,7 +103,7 @@ class GroupPlaces:
 
 
 class SparePlaces:
-    """Places for single samples: `share` of all of them, at least one, and in a lull whatever is free."""
+    """Places for single samples: `share` of all, at least one, and in a lull whatever is free."""
 
     def __init__(self, places: Places, share: float) -> None:
         self._places, self._share, self.taken = places, share, 0
@@ -131,7 +129,7 @@ class Fixed:
     sequences: int
 
     def limits(self, places: Places) -> dict[str, int]:
-        """What bounds the number of places; the smallest counts."""
+        """Bounds of the number of places; the smallest counts."""
         return {"limit_sequences": self.sequences}
 
     def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None: ...
@@ -141,12 +139,12 @@ class Fixed:
 class Auto:
     """`rollout.sequences: auto`. The limit is the smallest of four numbers:
 
-    1. `wanted`: this server's share of a batch, so that a synchronous batch is made all at once. It grows only while the
+    1. `wanted`: this server's share of a batch, to make a synchronous batch all at once. It grows only while the
        learner waits and all places are taken: more sequences only make older samples.
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
     3. What the KV cache holds of sequences of mean length (`by_kv`).
-    4. After preemptions: that many fewer, an eighth at most, and no further while more places are taken than the last cut
-       left; then a group more each minute without another.
+    4. After preemptions: that many fewer, an eighth at most, and no further while more places are taken than the
+       last cut left; then a group more each minute.
     """
 
     wanted: float

@@ -13,17 +13,17 @@ from rollout.episodes.episode import Episodes, Failure
 
 log = logging.getLogger(__name__)
 REPORT_S = 5.0
-"""Time after that to report to the buffer; later, leases expire."""
+"""To report to the buffer; later, leases expire."""
 CLOSE_S = 5.0
-"""Time of a notice left for engine and workers to close."""
+"""Of a notice, for engine and workers to close."""
 FORCE_S = 10.0
-"""Time after the second signal for engine and workers to close."""
+"""After the second signal, for engine and workers to close."""
 FORCED = 130
 RETURNED = Failure("draining: the server stops", returned=True)
 
 
 class Drain:
-    """Made in the server's main task; a signal before there is anything to drain just ends that task."""
+    """Made in the server's main task; a signal before there is anything to drain ends that task."""
 
     def __init__(self, drain_s: float) -> None:
         self.drain_s, self.begun = drain_s, asyncio.Event()
@@ -45,7 +45,7 @@ class Drain:
         self._loop.call_later(drain_s + REPORT_S, self.force)
 
     def force(self, number: int = 0) -> None:
-        """Cancel the main task; if its clean-up takes longer than FORCE_S, end the process."""
+        """Cancel the main task; after FORCE_S end the process."""
         assert self._server is not None
         self._server.cancel()
         self._loop.call_later(FORCE_S, os._exit, FORCED)
@@ -58,7 +58,7 @@ class Drain:
             beginning.cancel()
 
     async def ask(self, buffer: RolloutClient, room: int) -> list[WorkItem] | None:
-        """At most `room` items of the buffer; None once it has no more or the drain began."""
+        """At most `room` items; None once there are no more or the drain began."""
         if self.begun.is_set():
             return None
         asking = asyncio.ensure_future(buffer.ask(room))
@@ -69,6 +69,6 @@ class Drain:
         return None
 
     async def _return(self, asking: "asyncio.Future[list[WorkItem] | None]", buffer: RolloutClient) -> None:
-        """Give back items that still arrive at once, for other servers."""
+        """Give back items that still arrive, for other servers."""
         for item in await asking or []:
             await RETURNED.deliver(buffer, item)

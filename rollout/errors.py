@@ -10,8 +10,8 @@ if TYPE_CHECKING:  # reward workers start faster without NumPy
 class EpisodeError(Exception):
     """An attempt at an item failed and is tried again. Tasks may raise it.
 
-    `permanent`: no other attempt can succeed. `returned`: the item was not at fault; it counts as no attempt. `origin`:
-    type of the exception behind it.
+    `permanent`: no attempt can succeed. `returned`: the item was not at fault. `origin`: type of the exception behind
+    it.
     """
 
     kind: "FailureKind" = "task"
@@ -46,7 +46,7 @@ class RewardError(EpisodeError):
 class TeacherError(EpisodeError):
     """A teacher gave no log-probabilities. The group fails; no token gets a 0.
 
-    Unusable answers count against the run, which is given up if there are only such; silent servers do not.
+    A run that gets only unusable answers is given up, not one whose servers are silent.
     """
 
     def __init__(self, reason: str, temporary: bool = False, origin: str = "") -> None:
@@ -55,7 +55,7 @@ class TeacherError(EpisodeError):
 
 
 class TruthError(ValueError):
-    """The reward cannot use the row's ground truth, whatever the answer."""
+    """The reward cannot use the row's ground truth."""
 
     permanent = True
 
@@ -67,10 +67,10 @@ class EngineError(EpisodeError, RuntimeError):
 
 
 class ChatRefused(ValueError):
-    """A call of `chat` that cannot be taken as asked. The episode may go on, or end and be scored.
+    """A call of `chat` that cannot be taken. The episode may go on, or end and be scored.
 
-    `code`: OpenAI's where there is one. After a limit of the run (`context_length_exceeded`, `turns_exceeded`,
-    `time_exceeded`) the episode counts as truncated.
+    `code`: mostly OpenAI's. After `context_length_exceeded`, `turns_exceeded` or `time_exceeded` the episode counts as
+    truncated.
     """
 
     def __init__(self, reason: str, code: str = "invalid_request_error") -> None:

@@ -1,7 +1,6 @@
 """`python -m rollout evaluate CONFIG --models DIR [DIR ...] [--sets NAME ...] [--out FILE.json]`: on `data.eval`.
 
-One vLLM engine loads folders in Hugging Face format and adapters in PEFT's one after another. Needs neither buffer nor
-learner.
+One vLLM engine loads one folder after another. Needs neither buffer nor learner.
 """
 
 import json
@@ -70,12 +69,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def say(line: str) -> None:
-    """Print a line on stderr: stdout has the table alone."""
+    """On stderr: stdout has the table alone."""
     print_visible(f"evaluate: {line}", sys.stderr)
 
 
 def check_evaluated(config: Config) -> None:
-    """Raise ConfigError for a run whose models cannot be evaluated."""
+    """Raise ConfigError if models cannot be evaluated."""
     check_server(config, files=["data.eval"])
     check_scored(config)
 
@@ -96,7 +95,7 @@ def chosen_sets(config: Config, models: Sequence[Path], names: Sequence[str] = (
 
 
 def absence(folder: Path) -> str:
-    """Why `folder` cannot be evaluated; empty if it can."""
+    """Why `folder` cannot be evaluated, or ""."""
     if (folder / "adapter_config.json").is_file():
         return ""
     if (folder / "config.json").is_file():
@@ -107,7 +106,7 @@ def absence(folder: Path) -> str:
 
 
 def served(config: Config, models: Sequence[Path]) -> Config:
-    """`config` for an engine that serves `models`, adapters or whole weights. Raises ValueError."""
+    """`config` for an engine that serves `models`. Raises ValueError."""
     from rollout.engine.lora.adapter_folder import evaluated_as  # takes seconds
 
     return evaluated_as(config, models)
@@ -129,7 +128,7 @@ async def evaluate(
 async def evaluate_models(
     config: Config, setup: RolloutSetup, engine: "Engine", sets: Sequence[ProblemSet], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
-    """One record for each model and set, printed as soon as known."""
+    """One record for each model and set."""
     at_once = config.rollout.sequences
     places = Places(max_sequences(config, on_cpu(config)) if at_once == "auto" else at_once, samples=1)
     table = Table(sets, models)
@@ -146,7 +145,7 @@ async def evaluate_models(
 
 
 def record_of(model: str, problems: ProblemSet, played: Played) -> dict[str, Any]:
-    """An entry of the report. Figures that no scored attempt gave are 0."""
+    """Figures that no scored attempt gave are 0."""
     samples, figures = problems.given.samples, dict(played.figures)
     counts = {name: int(figures.pop(name)) for name in ("problems", "failed")}
     return {
@@ -165,8 +164,6 @@ def record_of(model: str, problems: ProblemSet, played: Played) -> dict[str, Any
 
 
 class Table:
-    """Prints a line for each record."""
-
     def __init__(self, sets: Sequence[ProblemSet], models: Sequence[Path]) -> None:
         self._model = max(len(str(model)) for model in models)
         self._set = max(len("set"), *(len(each.name) for each in sets)) if [s.name for s in sets] != ["eval"] else 0

@@ -1,5 +1,4 @@
-"""The two loops of a rollout server: `roll` makes groups, `follow` loads each new policy. If either fails, the process
-ends with the cause."""
+"""The two loops of a rollout server. If either fails, the process ends with the cause."""
 
 import asyncio
 import logging
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Ask = Callable[[int], Awaitable[list[WorkItem] | None]]
-"""At most this many items to make groups of, at least one; None: there will be no more."""
+"""At most this many items, at least one; None: there will be no more."""
 
 
 async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, places: Places) -> None:
-    """Ask for as many items as there are places for and make each a group, until there are no more."""
+    """Ask for as many items as there are places for and make each a group."""
     async with asyncio.TaskGroup() as groups:
         while True:
             room = await places.room()

@@ -1,6 +1,6 @@
 """An episode: from a dispatched item to its group, or a `Failure`, which never becomes a reward of zero.
 
-One server makes all samples of a group. When the buffer takes a lease back, its generation is aborted.
+One server makes all samples of a group.
 """
 
 import asyncio
@@ -29,22 +29,21 @@ from rollout.teachers.scoring import Teachers
 
 REASON_CHARS = 300
 Ended = Callable[["asyncio.Task[Recorded]"], object]
-"""Called with the task of each sample once that has ended: it needs no place any more."""
+"""Called when a sample has ended: it needs no place any more."""
 
 
-def uncounted(sample: "asyncio.Task[Recorded]") -> None:
-    """Does nothing."""
+def uncounted(sample: "asyncio.Task[Recorded]") -> None: ...
 
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of a problem. `failures`: where it is logged if it cannot be trained."""
+    """All samples of a problem."""
 
     samples: list[Sample]
     failures: FailureLog = field(default_factory=FailureLog)
 
     async def deliver(self, buffer: RolloutClient, item: WorkItem) -> None:
-        """Put it into the buffer. A group that is too large for a message, or refused, becomes a failure."""
+        """Put it into the buffer. A group that is too large or refused becomes a failure."""
         try:
             stored = await buffer.put(item, self.samples)
         except RefusedError as error:
@@ -56,7 +55,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an item did not become a group, in one line. `returned`: it counts as no attempt."""
+    """Why an item did not become a group. `returned`: it counts as no attempt."""
 
     reason: str
     kind: FailureKind = "infrastructure"
@@ -64,7 +63,6 @@ class Failure:
     returned: bool = False
 
     async def deliver(self, buffer: RolloutClient, item: WorkItem) -> None:
-        """Report it: the buffer dispatches the item again unless the failure is permanent."""
         await buffer.fail(item, self.reason, self.permanent, self.returned, self.kind)
 
 
@@ -82,12 +80,12 @@ class Episodes:
     failures: FailureLog = field(default_factory=FailureLog)
     stages: Stages = field(default_factory=Stages)
     teachers: Teachers | None = None
-    """None: the run has no teacher, or evaluates."""
+    """None: without a teacher, or for an evaluation."""
     first: FirstShown | None = None
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
 
     async def run(self, item: WorkItem, ended: Ended = uncounted) -> Group | Failure:
-        """Make one item a group. Raises only what the server cannot survive, such as EngineDead."""
+        """Raises only what the server cannot survive, such as EngineDead."""
         abandoned = self._open[item.lease] = asyncio.get_running_loop().create_future()
         work = asyncio.create_task(self.attempt(item.problem, ended))
         try:
@@ -106,7 +104,7 @@ class Episodes:
         self.abandon(list(self._open), failure)
 
     async def attempt(self, row: dict[str, Any], ended: Ended = uncounted) -> Group | Failure:
-        """A group from a row of the data set; a failure is logged too."""
+        """A group from a row of the data set."""
         try:
             return Group(await self._play(row, ended), self.failures)
         except* EpisodeError as errors:
@@ -166,8 +164,7 @@ class Episodes:
         return own
 
     def _answer(self, trajectory: Trajectory, row: dict[str, Any]) -> Answer:
-        """What the reward is given: what follows the prompt, and of further segments what follows theirs, which repeats
-        what was said before."""
+        """What follows the prompt, and of further segments what follows theirs, which repeats earlier text."""
         columns, starts = trajectory.columns or trajectory.arrays(), trajectory.starts
         firsts = [trajectory.start, *(start + int(columns["sampled"][start:].argmax()) for start in starts[1:])]
         spans = [slice(*span) for span in zip(firsts, [*starts[1:], None], strict=True)]
@@ -183,7 +180,7 @@ class Episodes:
         return Answer(self.prompts.text(tokens), len(tokens), row, turns or None, raw, prompt)
 
     async def _play_once(self, problem: Problem, salt: str) -> Recorded:
-        """One sample, tried anew after a failure: one failure need not fail the group."""
+        """A failed sample is tried anew: it need not fail the group."""
         for left in reversed(range(self.sample_attempts)):
             try:
                 return await self._try_once(problem, salt)
@@ -199,7 +196,7 @@ class Episodes:
             with self.stages("task"):
                 generate = self.sampler.generate_for(problem, salt, routes)
                 made = await self.task(problem, self.stages.around(generate))
-        except Exception as error:  # a user's code: what it raises ends the attempt, not the server
+        except Exception as error:  # a user's code ends the attempt, not the server
             cause = first_error(error)
             if isinstance(cause, EpisodeError | EngineDead):
                 raise cause from cause.__cause__

@@ -8,11 +8,11 @@ from rollout.errors import EpisodeError
 
 log = logging.getLogger(__name__)
 REPEAT_S = 30.0
-"""Shortest time between two lines of one kind."""
+"""Between two lines of one kind."""
 
 
 class FailureLog:
-    """The first failure of each kind and exception type is logged with its traceback; later ones are counted."""
+    """Logs the first failure of each kind and exception type, and counts later ones."""
 
     def __init__(self, repeat_s: float = REPEAT_S) -> None:
         self.repeat_s = repeat_s

@@ -1,5 +1,4 @@
-"""Logs the first prompt of a rollout server as the model reads it, and the first answer with its reward: they show most
-mistakes in data and templates."""
+"""Logs the first prompt of a rollout server as the model reads it, and the first answer: they show most mistakes."""
 
 import logging
 
@@ -18,7 +17,6 @@ class FirstShown:
         self._prompts, self._left = prompts, {"prompt", "answer"}
 
     def prompt(self, problem: Problem) -> None:
-        """Log the first prompt, what ends its answer, and its ground truth."""
         if "prompt" not in self._left:
             return
         self._left.discard("prompt")
@@ -30,7 +28,6 @@ class FirstShown:
         log.info(words, len(problem.prompt), ends, shortened(truth, MOST_CHARS // 4), shown)
 
     def answer(self, trajectory: Trajectory, score: Score) -> None:
-        """Log the first answer and its score."""
         if "answer" not in self._left:
             return
         self._left.discard("answer")
@@ -42,7 +39,7 @@ class FirstShown:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text`, without its middle if it has more than `most` characters."""
+    """`text`, without its middle if it is longer than `most` characters."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -18,7 +18,7 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"t
 
 
 def settled_chat(config: Config, prompts: Prompts) -> ChatConfig:
-    """`rollout.chat` with the chosen parsers and the argument that `thinking` adds. Raises ValueError."""
+    """`rollout.chat` with `auto` and `thinking` resolved. Raises ValueError."""
     kind, chat = model_facts(config.model.path).kind or "", config.rollout.chat
     found: dict[str, str | None] = {key: choose(key, getattr(chat, key), kind, prompts.template_text) for key in KEYS}
     for key, name in found.items():
@@ -28,7 +28,7 @@ def settled_chat(config: Config, prompts: Prompts) -> ChatConfig:
 
 
 def check_reads_calls(parser: AnswerParser, template: ChatTemplate, name: str) -> None:
-    """Raise ValueError unless the parser reads the call that the chat template writes."""
+    """Raise ValueError unless the parser reads the template's calls."""
     asked: Message = {"role": "user", "content": "1"}
     call = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": "x", "b": 2}}}
     tools = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}}]

@@ -9,17 +9,16 @@ from rollout.tasks.trajectory import PlacedImage
 
 
 class SampledSoFar:
-    """What was sampled for one sample, whatever its task made of it."""
+    """What the policy sampled, whatever the task made of it."""
 
     def __init__(self) -> None:
         self._turns: list[tuple[list[int], list[int]]] = []
 
     def add(self, tokens: list[int], completion: list[int]) -> None:
-        """The policy continued `tokens`."""
         self._turns.append((list(tokens), completion))
 
     def among(self, tokens: list[int]) -> np.ndarray:
-        """bool [tokens]: which ones the policy sampled after the very tokens that stand before them."""
+        """bool [tokens]: which ones the policy sampled after the very tokens before them."""
         sampled = np.zeros(len(tokens), bool)
         for before, completion in self._turns:
             if tokens[: len(before)] == before:
@@ -32,8 +31,7 @@ class SampledSoFar:
 def misplaced(
     tokens: list[int], sampled: np.ndarray, images: Sequence[PlacedImage], form: ImageFormat | None, most: int
 ) -> Iterator[str]:
-    """What is wrong with `images`: each needs placeholders of its own that were given, and each of those an image.
-    `sampled`: [tokens]."""
+    """What is wrong with `images`. `sampled`: [tokens]."""
     if not all(isinstance(image, PlacedImage) for image in images):
         yield f"images are {images!r:.200}; a list of PlacedImage is needed, as Trajectory.images"
         return

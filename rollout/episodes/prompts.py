@@ -1,7 +1,7 @@
 """From a row of the data set to the tokens of its prompt, and from tokens to text.
 
-Reads the columns of TinyZero and verl (`prompt`: chat messages) and of EasyR1 (`problem`: text), and `images`, marked
-by `<image>` in a text or an image part of a message.
+Reads the columns of TinyZero and verl (`prompt`) and of EasyR1 (`problem`), and `images`, marked by `<image>` or an
+image part of a message.
 """
 
 import re
@@ -51,7 +51,7 @@ class Prompts:
             except RenderError as error:
                 problems.append(f"{self._format_name}: {error}")
         self.template_kwargs: dict[str, Any] = dict(config.rollout.chat.template_kwargs)
-        """The switch of `rollout.chat.thinking` included."""
+        """With the switch of `rollout.chat.thinking`."""
         try:
             self.named_ends = named_ends(config.model.path, tokenizer)
             self._stops = self._single_tokens(config.sampling.stop, "sampling.stop")
@@ -66,8 +66,7 @@ class Prompts:
 
     @cached_property
     def end_sources(self) -> dict[int, str]:
-        """The tokens by which the model itself ends an answer, and what names each. The chat template's counts too: a
-        base model's files name the end of a text only.
+        """The model's own ends of an answer, and what names each. A base model's files name the end of a text only.
 
         Example: `{151643: "tokenizer", 151645: "chat template"}`
         """
@@ -77,12 +76,11 @@ class Prompts:
 
     @property
     def ends(self) -> list[int]:
-        """The tokens of `end_sources`."""
         return list(self.end_sources)
 
     @property
     def stops(self) -> list[int]:
-        """The tokens that end an answer: `sampling.stop` and `ends`."""
+        """`sampling.stop` and `ends`."""
         return list(dict.fromkeys([*self._stops, *self.ends]))
 
     def _thinking(self, wanted: bool | Literal["auto"]) -> dict[str, Any]:
@@ -96,8 +94,7 @@ class Prompts:
             raise ConfigError([f"rollout.chat.thinking: {'on' if wanted else 'off'}: {error}"]) from None
 
     def with_pictures(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Picture]]:
-        """The row with its image files, and the pictures that a model sees: tens of milliseconds for a photo. Raises
-        PromptError."""
+        """The row with its image files, and the pictures: tens of milliseconds for a photo. Raises PromptError."""
         files, pictures = list[bytes](), list[Picture]()
         try:
             for data in row[IMAGES]:
@@ -108,7 +105,7 @@ class Prompts:
         return row | {IMAGES: files}, pictures
 
     def tokens(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
-        """The prompt's tokens, with the header of an answer. Raises PromptError."""
+        """With the header of an answer. Raises PromptError."""
         tokens = self.encode(row, pictures)
         if len(tokens) > self.longest:
             # one reason for all of them
@@ -121,7 +118,7 @@ class Prompts:
         """`tokens` of any number. Raises PromptError."""
         try:
             messages = self.messages(row)
-            if self.plain:  # the tokenizer adds the special tokens
+            if self.plain:
                 return self._expanded(self.plain_tokens(messages), pictures)
             text = self._rendered(messages)
             tokens = self.tokenizer.encode(self._marked(text), add_special_tokens=False)
@@ -135,7 +132,7 @@ class Prompts:
         return tokens
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
-        """Render up to the answer, which continues a last message of the assistant's."""
+        """The answer continues a last message of the assistant's."""
         last = messages[-1]
         continued = last["role"] == "assistant"
         if continued and last.get("tool_calls"):
@@ -150,7 +147,7 @@ class Prompts:
             raise
 
     def chat_text(self, messages: list[dict[str, Any]], header: bool) -> str:
-        """`header`: up to where the next answer begins. Raises PromptError."""
+        """`header`: add the beginning of an answer. Raises PromptError."""
         try:
             return self._texts.render(messages, header, kwargs=self.template_kwargs)
         except RenderError as error:
@@ -162,7 +159,7 @@ class Prompts:
         return self._open(self.tokenizer.encode(self._joined(messages)))
 
     def _open(self, tokens: list[int]) -> list[int]:
-        """Drop the end that some tokenizers put after any text: an answer follows."""
+        """Drop the end that some tokenizers add: an answer follows."""
         return tokens[:-1] if tokens and tokens[-1] in self.ends else tokens
 
     def _joined(self, messages: list[dict[str, Any]]) -> str:
@@ -171,20 +168,20 @@ class Prompts:
         return "\n\n".join(flat(message["content"]).replace(MARK, self._image_text()) for message in messages)
 
     def _image_text(self) -> str:
-        """The text of an image, with one placeholder."""
+        """With one placeholder."""
         assert self.form is not None
         marks = (self.form.vision_start, self.form.image_token, self.form.vision_end)
         image = "".join(map(str, self.tokenizer.convert_ids_to_tokens(list(marks))))
         return f"{self.form.padding}{image}{self.form.padding}"
 
     def _marked(self, text: str) -> str:
-        """As the model's processor would write `text`: Gemma 3's template has the first token of an image alone."""
+        """As the model's processor writes `text`: Gemma 3's template has an image's first token alone."""
         if self.form is None or not self.form.padding:
             return text
         return text.replace(str(self.tokenizer.convert_ids_to_tokens(self.form.vision_start)), self._image_text())
 
     def _expanded(self, tokens: list[int], pictures: Sequence[Picture]) -> list[int]:
-        """Put a placeholder for each token of a picture where the template has one for each picture."""
+        """Repeat each placeholder for all tokens of its picture."""
         if self.form is None:
             return tokens
         token, found, places = self.form.image_token, list[int](), tokens.count(self.form.image_token)
@@ -202,7 +199,7 @@ class Prompts:
         return str(self.tokenizer.decode(numbers, skip_special_tokens=not special))
 
     def shown(self, tokens: list[int]) -> str:
-        """The tokens for people: with special ones, and the placeholders of an image counted."""
+        """The tokens for people."""
         text = str(self.tokenizer.decode(tokens))
         if self.form is None:
             return text
@@ -210,7 +207,7 @@ class Prompts:
         return re.sub(f"({re.escape(name)})+", lambda run: f"{name} x {len(run[0]) // len(name)}", text)
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chat of a row, template and system prompt applied. A text that shows an image becomes a list of parts."""
+        """The chat of a row, template and system prompt applied."""
         if row.get("videos"):
             raise PromptError("the row has videos; only text and images are shown to the model")
         images = row.get(IMAGES)
@@ -234,7 +231,7 @@ class Prompts:
             raise PromptError(error.about("the row", self._format_name)) from None
 
     def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
-        """The tokens of these texts, and the model's own ends. Raises ConfigError naming `name`."""
+        """Raises ConfigError naming `name`."""
         return list(dict.fromkeys([*self._single_tokens(texts, name), *self.ends]))
 
     def _single_tokens(self, texts: Sequence[str], name: str) -> list[int]:
@@ -251,7 +248,7 @@ class Prompts:
 
 
 def without_images(row: dict[str, Any]) -> dict[str, Any]:
-    """The row for rewards and reports, which take no image files."""
+    """The row for rewards and reports."""
     return {name: value for name, value in row.items() if name != IMAGES}
 
 
@@ -263,15 +260,15 @@ def flat(content: str | list[dict[str, Any]]) -> str:
 
 
 def parts(text: str) -> str | list[dict[str, Any]]:
-    """What a chat template takes: `"<image> Red?"` -> `[{"type": "image"}, {"type": "text", "text": " Red?"}]`. A text
-    without an image stays one."""
+    """`"<image> Red?"` -> `[{"type": "image"}, {"type": "text", "text": " Red?"}]`. A text without an image stays
+    one."""
     pieces = [{"type": "text", "text": piece} for piece in text.split(MARK)]
     marked = [part for piece in pieces for part in ({"type": "image"}, piece)][1:]
     return [part for part in marked if part.get("text", MARK)] if len(pieces) > 1 else text
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
-    """The model's tokenizer. Raises ValueError."""
+    """Raises ValueError."""
     from transformers import AutoTokenizer  # takes seconds
 
     path, again = config.model.path, "correct its files or download the model again"

@@ -1,7 +1,7 @@
 """Routes of one sample, found by tokens and log-probabilities alone, whatever the task makes of its completions.
 
-A prompt may begin with all tokens of an earlier answer: then the engine is asked only for the rows after these. A
-token's row is of the computation that the next token was sampled from, however often later answers read it again.
+A prompt may begin with an earlier answer: then the engine is asked only for later rows. A token's row is of the
+computation that sampled the next token, however often it is read again.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from rollout.tasks.trajectory import Completion, Trajectory
 
 
 class Continued(NamedTuple):
-    """A prompt, int32, whose first `end` tokens, an earlier answer or none, hash to `before`."""
+    """A prompt, int32; its first `end` tokens, an earlier answer, hash to `before`."""
 
     prompt: np.ndarray
     end: int
@@ -25,14 +25,14 @@ class Continued(NamedTuple):
 
     @property
     def routed(self) -> int:
-        """Number of first tokens whose rows are known: no computation has read the last token of an answer."""
+        """Number of known rows: no computation has read the last token of an answer."""
         return max(self.end - 1, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedAnswer:
-    """What one call added after `start` tokens that hash to `before`: int32 tokens, log-probabilities (NaN: given),
-    rows. The first row is of the token before them, if any."""
+    """What one call added after `start` tokens: int32 tokens, log-probabilities (NaN: given), rows. The first row is of
+    the token before them."""
 
     start: int
     before: bytes
@@ -65,8 +65,8 @@ class RecordedRoutes:
         self._ends[digest(tokens)] = tokens.size
 
     def of(self, trajectory: Trajectory) -> np.ndarray | None:
-        """[tokens, layers, k]; zeros where no answer reads a token; None without routes. Raises EpisodeError for a
-        sampled token that no answer sampled there, and without routes if they are `wanted`."""
+        """[tokens, layers, k]; zeros where no answer reads a token. Raises EpisodeError for a sampled token of no
+        answer, or without routes that are `wanted`."""
         if not self._answers:
             if self.wanted:
                 raise EpisodeError("the task never called generate; with rollout.routing_replay its answers are needed")
@@ -83,9 +83,9 @@ class RecordedRoutes:
         return routes
 
     def _fill(self, routes: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, lacking: np.ndarray) -> None:
-        """Write the rows of one segment; sampled tokens that got theirs are no longer `lacking`."""
+        """Write the rows of one segment and clear `lacking`."""
         own = []
-        for answer in reversed(self._answers):  # where several have read a token, the first counts
+        for answer in reversed(self._answers):  # the first to read a token counts
             if answer.start > tokens.size or digest(tokens[: answer.start]) != answer.before:
                 continue
             size = min(answer.tokens.size, tokens.size - answer.start)

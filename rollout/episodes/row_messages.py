@@ -17,7 +17,7 @@ ENDS = 30
 
 
 def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
-    """The chat of a row. Raises PromptError."""
+    """Raises PromptError."""
     prompt = row.get("prompt") or row.get("problem")
     if not prompt:
         empty = [name for name in ("prompt", "problem") if name in row]
@@ -32,7 +32,7 @@ def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
 
 
 def message_of(number: int, message: Any, template: str, images: bool) -> dict[str, Any]:
-    """Convert one message. Null keys are left out: in parquet each message has the keys of all."""
+    """Null keys go: in parquet each message has the keys of all."""
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
         raise PromptError(f"message {number} is {message!r:.60}; role and content are needed")
     if role not in ROLES and role not in template:
@@ -44,7 +44,6 @@ def message_of(number: int, message: Any, template: str, images: bool) -> dict[s
 
 
 def text_of(place: str, content: Any, images: bool) -> str:
-    """The text of a content, with MARK for each image."""
     if isinstance(content, str):
         return whole(place, content)
     if not isinstance(content, list) or not content:
@@ -65,7 +64,7 @@ def text_of(place: str, content: Any, images: bool) -> str:
 
 
 def whole(place: str, text: str) -> str:
-    """Raises PromptError for a lone surrogate, which JSON can hold but no tokenizer accepts."""
+    """Raises PromptError for a lone surrogate, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -74,10 +73,7 @@ def whole(place: str, text: str) -> str:
 
 
 def left_out(messages: Collection[dict[str, Any]], text: str) -> str:
-    """Describe what a chat template left out of its `text`, or return "".
-
-    Some templates skip unknown roles. Answers and results of tools are not checked: templates may reword them.
-    """
+    """What a chat template left out of its `text`, or "". It may reword answers and results of tools."""
     squeezed = ""
     for number, message in enumerate(messages):
         content, role = message["content"], message["role"]

@@ -1,7 +1,6 @@
 """What stands between a task and the engine: `generate`, and the check of what the task returns.
 
-A task may ask for anything and return anything: what is wrong becomes an EpisodeError and never reaches engine or
-learner.
+Whatever a task asks or returns: what is wrong becomes an EpisodeError and never reaches engine or learner.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,23 +38,21 @@ class Sampler:
     prompts: Prompts
     temperature: float
     max_tokens: int
-    """Of one turn, where the task names no limit."""
+    """Of one turn."""
     longest: int
-    """Longest whole sample in tokens, prompt included."""
+    """Whole sample in tokens."""
     form: ImageFormat | None = None
-    """None for a text model."""
     max_images: int = 0
 
     def problem(self, row: dict[str, Any]) -> Problem:
-        """A task's problem. Decodes images, which takes long. Raises PromptError."""
+        """Decodes images, which takes long. Raises PromptError."""
         row, pictures = self.prompts.with_pictures(row) if row.get("images") else (row, [])
         prompt = self.prompts.tokens(row, pictures)
         left = self.longest - len(prompt)
         return Problem(row, prompt, self.prompts.tokenizer, left, place(prompt, pictures), self.form, self.max_tokens)
 
     def generate_for(self, problem: Problem, salt: str | None = None, routes: RecordedRoutes | None = None) -> Generate:
-        """`generate` of one sample: it knows the prompt's images and earlier completions. All turns use what is cached
-        under `salt`; no task gets the `routes`."""
+        """`generate` of one sample. All turns use what is cached under `salt`; no task gets the `routes`."""
         so_far = SampledSoFar()
 
         async def generate(
@@ -82,7 +79,7 @@ class Sampler:
         salt: str | None = None,
         routes: RecordedRoutes | None = None,
     ) -> Completion:
-        """`rollout.tasks.Generate` with the images of all `tokens`. Raises EpisodeError, EngineError, EngineDead."""
+        """`images` of all `tokens`. Raises EpisodeError, EngineError, EngineDead."""
         wanted = self.max_tokens if max_tokens is None else max_tokens
         if problem := first_of(self._unusable(tokens, wanted, stop, images, so_far or SampledSoFar())):
             raise EpisodeError(f"generate: {problem}")
@@ -91,10 +88,10 @@ class Sampler:
         except ValueError as error:
             raise EpisodeError(f"generate: {error}") from None
         room = self.longest - len(tokens)
-        # Only where they return: hashing the prompt delays all other work of this process.
+        # Only where they return: hashing the prompt delays this process.
         at = routes.continued(tokens) if routes and self.engine.routes else None
         routed = at.routed if at else 0
-        plain = np.array(tokens).tolist()  # True is an int too, and vLLM's process would end on it
+        plain = np.array(tokens).tolist()  # True is an int too, and would end vLLM's process
         completion = await self.engine.generate(
             plain, int(min(wanted, room)), self.temperature, stops, images, salt, routed
         )
@@ -124,7 +121,7 @@ class Sampler:
         yield from misplaced(tokens, so_far.among(tokens), images, self.form, self.max_images)
 
     def _wrong(self, problem: Problem, trajectory: Trajectory, free: bool) -> Iterator[str]:
-        """Each line may rely on those before it. `free`: it has prompts of its own."""
+        """Each line may rely on those before it. `free`: it has its own prompts."""
         lengths = {name: len(getattr(trajectory, name)) for name in COLUMNS}
         if len(set(lengths.values())) > 1:
             yield f"its columns differ in length ({', '.join(f'{name} {n}' for name, n in lengths.items())})"
@@ -169,7 +166,7 @@ class Sampler:
             yield f"{what} has {longest} tokens, and a sample at most {self.longest}; {LONGER}"
 
     def _no_tokens(self, name: str, ids: np.ndarray) -> Iterator[str]:
-        """An id without a row of the embedding would end the engine, or the learner."""
+        """An id without an embedding would end the engine, or the learner."""
         vocabulary = self.engine.vocabulary
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             yield f"{name} must be a list of token ids, one at least; is of {ids.dtype}{ids.shape}"
@@ -186,7 +183,7 @@ def _wrong_turns(rewards: list[float], sampled: np.ndarray) -> Iterator[str]:
 
 
 def first_of(problems: Iterator[str]) -> str | None:
-    """The first problem; what a task hands over may also be too odd to be looked at."""
+    """A task's objects may be too odd to be looked at."""
     try:
         return next(problems, None)
     except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:

@@ -38,22 +38,20 @@ FILES = (
 
 @dataclass(frozen=True)
 class RolloutSetup:
-    """Prompts, task and rewards of a run. Entering waits for the workers, and raises ValueError for a task or reward
-    that cannot be loaded."""
+    """Prompts, task and rewards of a run. Entering waits for the workers and raises ValueError."""
 
     prompts: Prompts
     task: Task
     rewards: RewardPool | NoReward | None
     """None: the task itself scores."""
     sessions: Sessions | None = None
-    """None: the task needs none."""
     teachers: Teachers | None = None
-    """None: the run has no teacher, or evaluates."""
+    """None: without a teacher, or for an evaluation."""
     _entered: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
     def load(cls, config: Config, name: str) -> "RolloutSetup":
-        """The setup of the server `name`. Raises ValueError."""
+        """Raises ValueError."""
         log, built_in = config.run.path / "logs" / name, TASKS.get(config.rollout.task)
         prompts = Prompts(load_tokenizer(config), config, ImageFormat.of_run(config))
         rewards = load_rewards(config, log)
@@ -63,8 +61,7 @@ class RolloutSetup:
         return cls(prompts, UserTask(config, sessions, log), rewards, sessions)
 
     def with_teachers(self, config: Config) -> "RolloutSetup":
-        """The same with the run's teachers. Raises ConfigError for another vocabulary, ValueError for a teacher that
-        cannot be asked."""
+        """Raises ConfigError for another vocabulary, ValueError for a teacher that cannot be asked."""
         if not config.teacher.teachers:
             return self
         if lines := list(other_vocabularies(config, self.prompts.tokenizer)):
@@ -91,8 +88,7 @@ class RolloutSetup:
     def episodes(
         self, config: Config, engine: "Engine", temperature: float, samples: int, max_tokens: int | None = None
     ) -> Episodes:
-        """Episodes of `samples` samples; temperature 0 is greedy. `max_tokens`: of an answer, None: as the run
-        trains."""
+        """Temperature 0 is greedy. `max_tokens`: of an answer, None: as the run trains."""
         answer = max_tokens or config.sampling.max_tokens
         longest = max(max_sample_tokens(config), config.data.max_prompt_tokens + answer)
         images = config.data.max_images
@@ -101,7 +97,7 @@ class RolloutSetup:
 
 
 def load_rewards(config: Config, log: Path) -> RewardPool | NoReward | None:
-    """What scores answers; None: the task does. `log`: path of the workers' files without its end."""
+    """None: the task scores. `log`: path of the workers' files without its end."""
     if config.reward.function == NO_REWARD:
         return NoReward()
     return None if config.reward.function == "task" else RewardPool(config.reward, log, config.run.path / "keys")
@@ -135,7 +131,7 @@ def check_scored(config: Config) -> None:
 
 
 def check_server(config: Config, files: Sequence[str] = ()) -> None:
-    """Check the run file for a server that reads these `files` too. Raises ConfigError."""
+    """Raise ConfigError for a run file that a server cannot use."""
     sets = ["data.eval"] if config.eval.every else []
     further = [*problems(config.rollout.engine, config), *unknown_parsers(config), *unreadable_variables(), *moved()]
     check(config, files=(*FILES, *sets, *files), further=further)

@@ -9,7 +9,7 @@ STAGES = ("task", "generating", "scoring")
 
 
 class Stay:
-    """`samples` in a stage during a `with` block. A generator's context manager would take more than twice as long."""
+    """`samples` in a stage. A generator's context manager takes twice as long."""
 
     def __init__(self, others: "set[Stay]", samples: int) -> None:
         self.others, self.samples, self.since = others, samples, time.monotonic()
@@ -31,7 +31,7 @@ class Stages:
         return Stay(self._stays[stage], samples)
 
     def around(self, generate: Generate) -> Generate:
-        """`generate`, during which the sample counts as generating, not as in its task."""
+        """`generate`, whose samples count as generating."""
 
         async def counted(*args: object, **kwargs: object) -> object:
             with self("generating"):

@@ -1,8 +1,7 @@
 """Evaluates while the run trains: claims an evaluation of the version just loaded, holds newer ones back, plays sets.
 
-The buffer decides who evaluates what. `loop.follow` asks it after each load, before the learner may send another
-version; what a dead server left is claimed when a heartbeat's answer says that it is due. Groups are made meanwhile,
-under the version that is held.
+The buffer decides who evaluates what, after each load and, for what a dead server left, after a heartbeat. Groups are
+made meanwhile, under the version that is held.
 """
 
 import asyncio
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CLAIM_S = 10.0
-"""Longest wait for the buffer, or a quarter of `weights.timeout_s`: the learner waits meanwhile. Later heartbeats, and
-a server that is about to leave, ask again."""
+"""Longest wait for the buffer, or a quarter of `weights.timeout_s`: the learner waits meanwhile."""
 
 
 class Evaluator:
@@ -42,16 +40,15 @@ class Evaluator:
     ) -> None:
         self.sets, self.places = sets, places
         self.steady = asyncio.Lock()
-        """Held while a version is loaded and while one is evaluated: never both."""
+        """Held while a version is loaded or evaluated: never both."""
         self._config, self._setup, self._engine, self._buffer, self._weights = config, setup, engine, buffer, weights
         self._loaded = False
-        """The engine has a policy, not dummy weights."""
+        """Not dummy weights."""
         self._unanswered = False
-        """The buffer has not said yet whether the version in use is evaluated here."""
+        """The buffer has not said whether the version in use is evaluated here."""
 
     async def claim(self) -> int | None:
-        """Ask for the evaluation of the version just loaded, between its `load` and `loaded`; if due, hold newer
-        versions back until `evaluate` is done."""
+        """Between `load` and `loaded`: if an evaluation is due, hold newer versions back until `evaluate` is done."""
         self._loaded = True
         due = await self._claim()
         if due is not None:
@@ -59,8 +56,7 @@ class Evaluator:
         return due
 
     async def idle(self) -> bool:
-        """Wait until nothing is loaded or evaluated; claims without an answer are asked again, and made. Returns
-        whether any was."""
+        """Wait until nothing is loaded or evaluated, and ask unanswered claims again. Whether any was."""
         asked = False
         async with self.steady:
             while self._unanswered and self._weights.hold():  # else the version on its way is claimed when it is loaded
@@ -79,7 +75,7 @@ class Evaluator:
                 await self._claim_held()
 
     async def evaluate(self, due: int) -> None:
-        """Play all sets and hand over the results; ends early once the claim is lost."""
+        """Play all sets and report; ends early once the claim is lost."""
         version = self._engine.version
         log.info("evaluating version %d on %s", version, ", ".join(each.name for each in self.sets))
         try:
@@ -99,7 +95,6 @@ class Evaluator:
         log.info("version %d is evaluated%s", version, "" if stored.accepted else f", but not used: {stored.reason}")
 
     async def _claim_held(self) -> None:
-        """Claim the version in use, and evaluate it if it is due."""
         due = await self._claim()
         if due is None:
             self._weights.release()
@@ -119,7 +114,7 @@ class Evaluator:
         return due
 
     async def _play(self) -> dict[str, SetResult]:
-        """All sets at the same time, so that only one tail of long answers is waited for."""
+        """All sets at once: one tail of long answers."""
         keep = self._config.eval.keep_samples
         async with asyncio.TaskGroup() as tasks:
             playing = {

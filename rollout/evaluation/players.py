@@ -21,21 +21,18 @@ if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
 
 REASONS = 5
-"""Reasons of failed attempts that are kept, the most frequent first."""
 MOST_CHARS = 50_000
-"""Of an answer that is kept for reading."""
 
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """A set of `data.eval`, its rows read when they are asked for."""
+    """A set of `data.eval`; its rows are read when asked for."""
 
     name: str
     given: EvalSet
     rows: Sequence[dict[str, Any]]
 
     def episodes(self, config: Config, setup: RolloutSetup, engine: "Engine") -> Episodes:
-        """What makes one attempt, under the sampling of the set."""
         temperature = self.given.temperature_of(config.sampling)
         return setup.episodes(config, engine, temperature, samples=1, max_tokens=self.given.max_tokens)
 
@@ -46,15 +43,13 @@ class Played:
 
     figures: dict[str, float]
     reasons: list[str]
-    """Why attempts failed."""
     examples: list[dict[str, Any]]
-    """First attempts at the first problems: `problem` (the row), `answer`, `reward`, `finish`."""
+    """First attempts: `problem` (the row), `answer`, `reward`, `finish`."""
 
 
 def load_sets(config: Config) -> list[ProblemSet]:
-    """The sets of the run file. Raises ConfigError for one that cannot be read, or has images that the run cannot
-    show."""
-    from buffer.problems import check_images, load_problems  # pyarrow: slow to import
+    """The sets of the run file. Raises ConfigError."""
+    from buffer.problems import check_images, load_problems  # slow to import
 
     sets, found = [], list[str]()
     room, truth = existing(config.run.path), needs_truth(config)
@@ -73,9 +68,9 @@ def load_sets(config: Config) -> list[ProblemSet]:
 
 
 async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, keep: int) -> Played:
-    """Make all attempts, as many at a time as there are `places`; `keep` answers are returned for reading.
+    """Make all attempts and count failures; `keep` answers are kept for reading.
 
-    A failed attempt is counted. Raises only what the server cannot survive, such as EngineDead.
+    Raises only what the server cannot survive, such as EngineDead.
     """
     rows, samples = problems.rows, problems.given.samples
     scored: list[list[Attempt]] = [[] for _ in rows]
@@ -93,7 +88,7 @@ async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, ke
 
     async with asyncio.TaskGroup() as tasks:
         for row in range(len(rows)):
-            given = await asyncio.to_thread(rows.__getitem__, row)  # one of reasoning-gym may have to be made first
+            given = await asyncio.to_thread(rows.__getitem__, row)  # reasoning-gym may have to make it first
             for number in range(samples):
                 await places.take()
                 made = tasks.create_task(attempt(row, given, first=number == 0))
@@ -105,7 +100,7 @@ async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, ke
 
 
 def attempt_of(group: Group, version: int) -> Attempt:
-    """The only sample of `group` in numbers; all of it was sampled under `version`."""
+    """The only sample, sampled under `version` alone."""
     (sample,) = group.samples
     sampled = sample.sampled.numpy() == 1
     versions = set(sample.versions.numpy()[sampled].tolist())
@@ -114,7 +109,6 @@ def attempt_of(group: Group, version: int) -> Attempt:
 
 
 def example_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
-    """The only sample of `group`, for people."""
     (sample,) = group.samples
     answer = sample.answer[:MOST_CHARS]
     return {"problem": without_images(row), "answer": answer, "reward": sample.reward, "finish": sample.finish}

@@ -1,6 +1,6 @@
 """What an evaluation says of a model, from the attempts at each problem.
 
-Attempts without a reward have failed: they are counted apart and are neither solved nor unsolved.
+Attempts without a reward have failed: they are neither solved nor unsolved.
 """
 
 from collections.abc import Sequence
@@ -9,18 +9,16 @@ from math import comb, sqrt
 from statistics import fmean, variance
 
 SOLVED = 1.0
-"""An attempt with this reward or more has solved its problem."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A scored answer to a problem. Example: `Attempt(1.0, 212, False)`."""
+    """A scored answer. Example: `Attempt(1.0, 212, False)`."""
 
     reward: float
     length: int
     """In sampled tokens."""
     truncated: bool
-    """Cut at a limit of length."""
 
     @property
     def solved(self) -> bool:
@@ -28,16 +26,16 @@ class Attempt:
 
 
 def pass_at(k: int, attempts: int, solved: int) -> float:
-    """Probability that one of k attempts, drawn without replacement, is solved: 1 - C(n-c, k) / C(n, k). Unbiased (Chen
-    et al. 2021, arXiv 2107.03374, equation 1). Raises ValueError for fewer than k attempts."""
+    """Probability that one of k attempts, drawn without replacement, is solved: 1 - C(n-c, k) / C(n, k) (Chen et al.
+    2021, arXiv 2107.03374, equation 1). Raises ValueError for fewer attempts."""
     if not 1 <= k <= attempts:
         raise ValueError(f"pass@{k} of {attempts} attempts")
     return 1.0 - comb(attempts - solved, k) / comb(attempts, k)
 
 
 def pass_hat(k: int, attempts: int, solved: int) -> float:
-    """Probability that all of k attempts are solved, pass^k: C(c, k) / C(n, k). Unbiased (Yao et al. 2024, tau-bench,
-    arXiv 2406.12045). Raises ValueError for fewer than k attempts."""
+    """Probability that all of k attempts are solved: C(c, k) / C(n, k) (Yao et al. 2024, arXiv 2406.12045). Raises
+    ValueError for fewer attempts."""
     if not 1 <= k <= attempts:
         raise ValueError(f"pass^{k} of {attempts} attempts")
     return comb(solved, k) / comb(attempts, k)
@@ -46,11 +44,10 @@ def pass_hat(k: int, attempts: int, solved: int) -> float:
 def figures(problems: Sequence[Sequence[Attempt]], samples: int, ks: Sequence[int]) -> dict[str, float]:
     """The figures of a set; `problems` has the scored attempts at each one, of `samples` that were made.
 
-    `mean@N`: mean over problems of the share of solved attempts; `error`: its standard error over problems (Miller
-    2024, arXiv 2411.00640, section 2.2). `pass@K`, `pass^K`: means over the problems with K scored attempts or more;
-    `left_out@K`: number of the others. `reward`, `length`, `truncated`: means over all scored attempts. Without a
-    scored attempt there are only the counts `problems` and `failed`. Example: two problems, both attempts at the first
-    solved, one of the second: `mean@2` 0.75, `pass@2` 1.0, `pass^2` 0.5.
+    `mean@N`: mean share of solved attempts; `error`: its standard error over problems (Miller 2024, arXiv 2411.00640,
+    section 2.2). `pass@K`, `pass^K`: means over problems with K scored attempts; `left_out@K`: number of the others.
+    Example: two problems, both attempts at the first solved, one of the second: `mean@2` 0.75, `pass@2` 1.0, `pass^2`
+    0.5.
     """
     scored = [attempts for attempts in problems if attempts]
     every = [attempt for attempts in scored for attempt in attempts]

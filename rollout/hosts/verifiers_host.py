@@ -28,17 +28,17 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 KEY = "HEADRACE_AGENT_KEY"
-"""Clients read their key from this variable; the real key is in the URL."""
+"""Clients read their key from it; the real key is in the URL."""
 MODEL = "policy"
 LONGEST_LINE = 2**26
 
 
 _raised: ContextVar[list[str]] = ContextVar("raised")
-"""What the episode's reward functions raised: the older API logs that and scores 0."""
+"""By reward functions: the older API logs that and scores 0."""
 
 
 class RefusedEnvironment(Exception):
-    """The environment cannot be used: one line for people."""
+    """One line for people."""
 
 
 class Environment(Protocol):
@@ -50,10 +50,10 @@ class Environment(Protocol):
         """What must be up while episodes run."""
 
     async def run(self, row: Any, url: str, sampling: dict[str, Any]) -> dict[str, Any]:
-        """One episode: `ok`, `reward`, `metrics`, `error`, `stop`, `truncated`."""
+        """`ok`, `reward`, `metrics`, `error`, `stop`, `truncated`."""
 
     def rows(self) -> Iterable[dict[str, Any]]:
-        """Problems: `row` as `run` takes it, `problem` (text) and `answer`."""
+        """`row` as `run` takes it, `problem` (text) and `answer`."""
 
 
 class ClassicEnvironment:
@@ -102,7 +102,7 @@ class ClassicEnvironment:
 
 
 class TasksetEnvironment:
-    """`verifiers.v1`: a task set, played by one agent, whose program is a process on this machine."""
+    """`verifiers.v1`: a task set, played by one agent in its own process."""
 
     api = "v1"
 
@@ -123,7 +123,7 @@ class TasksetEnvironment:
         self.task, self.config = loaders.task_type(name), config.taskset.task
 
     def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Its shared tool servers, and the server that watches the agents' calls."""
+        """Shared tool servers, and the server that watches the agents' calls."""
         return self.environment.serving()  # type: ignore[no-any-return]
 
     async def run(self, row: Any, url: str, sampling: dict[str, Any]) -> dict[str, Any]:
@@ -157,8 +157,8 @@ class TasksetEnvironment:
 
 
 def take_empty_answers(client: Any) -> None:
-    """Have an empty answer scored as an empty text: it is the policy's own. verifiers 0.2 takes it for a failure of the
-    model's server, and would show None to stops and reward functions."""
+    """Score an empty answer as an empty text: it is the policy's own. verifiers 0.2 takes it for a failure of the
+    model's server."""
     from verifiers.errors import EmptyModelResponseError
 
     check, read = client.raise_from_native_response, client.from_native_response
@@ -177,7 +177,7 @@ def take_empty_answers(client: Any) -> None:
 
 
 def note_errors(rubric: Any) -> None:
-    """Have a rubric's reward functions note in `_raised` what they raise."""
+    """Have reward functions note in `_raised` what they raise."""
     for one in getattr(rubric, "rubrics", ()):
         note_errors(one)
     rubric.funcs = [noting(function) for function in rubric.funcs]
@@ -197,7 +197,7 @@ def noting(function: Any) -> Any:
 
 
 def load(name: str, arguments: dict[str, Any]) -> Environment:
-    """The environment, of whichever API. Raises RefusedEnvironment."""
+    """Raises RefusedEnvironment."""
     os.environ.setdefault(KEY, "in-the-url")
     try:
         import verifiers
@@ -211,12 +211,11 @@ def load(name: str, arguments: dict[str, Any]) -> Environment:
         raise RefusedEnvironment(f"{name}: no such environment is installed for {sys.executable}: {error}") from None
     except RefusedEnvironment:
         raise
-    except (Exception, SystemExit) as error:  # an environment may raise anything
+    except (Exception, SystemExit) as error:
         raise RefusedEnvironment(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def is_classic(name: str) -> bool:
-    """Whether the environment's module has the function of the older API."""
     from verifiers.utils.env_utils import import_env_module
 
     return hasattr(import_env_module(name), "load_environment")
@@ -227,13 +226,12 @@ def numbers(metrics: Any) -> dict[str, float]:
 
 
 def text_of(error: Any) -> str:
-    """An environment's error in one line."""
     chain = error.get("error_chain_repr") or error.get("error") if isinstance(error, dict) else error
     return " ".join(str(chain).split())[:500]
 
 
 def shown(prompt: Any) -> str:
-    """The text of a problem: its last message."""
+    """The text of the last message."""
     content = prompt[-1].get("content", "") if isinstance(prompt, list) and prompt else prompt or ""
     return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
 
@@ -250,7 +248,6 @@ class Host:
         self.answers.flush()
 
     async def serve(self, requests: Any) -> None:
-        """Play episodes until the requests end."""
         reader = asyncio.StreamReader(limit=LONGEST_LINE)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
         async with self.environment.serving():
@@ -278,12 +275,12 @@ class Host:
 
 
 def line_of(message: dict[str, Any]) -> bytes:
-    """Raises TypeError and ValueError for what JSON cannot write."""
+    """Raises TypeError and ValueError."""
     return json.dumps(message).encode() + b"\n"
 
 
 def protected() -> tuple[Any, Any]:
-    """The server's requests and the answers to it, out of reach of what an environment prints or reads."""
+    """The server's requests and answers, out of reach of what an environment prints or reads."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -303,7 +300,7 @@ def export(environment: Environment, name: str, path: str) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line `argv`; returns the exit code."""
+    """Run the command line `argv`."""
     known = {"serve": 1, "check": 1, "export": 2}
     if {"-h", "--help"} & {*argv}:
         print(__doc__)

@@ -1,5 +1,4 @@
-"""Reward functions by name or from a user's file. The rollout server loads them before it starts anything, its workers
-load them again; imports neither torch nor vllm."""
+"""Reward functions by name or from a user's file. Imports neither torch nor vllm."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +28,11 @@ REWARDS: dict[str, Callable[..., Any]] = {
 }
 
 STARTS = {reasoning.compute_score: reasoning.start, math.compute_score: math.start}
-"""What is loaded before the first call."""
+"""Loads what is needed before the first call."""
 
 
 def load_reward(config: RewardConfig, number: int = 0, keys: Path | None = None) -> Reward:
-    """The run's reward function `number`. `keys`: folder of the run's keys, for its own reward servers. Raises
-    ValueError."""
+    """The run's reward function `number`. `keys`: folder of the run's keys. Raises ValueError."""
     part = config.parts[number]
     several = not isinstance(config.function, str)
     key, name = f"reward.function.{number}" if several else "reward", part.function

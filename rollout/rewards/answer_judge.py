@@ -1,7 +1,7 @@
-"""Judges an answer in its own process with a limit on processor time: an answer that breaks the code that reads it
-loses only its own reward.
+"""Judges an answer in its own process with a limit on processor time: an answer that breaks its reader loses only its
+own reward.
 
-The process is a fork of the reward worker. It serves one call after another and is replaced when an answer ends it.
+The process is a fork of the reward worker and is replaced when an answer ends it.
 """
 
 import atexit
@@ -23,49 +23,46 @@ from rollout.cage.frames import encode, unpacker
 from rollout.errors import RewardError
 
 GAVE_UP = "gave_up"
-"""1 for an answer that could not be judged within the limits, else 0."""
 
 
 @dataclass
 class JudgeLimits:
-    """Limits of one call, for every judge in this process."""
+    """Limits of one call."""
 
     processor_s: float = 2.0
-    """Processor time, so that a busy machine costs no reward. Right answers take 0.01 to 0.1 s."""
+    """A busy machine costs no reward. Right answers take 0.01 to 0.1 s."""
     clock_s: float = 7.0
-    """After this time, a call that has used a quarter of `processor_s` is given up too, before the worker is killed."""
+    """Ends a call that has used a quarter of `processor_s`, before the worker is killed."""
     memory_bytes: int = 2**30
     """Beyond the worker's memory."""
 
     def stay_below(self, timeout_s: float, memory_gib: float | None) -> None:
-        """Keep one answer below the worker's limits, `reward.timeout_s` and `reward.memory_gib`."""
         self.processor_s, self.clock_s = min(2.0, timeout_s / 2), 0.7 * timeout_s
         self.memory_bytes = min(2**30, int((memory_gib or 8) * 2**28))
 
 
 LIMITS = JudgeLimits()
 TRIES = 2
-"""A process may have been killed from outside, so a second one gets the answer."""
+"""A process may have been killed from outside."""
 
 
 class GaveUpError(Exception):
-    """An answer takes too much time or memory, or breaks the code that reads it."""
+    """An answer takes too much time or memory, or breaks its reader."""
 
 
 class AnswerJudge:
     """Calls `function` with plain values in a process that may be killed. Threads take turns.
 
-    Raises GaveUpError, or RewardError if the machine gave the process too little time to judge.
+    Raises GaveUpError, or RewardError if the machine gave the process too little time.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self._lock = function, threading.Lock()
         self._process = self._parent = 0
         self._had_s = 0.0
-        """Processor time of the process before this call."""
         self._socket: socket.socket | None = None
         self._number = 0
-        """A reply repeats the number of its call, so no other reply is taken for the answer."""
+        """A reply repeats the number of its call."""
         atexit.register(self.close)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -97,8 +94,8 @@ class AnswerJudge:
                 self._end()
 
     def _ask(self, call: bytes) -> list[Any] | None:
-        """Returns kind and value of the reply, or None if the process has ended."""
-        if self._socket is None or self._parent != os.getpid():  # a fork of the worker needs its own process
+        """Kind and value of the reply; None if the process has ended."""
+        if self._socket is None or self._parent != os.getpid():
             self._socket = self._start()
         frames = unpacker()
         self._socket.settimeout(LIMITS.clock_s)
@@ -126,7 +123,7 @@ class AnswerJudge:
         return ours
 
     def _end(self) -> int:
-        """Returns the exit code, negative for a signal."""
+        """The exit code, negative for a signal."""
         if self._socket is not None:
             self._socket.close()
         with suppress(ProcessLookupError):
@@ -137,12 +134,12 @@ class AnswerJudge:
 
 
 def processor_s(process: int) -> float:
-    """Processor time of a process, by its clock (clock_getcpuclockid(3))."""
+    """By the process's clock (clock_getcpuclockid(3))."""
     return time.clock_gettime((~process << 3) | 2)
 
 
 def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process during any computation
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends any computation
     frames = unpacker()
     while data := calls.recv(2**18):
         frames.feed(data)
@@ -151,7 +148,7 @@ def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
             signal.setitimer(signal.ITIMER_PROF, processor_s)
             try:
                 reply = encode([number, "value", function(*arguments)])
-            except Exception as error:  # the error counts for this answer only
+            except Exception as error:
                 reply = encode([number, "raised", one_line(exception_text(error))])
             signal.setitimer(signal.ITIMER_PROF, 0)
             calls.sendall(reply)
@@ -159,7 +156,7 @@ def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
 
 
 def bound_memory(more: int) -> None:
-    """Let this process allocate at most `more` bytes beyond its present size."""
+    """Let this process allocate at most `more` bytes."""
     with open("/proc/self/statm") as statm:
         held = int(statm.read().split()[5]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

@@ -1,8 +1,7 @@
 """How reward functions are called, and what they may return (docs/rewards.md).
 
-A function is called as verl and TinyZero call theirs (`solution_str`) or as EasyR1 does (`reward_input`): once per
-answer or, with the plural names, once per group. A built-in reward with settings is a `Section`, made once of
-`reward.kwargs`.
+The parameters show the convention: verl's and TinyZero's (`solution_str`) or EasyR1's (`reward_input`), once per answer
+or, in the plural, once per group. A built-in reward with settings is a `Section`, made once of `reward.kwargs`.
 """
 
 import inspect
@@ -20,7 +19,7 @@ from rollout.errors import RewardError, TruthError
 
 
 class Turn(TypedDict):
-    """A stretch of an answer. Example: `{"text": "7 apples", "sampled": False}`: a tool or the environment said it."""
+    """A stretch of an answer. Example: `{"text": "7 apples", "sampled": False}`, from a tool."""
 
     text: str
     sampled: bool
@@ -34,11 +33,11 @@ class Answer:
     num_tokens: int
     row: dict[str, Any]
     turns: list[Turn] | None = None
-    """The same text, cut where sampled and given text meet; None: all was sampled."""
+    """None: all of it was sampled."""
     raw: str | None = None
-    """With special tokens, if a function asks for it."""
+    """With special tokens."""
     prompt: str | None = None
-    """As the model read it, if a function asks for it."""
+    """With special tokens."""
 
     def verl(self) -> dict[str, Any]:
         return {
@@ -76,7 +75,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """A reward and further numbers. Example: `Score(1.0, {"format": 1.0})`."""
+    """Example: `Score(1.0, {"format": 1.0})`."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -84,12 +83,12 @@ class Score:
 
 TURNS = "turns"
 ASKED = {"raw": {"raw_str", "raw_strs"}, "prompt": {"prompt_str", "prompt_strs"}}
-"""Sent only if a function has one of these parameters."""
+"""Sent only if a function takes one of these parameters."""
 ROWS = {"row", "rows", *(name for names in ASKED.values() for name in names)}
 MOST_METRICS, LONGEST_NAME = 256, 200
 """Each metric is a column of its batch and of `metrics.jsonl`."""
 OURS = {TURNS, *ROWS}
-"""Our additions to verl's and EasyR1's arguments: a function gets them if it names them, not if it takes `**kwargs`."""
+"""Our additions: a function gets them if it names them, not if it takes `**kwargs`."""
 
 CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
     "solution_str": lambda answers: [answer.verl() for answer in answers],
@@ -99,14 +98,10 @@ CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
     "reward_input": lambda answers: [{"reward_input": answer.easyr1()} for answer in answers],
     "reward_inputs": lambda answers: [{"reward_inputs": [answer.easyr1() for answer in answers]}],
 }
-"""From the parameter that shows the convention to the arguments of each call."""
 
 
 class Reward:
-    """A reward function and its calling convention. Raises ValueError if none fits.
-
-    `key`: where the run file names it, such as `reward.function.1` for the second of several.
-    """
+    """A reward function and its calling convention. `key`: where the run file names it. Raises ValueError."""
 
     def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any], key: str = "reward") -> None:
         self.name, self.function, self.kwargs, self.key = name, function, kwargs, key
@@ -114,7 +109,7 @@ class Reward:
             self.function, self.kwargs = self._made(function), {}
         try:
             parameters = inspect.signature(self.function).parameters
-        except (TypeError, ValueError) as error:  # as a function written in C
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{self._place}: its parameters are unknown: {error}; call it in a `def`") from None
         self.takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self.accepted = {
@@ -126,10 +121,8 @@ class Reward:
             known = ", ".join(CONVENTIONS)
             raise ValueError(f"{self._place}: takes none of {known}; name its parameters as verl or EasyR1 do")
         self.batch = self.convention in ("solution_strs", "reward_inputs")
-        """One call scores a whole group."""
         self.is_async = is_async(self.function)
         self.asks = [field for field, names in ASKED.items() if names & self.accepted]
-        """Fields of ASKED that the function takes."""
         self._check_arguments(parameters)
 
     def _check_arguments(self, parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -164,7 +157,7 @@ class Reward:
         raise ValueError(f"{place}: {given}{problem}")
 
     def calls(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        """The arguments of each call that scores these answers."""
+        """The arguments of each call."""
         calls = []
         for offered in CONVENTIONS[self.convention](answers):
             taken = self.accepted | (offered.keys() - OURS if self.takes_any else set())
@@ -172,7 +165,7 @@ class Reward:
         return calls
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """One score per answer. Raises RewardError for a result that is no reward, and whatever the function raises."""
+        """One score per answer. Raises RewardError, and whatever the function raises."""
         return self._read_all([self.function(**arguments) for arguments in self.calls(answers)], len(answers))
 
     async def score_async(self, answers: Sequence[Answer]) -> list[Score]:
@@ -187,7 +180,7 @@ class Reward:
 
     def _listed(self, returned: Any, num_answers: int) -> list[Any]:
         ordered = not isinstance(returned, str | bytes | Mapping | Set) and hasattr(returned, "__iter__")
-        if ordered and getattr(returned, "shape", None) != ():  # an array or tensor of one number has no entries
+        if ordered and getattr(returned, "shape", None) != ():  # an array of one number has no entries
             return list(returned)
         needed = f"a list with a number or dict for each of the {num_answers} answers is needed"
         raise RewardError(f"{self.name} returned {shown(returned)}; {needed}")
@@ -209,7 +202,7 @@ class Reward:
 
 
 def misnamed(metrics: Mapping[Any, object]) -> str:
-    """Why an answer cannot have these metrics; empty if it can."""
+    """Why an answer cannot have these metrics, or ""."""
     if len(metrics) > MOST_METRICS:
         return f"{len(metrics):,} metrics, and an answer may have {MOST_METRICS}; leave some out"
     for name in metrics:
@@ -219,14 +212,14 @@ def misnamed(metrics: Mapping[Any, object]) -> str:
 
 
 def is_async(function: Any) -> bool:
-    """Whether calls of a user's function are to be awaited, in a `functools.partial` too."""
+    """Whether a function is `async`, in a `functools.partial` too."""
     while isinstance(function, partial):
         function = function.func
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value for errors; it may be of a user's class."""
+    """The beginning of a value, which may be of a user's class."""
     try:
         return repr(value)[:200]
     except Exception as error:
@@ -234,12 +227,12 @@ def shown(value: Any) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """`value` as a float, if it is a finite real number of any library that a float can hold."""
+    """`value` as a float, if it is a finite real number of any library."""
     is_complex = "complex" in str(getattr(value, "dtype", ""))
     if isinstance(value, str | bytes) or is_complex or not hasattr(value, "__float__"):
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # as NumPy, decimal and PyTorch refuse it
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):
         return None
     return number if math.isfinite(number) else None

@@ -15,14 +15,13 @@ ARITHMETIC = re.compile(r"[-+*/()\s\d]*")
 LEADING_ZEROS = re.compile(r"\b0+(?=\d)")
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 LONGEST = 200
-"""Anything longer is no arithmetic."""
 LARGEST = 10**30
-"""Bounds each intermediate numerator and denominator, so that no answer takes long."""
+"""Bounds numerators and denominators, so that no answer takes long."""
 
 
 @dataclass
 class Expression:
-    """An evaluated expression. Example: `evaluate("(6-4)*3")` -> `Expression(Fraction(6), [6, 4, 3])`."""
+    """Example: `evaluate("(6-4)*3")` -> `Expression(Fraction(6), [6, 4, 3])`."""
 
     value: Fraction
     numbers: list[int]
@@ -31,8 +30,7 @@ class Expression:
 def compute_score(
     solution_str: str, ground_truth: dict[str, Any], format_score: float = 0.1, score: float = 1.0
 ) -> dict[str, float]:
-    """`format_score` for wrong arithmetic inside `<answer>`. `ground_truth`: `{"target": 24, "numbers": [4, 6]}`.
-    Raises TruthError."""
+    """`format_score` for wrong arithmetic. `ground_truth`: `{"target": 24, "numbers": [4, 6]}`. Raises TruthError."""
     try:
         given, target = Counter(int(number) for number in ground_truth["numbers"]), int(ground_truth["target"])
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -50,8 +48,7 @@ def compute_score(
 
 
 def evaluate(text: str) -> Expression:
-    """Exact value of + - * / and parentheses over whole numbers, and the numbers used, in order. Raises
-    ZeroDivisionError, and ValueError for anything else or too large."""
+    """Exact value of + - * / and parentheses over whole numbers. Raises ZeroDivisionError and ValueError."""
     text = " ".join(text.split()).replace("×", "*").replace("÷", "/")
     if len(text) > LONGEST:
         raise ValueError(f"{len(text)} characters; at most {LONGEST} are read")
@@ -59,13 +56,13 @@ def evaluate(text: str) -> Expression:
         raise ValueError("only whole numbers, + - * / and parentheses are read")
     try:
         tree = ast.parse(LEADING_ZEROS.sub("", text), mode="eval").body
-    except (SyntaxError, MemoryError) as error:  # MemoryError: too many parentheses
+    except (SyntaxError, MemoryError) as error:  # too many parentheses
         raise ValueError(f"not arithmetic: {error}") from None
     return Expression(value_of(tree), [int(number) for number in re.findall(r"\d+", text)])
 
 
 def value_of(node: ast.expr) -> Fraction:
-    """Errors as in `evaluate`. The depth is bounded by LONGEST."""
+    """Errors as in `evaluate`. LONGEST bounds the depth."""
     match node:
         case ast.Constant(value=int(number)):
             value = Fraction(number)

@@ -13,14 +13,13 @@ from rollout.errors import TruthError
 from rollout.rewards.answer_judge import GAVE_UP, AnswerJudge, GaveUpError
 
 MARKED = re.compile(r"\$|\\[(\[]|\\f?boxed")
-"""The beginning of LaTeX. Without it math-verify reads only the 3 in `3\\sqrt{2}`."""
+"""Without such a mark math-verify reads only the 3 in `3\\sqrt{2}`."""
 COMMAND = re.compile(r"\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+")
 MATH_WORDS = {*("and", "cos", "cot", "csc", "exp", "lim", "log", "max", "min", "mod", "sec", "sin", "sqrt", "tan")}
 BOXED = re.compile(r"\\f?boxed\s*\{")
 TOWER = re.compile(r"(?<![\d.])\d+(?:\s*(?:\^|\*\*)[\s{(]*\d+)+")
 """Such as `5^{5^{5}}`."""
 MOST_DIGITS = 10**8
-"""Of a power that is evaluated."""
 BRACKET = re.compile(r"[{}()\[\]]")
 DEEPEST = 100
 
@@ -28,8 +27,8 @@ DEEPEST = 100
 def compute_score(
     solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0
 ) -> dict[str, float]:
-    """`score` for an answer equivalent to `ground_truth` (LaTeX or plain), `format_score` for one that parses, else 0.
-    One that takes too long gets the lowest of these, and the metric `gave_up` is 1. Raises TruthError."""
+    """`format_score` for an answer that only parses. One that takes too long gets the lowest score and the metric
+    `gave_up`. Raises TruthError."""
     truth = read_truth(ground_truth)
     try:
         if why := hopeless(solution_str):
@@ -55,7 +54,7 @@ def read_truth(ground_truth: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def _parse_truth(text: str) -> None:
-    """Raise TruthError unless the text can be read. Cached: a group shares one truth, and each epoch repeats it."""
+    """Raise TruthError unless the text can be read. A group shares one truth."""
     try:
         if why := hopeless(text if MARKED.search(text) else rf"\boxed{{{text}}}"):
             raise GaveUpError(why)
@@ -67,12 +66,12 @@ def _parse_truth(text: str) -> None:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a text has words that are not mathematics: `5 dollars`, but not `2\\pi` or `1 and 2`."""
+    """Whether a text has words that are not mathematics: `5 dollars`, but not `1 and 2`."""
     return any(word not in MATH_WORDS for word in re.findall("[A-Za-z]{3,}", COMMAND.sub(" ", text)))
 
 
 def hopeless(text: str) -> str:
-    """Why the content of the last `\\boxed{` is not evaluated, or ""."""
+    """Why the last `\\boxed{` is not evaluated, or ""."""
     *_, start = [-1, *(found.end() for found in BOXED.finditer(text))]
     if start < 0:
         return ""
@@ -92,7 +91,7 @@ def hopeless(text: str) -> str:
 
 
 def digits_of_power(numbers: list[int]) -> float:
-    """Digits of a power of powers, about: `[2, 3, 4]` is 2 ** 3 ** 4. Infinite if even an exponent has too many."""
+    """`[2, 3, 4]` is 2 ** 3 ** 4. Infinite if even an exponent has too many."""
     digits, value = 0.0, numbers[-1]
     for base in reversed(numbers[:-1]):
         digits = min(value, 4 * MOST_DIGITS) * math.log10(max(base, 1))
@@ -103,19 +102,18 @@ def digits_of_power(numbers: list[int]) -> float:
 
 
 def start() -> None:
-    """Load math-verify, which takes a second."""
     _judge()
 
 
 @lru_cache(maxsize=1)
 def _judge() -> AnswerJudge:
-    """Return this process's judge. Loads math-verify, which takes a second, only if this reward is used."""
+    """Loads math-verify, which takes a second, when first used."""
     from math_verify import parse, verify
     from sympy import Basic, Limit, S, preorder_traversal
     from sympy.concrete.expr_with_limits import ExprWithLimits
 
     def is_infinite(expression: Any) -> bool:
-        """Whether an infinity stands in it, other than as a bound of a sum, product, integral or limit."""
+        """Whether it has an infinity other than as a bound."""
         nodes = preorder_traversal(expression) if isinstance(expression, Basic) else iter(())
         for node in nodes:
             if isinstance(node, ExprWithLimits | Limit):
@@ -130,10 +128,10 @@ def _judge() -> AnswerJudge:
         return parse(ways[0], parsing_timeout=None) or parse(ways[1], parsing_timeout=None)
 
     def judge(truth: str, solution: str | None = None) -> Any:
-        """Whether the truth can be read; with a solution, whether it is right and whether it can be read.
+        """Whether the truth can be read; with a solution, whether that is right and can be read.
 
-        sympy compares an infinite power with random numbers and sometimes finds it equal to a finite one. So no
-        infinite answer is right where the truth is finite.
+        sympy compares an infinite power with random numbers and may find it equal to a finite one: no infinite answer
+        is right where the truth is finite.
         """
         if solution is None:
             return bool(truth_of(truth))
@@ -141,5 +139,5 @@ def _judge() -> AnswerJudge:
         finite = answer if any(map(is_infinite, right)) else [each for each in answer if not is_infinite(each)]
         return [bool(finite) and verify(right, finite, timeout_seconds=None), bool(answer)]
 
-    judge("2", "$2$")  # load everything and print first warnings before the fork
+    judge("2", "$2$")  # load everything before the fork
     return AnswerJudge(judge)

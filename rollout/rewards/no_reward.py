@@ -6,7 +6,7 @@ from rollout.rewards.convention import Answer, Score
 
 
 class NoReward:
-    """`RewardPool` without workers; each reward is 0."""
+    """Each reward is 0."""
 
     asks = frozenset[str]()
 

@@ -1,7 +1,5 @@
-"""Built-in rewards that look at an answer's text or length.
-
-A pattern may take years for some texts, so it is matched under limits (`answer_judge.py`).
-"""
+"""Built-in rewards that look at an answer's text or length. Patterns may take years, so limits apply
+(`answer_judge.py`)."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -15,7 +13,7 @@ from rollout.rewards.answer_judge import GAVE_UP, AnswerJudge, GaveUpError
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """The last match of `pattern`, or its first group if that took part; None without a match."""
+    """The last match, or its first group if that took part."""
     found = None
     for found in pattern.finditer(text):  # noqa: B007  # the last one is kept
         pass
@@ -36,18 +34,17 @@ class ExactMatch(Section):
     """`exact_match`: is the answer the ground truth, letter by letter?"""
 
     pattern: re.Pattern[str] | None = None
-    """What the answer is in the text: the last match, or its first group if it has one; null: the whole text."""
+    """Finds the answer: the last match, or its first group; null: the whole text."""
     strip: bool = True
-    """White space at both ends does not matter."""
+    """Ignore white space at both ends."""
     case: bool = False
     """Whether upper and lower case differ."""
     score: float = 1.0
-    """Reward of a right answer."""
     format_score: float = 0.0
-    """Reward of a wrong answer in which `pattern` was found."""
+    """Of a wrong answer in which `pattern` was found."""
 
     def __call__(self, solution_str: str, ground_truth: Any) -> dict[str, float]:
-        """`ground_truth`: a right answer or a list of them. Raises TruthError."""
+        """`ground_truth`: one or a list. Raises TruthError."""
         truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
         if not truths or not all(isinstance(truth, str | int | float) and str(truth).strip() for truth in truths):
             needed = "exact_match needs a text, a number, or a list of such"
@@ -70,16 +67,15 @@ class ExactMatch(Section):
 
 
 class RegexFormat(Section):
-    """`regex`: has the text the form that a pattern describes?"""
+    """`regex`: has the text the form of a pattern?"""
 
     pattern: re.Pattern[str]
-    """A regular expression of Python; begin it with `(?s)` where `.` may be a line break."""
+    """Begin it with `(?s)` where `.` may be a line break."""
     match: Literal["search", "full"] = "search"
-    """Somewhere in the text, or the whole text."""
+    """Somewhere, or the whole text."""
     score: float = 1.0
-    """Reward of a match."""
     otherwise: float = 0.0
-    """Reward without one."""
+    """Reward without a match."""
 
     def __call__(self, solution_str: str) -> dict[str, float]:
         try:
@@ -96,7 +92,7 @@ class LengthPenalty(Section):
     free: Annotated[int, Field(ge=0)]
     """Tokens that cost nothing."""
     cap: Positive
-    """Tokens from which on the whole penalty is due; between `free` and `cap` it grows evenly."""
+    """Tokens from which the whole penalty is due; it grows evenly from `free`."""
     penalty: float = 1.0
     """In units of reward."""
 

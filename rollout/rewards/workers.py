@@ -1,7 +1,6 @@
 """Reward workers: processes that score answers and can be killed, whatever a reward function does.
 
-A function that takes longer than `reward.timeout_s`, ends its process or raises ends in RewardError, never in a reward.
-Workers import neither torch nor vllm (`reward_model` may), and die with the server (`rollout/cage/`).
+A function that takes longer than `reward.timeout_s`, ends its process or raises gives a RewardError, never a reward.
 """
 
 import asyncio
@@ -21,13 +20,13 @@ from rollout.rewards.models.http_model import ServersAway
 from rollout.rewards.models.own_servers import OwnServers
 
 MOST_LOSSES = 3
-"""More losses of the run's servers fail a call: it may be what ends them."""
+"""More losses of the run's servers fail a call, which may be what ends them."""
 
 
 class RewardPool:
-    """A cage of workers for each reward function. Entering raises ValueError for one that cannot be loaded.
+    """A cage of workers for each reward function. Entering raises ValueError.
 
-    `log`: path without its end of what the workers print. `keys`: folder of the run's keys, for its own servers.
+    `log`: path of the workers' files without its end. `keys`: folder of the run's keys.
     """
 
     def __init__(self, config: RewardConfig, log: Path | None = None, keys: Path | None = None) -> None:
@@ -52,11 +51,10 @@ class RewardPool:
 
     @property
     def asks(self) -> set[str]:
-        """Fields of ASKED that any of the functions needs."""
         return {field for scorer in self._scorers for field in scorer.cage.about["asks"]}
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """One score per answer of a group. Raises RewardError; a cancelled call must end."""
+        """One score per answer of a group. Raises RewardError."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 scoring = [tasks.create_task(scorer.score(answers)) for scorer in self._scorers]
@@ -73,7 +71,7 @@ class RewardPool:
 
 
 class PartScorer:
-    """One reward function and its workers. `servers`: the run's own, if it uses them."""
+    """One reward function and its workers. `servers`: the run's own."""
 
     def __init__(
         self, config: RewardConfig, number: int, servers: OwnServers | None, log: str | None, keys: Path | None
@@ -99,7 +97,6 @@ class PartScorer:
         return [score for task in scoring for score in task.result()]
 
     async def _score(self, answers: Sequence[Answer]) -> list[Score]:
-        """Call again when the run's own servers were lost and have come back."""
         losses = 0
         while True:
             if self._servers:
@@ -127,8 +124,7 @@ class PartScorer:
 
 
 def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
-    """The weighted sum. Each part is a metric, with its further numbers below: `{"format": 1.0, "format/solved":
-    0.0}`."""
+    """The weighted sum. The metrics are `{"format": 1.0, "format/solved": 0.0}`."""
     metrics: dict[str, float] = {}
     for part, score in zip(parts, scores, strict=True):
         metrics[part.metric] = score.reward
@@ -137,7 +133,7 @@ def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
 
 
 def load(config: dict[str, Any], number: int, keys: str | None) -> Any:
-    """In a worker: a reward function of plain values, `async` or not. Raises ValueError."""
+    """In a worker: a reward function of plain values. Raises ValueError."""
     reward = load_reward(RewardConfig(**config), number, Path(keys) if keys else None)
 
     def score(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

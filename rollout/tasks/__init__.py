@@ -1,5 +1,5 @@
-"""Tasks make one sample of a problem. A task gets a problem and `generate`, and returns a trajectory; or a row and
-`chat`, or the URL of a model, and returns a score. Users' tasks import from here."""
+"""Tasks make one sample of a problem, from a problem and `generate`, a row and `chat`, or a row and the URL of a model.
+Users' tasks import from here."""
 
 import inspect
 from collections.abc import Callable
@@ -29,18 +29,18 @@ CONVENTIONS = {
     "chat": ("row", "chat"),
     "base_url": ("row", "base_url", "api_key"),
 }
-"""Arguments of a task, by the parameter that shows its convention; the first one also by position."""
+"""Arguments by the parameter that shows the convention; the first one also by position."""
 
 
 def load_task(name: str) -> Callable[..., Any]:
-    """The function that `rollout.task` names. Raises ValueError."""
+    """Raises ValueError."""
     function = TASKS[name] if name in TASKS else load_function("rollout.task", name)
     convention(name, function)
     return function
 
 
 def convention(name: str, function: Callable[..., Any]) -> str:
-    """A key of CONVENTIONS. Raises ValueError for parameters that fit none."""
+    """A key of CONVENTIONS. Raises ValueError."""
     signature = inspect.signature(function)
     told = next((key for key in CONVENTIONS if key in signature.parameters), "generate")
     try:

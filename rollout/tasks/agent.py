@@ -1,7 +1,7 @@
 """The server's end of agents that reach the policy by URL: a user's function or program, or an environment's host.
 
 An episode is a session that records, a door of the HTTP server, and a call of the cage that runs the agent. However it
-ends, the door closes and the agent's processes are killed.
+ends, the agent's processes are killed.
 """
 
 import asyncio
@@ -15,14 +15,13 @@ from rollout.chat.session import Sessions
 from rollout.tasks.trajectory import CUT_SCORE, Generate, Problem, Recorded
 
 REFUSALS = ("BadRequestError", "ContextWindowExceededError", "ChatRefused")
-"""Origins of failures that are a refused model call beyond a limit."""
+"""Origins of refused model calls beyond a limit."""
 HTTP_ERRORS = ("HTTPError", "HTTPStatusError", "APIStatusError", "ClientResponseError")
-"""Such origins if their text names the status 400."""
+"""Such origins if their text has the status 400."""
 
 
 BLOCKED_S = 3.0
-"""Extra time for agents that share a worker: meanwhile its warden finds the agent that blocks it, and the others do not
-fail."""
+"""Extra time for agents that share a worker, until its warden has found the one that blocks it."""
 
 
 class UrlEpisodes:
@@ -55,7 +54,7 @@ class UrlEpisodes:
         return recorded
 
     def _is_refusal(self, error: CagedError) -> bool:
-        """Whether an agent whose model calls are refused failed by that. Of a program only the exit code is known."""
+        """Whether refused model calls made an agent fail. Of a program only the exit code is known."""
         bad_request = error.origin in HTTP_ERRORS and "400" in str(error)
         return bad_request or error.origin in REFUSALS or (self._command and error.origin == "exited")
 

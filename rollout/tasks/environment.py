@@ -1,7 +1,6 @@
 """In a worker: an environment's host process, in the Python that the environment is installed in, and its episodes.
 
-Worker and host exchange JSON lines. The worker ends as the host ends: the cage starts both anew, and episodes under way
-have failed.
+They exchange JSON lines. The worker ends as the host ends: the cage starts both anew.
 """
 
 import asyncio
@@ -23,14 +22,14 @@ from rollout.tasks.programs import Play, timed_by_server
 
 HOST = Path(__file__).parents[1] / "hosts" / "verifiers_host.py"
 OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""Variables that would make the host's Python find our packages."""
+"""They would make the host's Python find our packages."""
 RESULT = ("score", "overall", "turn_rewards")
-"""A metric of such a name must not take the reward's place."""
+"""No metric may take the reward's place."""
 LONGEST_LINE = 2**26
 
 
 def load_environment(environment: dict[str, Any]) -> Play:
-    """The episodes of `rollout.environment`. Raises ValueError for one that its host refuses."""
+    """The episodes of `rollout.environment`. Raises ValueError."""
     name = environment_name(environment)
     relay = Relay(start_host(environment))
 
@@ -55,7 +54,7 @@ def environment_name(environment: dict[str, Any]) -> str:
 
 
 def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """The host, once it has loaded the environment. Raises ValueError."""
+    """Waits until the host has loaded the environment. Raises ValueError."""
     python, key = os.path.abspath(environment["python"]), "rollout.environment"
     command = [python, "-u", str(HOST), "serve", environment["id"], json.dumps(environment["args"])]
     path = os.pathsep.join([os.path.dirname(python), os.environ.get("PATH", os.defpath)])
@@ -80,7 +79,6 @@ class Relay:
         self.host, self.grace_s = host, grace_s
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._kills: dict[int, asyncio.TimerHandle] = {}
-        """Cancellations not yet confirmed."""
         self._numbers = count(1)
         self._connected: asyncio.Task[asyncio.WriteTransport] | None = None
 
@@ -122,7 +120,7 @@ class Relay:
         self._end()
 
     def _end(self) -> NoReturn:
-        """End this process as the host has ended, so that the server learns how."""
+        """End as the host has ended, so that the server learns how."""
         code = self.host.wait()
         if code < 0:
             with suppress(OSError):

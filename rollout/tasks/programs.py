@@ -1,7 +1,7 @@
 """In a worker: users' agent programs, which reach the policy by URL, as episodes of the cage.
 
-`async` functions share the worker's event loop; any other function, and a command, gets a process for each episode. The
-server keeps the time, because it knows when it generates.
+`async` functions share the worker's event loop; any other, and a command, gets a process for each episode. The server
+keeps the time, because it knows when it generates.
 """
 
 import base64
@@ -20,7 +20,7 @@ from rollout.rewards.convention import is_async
 
 SHOWN = 200
 Play = Callable[..., Awaitable[Any]]
-"""Called with the row, the URL, the key and the cage's `generate`, which is not used."""
+"""Called with the row, the URL, the key and the cage's `generate`."""
 
 
 def timed_by_server(play: Any, apart: bool) -> Play:
@@ -86,12 +86,11 @@ def command_name(command: Sequence[str]) -> str:
 
 
 def as_text(value: Any) -> Any:
-    """What JSON cannot write: an image's bytes as Base64."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value.tolist()
 
 
 def result_of_command(name: str, said: bytes) -> Any:
-    """The score on the last line of the output. Raises ToldError."""
+    """The score on the last line. Raises ToldError."""
     lines = said.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 NOT_SAMPLED = array("f", [0.0]), array("i", [-1])
-"""Log-probability and version of a token that was given."""
+"""Of a token that was given."""
 CUT_SCORE = 0.0
-"""Score of an episode that a limit ended and whose task, which scores, returned nothing."""
+"""Of an episode that a limit ended and whose task, which scores, returned nothing."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the engine sampled after a prompt, the stop token included: sequences of one length.
+    """What the engine sampled after a prompt, the stop token included.
 
     Example: `Completion([9, 2], [-0.7, -0.1], [6, 7], "stop")`: the second token is of version 7.
     """
@@ -39,18 +39,17 @@ class Completion:
     versions: Sequence[int]
     finish: Literal["stop", "length"]
     routes: np.ndarray | None = None
-    """With `rollout.routing_replay`, never seen by a task: [tokens, layers, k], experts of the tokens read, from the
-    first without routes."""
+    """[tokens, layers, k], experts of the tokens read; never seen by a task."""
 
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """An image among given tokens: its placeholders are from `start` to `end`."""
+    """Its placeholders among given tokens are from `start` to `end`."""
 
     start: int
     picture: Picture
     data: bytes = b""
-    """The file of an image that a task made; empty for one of the row."""
+    """Empty for an image of the row."""
 
     @property
     def end(self) -> int:
@@ -72,18 +71,18 @@ class Problem:
 
     row: dict[str, Any]
     prompt: list[int]
-    """Chat template applied: every trajectory begins with these tokens."""
+    """Every trajectory begins with these tokens."""
     tokenizer: "PreTrainedTokenizerBase"
     max_tokens: int
-    """Longest sample in tokens after the prompt, given ones included."""
+    """After the prompt, given tokens included."""
     images: Sequence[PlacedImage] = ()
     format: ImageFormat | None = None
     """None for a text model."""
     answer: int | None = None
-    """Longest answer of one turn in tokens; None: `sampling.max_tokens`."""
+    """Of one turn; None: `sampling.max_tokens`."""
 
     def left(self, tokens: list[int]) -> int:
-        """How many tokens may follow these; negative where these are too many already."""
+        """How many tokens may follow these; may be negative."""
         return len(self.prompt) + self.max_tokens - len(tokens)
 
 
@@ -91,11 +90,11 @@ class Taught(NamedTuple):
     """What a teacher gave a sample."""
 
     teacher: str
-    """The `data_source` of its rows; "" is the teacher of all other rows."""
+    """The `data_source` of its rows; "" for all other rows."""
     logprobs: np.ndarray
-    """[tokens] float32: 0 for tokens that were given."""
+    """[tokens] float32: 0 for given tokens."""
     ids: np.ndarray | None = None
-    """int32 [sampled tokens, k]: the most probable tokens; None: not asked for."""
+    """int32 [sampled tokens, k]: the most probable tokens."""
     top: np.ndarray | None = None
     """float32 [sampled tokens, k]"""
 
@@ -113,7 +112,7 @@ class Trajectory:
     """[tokens, layers, k]; a task never sets it."""
     taught: Taught | None = None
     columns: dict[str, np.ndarray] | None = None
-    """`arrays()` as they were checked: what is sent."""
+    """`arrays()` as they were checked."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.tokens, self.start = list(prompt), len(prompt)
@@ -121,11 +120,11 @@ class Trajectory:
         self.logprobs, self.versions = NOT_SAMPLED[0] * self.start, NOT_SAMPLED[1] * self.start
         self.finish: Literal["stop", "length"] = "stop"
         self.metrics: dict[str, float] = {}
-        """Numbers averaged into the batch's metrics."""
+        """Averaged into the batch's metrics."""
         self.images: list[PlacedImage] = []
-        """Images after the prompt, in order."""
+        """After the prompt, in order."""
         self.starts: list[int] = [0]
-        """Where each segment begins: `Sample.starts`."""
+        """Where each segment begins."""
         self.turn_rewards: list[float] = []
         """Empty, or one for each turn; the reward function's is added to the last."""
         self.score: Any = None
@@ -147,8 +146,8 @@ class Trajectory:
         self.versions.extend(NOT_SAMPLED[1] * len(tokens))
 
     def show(self, image: "bytes | Image", problem: Problem) -> None:
-        """Append an image that the environment answers: a file's bytes or a PIL image. Raises ImageError, or
-        EpisodeError if the model sees none."""
+        """Append an image (a file's bytes or a PIL image) that the environment answers. Raises ImageError,
+        EpisodeError."""
         form = problem.format
         if form is None:
             raise EpisodeError("show: the model sees no images", permanent=True)
@@ -158,12 +157,12 @@ class Trajectory:
         self.give([form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The columns as arrays [tokens]. Raises ValueError, TypeError, OverflowError where one is no number."""
+        """[tokens] each. Raises ValueError, TypeError, OverflowError."""
         with np.errstate(over="ignore"):
             return {name: column(getattr(self, name)) for name, column in COLUMNS.items()}
 
     def sample(self, score: Score, answer: str, prompt_images: Sequence[PlacedImage] = ()) -> Sample:
-        """The sample to send; `answer` is the text of all tokens after the prompt."""
+        """The sample to send; `answer` is the text after the prompt."""
         images, columns = [*prompt_images, *self.images], self.columns or self.arrays()
         turns = [float(reward) for reward in self.turn_rewards]
         turns[-1:] = [last + score.reward for last in turns[-1:]]
@@ -186,8 +185,7 @@ class Trajectory:
 
 
 def whole_numbers(make: Callable[[list[int]], Any], given: Any) -> np.ndarray:
-    """A list of whole numbers through `make`; anything else as numpy sees it, to be refused. numpy alone takes twice as
-    long."""
+    """A list of whole numbers through `make`: numpy alone takes twice as long. Anything else is refused later."""
     try:
         return np.array(make(given) if isinstance(given, list) else given)
     except (TypeError, ValueError, OverflowError):
@@ -204,16 +202,15 @@ COLUMNS: dict[str, Callable[[Any], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was recorded of an episode, and how the task scored it."""
+    """What was recorded of an episode, and the task's score."""
 
     trajectory: Trajectory
     score: Score | None
-    """None: the run's reward function scores it."""
+    """None: the reward function scores it."""
 
     @classmethod
     def of(cls, trajectory: Trajectory, result: Any) -> "Recorded":
-        """The task returned None, a number, or a dict with `score` or `overall`; further numbers become metrics. Raises
-        EpisodeError."""
+        """`result`: None, a number, or a dict with `score` or `overall` and metrics. Raises EpisodeError."""
         parts = dict(result) if isinstance(result, dict) else {"score": result}
         key, turns = "overall" if "overall" in parts else "score", parts.pop("turn_rewards", None)
         given, reward = parts.pop(key, None), None
@@ -251,12 +248,12 @@ class Generate(Protocol):
         images: Sequence[PlacedImage] = (),
     ) -> Awaitable[Completion]:
         """Continue `tokens` by at most `max_tokens` (default: `sampling.max_tokens`) within the sample's budget, up to
-        a text of `stop` (each one token; default: `sampling.stop`) or the model's own end. `images`: those after the
-        prompt. Raises EpisodeError."""
+        a text of `stop` (each one token) or the model's own end. `images`: those after the prompt. Raises
+        EpisodeError."""
 
 
 Task = Callable[[Problem, Generate], Awaitable[Trajectory | Recorded]]
-"""Makes one sample. A Recorded one has prompts of its own, a Trajectory begins with the problem's."""
+"""A Recorded sample has its own prompts, a Trajectory begins with the problem's."""
 
 
 async def single_turn(problem: Problem, generate: Generate) -> Trajectory:

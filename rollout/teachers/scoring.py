@@ -23,12 +23,11 @@ from rollout.tasks.trajectory import Taught, Trajectory
 from rollout.teachers.teacher_client import Opinion, TeacherClient
 
 MOST_LOSSES = 3
-"""More losses of the run's servers fail the attempt: its request may be what ends them."""
+"""More losses of the run's servers fail the attempt, which may be what ends them."""
 
 
 class Teachers:
-    """All teachers of the run. `keys`: folder of the run's keys. Raises ValueError for an unusable teacher, and
-    KeysError when entered."""
+    """`keys`: folder of the run's keys. Raises ValueError, and KeysError when entered."""
 
     def __init__(self, config: TeacherConfig, keys: Path) -> None:
         self._by_source, self._keys = {source: Teacher(config, source) for source in config.teachers}, keys
@@ -45,7 +44,7 @@ class Teachers:
             await teacher.close()
 
     async def score(self, row: dict[str, Any], made: Sequence[Trajectory]) -> None:
-        """Set `taught` of a row's trajectories, if the row has a teacher. Raises TeacherError."""
+        """Set `taught` of a row's trajectories, if it has a teacher. Raises TeacherError."""
         source = str(row.get("data_source", ""))
         teacher = self._by_source.get(source) or self._by_source.get("")
         if teacher is None:
@@ -96,13 +95,12 @@ class Teacher:
         await self._client.close()
 
     async def score(self, samples: Sequence[Sequence["Text"]]) -> list[Opinion]:
-        """Ask about samples, each a list of its segments. Raises TeacherError."""
+        """A sample is a list of its segments. Raises TeacherError."""
         texts = [segment for sample in samples for segment in sample]
         found = iter(await self._asked(texts))
         return [joined([next(found) for _ in sample]) for sample in samples]
 
     async def _asked(self, texts: Sequence["Text"]) -> list[Opinion]:
-        """One request, again when the run's own servers were lost and have come back."""
         losses = 0
         while True:
             if self._servers:
@@ -142,5 +140,5 @@ def joined(opinions: Sequence[Opinion]) -> Opinion:
 
 
 def columns_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
-    """The arrays as they were checked: a task may have left other kinds of sequences."""
+    """A task may have left other kinds of sequences."""
     return trajectory.columns or trajectory.arrays()

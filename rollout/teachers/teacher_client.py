@@ -1,8 +1,7 @@
 """Asks a vLLM server for the log-probabilities that a teacher gives tokens: `POST /v1/completions` with
 `prompt_logprobs`.
 
-One request holds the texts of a whole group. vLLM samples one token after each text, because it must sample some;
-nobody reads it.
+One request holds the texts of a group. vLLM must sample some token after each text; nobody reads it.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,7 @@ from rollout.rewards.models.http_model import HttpModel
 
 PATH = "/v1/completions"
 SAMPLING = {"max_tokens": 1, "temperature": 0, "add_special_tokens": False}
-"""`prompt_logprobs` is added: it asks for log-probabilities of the text's own tokens, at temperature 1, and for so many
-of the most probable ones in place of each."""
+"""Log-probabilities of prompts are of temperature 1."""
 LARGEST = float(np.finfo(np.float32).max)
 SHOWN_CHARS = 200
 
@@ -28,28 +26,27 @@ class Opinion(NamedTuple):
     """What a teacher gave for a text."""
 
     logprobs: np.ndarray
-    """[tokens] float32: of each token given those before it; 0 for the first one."""
+    """[tokens] float32, given those before; 0 for the first one."""
     ids: np.ndarray | None = None
-    """int32 [sampled tokens, k]: the most probable tokens in place of each sampled one; None: not asked for."""
+    """int32 [sampled tokens, k]: the most probable tokens."""
     top: np.ndarray | None = None
-    """float32 [sampled tokens, k]: their log-probabilities."""
+    """float32 [sampled tokens, k]"""
 
 
 class TeacherClient(HttpModel):
-    """A teacher's servers. Raises ValueError for an address or key that cannot be used."""
+    """A teacher's servers."""
 
     top_k: int | None = None
-    """How many of the most probable tokens are asked for; null: none."""
     _name: str = PrivateAttr("teacher")
 
     def called(self, name: str) -> "TeacherClient":
-        """Set the name that errors give the teacher; returns itself."""
+        """Set the name that errors give the teacher."""
         self._name = name
         return self
 
     async def opinions(self, texts: Sequence[Sequence[int]], sampled: Sequence[np.ndarray]) -> list[Opinion]:
-        """For each text what the teacher gives; `sampled`: [tokens] bool each. Raises TeacherError for an incomplete
-        answer, RewardError as `post` does."""
+        """`sampled`: [tokens] bool for each text. Raises TeacherError for an incomplete answer, RewardError as `post`
+        does."""
         asked = {"prompt": [list(text) for text in texts], **SAMPLING, "prompt_logprobs": self.top_k or 0}
         reply = await self.post(PATH, asked)
         try:
@@ -64,7 +61,6 @@ class TeacherClient(HttpModel):
         return [Opinion(self._of_tokens(text, entries), *self._tops(entries, of)) for text, entries, of in each]
 
     def _tops(self, entries: Any, sampled: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Read `entries`, which `_of_tokens` has checked."""
         if self.top_k is None:
             return None, None
         places = np.flatnonzero(sampled).tolist()
@@ -73,7 +69,7 @@ class TeacherClient(HttpModel):
         return columns[..., 0].astype(np.int32), columns[..., 1].astype(np.float32)
 
     def _top(self, entry: dict[str, Any], place: int, number: int) -> list[tuple[int, float]]:
-        """The most probable `number` tokens of one place, the first of equal ones, with their log-probabilities."""
+        """The first of equal tokens, with their log-probabilities."""
         try:
             known = {int(token): each["logprob"] for token, each in entry.items()}
         except (KeyError, TypeError, ValueError):
@@ -89,11 +85,11 @@ class TeacherClient(HttpModel):
 
     @staticmethod
     def _sound(token: int, logprob: Any) -> bool:
-        """Whether a token and its log-probability can be stored; the buffer knows the vocabulary."""
+        """The buffer knows the vocabulary."""
         return 0 <= token <= MOST_TOKEN and type(logprob) in (int, float) and abs(logprob) <= LARGEST
 
     def _of_tokens(self, text: Sequence[int], entries: Any) -> np.ndarray:
-        """`entries`: None for the first token, then a map from token ids to `{logprob, ...}` for each token."""
+        """`entries`: None for the first token, then maps from token ids to `{logprob, ...}`."""
         number = len(entries) if isinstance(entries, list) else 0
         if number != len(text):
             why = "does its server know prompt_logprobs?" if not number else "it cuts texts"

@@ -1,7 +1,4 @@
-"""Whether a teacher has the policy's vocabulary: only then its log-probability of a token is of the same token.
-
-Loads tokenizers, which takes seconds, or longer where one has to be downloaded.
-"""
+"""Whether a teacher has the policy's vocabulary: only then its log-probability of a token is of the same token."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,7 +12,7 @@ if TYPE_CHECKING:
 
 def other_vocabularies(config: Config, own: "PreTrainedTokenizerBase") -> Iterator[str]:
     """A line for each teacher whose tokenizer is not `own`, the policy's, or cannot be loaded."""
-    from transformers import AutoTokenizer  # takes seconds to import: only a run with a teacher pays
+    from transformers import AutoTokenizer  # takes seconds
 
     for source, teacher in config.teacher.teachers.items():
         key, name = key_of(config.teacher, source), tokenizer_of(teacher) or ""
@@ -31,7 +28,7 @@ def other_vocabularies(config: Config, own: "PreTrainedTokenizerBase") -> Iterat
 
 
 def first_difference(own: dict[str, int], theirs: dict[str, int]) -> str:
-    """The first token in which two vocabularies differ, in words; "" where they are equal."""
+    """The first token in which two vocabularies differ, in words, or ""."""
     if own == theirs:
         return ""
     by_id, other = ({number: token for token, number in each.items()} for each in (own, theirs))

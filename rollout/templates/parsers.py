@@ -1,7 +1,6 @@
 """Chooses vLLM's parsers of tool calls and thinking for a model, where `rollout.chat` has `auto`.
 
-Compares texts only. Sources: vLLM's pages "Tool Calling" and "Reasoning Outputs", and the marks that its parsers look
-for.
+Sources: vLLM's pages "Tool Calling" and "Reasoning Outputs", and the marks that its parsers look for.
 """
 
 from collections.abc import Mapping
@@ -33,21 +32,20 @@ TOOL_TYPES: Mapping[str, str] = {
     "granite": "granite", "granitemoehybrid": "granite4", "hunyuan_v1_moe": "hunyuan_a13b", "jamba": "jamba",
     "internlm2": "internlm",
 }  # fmt: skip
-"""By `model_type`, before the marks: other families have their marks too."""
+"""Before the marks: other families have their marks too."""
 REASONING_TYPES: Mapping[str, str] = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), "qwen3"),
     **{"glm4_moe": "glm45", "gpt_oss": "openai_gptoss", "seed_oss": "seed_oss", "minimax_m2": "minimax_m2"},
     **{"hunyuan_v1_moe": "hunyuan_a13b", "gemma4": "gemma4", "gemma4_text": "gemma4", "olmo3": "olmo3"},
     **{"granite": "granite", "ernie4_5_moe": "ernie45", "kimi_k2": "kimi_k2", "nemotron_h": "nemotron_v3"},
 }
-"""By `model_type`."""
 REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("[THINK]",), "mistral"),
     (("<|START_THINKING|>",), "cohere_command3"),
     (("<\uff5cAssistant\uff5c>", "not thinking"), "deepseek_v3"),
     (("<\uff5cAssistant\uff5c>", "</think>"), "deepseek_r1"),
 )
-"""By the marks of a template, for other types."""
+"""For other types."""
 THINKS = ("<think>", "</think>", "[THINK]", "<|START_THINKING|>", "<|channel|>", "<seed:think>", "<|channel>")
 """Marks of templates whose models think."""
 Key = Literal["tool_parser", "reasoning_parser"]
@@ -55,8 +53,8 @@ KEYS: tuple[Key, ...] = ("tool_parser", "reasoning_parser")
 
 
 def choose(key: Key, wanted: str | None, kind: str, template: str) -> str | None:
-    """The parser for `rollout.chat.KEY`: `wanted`, or for `auto` the one that fits the `template` and the model's
-    `kind`; None if the template writes none of it. Raises ValueError if no parser is known.
+    """`wanted`, or for `auto` the parser of the `template` and the model's `kind`; None if the template writes none of
+    it. Raises ValueError if none is known.
 
     Example: `choose("tool_parser", "auto", "qwen3", template) == "hermes"`
     """

@@ -1,7 +1,7 @@
 """Renders Jinja templates of users' files and models' folders in a process that can be killed.
 
-A template runs in Jinja's sandbox (`template_process.py`) under limits of time, memory and length. The process is
-started for the first template and kept: rendering a row takes 0.1 ms, starting a process 0.1 s.
+They run in Jinja's sandbox (`template_process.py`) under limits. The process is kept: rendering a row takes 0.1 ms,
+starting a process 0.1 s.
 """
 
 import signal
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROCESSOR_S = 2.0
-"""Processor time of a template for one row; usual ones take milliseconds."""
+"""Of one row; usual ones take milliseconds."""
 WALL_S = 20.0
-"""After so long a silent process is killed: it was stopped, or the machine is overloaded."""
+"""A process silent for so long was stopped, or the machine is overloaded."""
 MEMORY = 2**30
-"""Bytes of address space of the process."""
+"""Bytes of address space."""
 MOST_CHARACTERS = 4 * 2**20
-"""Of a rendered text: the prompt of a million tokens."""
+"""A prompt of a million tokens."""
 PROGRAM = f"""import sys
 sys.path[:] = sys.argv[4:]
 {PIN}
@@ -37,21 +37,20 @@ from rollout.templates.template_process import serve
 serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))"""
 CHANGED = "the chat template changes its last message, so no answer can continue it"
 CONTINUED = "Zq7ContinuedHereZq7 "
-"""Stands at the end of a message that the answer continues, to find where a template ends it. The space shows whether
-the template removes spaces."""
+"""Ends a message that the answer continues, to find where a template ends it. The space shows whether the template
+removes spaces."""
 
 
 class RenderError(Exception):
-    """A template gave no text. `kind`: `syntax`, `undefined`, `refused` (by the template or the sandbox), `raised` (an
-    error of Python) or `limit`. `line`: of a syntax error."""
+    """A template gave no text. `kind`: `syntax`, `undefined`, `refused` (by template or sandbox), `raised` or
+    `limit`."""
 
     def __init__(self, kind: str, reason: str, line: int = 0) -> None:
         super().__init__(reason)
         self.kind, self.line = kind, line
 
     def about(self, what: str, template: str, place: str = "") -> str:
-        """The failure in one line: `the chat template took more than 2 s of processor time for the row`. `place`: where
-        the template stands, for a limit."""
+        """One line: `the chat template took more than 2 s of processor time for the row`. `place`: of the template."""
         reason = " ".join(str(self).split())
         if self.kind == "limit":
             return f"{template}{place and f' ({place})'} {reason} for {what}"
@@ -59,7 +58,7 @@ class RenderError(Exception):
 
 
 class Renderer:
-    """A process for templates, started when first needed and again after it was killed. Threads take turns."""
+    """A process for templates, started when needed. Threads take turns."""
 
     def __init__(
         self,
@@ -73,15 +72,14 @@ class Renderer:
         self._process: TemplateProcess | None = None
 
     def check(self, kind: str, source: str) -> None:
-        """Compile the template only. Raises RenderError."""
+        """Compile only. Raises RenderError."""
         self._ask(kind, source, None)
 
     def render(self, kind: str, source: str, names: Mapping[str, Any]) -> str:
-        """`kind` is one of `template_process.ENVIRONMENTS`. Raises RenderError."""
+        """`kind`: of `template_process.ENVIRONMENTS`. Raises RenderError."""
         return self._ask(kind, source, names)
 
     def close(self) -> None:
-        """End the process. A later template starts another one."""
         with self._lock:
             if self._process is not None:
                 self._process.close()
@@ -127,7 +125,7 @@ class Renderer:
 
 
 class TemplateProcess:
-    """One process of `template_process.py`. It ends with this object, or with its own process."""
+    """One process of `template_process.py`. It ends with this object."""
 
     def __init__(self, processor_s: float, memory: int, wall_s: float) -> None:
         ours, theirs = socket.socketpair()
@@ -138,14 +136,14 @@ class TemplateProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # the terminal's signals are for the process above
+                start_new_session=True,
             )
         ours.settimeout(wall_s)
         self._socket, self._process, self._replies = ours, process, unpacker("surrogatepass")
         self.close = weakref.finalize(self, _end, process, ours)
 
     def ask(self, request: bytes) -> list[Any]:
-        """The answer; `["ended", SIGNAL]` if the process has ended, `["ended", None]` if it had to be killed."""
+        """`["ended", SIGNAL]` if the process has ended, `["ended", None]` if it was killed."""
         try:
             self._socket.sendall(request)
             while data := self._socket.recv(2**18):
@@ -168,10 +166,10 @@ def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
 
 
 class ChatTexts:
-    """Renders chats with the chat template of a tokenizer, or with the `template` of a run, as transformers does.
+    """Renders chats as transformers does.
 
-    A tokenizer with its own `apply_chat_template` (Mistral's) is called in this process: such code is part of
-    transformers or of a model with `model.trust_remote_code`.
+    A tokenizer's own `apply_chat_template` (Mistral's) runs in this process: such code is part of transformers or of a
+    model with `model.trust_remote_code`.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", renderer: Renderer, template: str | None = None) -> None:
@@ -187,9 +185,8 @@ class ChatTexts:
         kwargs: Mapping[str, Any] | None = None,
         continued: bool = False,
     ) -> str:
-        """`header`: up to where the next answer begins. `continued`: up to the end of the last message, which the
-        answer continues. Raises RenderError, ValueError for no messages or a last one that cannot be continued, and
-        what a tokenizer's own code raises."""
+        """`header`: add the beginning of an answer. `continued`: the answer continues the last message. Raises
+        RenderError, ValueError, and what a tokenizer's own code raises."""
         if not messages:
             raise ValueError("there is no message")
         if not self._is_jinja:
@@ -215,7 +212,7 @@ class ChatTexts:
 
 
 def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The message with CONTINUED at the end of its text, and that text."""
+    """The message with CONTINUED at its end, and its text."""
     content = deepcopy(message["content"])
     if isinstance(content, str):
         return {**message, "content": content + CONTINUED}, content
@@ -228,7 +225,7 @@ def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def until_mark(text: str, last: str) -> str:
-    """What a template wrote before CONTINUED. Raises ValueError if that or the text `last` is missing."""
+    """What stands before CONTINUED. Raises ValueError if the template changed it."""
     before, found, behind = text.rpartition(CONTINUED.strip())
     if not found or last.strip() not in before:
         raise ValueError(CHANGED)

@@ -1,8 +1,7 @@
 """The process of `renderer.py`: compiles and renders Jinja templates in Jinja's sandbox.
 
-It reads requests on the socket whose number it is given, and ends when that is closed. The kernel ends it when a
-request takes more than its processor time (SIGPROF), even inside one call of C, and refuses it more memory than its
-limit. Imports nothing that takes long.
+The kernel ends it when a request takes too much processor time (SIGPROF), even inside one call of C, and refuses it
+more memory. Imports nothing that takes long.
 """
 
 import json
@@ -30,7 +29,7 @@ ERROR_CHARACTERS = 2000
 
 
 class GenerationTag(Extension):
-    """The tag `generation`, which marks what the model says: its body is rendered as it stands."""
+    """The tag `generation`: its body is rendered as it stands."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's own form
 
@@ -56,7 +55,7 @@ def to_json(
 
 
 def chat_environment() -> jinja2.Environment:
-    """What transformers renders chat templates with; a test compares both."""
+    """As transformers renders chat templates; a test compares both."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     made.filters["tojson"] = to_json
     made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
@@ -64,7 +63,7 @@ def chat_environment() -> jinja2.Environment:
 
 
 def text_environment(keep_last_line_break: bool) -> jinja2.Environment:
-    """For texts, in which an unknown name is an error."""
+    """Unknown names are errors."""
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=keep_last_line_break)
 
 
@@ -73,7 +72,7 @@ ENVIRONMENTS: Mapping[str, jinja2.Environment] = {
     "text": text_environment(True),
     "file": text_environment(False),
 }
-"""A chat template, a template in the run file, one in a file of its own."""
+"""A chat template, a template in the run file, one in its own file."""
 
 
 @lru_cache(CACHED)
@@ -82,7 +81,7 @@ def compiled(kind: str, source: str) -> jinja2.Template:
 
 
 def rendered(template: jinja2.Template, names: Mapping[str, Any], most: int) -> str | None:
-    """None as soon as the text has more than `most` characters."""
+    """None above `most` characters."""
     pieces, size = [], 0
     for piece in template.generate(names):
         size += len(piece)
@@ -105,7 +104,7 @@ def answer(kind: str, source: str, names: Mapping[str, Any] | None, most: int) -
         return ["refused", _text(error)]
     except MemoryError:
         return ["memory"]
-    except Exception as error:  # a template may raise anything
+    except Exception as error:
         return ["raised", type(error).__name__, _text(error)]
     return ["long"] if text is None else ["text", text]
 
@@ -115,7 +114,7 @@ def _text(error: Exception) -> str:
 
 
 def serve(fd: int, processor_s: float, memory: int) -> None:
-    """Answer requests until the other end closes the socket."""
+    """Answer requests until the socket is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

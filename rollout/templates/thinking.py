@@ -12,19 +12,18 @@ SWITCHES: Mapping[str, tuple[Any, Any]] = {
     "reasoning": (True, False),
     "thinking_budget": (-1, 0),
 }
-"""Arguments of chat templates, with their values for on and off.
+"""Values for on and off.
 
-`enable_thinking`: Qwen 3, GLM-4.5, SmolLM3, Gemma 4 and others. `thinking`: DeepSeek-V3.1, Granite 3.2, Kimi K2.5.
-`reasoning`: Command A Reasoning. `thinking_budget`: Seed-OSS.
+`enable_thinking`: Qwen 3, GLM-4.5, Gemma 4 and others. `thinking`: DeepSeek-V3.1, Granite 3.2. `reasoning`: Command A.
+`thinking_budget`: Seed-OSS.
 """
 
 
 def thinking_arguments(
     wanted: bool, texts: ChatTexts, kwargs: Mapping[str, Any], system: str | None, template: str
 ) -> dict[str, Any]:
-    """The template's arguments for `wanted`, such as `{"enable_thinking": False}`. `system`: the run's system prompt,
-    with which some templates ignore their switch. Raises ValueError for a template without switch, and for `kwargs`
-    that have one already.
+    """The template's arguments for `wanted`. `system`: the system prompt, with which some templates ignore their
+    switch. Raises ValueError.
 
     An argument is the switch if both values give different prompts: a template may name it for something else.
     """

@@ -1,5 +1,4 @@
-"""Finds the tokens that end an answer: those that the model's files name, and the one by which its chat template ends a
-turn."""
+"""Finds the tokens that end an answer, from the model's files and its chat template."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -22,7 +21,7 @@ CHAT_TEMPLATE = "chat template"
 
 
 def named_ends(model: str, tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """Tokens that end an answer, with the model's file that names each. Raises ConfigError for an unreadable file.
+    """Tokens that end an answer, with the file that names each. Raises ConfigError.
 
     `config.json` counts without a `generation_config.json`, and with added tokens only: its defaults may be any token.
 
@@ -41,7 +40,7 @@ def named_ends(model: str, tokenizer: "PreTrainedTokenizerBase") -> dict[int, st
 
 
 def _model_file(model: str, name: str) -> dict[str, Any] | None:
-    """None without the file, or if the hub cannot be asked. Raises ConfigError."""
+    """None without the file, or if the hub cannot be asked."""
     try:
         return read_model_file(model, name)
     except ConfigError:
@@ -56,12 +55,11 @@ def _ends(config: Mapping[str, Any]) -> list[int]:
 
 
 def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Mapping[str, Any]) -> int | None:
-    """The added token with which the chat template ends an assistant's turn; None: it has none, or refuses short chats.
+    """The added token with which the chat template ends an assistant's turn, or None.
 
-    It is the last added token of what stands behind an answer both at the end of a chat and before another message:
-    `<|eot_id|>` for Llama 3, and `<|end|>` for Phi 3, which closes a chat with a further token. A template whose
-    closings differ (gpt-oss) ends a turn as it ends a chat, and one that closes nothing (GLM) where the next message
-    begins.
+    It is the last added token of what stands behind an answer both at the end of a chat and before another message: Phi
+    3 closes a chat with `<|end|>` and a further token. A template whose closings differ (gpt-oss) ends a turn as it
+    ends a chat, and one that closes nothing (GLM) where the next message begins.
     """
     try:
         last = _behind(texts.render(CHAT, False, kwargs=kwargs))
@@ -79,12 +77,11 @@ def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Map
 
 
 def common(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
+    """Length of the common beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _behind(text: str) -> str:
-    """The text between ANSWER and NEXT, or the end."""
     return text.partition(ANSWER)[2].partition(NEXT)[0]
 
 

@@ -1,7 +1,7 @@
-"""Calls of a model server over HTTP, for the rewards `judge` and `reward_model` and for teachers.
+"""Calls of a model server over HTTP, for rewards and teachers.
 
-All calls share one aiohttp session. Temporary failures (no connection, timeout, status 429 or 5xx) are tried again with
-growing waits; any other one, and the last, is a RewardError. The environment's proxies apply.
+Temporary failures (no connection, timeout, status 429 or 5xx) are tried again with growing waits; any other one, and
+the last, is a RewardError.
 """
 
 import asyncio
@@ -29,26 +29,25 @@ IDLE_S = 4.0
 """vLLM's server closes an idle connection after 5 s, which must not hit a request."""
 BODY_CHARS = 300
 PASSING = {408, 409, 425, 429}
-"""Status codes below 500 that are tried again."""
 
 
 class ServersAway(RewardError):
-    """No server takes a connection, or the call's was lost: they may be starting."""
+    """No server takes a connection, or the call's was lost."""
 
 
 class HttpModel(Section):
-    """A model server, or several of the same model, and how to call them."""
+    """A model server, or several of the same model."""
 
     url: str | Annotated[list[str], Field(min_length=1)]
-    """Address, such as `http://127.0.0.1:8000`; of several, each call takes the next one that takes connections."""
+    """Address, such as `http://127.0.0.1:8000`; of several, each call takes the next that takes connections."""
     model: str | None = None
-    """Name of the model, as the server knows it."""
+    """The server's name of the model."""
     timeout_s: Seconds | None = None
-    """Time limit of one request, after which it is tried again; null: only `reward.timeout_s`, of the whole call."""
+    """Of one request, which is tried again; null: only `reward.timeout_s`, of the whole call."""
     retries: Annotated[int, Field(ge=0)] = 4
-    """How often a request is tried again, after 0.5, 1, 2 ... 16 s or what the server asks for."""
+    """After 0.5, 1, 2 ... 16 s, or what the server asks for."""
     api_key_env: str | None = None
-    """Name of the environment variable with the API key; null: no key is sent."""
+    """Name of the environment variable with the API key; null: none."""
     _session: "aiohttp.ClientSession | None" = PrivateAttr(None)
     _turn: "count[int]" = PrivateAttr(default_factory=lambda: count(random.randrange(2**16)))
     _own: bool = PrivateAttr(False)
@@ -60,7 +59,7 @@ class HttpModel(Section):
         self._own = True
 
     def show(self, token: str) -> None:
-        """Send this token of the run's own servers with each request."""
+        """Send the token of the run's own servers."""
         self._token = token
 
     @field_validator("url")
@@ -91,7 +90,7 @@ class HttpModel(Section):
             await self._session.close()
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON that a server answers. Raises RewardError, ServersAway if none could be reached."""
+        """The JSON that a server answers. Raises RewardError, ServersAway."""
         if self._session is None:
             self._session = self._open()
         body = {"model": self.model, **body} if self.model else body
@@ -114,7 +113,7 @@ class HttpModel(Section):
         return aiohttp.ClientSession(headers=key, connector=connector, timeout=aiohttp.ClientTimeout(self.timeout_s))
 
     async def _post_once(self, session: "aiohttp.ClientSession", path: str, body: dict[str, Any]) -> Any:
-        """Ask the first server that takes a connection. Raises RewardError and TryAgain."""
+        """Ask the first server that takes a connection. Raises RewardError, TryAgain."""
         import aiohttp
 
         first, reason = next(self._turn) % len(self.urls), ""
@@ -148,8 +147,8 @@ class HttpModel(Section):
 
 
 class AnswerTemplate:
-    """A Jinja template of a text about an answer: the text itself, or a file that ends in `.jinja`, without its last
-    line break. Raises ValueError."""
+    """A Jinja template of a text about an answer, or a `.jinja` file of one, without its last line break. Raises
+    ValueError."""
 
     def __init__(self, source: str) -> None:
         is_file = source.endswith(".jinja")
@@ -169,7 +168,7 @@ class AnswerTemplate:
             raise ValueError(f"template{file}: {lacks}")
 
     def render(self, answer: str, truth: Any, row: dict[str, Any]) -> str:
-        """Filled with `answer`, `ground_truth`, and the row's columns. Raises RewardError."""
+        """Raises RewardError."""
         names = row | {"answer": answer, "ground_truth": truth}
         try:
             return self._renderer.render(self._kind, self._text, names)
@@ -181,14 +180,14 @@ class AnswerTemplate:
 
 
 def names_answer(template: str) -> bool:
-    """Whether a sound template uses the answer. Runs nothing of it."""
+    """Whether a sound template uses the answer."""
     from jinja2 import Environment, nodes
 
     return any(name.name == "answer" for name in Environment().parse(template).find_all(nodes.Name))
 
 
 class TryAgain(Exception):
-    """A request failed in a way that may pass; else `failure` is raised. `wait_s`: what the server asks."""
+    """The request may succeed later; else `failure` is raised. `wait_s`: as the server asks."""
 
     def __init__(self, failure: RewardError, wait_s: float = 0.0) -> None:
         super().__init__(str(failure))

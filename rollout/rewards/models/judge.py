@@ -14,18 +14,18 @@ SAID_CHARS = 200
 
 
 class Judge(HttpModel):
-    """An LLM judge. `url` is the base that OpenAI's clients take too, with `/v1`."""
+    """An LLM judge. `url` ends in `/v1`."""
 
     model: str
     template: str
-    """Jinja template of the question, or a file that ends in `.jinja`: `{{ answer }}` is the text to judge, `{{
-    ground_truth }}` the right answer, and each column of the row has its name."""
+    """Jinja template of the question, or a `.jinja` file, of `{{ answer }}`, `{{ ground_truth }}` and the row's
+    columns."""
     pattern: re.Pattern[str]
-    """Finds the verdict: the last match, or its first group if it has one."""
+    """Finds the verdict: the last match, or its first group."""
     scores: dict[str, float] | None = None
     """Reward of each verdict, whatever its case; null: the verdict is a number."""
     scale: float = Field(1.0, gt=0)
-    """What the number is divided by: 10 for marks from 0 to 10."""
+    """Divides the number: 10 for marks from 0 to 10."""
     system: str | None = None
     max_tokens: Positive = 1024
     """Longest verdict in tokens, reasoning included."""
@@ -42,7 +42,7 @@ class Judge(HttpModel):
         return self
 
     async def __call__(self, solution_str: str, ground_truth: Any, row: dict[str, Any]) -> float:
-        """Raises RewardError for a verdict without a score, or a server that gives none."""
+        """Raises RewardError for a verdict without a score."""
         said = await self._ask(self.question(solution_str, ground_truth, row))
         verdict = last_match(self.pattern, said)
         if verdict is None:

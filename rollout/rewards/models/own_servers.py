@@ -1,5 +1,5 @@
-"""Whether the run's own reward or teacher servers answer: they take a minute to start, and their ports are asked every
-second while somebody waits."""
+"""Whether the run's own reward or teacher servers answer. A start takes a minute; ports are asked every second while
+somebody waits."""
 
 import asyncio
 import logging
@@ -12,20 +12,20 @@ ASK_EVERY_S, ANSWER_S = 1.0, 2.0
 
 
 class OwnServers:
-    """The servers at `urls`, of `kind` `reward` or `teacher`."""
+    """`kind`: `reward` or `teacher`."""
 
     def __init__(self, urls: Sequence[str], kind: str = "reward") -> None:
         self.urls, self.kind = urls, kind
         self._asking: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """Wait until one of the servers answers; at once if one did and none was lost since."""
+        """Wait until a server answers; at once if one did and none was lost since."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask())
         await asyncio.shield(self._asking)
 
     def lost(self) -> None:
-        """Ask the servers again: none took a call, or one was lost with it."""
+        """Ask the servers again."""
         if self._asking is not None and self._asking.done():
             self._asking = None
 
@@ -47,7 +47,7 @@ class OwnServers:
 
 
 async def answers(url: str) -> bool:
-    """Whether the server at `url` is well."""
+    """Whether the server is well."""
     place = urlsplit(url)
     with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
         async with asyncio.timeout(ANSWER_S):

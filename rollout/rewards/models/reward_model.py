@@ -1,5 +1,5 @@
-"""The reward `reward_model`: the raw logit of a sequence classification model, from `vllm serve` in its pooling mode,
-at `url` or from the run's own `reward.servers`."""
+"""The reward `reward_model`: the raw logit of a sequence classification model, from `vllm serve` in its pooling
+mode."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class RewardModel(HttpModel):
-    """A reward model. `model` is the folder or hub name whose chat template makes its texts, unless `template` does."""
+    """`model` is a folder or hub name; its chat template makes the texts, unless `template` does."""
 
     template: str | None = None
-    """Jinja template of the whole text, with the names that a judge's has; the server puts the special tokens before
-    it. null: the chat template of `model`."""
+    """Jinja template of the whole text, with a judge's names; the server adds special tokens. null: the chat
+    template."""
     _text: AnswerTemplate | None = PrivateAttr(None)
     _tokenizer: Any = PrivateAttr(None)
     _chats: ChatTexts = PrivateAttr()
@@ -49,7 +49,7 @@ class RewardModel(HttpModel):
     async def __call__(
         self, solution_strs: list[str], ground_truths: list[Any], rows: list[dict[str, Any]]
     ) -> list[float]:
-        """A logit for each answer. Raises RewardError for a server that gives none."""
+        """A logit for each answer. Raises RewardError."""
         body = {"input": self.question(solution_strs, ground_truths, rows), "use_activation": False}
         reply = await self.post("/classify", body)
         try:
@@ -65,11 +65,10 @@ class RewardModel(HttpModel):
     def question(
         self, solution_strs: list[str], ground_truths: list[Any], rows: list[dict[str, Any]]
     ) -> list[str | list[int]]:
-        """Raises RewardError for rows that the template does not fit."""
+        """Raises RewardError."""
         return [self._input(*one) for one in zip(solution_strs, ground_truths, rows, strict=True)]
 
     def _input(self, answer: str, truth: Any, row: dict[str, Any]) -> str | list[int]:
-        """A text, or the tokens of a chat."""
         if self._text is not None:
             return self._text.render(answer, truth, row)
         prompt = row.get("prompt") or row.get("problem")
@@ -78,7 +77,7 @@ class RewardModel(HttpModel):
             raise RewardError(f"reward_model: the row has neither prompt nor problem, but {names}", permanent=True)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         chat = [{**one, "content": text_of(one.get("content"))} for one in messages]
-        begun = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""  # the answer continued it
+        begun = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""
         chat.append({"role": "assistant", "content": begun + answer})
         try:
             text = self._chats.render(chat, False)
