@@ -1,8 +1,7 @@
 """`python -m rollout CONFIG [--name rollout-0]`: a rollout server; also runs `evaluate`, `reward` and `teacher`.
 
-Waits for reward and task, the buffer, vLLM, and the learner's first policy: vLLM's dummy weights never generate. Exit
-codes: 0 done or drained, 1 failed, 2 input refused or vLLM and the learner disagree about the initial model, 130
-forced.
+It waits for reward and task, the buffer, vLLM, and the learner's first policy. Exit codes: 0 done or drained, 1 failed,
+2 input refused or vLLM and the learner disagree about the initial model, 130 forced.
 """
 
 import asyncio
@@ -76,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def explain_failure(error: Exception) -> int:
-    """Report what ended the server: BAD_INPUT if a restart would end the same way."""
+    """Report what ended the server: BAD_INPUT if a restart would end alike."""
     cause = first_error(error)
     if isinstance(cause, RefusedError):
         print_visible(f"{PROG}: the buffer refuses this server: {cause}", sys.stderr)
@@ -124,7 +123,7 @@ async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[Probl
 
 
 def seed(config: Config, name: str) -> int:
-    """vLLM's seed: another for each server."""
+    """Each server of a run has its own seed."""
     return (config.run.seed * 1_000_003 + zlib.crc32(name.encode())) % 2**31
 
 
@@ -181,13 +180,13 @@ async def work(
             last.cancel()
         for other in others:
             other.cancel()
-    with suppress(TimeoutError):  # its leases end by missed heartbeats
+    with suppress(TimeoutError):  # then its leases expire
         async with asyncio.timeout(REPORT_S):
             await buffer.leave()
 
 
 async def check_alive(engine: "Engine", timeout_s: float) -> None:
-    """Raise EngineDead once vLLM gives no answer for `timeout_s`, even idle."""
+    """Raise EngineDead once vLLM is silent for `timeout_s`."""
     while True:
         await engine.alive(timeout_s)
         await asyncio.sleep(ALIVE_EVERY_S)

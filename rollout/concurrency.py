@@ -14,13 +14,13 @@ from rollout.tasks.trajectory import Recorded
 
 LENGTHS = 512
 GROWTH_PER_S = 1 / 16
-"""From 32 to 512 sequences in 45 s."""
+"""This grows from 32 to 512 sequences in 45 s."""
 NEARLY = 7 / 8
-"""Share at which places count as all taken, and that a cut leaves."""
+"""From this share on, places count as all taken; a cut leaves this share."""
 LULL_S = 0.25
-"""An Ask unanswered for so long finds no group."""
+"""An Ask that waits for so long finds no group."""
 RETRY_S = 60.0
-"""Without a preemption, until one more group is tried."""
+"""After so long without a preemption one more group is tried."""
 
 
 class Places:
@@ -44,8 +44,8 @@ class Places:
         self._changed.set()
 
     async def room(self) -> int:
-        """Wait for a free place; returns for how many groups. The last one may fit in part: at most `samples - 1` more
-        than `limit` are taken, for which vLLM has room."""
+        """Wait for a free place; returns for how many groups. At most `samples - 1` more than `limit` are taken, for
+        which vLLM has room."""
         while self.taken >= self._limit:
             await self.change()
         return -(-(self._limit - self.taken) // self.samples)
@@ -66,7 +66,7 @@ class Places:
 
     @property
     def parked(self) -> int:
-        """Free because the buffer admits no group."""
+        """Places that are free because the buffer admits no group."""
         return max(0, self._limit - self.taken) if self.lull else 0
 
     def begin_lull(self) -> None:
@@ -124,12 +124,12 @@ class SparePlaces:
 
 @dataclass(frozen=True)
 class Fixed:
-    """`rollout.sequences` is a number."""
+    """The run file gives the number of places."""
 
     sequences: int
 
     def limits(self, places: Places) -> dict[str, int]:
-        """Bounds of the number of places; the smallest counts."""
+        """Bounds by name; the smallest counts."""
         return {"limit_sequences": self.sequences}
 
     def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None: ...
@@ -139,10 +139,10 @@ class Fixed:
 class Auto:
     """`rollout.sequences: auto`. The limit is the smallest of four numbers:
 
-    1. `wanted`: this server's share of a batch, to make a synchronous batch all at once. It grows only while the
-       learner waits and all places are taken: more sequences only make older samples.
+    1. `wanted`: this server's share of a batch, to make a synchronous batch all at once. It grows while the learner
+       waits and all places are taken; otherwise more sequences only make older samples.
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
-    3. What the KV cache holds of sequences of mean length (`by_kv`).
+    3. `by_kv`: what the KV cache holds of sequences of mean length.
     4. After preemptions: that many fewer, an eighth at most, and no further while more places are taken than the
        last cut left; then a group more each minute.
     """
@@ -165,7 +165,7 @@ class Auto:
         return {name: max(limit, places.samples) for name, limit in limits.items()}
 
     def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None:
-        """`now` in seconds; `learner_waits`: for a batch, not the run's first."""
+        """`learner_waits`: for a batch other than the run's first."""
         seconds, new = now - (self._seen_at or now), engine["preempted"] - self._preempted
         self._seen_at, self._preempted = now, engine["preempted"]
         limits = self.limits(places)
@@ -181,7 +181,7 @@ class Auto:
 
 
 def start(config: Config, cpu: bool, by_kv: Callable[[float], int]) -> tuple[Places, Fixed | Auto]:
-    """The places of a server at its start, and the rule for their number."""
+    """The places at a server's start, and the rule for their number."""
     wanted = config.rollout.sequences
     if wanted == "auto":
         rule: Fixed | Auto = Auto(share_of_batch(config), max_sequences(config, cpu), by_kv)

@@ -13,17 +13,16 @@ from rollout.episodes.episode import Episodes, Failure
 
 log = logging.getLogger(__name__)
 REPORT_S = 5.0
-"""To report to the buffer; later, leases expire."""
+"""Seconds to report to the buffer; later, leases expire."""
 CLOSE_S = 5.0
-"""Of a notice, for engine and workers to close."""
+"""Seconds of a notice that are left for engine and workers to close."""
 FORCE_S = 10.0
-"""After the second signal, for engine and workers to close."""
 FORCED = 130
 RETURNED = Failure("draining: the server stops", returned=True)
 
 
 class Drain:
-    """Made in the server's main task; a signal before there is anything to drain ends that task."""
+    """A signal before there is anything to drain ends the server's main task."""
 
     def __init__(self, drain_s: float) -> None:
         self.drain_s, self.begun = drain_s, asyncio.Event()
@@ -32,8 +31,8 @@ class Drain:
         self._returning: asyncio.Task[None] | None = None  # kept from the garbage collector
 
     def begin(self, number: int) -> None:
-        """Begin nothing new; after `drain_s`, or what a notice leaves of it, give back what is unfinished, and REPORT_S
-        later force the end."""
+        """Begin nothing new; give back what is unfinished after `drain_s`, or what a notice leaves of it; then force
+        the end."""
         log.info("%s: draining (once more to force quit)", signal.Signals(number).name)
         if self.episodes is None:
             self.force()
@@ -45,7 +44,7 @@ class Drain:
         self._loop.call_later(drain_s + REPORT_S, self.force)
 
     def force(self, number: int = 0) -> None:
-        """Cancel the main task; after FORCE_S end the process."""
+        """Cancel the main task; after FORCE_S seconds end the process."""
         assert self._server is not None
         self._server.cancel()
         self._loop.call_later(FORCE_S, os._exit, FORCED)

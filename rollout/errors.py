@@ -44,10 +44,7 @@ class RewardError(EpisodeError):
 
 
 class TeacherError(EpisodeError):
-    """A teacher gave no log-probabilities. The group fails; no token gets a 0.
-
-    A run that gets only unusable answers is given up, not one whose servers are silent.
-    """
+    """A teacher gave no log-probabilities. The group fails; no token gets a 0."""
 
     def __init__(self, reason: str, temporary: bool = False, origin: str = "") -> None:
         super().__init__(reason, origin=origin)
@@ -67,7 +64,7 @@ class EngineError(EpisodeError, RuntimeError):
 
 
 class ChatRefused(ValueError):
-    """A call of `chat` that cannot be taken. The episode may go on, or end and be scored.
+    """A call of `chat` that cannot be taken. The episode may go on.
 
     `code`: mostly OpenAI's. After `context_length_exceeded`, `turns_exceeded` or `time_exceeded` the episode counts as
     truncated.
@@ -83,7 +80,7 @@ class EngineDead(RuntimeError):
 
 
 def all_errors(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions in it that are no groups, in order."""
+    """The exceptions that are no groups, in order."""
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
             yield from all_errors(one)

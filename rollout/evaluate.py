@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def say(line: str) -> None:
-    """On stderr: stdout has the table alone."""
+    """Print on stderr: stdout has the table alone."""
     print_visible(f"evaluate: {line}", sys.stderr)
 
 
@@ -145,7 +145,6 @@ async def evaluate_models(
 
 
 def record_of(model: str, problems: ProblemSet, played: Played) -> dict[str, Any]:
-    """Figures that no scored attempt gave are 0."""
     samples, figures = problems.given.samples, dict(played.figures)
     counts = {name: int(figures.pop(name)) for name in ("problems", "failed")}
     return {

@@ -43,8 +43,8 @@ async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes, 
 
 
 async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluator") -> None:
-    """Load each new policy; unfinished sequences go on under it. A policy that this server evaluates stays until that
-    is done."""
+    """Load each new policy; unfinished sequences go on under it. A policy that this server evaluates stays until
+    then."""
     async with aclosing(weights.receiver.policies()) as policies:
         async for policy in policies:
             async with evaluator.steady:
@@ -58,7 +58,7 @@ async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluat
 
 
 async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s: float) -> None:
-    """Wait until the last policy is in use and evaluated; or for `timeout_s` without progress."""
+    """Wait until the last policy is in use and evaluated, or `timeout_s` without progress."""
     waits = True
     while waits and not weights.last.is_set():
         with suppress(TimeoutError):

@@ -29,7 +29,7 @@ from rollout.teachers.scoring import Teachers
 
 REASON_CHARS = 300
 Ended = Callable[["asyncio.Task[Recorded]"], object]
-"""Called when a sample has ended: it needs no place any more."""
+"""Called when a sample has ended and needs no place any more."""
 
 
 def uncounted(sample: "asyncio.Task[Recorded]") -> None: ...
@@ -37,8 +37,6 @@ def uncounted(sample: "asyncio.Task[Recorded]") -> None: ...
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of a problem."""
-
     samples: list[Sample]
     failures: FailureLog = field(default_factory=FailureLog)
 
@@ -55,7 +53,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an item did not become a group. `returned`: it counts as no attempt."""
+    """Why an item did not become a group. `returned`: this counts as no attempt."""
 
     reason: str
     kind: FailureKind = "infrastructure"
@@ -80,7 +78,7 @@ class Episodes:
     failures: FailureLog = field(default_factory=FailureLog)
     stages: Stages = field(default_factory=Stages)
     teachers: Teachers | None = None
-    """None: without a teacher, or for an evaluation."""
+    """None for a run without a teacher, or an evaluation."""
     first: FirstShown | None = None
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
 
@@ -104,7 +102,7 @@ class Episodes:
         self.abandon(list(self._open), failure)
 
     async def attempt(self, row: dict[str, Any], ended: Ended = uncounted) -> Group | Failure:
-        """A group from a row of the data set."""
+        """Make a row a group."""
         try:
             return Group(await self._play(row, ended), self.failures)
         except* EpisodeError as errors:
@@ -116,7 +114,6 @@ class Episodes:
         return failure
 
     async def _play(self, row: dict[str, Any], ended: Ended) -> list[Sample]:
-        """Raises EpisodeError, alone or in groups."""
         images = row.get("images")  # decoding would block the event loop
         problem = await asyncio.to_thread(self.sampler.problem, row) if images else self.sampler.problem(row)
         if self.first:
@@ -164,7 +161,7 @@ class Episodes:
         return own
 
     def _answer(self, trajectory: Trajectory, row: dict[str, Any]) -> Answer:
-        """What follows the prompt, and of further segments what follows theirs, which repeats earlier text."""
+        """What follows the prompts, without the earlier text that later segments repeat."""
         columns, starts = trajectory.columns or trajectory.arrays(), trajectory.starts
         firsts = [trajectory.start, *(start + int(columns["sampled"][start:].argmax()) for start in starts[1:])]
         spans = [slice(*span) for span in zip(firsts, [*starts[1:], None], strict=True)]

@@ -8,7 +8,7 @@ from rollout.errors import EpisodeError
 
 log = logging.getLogger(__name__)
 REPEAT_S = 30.0
-"""Between two lines of one kind."""
+"""Shortest time between two lines of one kind."""
 
 
 class FailureLog:

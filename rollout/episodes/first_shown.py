@@ -11,8 +11,6 @@ MOST_CHARS = 2000
 
 
 class FirstShown:
-    """Remembers what was shown already."""
-
     def __init__(self, prompts: Prompts) -> None:
         self._prompts, self._left = prompts, {"prompt", "answer"}
 
@@ -39,7 +37,7 @@ class FirstShown:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text`, without its middle if it is longer than `most` characters."""
+    """The beginning and end of a text longer than `most` characters."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -51,7 +51,7 @@ class Prompts:
             except RenderError as error:
                 problems.append(f"{self._format_name}: {error}")
         self.template_kwargs: dict[str, Any] = dict(config.rollout.chat.template_kwargs)
-        """With the switch of `rollout.chat.thinking`."""
+        """These include the switch of `rollout.chat.thinking`."""
         try:
             self.named_ends = named_ends(config.model.path, tokenizer)
             self._stops = self._single_tokens(config.sampling.stop, "sampling.stop")
@@ -80,7 +80,7 @@ class Prompts:
 
     @property
     def stops(self) -> list[int]:
-        """`sampling.stop` and `ends`."""
+        """The ends of `sampling.stop` and of the model."""
         return list(dict.fromkeys([*self._stops, *self.ends]))
 
     def _thinking(self, wanted: bool | Literal["auto"]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Prompts:
         return row | {IMAGES: files}, pictures
 
     def tokens(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
-        """With the header of an answer. Raises PromptError."""
+        """The prompt with the header of an answer. Raises PromptError."""
         tokens = self.encode(row, pictures)
         if len(tokens) > self.longest:
             # one reason for all of them
@@ -147,7 +147,7 @@ class Prompts:
             raise
 
     def chat_text(self, messages: list[dict[str, Any]], header: bool) -> str:
-        """`header`: add the beginning of an answer. Raises PromptError."""
+        """Render `messages`; `header` adds the beginning of an answer. Raises PromptError."""
         try:
             return self._texts.render(messages, header, kwargs=self.template_kwargs)
         except RenderError as error:
@@ -168,14 +168,13 @@ class Prompts:
         return "\n\n".join(flat(message["content"]).replace(MARK, self._image_text()) for message in messages)
 
     def _image_text(self) -> str:
-        """With one placeholder."""
         assert self.form is not None
         marks = (self.form.vision_start, self.form.image_token, self.form.vision_end)
         image = "".join(map(str, self.tokenizer.convert_ids_to_tokens(list(marks))))
         return f"{self.form.padding}{image}{self.form.padding}"
 
     def _marked(self, text: str) -> str:
-        """As the model's processor writes `text`: Gemma 3's template has an image's first token alone."""
+        """Gemma 3's template writes only the first token of an image; its processor writes all."""
         if self.form is None or not self.form.padding:
             return text
         return text.replace(str(self.tokenizer.convert_ids_to_tokens(self.form.vision_start)), self._image_text())
@@ -199,7 +198,7 @@ class Prompts:
         return str(self.tokenizer.decode(numbers, skip_special_tokens=not special))
 
     def shown(self, tokens: list[int]) -> str:
-        """The tokens for people."""
+        """The text for people."""
         text = str(self.tokenizer.decode(tokens))
         if self.form is None:
             return text
@@ -231,7 +230,7 @@ class Prompts:
             raise PromptError(error.about("the row", self._format_name)) from None
 
     def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
-        """Raises ConfigError naming `name`."""
+        """The ends of `texts` and of the model. Raises ConfigError naming `name`."""
         return list(dict.fromkeys([*self._single_tokens(texts, name), *self.ends]))
 
     def _single_tokens(self, texts: Sequence[str], name: str) -> list[int]:
@@ -248,7 +247,6 @@ class Prompts:
 
 
 def without_images(row: dict[str, Any]) -> dict[str, Any]:
-    """The row for rewards and reports."""
     return {name: value for name, value in row.items() if name != IMAGES}
 
 
@@ -260,15 +258,14 @@ def flat(content: str | list[dict[str, Any]]) -> str:
 
 
 def parts(text: str) -> str | list[dict[str, Any]]:
-    """`"<image> Red?"` -> `[{"type": "image"}, {"type": "text", "text": " Red?"}]`. A text without an image stays
-    one."""
+    """`"<image> Red?"` -> `[{"type": "image"}, {"type": "text", "text": " Red?"}]`; no image: the text."""
     pieces = [{"type": "text", "text": piece} for piece in text.split(MARK)]
     marked = [part for piece in pieces for part in ({"type": "image"}, piece)][1:]
     return [part for part in marked if part.get("text", MARK)] if len(pieces) > 1 else text
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
-    """Raises ValueError."""
+    """Load the model's tokenizer. Raises ValueError."""
     from transformers import AutoTokenizer  # takes seconds
 
     path, again = config.model.path, "correct its files or download the model again"

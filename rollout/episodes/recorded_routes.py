@@ -25,14 +25,14 @@ class Continued(NamedTuple):
 
     @property
     def routed(self) -> int:
-        """Number of known rows: no computation has read the last token of an answer."""
+        """Number of known rows. No computation has read the last token of an answer."""
         return max(self.end - 1, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedAnswer:
-    """What one call added after `start` tokens: int32 tokens, log-probabilities (NaN: given), rows. The first row is of
-    the token before them."""
+    """What one call added after `start` tokens: int32 tokens, log-probabilities (NaN: given), and rows. The first row
+    is of the token before them."""
 
     start: int
     before: bytes
@@ -66,7 +66,7 @@ class RecordedRoutes:
 
     def of(self, trajectory: Trajectory) -> np.ndarray | None:
         """[tokens, layers, k]; zeros where no answer reads a token. Raises EpisodeError for a sampled token of no
-        answer, or without routes that are `wanted`."""
+        answer, or if `wanted` routes are missing."""
         if not self._answers:
             if self.wanted:
                 raise EpisodeError("the task never called generate; with rollout.routing_replay its answers are needed")
@@ -83,7 +83,6 @@ class RecordedRoutes:
         return routes
 
     def _fill(self, routes: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, lacking: np.ndarray) -> None:
-        """Write the rows of one segment and clear `lacking`."""
         own = []
         for answer in reversed(self._answers):  # the first to read a token counts
             if answer.start > tokens.size or digest(tokens[: answer.start]) != answer.before:

@@ -1,8 +1,5 @@
 """Checks the messages of a row and converts them for chat templates: each content becomes a text, with MARK for an
-image.
-
-A message that a template would leave out, or write as Python code, is a PromptError.
-"""
+image."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,7 +14,7 @@ ENDS = 30
 
 
 def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
-    """Raises PromptError."""
+    """The chat of a row. Raises PromptError."""
     prompt = row.get("prompt") or row.get("problem")
     if not prompt:
         empty = [name for name in ("prompt", "problem") if name in row]
@@ -32,7 +29,7 @@ def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
 
 
 def message_of(number: int, message: Any, template: str, images: bool) -> dict[str, Any]:
-    """Null keys go: in parquet each message has the keys of all."""
+    """Null keys are left out: in parquet each message has the keys of all."""
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
         raise PromptError(f"message {number} is {message!r:.60}; role and content are needed")
     if role not in ROLES and role not in template:
@@ -64,7 +61,7 @@ def text_of(place: str, content: Any, images: bool) -> str:
 
 
 def whole(place: str, text: str) -> str:
-    """Raises PromptError for a lone surrogate, which no tokenizer accepts."""
+    """Raise PromptError for a lone surrogate, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

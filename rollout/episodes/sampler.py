@@ -1,6 +1,6 @@
 """What stands between a task and the engine: `generate`, and the check of what the task returns.
 
-Whatever a task asks or returns: what is wrong becomes an EpisodeError and never reaches engine or learner.
+Wrong requests and results of a task become an EpisodeError and never reach engine or learner.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ LONGER = (
 )
 
 MOST_REWARD = 1e12
-"""So that sums stay finite."""
+"""Sums stay finite."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Sampler:
     prompts: Prompts
     temperature: float
     max_tokens: int
-    """Of one turn."""
+    """Most tokens of one turn."""
     longest: int
-    """Whole sample in tokens."""
+    """Most tokens of a whole sample."""
     form: ImageFormat | None = None
     max_images: int = 0
 
     def problem(self, row: dict[str, Any]) -> Problem:
-        """Decodes images, which takes long. Raises PromptError."""
+        """Raises PromptError. Decoding images takes long."""
         row, pictures = self.prompts.with_pictures(row) if row.get("images") else (row, [])
         prompt = self.prompts.tokens(row, pictures)
         left = self.longest - len(prompt)
@@ -79,7 +79,7 @@ class Sampler:
         salt: str | None = None,
         routes: RecordedRoutes | None = None,
     ) -> Completion:
-        """`images` of all `tokens`. Raises EpisodeError, EngineError, EngineDead."""
+        """`images` are those of all `tokens`. Raises EpisodeError, EngineError, EngineDead."""
         wanted = self.max_tokens if max_tokens is None else max_tokens
         if problem := first_of(self._unusable(tokens, wanted, stop, images, so_far or SampledSoFar())):
             raise EpisodeError(f"generate: {problem}")
@@ -88,7 +88,7 @@ class Sampler:
         except ValueError as error:
             raise EpisodeError(f"generate: {error}") from None
         room = self.longest - len(tokens)
-        # Only where they return: hashing the prompt delays this process.
+        # Hashing the prompt for routes delays this process.
         at = routes.continued(tokens) if routes and self.engine.routes else None
         routed = at.routed if at else 0
         plain = np.array(tokens).tolist()  # True is an int too, and would end vLLM's process
@@ -166,7 +166,7 @@ class Sampler:
             yield f"{what} has {longest} tokens, and a sample at most {self.longest}; {LONGER}"
 
     def _no_tokens(self, name: str, ids: np.ndarray) -> Iterator[str]:
-        """An id without an embedding would end the engine, or the learner."""
+        """An id without an embedding would end the engine or the learner."""
         vocabulary = self.engine.vocabulary
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             yield f"{name} must be a list of token ids, one at least; is of {ids.dtype}{ids.shape}"

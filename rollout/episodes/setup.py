@@ -46,12 +46,12 @@ class RolloutSetup:
     """None: the task itself scores."""
     sessions: Sessions | None = None
     teachers: Teachers | None = None
-    """None: without a teacher, or for an evaluation."""
+    """None for a run without a teacher, or an evaluation."""
     _entered: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
     def load(cls, config: Config, name: str) -> "RolloutSetup":
-        """Raises ValueError."""
+        """Load the parts of server `name`. Raises ValueError."""
         log, built_in = config.run.path / "logs" / name, TASKS.get(config.rollout.task)
         prompts = Prompts(load_tokenizer(config), config, ImageFormat.of_run(config))
         rewards = load_rewards(config, log)
@@ -88,7 +88,7 @@ class RolloutSetup:
     def episodes(
         self, config: Config, engine: "Engine", temperature: float, samples: int, max_tokens: int | None = None
     ) -> Episodes:
-        """Temperature 0 is greedy. `max_tokens`: of an answer, None: as the run trains."""
+        """Temperature 0 is greedy. `max_tokens` of an answer; None: as the run trains."""
         answer = max_tokens or config.sampling.max_tokens
         longest = max(max_sample_tokens(config), config.data.max_prompt_tokens + answer)
         images = config.data.max_images
@@ -104,7 +104,7 @@ def load_rewards(config: Config, log: Path) -> RewardPool | NoReward | None:
 
 
 def open_sessions(config: Config, prompts: Prompts) -> Sessions:
-    """How episodes of messages are recorded. Raises ValueError."""
+    """The recorder of chat episodes. Raises ValueError."""
     chat, parser = settled_chat(config, prompts), None
     template = ChatTemplate(prompts, chat.history == "keep", chat.template_kwargs)
     if chat.tool_parser or chat.reasoning_parser:

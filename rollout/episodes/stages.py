@@ -1,5 +1,4 @@
-"""How many samples are in their task, in vLLM, or with their reward: a function that hangs shows long before its
-timeout."""
+"""How many samples are in their task, in vLLM, or with their reward: a function that hangs shows early."""
 
 import time
 
@@ -9,7 +8,7 @@ STAGES = ("task", "generating", "scoring")
 
 
 class Stay:
-    """`samples` in a stage. A generator's context manager takes twice as long."""
+    """Samples in a stage. A generator's context manager takes twice as long."""
 
     def __init__(self, others: "set[Stay]", samples: int) -> None:
         self.others, self.samples, self.since = others, samples, time.monotonic()
@@ -31,7 +30,7 @@ class Stages:
         return Stay(self._stays[stage], samples)
 
     def around(self, generate: Generate) -> Generate:
-        """`generate`, whose samples count as generating."""
+        """The samples of `generate` count as generating."""
 
         async def counted(*args: object, **kwargs: object) -> object:
             with self("generating"):

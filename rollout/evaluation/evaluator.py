@@ -1,6 +1,6 @@
 """Evaluates while the run trains: claims an evaluation of the version just loaded, holds newer ones back, plays sets.
 
-The buffer decides who evaluates what, after each load and, for what a dead server left, after a heartbeat. Groups are
+The buffer decides who evaluates what, after each load or, for what a dead server left, after a heartbeat. Groups are
 made meanwhile, under the version that is held.
 """
 
@@ -26,7 +26,7 @@ CLAIM_S = 10.0
 
 
 class Evaluator:
-    """`sets` empty: this server evaluates nothing."""
+    """A server without `sets` evaluates nothing."""
 
     def __init__(
         self,
@@ -43,12 +43,13 @@ class Evaluator:
         """Held while a version is loaded or evaluated: never both."""
         self._config, self._setup, self._engine, self._buffer, self._weights = config, setup, engine, buffer, weights
         self._loaded = False
-        """Not dummy weights."""
+        """vLLM has a policy, not dummy weights."""
         self._unanswered = False
-        """The buffer has not said whether the version in use is evaluated here."""
+        """The buffer has not answered the last claim."""
 
     async def claim(self) -> int | None:
-        """Between `load` and `loaded`: if an evaluation is due, hold newer versions back until `evaluate` is done."""
+        """Call between `load` and `loaded`: if an evaluation is due, newer versions are held back until `evaluate` is
+        done."""
         self._loaded = True
         due = await self._claim()
         if due is not None:
@@ -56,7 +57,7 @@ class Evaluator:
         return due
 
     async def idle(self) -> bool:
-        """Wait until nothing is loaded or evaluated, and ask unanswered claims again. Whether any was."""
+        """Wait until nothing is loaded or evaluated, and repeat unanswered claims; returns whether any was."""
         asked = False
         async with self.steady:
             while self._unanswered and self._weights.hold():  # else the version on its way is claimed when it is loaded
@@ -114,7 +115,7 @@ class Evaluator:
         return due
 
     async def _play(self) -> dict[str, SetResult]:
-        """All sets at once: one tail of long answers."""
+        """All sets share one tail of long answers."""
         keep = self._config.eval.keep_samples
         async with asyncio.TaskGroup() as tasks:
             playing = {

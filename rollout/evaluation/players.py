@@ -1,4 +1,4 @@
-"""The sets of `data.eval`, and how an engine plays one, with the task and the rewards that the run trains with."""
+"""The sets of `data.eval`, and how an engine plays one, with the run's task and rewards."""
 
 import asyncio
 from collections import Counter

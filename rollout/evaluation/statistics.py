@@ -17,7 +17,7 @@ class Attempt:
 
     reward: float
     length: int
-    """In sampled tokens."""
+    """Length in sampled tokens."""
     truncated: bool
 
     @property
@@ -46,8 +46,6 @@ def figures(problems: Sequence[Sequence[Attempt]], samples: int, ks: Sequence[in
 
     `mean@N`: mean share of solved attempts; `error`: its standard error over problems (Miller 2024, arXiv 2411.00640,
     section 2.2). `pass@K`, `pass^K`: means over problems with K scored attempts; `left_out@K`: number of the others.
-    Example: two problems, both attempts at the first solved, one of the second: `mean@2` 0.75, `pass@2` 1.0, `pass^2`
-    0.5.
     """
     scored = [attempts for attempts in problems if attempts]
     every = [attempt for attempts in scored for attempt in attempts]

@@ -28,17 +28,17 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 KEY = "HEADRACE_AGENT_KEY"
-"""Clients read their key from it; the real key is in the URL."""
+"""Clients read their key from this variable; the real key is in the URL."""
 MODEL = "policy"
 LONGEST_LINE = 2**26
 
 
 _raised: ContextVar[list[str]] = ContextVar("raised")
-"""By reward functions: the older API logs that and scores 0."""
+"""Errors of reward functions: the older API logs them and scores 0."""
 
 
 class RefusedEnvironment(Exception):
-    """One line for people."""
+    """The environment cannot be used."""
 
 
 class Environment(Protocol):
@@ -49,8 +49,7 @@ class Environment(Protocol):
     def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """What must be up while episodes run."""
 
-    async def run(self, row: Any, url: str, sampling: dict[str, Any]) -> dict[str, Any]:
-        """`ok`, `reward`, `metrics`, `error`, `stop`, `truncated`."""
+    async def run(self, row: Any, url: str, sampling: dict[str, Any]) -> dict[str, Any]: ...
 
     def rows(self) -> Iterable[dict[str, Any]]:
         """`row` as `run` takes it, `problem` (text) and `answer`."""
@@ -123,7 +122,6 @@ class TasksetEnvironment:
         self.task, self.config = loaders.task_type(name), config.taskset.task
 
     def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Shared tool servers, and the server that watches the agents' calls."""
         return self.environment.serving()  # type: ignore[no-any-return]
 
     async def run(self, row: Any, url: str, sampling: dict[str, Any]) -> dict[str, Any]:
@@ -157,8 +155,7 @@ class TasksetEnvironment:
 
 
 def take_empty_answers(client: Any) -> None:
-    """Score an empty answer as an empty text: it is the policy's own. verifiers 0.2 takes it for a failure of the
-    model's server."""
+    """Score an empty answer as an empty text. verifiers 0.2 takes it for a failure of the model's server."""
     from verifiers.errors import EmptyModelResponseError
 
     check, read = client.raise_from_native_response, client.from_native_response
@@ -197,7 +194,7 @@ def noting(function: Any) -> Any:
 
 
 def load(name: str, arguments: dict[str, Any]) -> Environment:
-    """Raises RefusedEnvironment."""
+    """Load an environment of either API. Raises RefusedEnvironment."""
     os.environ.setdefault(KEY, "in-the-url")
     try:
         import verifiers
@@ -280,7 +277,7 @@ def line_of(message: dict[str, Any]) -> bytes:
 
 
 def protected() -> tuple[Any, Any]:
-    """The server's requests and answers, out of reach of what an environment prints or reads."""
+    """Keep requests and answers out of reach of what an environment prints or reads."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -289,7 +286,7 @@ def protected() -> tuple[Any, Any]:
 
 
 def export(environment: Environment, name: str, path: str) -> int:
-    """Write the problems as rows for `data.train`; returns how many."""
+    """Write rows for `data.train`; returns how many."""
     number = 0
     with open(path, "w", encoding="utf-8") as file:
         for row in environment.rows():

@@ -28,7 +28,6 @@ REWARDS: dict[str, Callable[..., Any]] = {
 }
 
 STARTS = {reasoning.compute_score: reasoning.start, math.compute_score: math.start}
-"""Loads what is needed before the first call."""
 
 
 def load_reward(config: RewardConfig, number: int = 0, keys: Path | None = None) -> Reward:

@@ -30,11 +30,11 @@ class JudgeLimits:
     """Limits of one call."""
 
     processor_s: float = 2.0
-    """A busy machine costs no reward. Right answers take 0.01 to 0.1 s."""
+    """Right answers take 0.01 to 0.1 s. A busy machine costs no reward."""
     clock_s: float = 7.0
-    """Ends a call that has used a quarter of `processor_s`, before the worker is killed."""
+    """After this time a call that has used a quarter of `processor_s` ends too."""
     memory_bytes: int = 2**30
-    """Beyond the worker's memory."""
+    """The process may have so much more than the worker."""
 
     def stay_below(self, timeout_s: float, memory_gib: float | None) -> None:
         self.processor_s, self.clock_s = min(2.0, timeout_s / 2), 0.7 * timeout_s
@@ -43,7 +43,7 @@ class JudgeLimits:
 
 LIMITS = JudgeLimits()
 TRIES = 2
-"""A process may have been killed from outside."""
+"""The first process may have been killed from outside."""
 
 
 class GaveUpError(Exception):
@@ -62,7 +62,6 @@ class AnswerJudge:
         self._had_s = 0.0
         self._socket: socket.socket | None = None
         self._number = 0
-        """A reply repeats the number of its call."""
         atexit.register(self.close)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -94,7 +93,6 @@ class AnswerJudge:
                 self._end()
 
     def _ask(self, call: bytes) -> list[Any] | None:
-        """Kind and value of the reply; None if the process has ended."""
         if self._socket is None or self._parent != os.getpid():
             self._socket = self._start()
         frames = unpacker()
@@ -123,7 +121,6 @@ class AnswerJudge:
         return ours
 
     def _end(self) -> int:
-        """The exit code, negative for a signal."""
         if self._socket is not None:
             self._socket.close()
         with suppress(ProcessLookupError):
@@ -134,7 +131,7 @@ class AnswerJudge:
 
 
 def processor_s(process: int) -> float:
-    """By the process's clock (clock_getcpuclockid(3))."""
+    """The processor time by the process's clock (clock_getcpuclockid(3))."""
     return time.clock_gettime((~process << 3) | 2)
 
 

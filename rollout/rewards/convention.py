@@ -35,9 +35,8 @@ class Answer:
     turns: list[Turn] | None = None
     """None: all of it was sampled."""
     raw: str | None = None
-    """With special tokens."""
+    """The text with special tokens."""
     prompt: str | None = None
-    """With special tokens."""
 
     def verl(self) -> dict[str, Any]:
         return {
@@ -75,7 +74,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """Example: `Score(1.0, {"format": 1.0})`."""
+    """A reward and metrics. Example: `Score(1.0, {"format": 1.0})`."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -83,12 +82,12 @@ class Score:
 
 TURNS = "turns"
 ASKED = {"raw": {"raw_str", "raw_strs"}, "prompt": {"prompt_str", "prompt_strs"}}
-"""Sent only if a function takes one of these parameters."""
+"""A field is sent only if a function takes one of these parameters."""
 ROWS = {"row", "rows", *(name for names in ASKED.values() for name in names)}
 MOST_METRICS, LONGEST_NAME = 256, 200
 """Each metric is a column of its batch and of `metrics.jsonl`."""
 OURS = {TURNS, *ROWS}
-"""Our additions: a function gets them if it names them, not if it takes `**kwargs`."""
+"""A function gets these additions if it names them, not if it takes `**kwargs`."""
 
 CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
     "solution_str": lambda answers: [answer.verl() for answer in answers],
@@ -157,7 +156,6 @@ class Reward:
         raise ValueError(f"{place}: {given}{problem}")
 
     def calls(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        """The arguments of each call."""
         calls = []
         for offered in CONVENTIONS[self.convention](answers):
             taken = self.accepted | (offered.keys() - OURS if self.takes_any else set())
@@ -212,7 +210,7 @@ def misnamed(metrics: Mapping[Any, object]) -> str:
 
 
 def is_async(function: Any) -> bool:
-    """Whether a function is `async`, in a `functools.partial` too."""
+    """Whether a function is `async`, also in a `functools.partial`."""
     while isinstance(function, partial):
         function = function.func
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))

@@ -16,7 +16,7 @@ LEADING_ZEROS = re.compile(r"\b0+(?=\d)")
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 LONGEST = 200
 LARGEST = 10**30
-"""Bounds numerators and denominators, so that no answer takes long."""
+"""A bound of numerators and denominators, so that no answer takes long."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Expression:
 def compute_score(
     solution_str: str, ground_truth: dict[str, Any], format_score: float = 0.1, score: float = 1.0
 ) -> dict[str, float]:
-    """`format_score` for wrong arithmetic. `ground_truth`: `{"target": 24, "numbers": [4, 6]}`. Raises TruthError."""
+    """A wrong result gets `format_score`. `ground_truth`: `{"target": 24, "numbers": [4, 6]}`. Raises TruthError."""
     try:
         given, target = Counter(int(number) for number in ground_truth["numbers"]), int(ground_truth["target"])
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -62,7 +62,7 @@ def evaluate(text: str) -> Expression:
 
 
 def value_of(node: ast.expr) -> Fraction:
-    """Errors as in `evaluate`. LONGEST bounds the depth."""
+    """Raises the errors of `evaluate`. LONGEST bounds the depth."""
     match node:
         case ast.Constant(value=int(number)):
             value = Fraction(number)

@@ -18,7 +18,7 @@ COMMAND = re.compile(r"\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-
 MATH_WORDS = {*("and", "cos", "cot", "csc", "exp", "lim", "log", "max", "min", "mod", "sec", "sin", "sqrt", "tan")}
 BOXED = re.compile(r"\\f?boxed\s*\{")
 TOWER = re.compile(r"(?<![\d.])\d+(?:\s*(?:\^|\*\*)[\s{(]*\d+)+")
-"""Such as `5^{5^{5}}`."""
+"""This finds `5^{5^{5}}`."""
 MOST_DIGITS = 10**8
 BRACKET = re.compile(r"[{}()\[\]]")
 DEEPEST = 100
@@ -27,7 +27,7 @@ DEEPEST = 100
 def compute_score(
     solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0
 ) -> dict[str, float]:
-    """`format_score` for an answer that only parses. One that takes too long gets the lowest score and the metric
+    """`format_score` is for an answer that only parses. One that takes too long gets the lowest score and the metric
     `gave_up`. Raises TruthError."""
     truth = read_truth(ground_truth)
     try:
@@ -54,7 +54,7 @@ def read_truth(ground_truth: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def _parse_truth(text: str) -> None:
-    """Raise TruthError unless the text can be read. A group shares one truth."""
+    """A group shares one truth."""
     try:
         if why := hopeless(text if MARKED.search(text) else rf"\boxed{{{text}}}"):
             raise GaveUpError(why)
@@ -107,13 +107,11 @@ def start() -> None:
 
 @lru_cache(maxsize=1)
 def _judge() -> AnswerJudge:
-    """Loads math-verify, which takes a second, when first used."""
     from math_verify import parse, verify
     from sympy import Basic, Limit, S, preorder_traversal
     from sympy.concrete.expr_with_limits import ExprWithLimits
 
     def is_infinite(expression: Any) -> bool:
-        """Whether it has an infinity other than as a bound."""
         nodes = preorder_traversal(expression) if isinstance(expression, Basic) else iter(())
         for node in nodes:
             if isinstance(node, ExprWithLimits | Limit):
@@ -128,11 +126,8 @@ def _judge() -> AnswerJudge:
         return parse(ways[0], parsing_timeout=None) or parse(ways[1], parsing_timeout=None)
 
     def judge(truth: str, solution: str | None = None) -> Any:
-        """Whether the truth can be read; with a solution, whether that is right and can be read.
-
-        sympy compares an infinite power with random numbers and may find it equal to a finite one: no infinite answer
-        is right where the truth is finite.
-        """
+        """sympy compares an infinite power with random numbers and may find it equal to a finite one. So no infinite
+        answer is right where the truth is finite."""
         if solution is None:
             return bool(truth_of(truth))
         right, answer = truth_of(truth), parse(solution, parsing_timeout=None)

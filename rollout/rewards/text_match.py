@@ -1,4 +1,4 @@
-"""Built-in rewards that look at an answer's text or length. Patterns may take years, so limits apply
+"""Built-in rewards that look at an answer's text or length. Limits apply: a pattern may take years
 (`answer_judge.py`)."""
 
 import re
@@ -36,15 +36,14 @@ class ExactMatch(Section):
     pattern: re.Pattern[str] | None = None
     """Finds the answer: the last match, or its first group; null: the whole text."""
     strip: bool = True
-    """Ignore white space at both ends."""
     case: bool = False
     """Whether upper and lower case differ."""
     score: float = 1.0
     format_score: float = 0.0
-    """Of a wrong answer in which `pattern` was found."""
+    """A wrong answer in which `pattern` was found gets this."""
 
     def __call__(self, solution_str: str, ground_truth: Any) -> dict[str, float]:
-        """`ground_truth`: one or a list. Raises TruthError."""
+        """`ground_truth`: one answer or a list. Raises TruthError."""
         truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
         if not truths or not all(isinstance(truth, str | int | float) and str(truth).strip() for truth in truths):
             needed = "exact_match needs a text, a number, or a list of such"
@@ -72,10 +71,8 @@ class RegexFormat(Section):
     pattern: re.Pattern[str]
     """Begin it with `(?s)` where `.` may be a line break."""
     match: Literal["search", "full"] = "search"
-    """Somewhere, or the whole text."""
     score: float = 1.0
     otherwise: float = 0.0
-    """Reward without a match."""
 
     def __call__(self, solution_str: str) -> dict[str, float]:
         try:
@@ -94,7 +91,6 @@ class LengthPenalty(Section):
     cap: Positive
     """Tokens from which the whole penalty is due; it grows evenly from `free`."""
     penalty: float = 1.0
-    """In units of reward."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "LengthPenalty":

@@ -54,7 +54,6 @@ class RewardPool:
         return {field for scorer in self._scorers for field in scorer.cage.about["asks"]}
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """One score per answer of a group. Raises RewardError."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 scoring = [tasks.create_task(scorer.score(answers)) for scorer in self._scorers]
@@ -71,7 +70,7 @@ class RewardPool:
 
 
 class PartScorer:
-    """One reward function and its workers. `servers`: the run's own."""
+    """One reward function and its workers."""
 
     def __init__(
         self, config: RewardConfig, number: int, servers: OwnServers | None, log: str | None, keys: Path | None
@@ -90,7 +89,6 @@ class PartScorer:
         self.cage = Cage(function, config.workers)
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """Raises RewardError, alone or in a group."""
         calls = [answers] if self.cage.about["batch"] else [[answer] for answer in answers]
         async with asyncio.TaskGroup() as tasks:
             scoring = [tasks.create_task(self._score(call)) for call in calls]
@@ -124,7 +122,7 @@ class PartScorer:
 
 
 def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
-    """The weighted sum. The metrics are `{"format": 1.0, "format/solved": 0.0}`."""
+    """The weighted sum, with metrics `{"format": 1.0, "format/solved": 0.0}`."""
     metrics: dict[str, float] = {}
     for part, score in zip(parts, scores, strict=True):
         metrics[part.metric] = score.reward
@@ -133,7 +131,7 @@ def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
 
 
 def load(config: dict[str, Any], number: int, keys: str | None) -> Any:
-    """In a worker: a reward function of plain values. Raises ValueError."""
+    """Run in a worker. Raises ValueError."""
     reward = load_reward(RewardConfig(**config), number, Path(keys) if keys else None)
 
     def score(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

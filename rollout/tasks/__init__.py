@@ -29,18 +29,18 @@ CONVENTIONS = {
     "chat": ("row", "chat"),
     "base_url": ("row", "base_url", "api_key"),
 }
-"""Arguments by the parameter that shows the convention; the first one also by position."""
+"""The key is the parameter that shows the convention. The first argument is also passed by position."""
 
 
 def load_task(name: str) -> Callable[..., Any]:
-    """Raises ValueError."""
+    """Find the function that `rollout.task` names. Raises ValueError."""
     function = TASKS[name] if name in TASKS else load_function("rollout.task", name)
     convention(name, function)
     return function
 
 
 def convention(name: str, function: Callable[..., Any]) -> str:
-    """A key of CONVENTIONS. Raises ValueError."""
+    """The task's key of CONVENTIONS. Raises ValueError."""
     signature = inspect.signature(function)
     told = next((key for key in CONVENTIONS if key in signature.parameters), "generate")
     try:

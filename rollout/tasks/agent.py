@@ -1,7 +1,6 @@
 """The server's end of agents that reach the policy by URL: a user's function or program, or an environment's host.
 
-An episode is a session that records, a door of the HTTP server, and a call of the cage that runs the agent. However it
-ends, the agent's processes are killed.
+An episode is a session that records, a door of the HTTP server, and a call of the cage that runs the agent.
 """
 
 import asyncio
@@ -17,11 +16,11 @@ from rollout.tasks.trajectory import CUT_SCORE, Generate, Problem, Recorded
 REFUSALS = ("BadRequestError", "ContextWindowExceededError", "ChatRefused")
 """Origins of refused model calls beyond a limit."""
 HTTP_ERRORS = ("HTTPError", "HTTPStatusError", "APIStatusError", "ClientResponseError")
-"""Such origins if their text has the status 400."""
+"""These are refusals if the text has the status 400."""
 
 
 BLOCKED_S = 3.0
-"""Extra time for agents that share a worker, until its warden has found the one that blocks it."""
+"""Agents that share a worker get more time, until its warden has found the one that blocks it."""
 
 
 class UrlEpisodes:
@@ -54,7 +53,7 @@ class UrlEpisodes:
         return recorded
 
     def _is_refusal(self, error: CagedError) -> bool:
-        """Whether refused model calls made an agent fail. Of a program only the exit code is known."""
+        """Whether refused model calls made an agent fail. A program shows only its exit code."""
         bad_request = error.origin in HTTP_ERRORS and "400" in str(error)
         return bad_request or error.origin in REFUSALS or (self._command and error.origin == "exited")
 

@@ -1,7 +1,7 @@
 """In a worker: users' agent programs, which reach the policy by URL, as episodes of the cage.
 
-`async` functions share the worker's event loop; any other, and a command, gets a process for each episode. The server
-keeps the time, because it knows when it generates.
+`async` functions share the event loop; other functions and commands get a process for each episode. The server keeps
+the time, because it knows when it generates.
 """
 
 import base64
@@ -20,7 +20,6 @@ from rollout.rewards.convention import is_async
 
 SHOWN = 200
 Play = Callable[..., Awaitable[Any]]
-"""Called with the row, the URL, the key and the cage's `generate`."""
 
 
 def timed_by_server(play: Any, apart: bool) -> Play:
@@ -52,7 +51,7 @@ def agent_of(name: str, function: Callable[..., Any], memory: str, files: frozen
 
 
 def result_of_function(name: str, said: bytes) -> Any:
-    """Raises ToldError."""
+    """The returned value. Raises ToldError."""
     try:
         _, _, origin, value, trace, permanent, _ = msgpack.unpackb(said, strict_map_key=False)
     except BAD_BYTES:
@@ -63,7 +62,7 @@ def result_of_function(name: str, said: bytes) -> Any:
 
 
 def load_command(command: list[str], memory: str) -> Play:
-    """A program as episodes: the row as JSON on its input, the result on the last line of its output."""
+    """A program as episodes: the row as JSON on its input, the result on its last line of output."""
     name = command_name(command)
 
     async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 NOT_SAMPLED = array("f", [0.0]), array("i", [-1])
-"""Of a token that was given."""
+"""Log-probability and version of a given token."""
 CUT_SCORE = 0.0
-"""Of an episode that a limit ended and whose task, which scores, returned nothing."""
+"""Score of an episode that a limit ended before its task returned one."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Completion:
     versions: Sequence[int]
     finish: Literal["stop", "length"]
     routes: np.ndarray | None = None
-    """[tokens, layers, k], experts of the tokens read; never seen by a task."""
+    """[tokens, layers, k], the experts of the tokens read. No task sees them."""
 
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """Its placeholders among given tokens are from `start` to `end`."""
+    """The placeholders of an image among given tokens, from `start` to `end`."""
 
     start: int
     picture: Picture
@@ -74,12 +74,12 @@ class Problem:
     """Every trajectory begins with these tokens."""
     tokenizer: "PreTrainedTokenizerBase"
     max_tokens: int
-    """After the prompt, given tokens included."""
+    """Most tokens after the prompt, given tokens included."""
     images: Sequence[PlacedImage] = ()
     format: ImageFormat | None = None
     """None for a text model."""
     answer: int | None = None
-    """Of one turn; None: `sampling.max_tokens`."""
+    """Longest answer of one turn; None: `sampling.max_tokens`."""
 
     def left(self, tokens: list[int]) -> int:
         """How many tokens may follow these; may be negative."""
@@ -92,9 +92,9 @@ class Taught(NamedTuple):
     teacher: str
     """The `data_source` of its rows; "" for all other rows."""
     logprobs: np.ndarray
-    """[tokens] float32: 0 for given tokens."""
+    """[tokens] float32, 0 for given tokens"""
     ids: np.ndarray | None = None
-    """int32 [sampled tokens, k]: the most probable tokens."""
+    """int32 [sampled tokens, k]: the most probable tokens"""
     top: np.ndarray | None = None
     """float32 [sampled tokens, k]"""
 
@@ -106,10 +106,10 @@ class Taught(NamedTuple):
 
 
 class Trajectory:
-    """The tokens of one sample: the prompt, what the policy sampled, what the environment answered."""
+    """The tokens of one sample: prompt, what the policy sampled, what the environment answered."""
 
     routes: np.ndarray | None = None
-    """[tokens, layers, k]; a task never sets it."""
+    """[tokens, layers, k]. A task never sets them."""
     taught: Taught | None = None
     columns: dict[str, np.ndarray] | None = None
     """`arrays()` as they were checked."""
@@ -120,15 +120,14 @@ class Trajectory:
         self.logprobs, self.versions = NOT_SAMPLED[0] * self.start, NOT_SAMPLED[1] * self.start
         self.finish: Literal["stop", "length"] = "stop"
         self.metrics: dict[str, float] = {}
-        """Averaged into the batch's metrics."""
+        """Numbers averaged into the batch's metrics."""
         self.images: list[PlacedImage] = []
-        """After the prompt, in order."""
         self.starts: list[int] = [0]
         """Where each segment begins."""
         self.turn_rewards: list[float] = []
         """Empty, or one for each turn; the reward function's is added to the last."""
         self.score: Any = None
-        """For `reward.function: task`: a number, or a dict as a reward function returns."""
+        """For `reward.function: task`: a number or a dict."""
 
     def take(self, completion: Completion) -> None:
         """Append what the policy sampled: it is trained on."""
@@ -146,7 +145,7 @@ class Trajectory:
         self.versions.extend(NOT_SAMPLED[1] * len(tokens))
 
     def show(self, image: "bytes | Image", problem: Problem) -> None:
-        """Append an image (a file's bytes or a PIL image) that the environment answers. Raises ImageError,
+        """Append an image that the environment answers: a file's bytes or a PIL image. Raises ImageError,
         EpisodeError."""
         form = problem.format
         if form is None:
@@ -157,7 +156,7 @@ class Trajectory:
         self.give([form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """[tokens] each. Raises ValueError, TypeError, OverflowError."""
+        """The columns, [tokens] each. Raises ValueError, TypeError, OverflowError."""
         with np.errstate(over="ignore"):
             return {name: column(getattr(self, name)) for name, column in COLUMNS.items()}
 
@@ -185,7 +184,7 @@ class Trajectory:
 
 
 def whole_numbers(make: Callable[[list[int]], Any], given: Any) -> np.ndarray:
-    """A list of whole numbers through `make`: numpy alone takes twice as long. Anything else is refused later."""
+    """numpy alone takes twice as long. What is no list of numbers is refused later."""
     try:
         return np.array(make(given) if isinstance(given, list) else given)
     except (TypeError, ValueError, OverflowError):
@@ -247,13 +246,12 @@ class Generate(Protocol):
         stop: list[str] | None = None,
         images: Sequence[PlacedImage] = (),
     ) -> Awaitable[Completion]:
-        """Continue `tokens` by at most `max_tokens` (default: `sampling.max_tokens`) within the sample's budget, up to
-        a text of `stop` (each one token) or the model's own end. `images`: those after the prompt. Raises
-        EpisodeError."""
+        """Continue `tokens` by at most `max_tokens` within the sample's budget, up to a text of `stop`, each one token,
+        or the model's own end. `images` are those after the prompt. Raises EpisodeError."""
 
 
 Task = Callable[[Problem, Generate], Awaitable[Trajectory | Recorded]]
-"""A Recorded sample has its own prompts, a Trajectory begins with the problem's."""
+"""A Recorded sample has its own prompts; a Trajectory begins with the problem's."""
 
 
 async def single_turn(problem: Problem, generate: Generate) -> Trajectory:

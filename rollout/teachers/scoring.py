@@ -27,7 +27,7 @@ MOST_LOSSES = 3
 
 
 class Teachers:
-    """`keys`: folder of the run's keys. Raises ValueError, and KeysError when entered."""
+    """All teachers of the run. Raises ValueError, and KeysError when entered."""
 
     def __init__(self, config: TeacherConfig, keys: Path) -> None:
         self._by_source, self._keys = {source: Teacher(config, source) for source in config.teachers}, keys
@@ -58,7 +58,7 @@ class Teachers:
         self._tokens += sum(len(opinion.logprobs) for opinion in found)
 
     def stats(self) -> dict[str, float]:
-        """For a heartbeat: samples that wait, longest wait in seconds, tokens per second since the last call."""
+        """Figures of a heartbeat, since the last call: waiting samples, longest wait in seconds, tokens per second."""
         now = time.monotonic()
         found = {"teacher": float(sum(each.samples for each in self._waiting))}
         found["teacher_tokens_per_s"] = self._tokens / max(now - self._since, 1e-3)
@@ -84,7 +84,7 @@ class Teacher:
         self._servers = OwnServers(urls, "teacher") if given.servers else None
 
     def open(self, keys: Path) -> None:
-        """Read the token of the run's own servers. Raises KeysError."""
+        """Raises KeysError."""
         if self._servers:
             self._client.wait_elsewhere()
             self._client.show(load_token(keys))
@@ -132,7 +132,6 @@ def segments(trajectory: Trajectory) -> list[Text]:
 
 
 def joined(opinions: Sequence[Opinion]) -> Opinion:
-    """Join the opinions of a sample's segments."""
     ids = [each.ids for each in opinions if each.ids is not None]
     top = [each.top for each in opinions if each.top is not None]
     tops = (np.concatenate(ids), np.concatenate(top)) if ids and top else ()

@@ -17,7 +17,7 @@ from rollout.rewards.models.http_model import HttpModel
 
 PATH = "/v1/completions"
 SAMPLING = {"max_tokens": 1, "temperature": 0, "add_special_tokens": False}
-"""Log-probabilities of prompts are of temperature 1."""
+"""The log-probabilities of a prompt are of temperature 1."""
 LARGEST = float(np.finfo(np.float32).max)
 SHOWN_CHARS = 200
 
@@ -26,9 +26,9 @@ class Opinion(NamedTuple):
     """What a teacher gave for a text."""
 
     logprobs: np.ndarray
-    """[tokens] float32, given those before; 0 for the first one."""
+    """[tokens] float32, given the tokens before; 0 for the first one"""
     ids: np.ndarray | None = None
-    """int32 [sampled tokens, k]: the most probable tokens."""
+    """int32 [sampled tokens, k]: the most probable tokens"""
     top: np.ndarray | None = None
     """float32 [sampled tokens, k]"""
 
@@ -40,7 +40,6 @@ class TeacherClient(HttpModel):
     _name: str = PrivateAttr("teacher")
 
     def called(self, name: str) -> "TeacherClient":
-        """Set the name that errors give the teacher."""
         self._name = name
         return self
 
@@ -69,7 +68,6 @@ class TeacherClient(HttpModel):
         return columns[..., 0].astype(np.int32), columns[..., 1].astype(np.float32)
 
     def _top(self, entry: dict[str, Any], place: int, number: int) -> list[tuple[int, float]]:
-        """The first of equal tokens, with their log-probabilities."""
         try:
             known = {int(token): each["logprob"] for token, each in entry.items()}
         except (KeyError, TypeError, ValueError):
@@ -85,7 +83,6 @@ class TeacherClient(HttpModel):
 
     @staticmethod
     def _sound(token: int, logprob: Any) -> bool:
-        """The buffer knows the vocabulary."""
         return 0 <= token <= MOST_TOKEN and type(logprob) in (int, float) and abs(logprob) <= LARGEST
 
     def _of_tokens(self, text: Sequence[int], entries: Any) -> np.ndarray:

@@ -32,7 +32,7 @@ TOOL_TYPES: Mapping[str, str] = {
     "granite": "granite", "granitemoehybrid": "granite4", "hunyuan_v1_moe": "hunyuan_a13b", "jamba": "jamba",
     "internlm2": "internlm",
 }  # fmt: skip
-"""Before the marks: other families have their marks too."""
+"""These come before the marks, which other families have too."""
 REASONING_TYPES: Mapping[str, str] = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), "qwen3"),
     **{"glm4_moe": "glm45", "gpt_oss": "openai_gptoss", "seed_oss": "seed_oss", "minimax_m2": "minimax_m2"},
@@ -45,7 +45,7 @@ REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<\uff5cAssistant\uff5c>", "not thinking"), "deepseek_v3"),
     (("<\uff5cAssistant\uff5c>", "</think>"), "deepseek_r1"),
 )
-"""For other types."""
+"""For other types, by marks."""
 THINKS = ("<think>", "</think>", "[THINK]", "<|START_THINKING|>", "<|channel|>", "<seed:think>", "<|channel>")
 """Marks of templates whose models think."""
 Key = Literal["tool_parser", "reasoning_parser"]
@@ -53,8 +53,8 @@ KEYS: tuple[Key, ...] = ("tool_parser", "reasoning_parser")
 
 
 def choose(key: Key, wanted: str | None, kind: str, template: str) -> str | None:
-    """`wanted`, or for `auto` the parser of the `template` and the model's `kind`; None if the template writes none of
-    it. Raises ValueError if none is known.
+    """`wanted`, or for `auto` the parser of the `template` and the model's `kind`; None if the template writes none.
+    Raises ValueError if none is known.
 
     Example: `choose("tool_parser", "auto", "qwen3", template) == "hermes"`
     """

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROCESSOR_S = 2.0
-"""Of one row; usual ones take milliseconds."""
+"""A row usually takes milliseconds."""
 WALL_S = 20.0
 """A process silent for so long was stopped, or the machine is overloaded."""
 MEMORY = 2**30
 """Bytes of address space."""
 MOST_CHARACTERS = 4 * 2**20
-"""A prompt of a million tokens."""
+"""A prompt of a million tokens has so many."""
 PROGRAM = f"""import sys
 sys.path[:] = sys.argv[4:]
 {PIN}
@@ -37,20 +37,18 @@ from rollout.templates.template_process import serve
 serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))"""
 CHANGED = "the chat template changes its last message, so no answer can continue it"
 CONTINUED = "Zq7ContinuedHereZq7 "
-"""Ends a message that the answer continues, to find where a template ends it. The space shows whether the template
-removes spaces."""
+"""A mark at the end of a message that the answer continues. Its space shows whether the template removes spaces."""
 
 
 class RenderError(Exception):
-    """A template gave no text. `kind`: `syntax`, `undefined`, `refused` (by template or sandbox), `raised` or
-    `limit`."""
+    """A template gave no text. `kind`: `syntax`, `undefined`, `refused`, `raised` or `limit`."""
 
     def __init__(self, kind: str, reason: str, line: int = 0) -> None:
         super().__init__(reason)
         self.kind, self.line = kind, line
 
     def about(self, what: str, template: str, place: str = "") -> str:
-        """One line: `the chat template took more than 2 s of processor time for the row`. `place`: of the template."""
+        """Say in one line: `the chat template took more than 2 s of processor time for the row`."""
         reason = " ".join(str(self).split())
         if self.kind == "limit":
             return f"{template}{place and f' ({place})'} {reason} for {what}"
@@ -76,7 +74,7 @@ class Renderer:
         self._ask(kind, source, None)
 
     def render(self, kind: str, source: str, names: Mapping[str, Any]) -> str:
-        """`kind`: of `template_process.ENVIRONMENTS`. Raises RenderError."""
+        """`kind` is a key of ENVIRONMENTS. Raises RenderError."""
         return self._ask(kind, source, names)
 
     def close(self) -> None:
@@ -185,7 +183,7 @@ class ChatTexts:
         kwargs: Mapping[str, Any] | None = None,
         continued: bool = False,
     ) -> str:
-        """`header`: add the beginning of an answer. `continued`: the answer continues the last message. Raises
+        """`header` adds the beginning of an answer; if `continued`, the answer continues the last message. Raises
         RenderError, ValueError, and what a tokenizer's own code raises."""
         if not messages:
             raise ValueError("there is no message")
@@ -225,7 +223,7 @@ def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def until_mark(text: str, last: str) -> str:
-    """What stands before CONTINUED. Raises ValueError if the template changed it."""
+    """The text before CONTINUED. Raises ValueError if the template changed it."""
     before, found, behind = text.rpartition(CONTINUED.strip())
     if not found or last.strip() not in before:
         raise ValueError(CHANGED)

@@ -1,7 +1,7 @@
 """The process of `renderer.py`: compiles and renders Jinja templates in Jinja's sandbox.
 
-The kernel ends it when a request takes too much processor time (SIGPROF), even inside one call of C, and refuses it
-more memory. Imports nothing that takes long.
+The kernel ends a request that takes too much processor time (SIGPROF), even inside one call of C. Imports nothing that
+takes long.
 """
 
 import json
@@ -55,7 +55,7 @@ def to_json(
 
 
 def chat_environment() -> jinja2.Environment:
-    """As transformers renders chat templates; a test compares both."""
+    """The environment of transformers' chat templates; a test compares both."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     made.filters["tojson"] = to_json
     made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
@@ -63,7 +63,7 @@ def chat_environment() -> jinja2.Environment:
 
 
 def text_environment(keep_last_line_break: bool) -> jinja2.Environment:
-    """Unknown names are errors."""
+    """Unknown names are errors here."""
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=keep_last_line_break)
 
 
@@ -72,7 +72,7 @@ ENVIRONMENTS: Mapping[str, jinja2.Environment] = {
     "text": text_environment(True),
     "file": text_environment(False),
 }
-"""A chat template, a template in the run file, one in its own file."""
+"""Chat templates, templates in the run file, and those in their own file."""
 
 
 @lru_cache(CACHED)
@@ -81,7 +81,7 @@ def compiled(kind: str, source: str) -> jinja2.Template:
 
 
 def rendered(template: jinja2.Template, names: Mapping[str, Any], most: int) -> str | None:
-    """None above `most` characters."""
+    """Returns None above `most` characters."""
     pieces, size = [], 0
     for piece in template.generate(names):
         size += len(piece)

@@ -22,8 +22,8 @@ SWITCHES: Mapping[str, tuple[Any, Any]] = {
 def thinking_arguments(
     wanted: bool, texts: ChatTexts, kwargs: Mapping[str, Any], system: str | None, template: str
 ) -> dict[str, Any]:
-    """The template's arguments for `wanted`. `system`: the system prompt, with which some templates ignore their
-    switch. Raises ValueError.
+    """The template's arguments for `wanted`. Some templates ignore their switch with a `system` prompt. Raises
+    ValueError.
 
     An argument is the switch if both values give different prompts: a template may name it for something else.
     """

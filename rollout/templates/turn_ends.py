@@ -16,7 +16,7 @@ ANSWER, NEXT = "Zq7AnswerZq7", "Zq7NextZq7"
 """No template, tokenizer or person has these."""
 CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": ANSWER}]
 UNUSABLE = (RenderError, LookupError, TypeError, ValueError, AttributeError)
-"""What a template or tokenizer raises for a chat that it refuses."""
+"""Errors of templates and tokenizers for a chat that they refuse."""
 CHAT_TEMPLATE = "chat template"
 
 
@@ -57,9 +57,9 @@ def _ends(config: Mapping[str, Any]) -> list[int]:
 def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Mapping[str, Any]) -> int | None:
     """The added token with which the chat template ends an assistant's turn, or None.
 
-    It is the last added token of what stands behind an answer both at the end of a chat and before another message: Phi
-    3 closes a chat with `<|end|>` and a further token. A template whose closings differ (gpt-oss) ends a turn as it
-    ends a chat, and one that closes nothing (GLM) where the next message begins.
+    It is the last added token after an answer both at the end of a chat and before another message: Phi 3 closes a chat
+    with `<|end|>` and a further token. A template whose closings differ (gpt-oss) ends a turn as it ends a chat, and
+    one that closes nothing (GLM) where the next message begins.
     """
     try:
         last = _behind(texts.render(CHAT, False, kwargs=kwargs))
@@ -77,7 +77,7 @@ def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Map
 
 
 def common(one: str, other: str) -> int:
-    """Length of the common beginning."""
+    """The length of the common beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

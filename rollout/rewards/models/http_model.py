@@ -32,20 +32,20 @@ PASSING = {408, 409, 425, 429}
 
 
 class ServersAway(RewardError):
-    """No server takes a connection, or the call's was lost."""
+    """No server takes a connection, or a call's connection was lost."""
 
 
 class HttpModel(Section):
     """A model server, or several of the same model."""
 
     url: str | Annotated[list[str], Field(min_length=1)]
-    """Address, such as `http://127.0.0.1:8000`; of several, each call takes the next that takes connections."""
+    """Address, such as `http://127.0.0.1:8000`; of several, each call takes the next."""
     model: str | None = None
-    """The server's name of the model."""
+    """Name of the model on the server."""
     timeout_s: Seconds | None = None
-    """Of one request, which is tried again; null: only `reward.timeout_s`, of the whole call."""
+    """Time of one request, which is then tried again; null: only `reward.timeout_s` limits the whole call."""
     retries: Annotated[int, Field(ge=0)] = 4
-    """After 0.5, 1, 2 ... 16 s, or what the server asks for."""
+    """Tries again after 0.5, 1, 2 ... 16 s, or what the server asks for."""
     api_key_env: str | None = None
     """Name of the environment variable with the API key; null: none."""
     _session: "aiohttp.ClientSession | None" = PrivateAttr(None)
@@ -55,11 +55,10 @@ class HttpModel(Section):
     _first_wait_s: float = PrivateAttr(FIRST_WAIT_S)
 
     def wait_elsewhere(self) -> None:
-        """Let ServersAway end a call at once: the pool waits for the run's own servers, outside of the time limit."""
+        """Let ServersAway end a call at once: the pool waits for the run's own servers, without a time limit."""
         self._own = True
 
     def show(self, token: str) -> None:
-        """Send the token of the run's own servers."""
         self._token = token
 
     @field_validator("url")
@@ -113,7 +112,6 @@ class HttpModel(Section):
         return aiohttp.ClientSession(headers=key, connector=connector, timeout=aiohttp.ClientTimeout(self.timeout_s))
 
     async def _post_once(self, session: "aiohttp.ClientSession", path: str, body: dict[str, Any]) -> Any:
-        """Ask the first server that takes a connection. Raises RewardError, TryAgain."""
         import aiohttp
 
         first, reason = next(self._turn) % len(self.urls), ""
@@ -147,8 +145,7 @@ class HttpModel(Section):
 
 
 class AnswerTemplate:
-    """A Jinja template of a text about an answer, or a `.jinja` file of one, without its last line break. Raises
-    ValueError."""
+    """A Jinja template of a text about an answer, or a `.jinja` file. Raises ValueError."""
 
     def __init__(self, source: str) -> None:
         is_file = source.endswith(".jinja")
@@ -168,7 +165,7 @@ class AnswerTemplate:
             raise ValueError(f"template{file}: {lacks}")
 
     def render(self, answer: str, truth: Any, row: dict[str, Any]) -> str:
-        """Raises RewardError."""
+        """Fill the template. Raises RewardError."""
         names = row | {"answer": answer, "ground_truth": truth}
         try:
             return self._renderer.render(self._kind, self._text, names)
@@ -187,7 +184,7 @@ def names_answer(template: str) -> bool:
 
 
 class TryAgain(Exception):
-    """The request may succeed later; else `failure` is raised. `wait_s`: as the server asks."""
+    """The request may succeed later; else `failure` is raised."""
 
     def __init__(self, failure: RewardError, wait_s: float = 0.0) -> None:
         super().__init__(str(failure))

@@ -42,7 +42,7 @@ class Judge(HttpModel):
         return self
 
     async def __call__(self, solution_str: str, ground_truth: Any, row: dict[str, Any]) -> float:
-        """Raises RewardError for a verdict without a score."""
+        """The reward of the verdict. Raises RewardError."""
         said = await self._ask(self.question(solution_str, ground_truth, row))
         verdict = last_match(self.pattern, said)
         if verdict is None:

@@ -1,5 +1,4 @@
-"""Whether the run's own reward or teacher servers answer. A start takes a minute; ports are asked every second while
-somebody waits."""
+"""Whether the run's own reward or teacher servers answer. They are asked every second while somebody waits."""
 
 import asyncio
 import logging
@@ -12,7 +11,7 @@ ASK_EVERY_S, ANSWER_S = 1.0, 2.0
 
 
 class OwnServers:
-    """`kind`: `reward` or `teacher`."""
+    """`kind` is `reward` or `teacher`."""
 
     def __init__(self, urls: Sequence[str], kind: str = "reward") -> None:
         self.urls, self.kind = urls, kind

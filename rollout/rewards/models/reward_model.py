@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class RewardModel(HttpModel):
-    """`model` is a folder or hub name; its chat template makes the texts, unless `template` does."""
+    """`model` is a folder or hub name. Its chat template makes the texts, unless `template` does."""
 
     template: str | None = None
-    """Jinja template of the whole text, with a judge's names; the server adds special tokens. null: the chat
-    template."""
+    """Jinja template of the whole text, with a judge's names; null: the chat template. The server adds special
+    tokens."""
     _text: AnswerTemplate | None = PrivateAttr(None)
     _tokenizer: Any = PrivateAttr(None)
     _chats: ChatTexts = PrivateAttr()
@@ -65,7 +65,7 @@ class RewardModel(HttpModel):
     def question(
         self, solution_strs: list[str], ground_truths: list[Any], rows: list[dict[str, Any]]
     ) -> list[str | list[int]]:
-        """Raises RewardError."""
+        """The requests' inputs. Raises RewardError."""
         return [self._input(*one) for one in zip(solution_strs, ground_truths, rows, strict=True)]
 
     def _input(self, answer: str, truth: Any, row: dict[str, Any]) -> str | list[int]:
