@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def explain_failure(error: Exception) -> int:
-    """Report what ended the server: BAD_INPUT if a restart would end alike."""
+    """Report what ended the server: BAD_INPUT if a restart would end in the same way."""
     cause = first_error(error)
     if isinstance(cause, RefusedError):
         print_visible(f"{PROG}: the buffer refuses this server: {cause}", sys.stderr)

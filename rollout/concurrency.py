@@ -16,7 +16,7 @@ LENGTHS = 512
 GROWTH_PER_S = 1 / 16
 """This grows from 32 to 512 sequences in 45 s."""
 NEARLY = 7 / 8
-"""From this share on, places count as all taken; a cut leaves this share."""
+"""Share of the places that count as all of them, and that a cut leaves."""
 LULL_S = 0.25
 """An Ask that waits for so long finds no group."""
 RETRY_S = 60.0
@@ -97,7 +97,6 @@ class GroupPlaces:
             places.free(1)
 
     def free_all(self, group: "asyncio.Task[object]") -> None:
-        """Give back the places of samples that never began."""
         self._places.free(self._held)
         self._held = 0
 
@@ -124,12 +123,11 @@ class SparePlaces:
 
 @dataclass(frozen=True)
 class Fixed:
-    """The run file gives the number of places."""
+    """`rollout.sequences` is a number."""
 
     sequences: int
 
     def limits(self, places: Places) -> dict[str, int]:
-        """Bounds by name; the smallest counts."""
         return {"limit_sequences": self.sequences}
 
     def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None: ...
@@ -139,11 +137,11 @@ class Fixed:
 class Auto:
     """`rollout.sequences: auto`. The limit is the smallest of four numbers:
 
-    1. `wanted`: this server's share of a batch, to make a synchronous batch all at once. It grows while the learner
-       waits and all places are taken; otherwise more sequences only make older samples.
+    1. `wanted`: this server's share of a batch, to make a synchronous batch all at once. It grows only while the
+       learner waits and all places are taken, because more sequences make older samples.
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
-    3. `by_kv`: what the KV cache holds of sequences of mean length.
-    4. After preemptions: that many fewer, an eighth at most, and no further while more places are taken than the
+    3. `by_kv`: sequences of mean length in the KV cache.
+    4. After preemptions that many fewer, an eighth at most, and no further while more places are taken than the
        last cut left; then a group more each minute.
     """
 
@@ -181,7 +179,7 @@ class Auto:
 
 
 def start(config: Config, cpu: bool, by_kv: Callable[[float], int]) -> tuple[Places, Fixed | Auto]:
-    """The places at a server's start, and the rule for their number."""
+    """The places at the start, and their rule."""
     wanted = config.rollout.sequences
     if wanted == "auto":
         rule: Fixed | Auto = Auto(share_of_batch(config), max_sequences(config, cpu), by_kv)

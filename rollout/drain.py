@@ -31,8 +31,8 @@ class Drain:
         self._returning: asyncio.Task[None] | None = None  # kept from the garbage collector
 
     def begin(self, number: int) -> None:
-        """Begin nothing new; give back what is unfinished after `drain_s`, or what a notice leaves of it; then force
-        the end."""
+        """Begin nothing new. After `drain_s`, or what a notice leaves of it, give back what is unfinished; REPORT_S
+        later force the end."""
         log.info("%s: draining (once more to force quit)", signal.Signals(number).name)
         if self.episodes is None:
             self.force()
@@ -68,6 +68,5 @@ class Drain:
         return None
 
     async def _return(self, asking: "asyncio.Future[list[WorkItem] | None]", buffer: RolloutClient) -> None:
-        """Give back items that still arrive, for other servers."""
         for item in await asking or []:
             await RETURNED.deliver(buffer, item)

@@ -128,7 +128,6 @@ async def evaluate(
 async def evaluate_models(
     config: Config, setup: RolloutSetup, engine: "Engine", sets: Sequence[ProblemSet], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
-    """One record for each model and set."""
     at_once = config.rollout.sequences
     places = Places(max_sequences(config, on_cpu(config)) if at_once == "auto" else at_once, samples=1)
     table = Table(sets, models)

@@ -43,8 +43,8 @@ async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes, 
 
 
 async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluator") -> None:
-    """Load each new policy; unfinished sequences go on under it. A policy that this server evaluates stays until
-    then."""
+    """Load each new policy; unfinished sequences go on under it. A policy that this server evaluates stays until that
+    is done."""
     async with aclosing(weights.receiver.policies()) as policies:
         async for policy in policies:
             async with evaluator.steady:

@@ -41,7 +41,7 @@ class Group:
     failures: FailureLog = field(default_factory=FailureLog)
 
     async def deliver(self, buffer: RolloutClient, item: WorkItem) -> None:
-        """Put it into the buffer. A group that is too large or refused becomes a failure."""
+        """A group that is too large or refused becomes a failure."""
         try:
             stored = await buffer.put(item, self.samples)
         except RefusedError as error:
@@ -131,7 +131,7 @@ class Episodes:
         made = zip(recorded, scores, answers, strict=True)
         try:
             return [each.trajectory.sample(score, answer.text, problem.images) for each, score, answer in made]
-        except (ValueError, OverflowError) as error:  # a user's numbers and names end the attempt, not the server
+        except (ValueError, OverflowError) as error:  # a user's numbers and names
             reason = f"its sample cannot be stored: {' '.join(str(error).split())}"
             raise EpisodeError(reason, origin=type(error).__name__) from error
 

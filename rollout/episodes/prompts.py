@@ -1,7 +1,6 @@
 """From a row of the data set to the tokens of its prompt, and from tokens to text.
 
-Reads the columns of TinyZero and verl (`prompt`) and of EasyR1 (`problem`), and `images`, marked by `<image>` or an
-image part of a message.
+It reads `prompt` of TinyZero and verl, `problem` of EasyR1, and `images`, marked by `<image>` in a text.
 """
 
 import re
@@ -51,7 +50,6 @@ class Prompts:
             except RenderError as error:
                 problems.append(f"{self._format_name}: {error}")
         self.template_kwargs: dict[str, Any] = dict(config.rollout.chat.template_kwargs)
-        """These include the switch of `rollout.chat.thinking`."""
         try:
             self.named_ends = named_ends(config.model.path, tokenizer)
             self._stops = self._single_tokens(config.sampling.stop, "sampling.stop")
@@ -80,7 +78,6 @@ class Prompts:
 
     @property
     def stops(self) -> list[int]:
-        """The ends of `sampling.stop` and of the model."""
         return list(dict.fromkeys([*self._stops, *self.ends]))
 
     def _thinking(self, wanted: bool | Literal["auto"]) -> dict[str, Any]:
@@ -108,7 +105,6 @@ class Prompts:
         """The prompt with the header of an answer. Raises PromptError."""
         tokens = self.encode(row, pictures)
         if len(tokens) > self.longest:
-            # one reason for all of them
             long = PromptError(f"prompt longer than data.max_prompt_tokens {self.longest}")
             long.add_note(f"the prompt has {len(tokens)} tokens")
             raise long
@@ -180,7 +176,6 @@ class Prompts:
         return text.replace(str(self.tokenizer.convert_ids_to_tokens(self.form.vision_start)), self._image_text())
 
     def _expanded(self, tokens: list[int], pictures: Sequence[Picture]) -> list[int]:
-        """Repeat each placeholder for all tokens of its picture."""
         if self.form is None:
             return tokens
         token, found, places = self.form.image_token, list[int](), tokens.count(self.form.image_token)
@@ -198,7 +193,6 @@ class Prompts:
         return str(self.tokenizer.decode(numbers, skip_special_tokens=not special))
 
     def shown(self, tokens: list[int]) -> str:
-        """The text for people."""
         text = str(self.tokenizer.decode(tokens))
         if self.form is None:
             return text
@@ -230,7 +224,7 @@ class Prompts:
             raise PromptError(error.about("the row", self._format_name)) from None
 
     def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
-        """The ends of `texts` and of the model. Raises ConfigError naming `name`."""
+        """Raises ConfigError naming `name`."""
         return list(dict.fromkeys([*self._single_tokens(texts, name), *self.ends]))
 
     def _single_tokens(self, texts: Sequence[str], name: str) -> list[int]:

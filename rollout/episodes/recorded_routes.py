@@ -50,7 +50,6 @@ class RecordedRoutes:
         self._ends: dict[bytes, int] = {}
 
     def continued(self, prompt: Sequence[int]) -> Continued:
-        """The longest answer that `prompt` continues."""
         tokens = np.array(prompt, np.int32)
         for end in sorted({end for end in self._ends.values() if end <= tokens.size}, reverse=True):
             if (key := digest(tokens[:end])) in self._ends:

@@ -10,7 +10,7 @@ from rollout.errors import PromptError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The template must name any other role."""
 ENDS = 30
-"""Characters at both ends of a message that are searched in the prompt."""
+"""Characters at both ends that are searched."""
 
 
 def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:

@@ -38,7 +38,6 @@ class Sampler:
     prompts: Prompts
     temperature: float
     max_tokens: int
-    """Most tokens of one turn."""
     longest: int
     """Most tokens of a whole sample."""
     form: ImageFormat | None = None

@@ -97,7 +97,7 @@ class RolloutSetup:
 
 
 def load_rewards(config: Config, log: Path) -> RewardPool | NoReward | None:
-    """None: the task scores. `log`: path of the workers' files without its end."""
+    """None: the task itself scores."""
     if config.reward.function == NO_REWARD:
         return NoReward()
     return None if config.reward.function == "task" else RewardPool(config.reward, log, config.run.path / "keys")

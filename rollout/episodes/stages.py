@@ -30,8 +30,6 @@ class Stages:
         return Stay(self._stays[stage], samples)
 
     def around(self, generate: Generate) -> Generate:
-        """The samples of `generate` count as generating."""
-
         async def counted(*args: object, **kwargs: object) -> object:
             with self("generating"):
                 return await generate(*args, **kwargs)  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """Evaluates while the run trains: claims an evaluation of the version just loaded, holds newer ones back, plays sets.
 
-The buffer decides who evaluates what, after each load or, for what a dead server left, after a heartbeat. Groups are
-made meanwhile, under the version that is held.
+The buffer decides who evaluates what, after each load or, for what a dead server left, after a heartbeat.
 """
 
 import asyncio
@@ -66,7 +65,6 @@ class Evaluator:
         return asked
 
     async def take_over(self) -> None:
-        """Make evaluations that were left undone."""
         while True:
             await self._buffer.evaluation_due.wait()
             self._buffer.evaluation_due.clear()

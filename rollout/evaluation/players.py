@@ -100,7 +100,6 @@ async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, ke
 
 
 def attempt_of(group: Group, version: int) -> Attempt:
-    """The only sample, sampled under `version` alone."""
     (sample,) = group.samples
     sampled = sample.sampled.numpy() == 1
     versions = set(sample.versions.numpy()[sampled].tolist())

@@ -228,7 +228,6 @@ def text_of(error: Any) -> str:
 
 
 def shown(prompt: Any) -> str:
-    """The text of the last message."""
     content = prompt[-1].get("content", "") if isinstance(prompt, list) and prompt else prompt or ""
     return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
 
@@ -263,7 +262,7 @@ class Host:
     async def play(self, id: int, row: Any, url: str, sampling: dict[str, Any]) -> None:
         try:
             line = line_of({"id": id, **await self.environment.run(row, url, sampling)})
-        except (Exception, SystemExit) as error:  # the environment's code, or a result that JSON cannot write
+        except (Exception, SystemExit) as error:  # also for a result that JSON cannot write
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
             line = line_of({"id": id, "ok": False, "error": reason})
         finally:

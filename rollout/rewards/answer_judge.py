@@ -1,8 +1,5 @@
 """Judges an answer in its own process with a limit on processor time: an answer that breaks its reader loses only its
-own reward.
-
-The process is a fork of the reward worker and is replaced when an answer ends it.
-"""
+own reward."""
 
 import atexit
 import gc
@@ -131,7 +128,7 @@ class AnswerJudge:
 
 
 def processor_s(process: int) -> float:
-    """The processor time by the process's clock (clock_getcpuclockid(3))."""
+    """The clock is that of clock_getcpuclockid(3)."""
     return time.clock_gettime((~process << 3) | 2)
 
 

@@ -100,7 +100,7 @@ CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
 
 
 class Reward:
-    """A reward function and its calling convention. `key`: where the run file names it. Raises ValueError."""
+    """A reward function and its calling convention. Raises ValueError."""
 
     def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any], key: str = "reward") -> None:
         self.name, self.function, self.kwargs, self.key = name, function, kwargs, key
@@ -217,7 +217,7 @@ def is_async(function: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value, which may be of a user's class."""
+    """The value may be of a user's class."""
     try:
         return repr(value)[:200]
     except Exception as error:

@@ -62,7 +62,7 @@ def evaluate(text: str) -> Expression:
 
 
 def value_of(node: ast.expr) -> Fraction:
-    """Raises the errors of `evaluate`. LONGEST bounds the depth."""
+    """LONGEST bounds the depth."""
     match node:
         case ast.Constant(value=int(number)):
             value = Fraction(number)

@@ -1,6 +1,6 @@
 """The reward for mathematics: math-verify judges whether the answer is equivalent to the ground truth.
 
-Each answer is judged under limits (`answer_judge.py`); one that is certain to exceed them is not evaluated.
+Each answer is judged under limits (`answer_judge.py`); one that would exceed them is not evaluated.
 """
 
 import math
@@ -42,7 +42,7 @@ def compute_score(
 
 
 def read_truth(ground_truth: Any) -> str:
-    """The ground truth as text that math-verify can read. Raises TruthError."""
+    """The truth as readable text. Raises TruthError."""
     number = isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool)
     text = str(ground_truth).strip()
     if not text or not (isinstance(ground_truth, str) or (number and math.isfinite(ground_truth))):

@@ -87,7 +87,6 @@ class LengthPenalty(Section):
     """`length`: 0 for a short answer, less for a long one."""
 
     free: Annotated[int, Field(ge=0)]
-    """Tokens that cost nothing."""
     cap: Positive
     """Tokens from which the whole penalty is due; it grows evenly from `free`."""
     penalty: float = 1.0

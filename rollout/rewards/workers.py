@@ -20,14 +20,11 @@ from rollout.rewards.models.http_model import ServersAway
 from rollout.rewards.models.own_servers import OwnServers
 
 MOST_LOSSES = 3
-"""More losses of the run's servers fail a call, which may be what ends them."""
+"""A call may be what ends the run's servers."""
 
 
 class RewardPool:
-    """A cage of workers for each reward function. Entering raises ValueError.
-
-    `log`: path of the workers' files without its end. `keys`: folder of the run's keys.
-    """
+    """A cage of workers for each reward function. Entering raises ValueError."""
 
     def __init__(self, config: RewardConfig, log: Path | None = None, keys: Path | None = None) -> None:
         self._several, self._servers = not isinstance(config.function, str), OwnServers(config.urls)

@@ -1,7 +1,4 @@
-"""The server's end of agents that reach the policy by URL: a user's function or program, or an environment's host.
-
-An episode is a session that records, a door of the HTTP server, and a call of the cage that runs the agent.
-"""
+"""The server's end of agents that reach the policy by URL: a user's function or program, or an environment's host."""
 
 import asyncio
 from typing import Any

@@ -1,6 +1,6 @@
 """In a worker: an environment's host process, in the Python that the environment is installed in, and its episodes.
 
-They exchange JSON lines. The worker ends as the host ends: the cage starts both anew.
+The worker ends as the host ends: the cage starts both anew.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """The placeholders of an image among given tokens, from `start` to `end`."""
+    """An image among given tokens; its placeholders are from `start` to `end`."""
 
     start: int
     picture: Picture
@@ -57,7 +57,6 @@ class PlacedImage:
 
 
 def place(tokens: list[int], pictures: Sequence[Picture]) -> list[PlacedImage]:
-    """`pictures` at their placeholders among `tokens`, in order."""
     placed, end = list[PlacedImage](), 0
     for picture in pictures:
         placed.append(PlacedImage(tokens.index(picture.format.image_token, end), picture))
@@ -71,7 +70,6 @@ class Problem:
 
     row: dict[str, Any]
     prompt: list[int]
-    """Every trajectory begins with these tokens."""
     tokenizer: "PreTrainedTokenizerBase"
     max_tokens: int
     """Most tokens after the prompt, given tokens included."""
@@ -112,7 +110,6 @@ class Trajectory:
     """[tokens, layers, k]. A task never sets them."""
     taught: Taught | None = None
     columns: dict[str, np.ndarray] | None = None
-    """`arrays()` as they were checked."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.tokens, self.start = list(prompt), len(prompt)
@@ -120,10 +117,8 @@ class Trajectory:
         self.logprobs, self.versions = NOT_SAMPLED[0] * self.start, NOT_SAMPLED[1] * self.start
         self.finish: Literal["stop", "length"] = "stop"
         self.metrics: dict[str, float] = {}
-        """Numbers averaged into the batch's metrics."""
         self.images: list[PlacedImage] = []
         self.starts: list[int] = [0]
-        """Where each segment begins."""
         self.turn_rewards: list[float] = []
         """Empty, or one for each turn; the reward function's is added to the last."""
         self.score: Any = None
@@ -184,7 +179,7 @@ class Trajectory:
 
 
 def whole_numbers(make: Callable[[list[int]], Any], given: Any) -> np.ndarray:
-    """numpy alone takes twice as long. What is no list of numbers is refused later."""
+    """numpy alone takes twice as long."""
     try:
         return np.array(make(given) if isinstance(given, list) else given)
     except (TypeError, ValueError, OverflowError):

@@ -1,7 +1,4 @@
-"""The run's teachers: each group goes to the teacher of its row's `data_source`.
-
-One of the run's own servers is waited for until it has started again, one behind an address as `teacher.retries` says.
-"""
+"""The run's teachers: each group goes to the teacher of its row's `data_source`."""
 
 import time
 from collections.abc import Sequence
@@ -23,7 +20,7 @@ from rollout.tasks.trajectory import Taught, Trajectory
 from rollout.teachers.teacher_client import Opinion, TeacherClient
 
 MOST_LOSSES = 3
-"""More losses of the run's servers fail the attempt, which may be what ends them."""
+"""A request may be what ends the run's servers."""
 
 
 class Teachers:
@@ -58,7 +55,7 @@ class Teachers:
         self._tokens += sum(len(opinion.logprobs) for opinion in found)
 
     def stats(self) -> dict[str, float]:
-        """Figures of a heartbeat, since the last call: waiting samples, longest wait in seconds, tokens per second."""
+        """Since the last call: waiting samples, longest wait in seconds, tokens per second."""
         now = time.monotonic()
         found = {"teacher": float(sum(each.samples for each in self._waiting))}
         found["teacher_tokens_per_s"] = self._tokens / max(now - self._since, 1e-3)

@@ -1,7 +1,7 @@
 """Asks a vLLM server for the log-probabilities that a teacher gives tokens: `POST /v1/completions` with
 `prompt_logprobs`.
 
-One request holds the texts of a group. vLLM must sample some token after each text; nobody reads it.
+vLLM must sample some token after each text; nobody reads it.
 """
 
 from collections.abc import Sequence

@@ -45,7 +45,6 @@ REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<\uff5cAssistant\uff5c>", "not thinking"), "deepseek_v3"),
     (("<\uff5cAssistant\uff5c>", "</think>"), "deepseek_r1"),
 )
-"""For other types, by marks."""
 THINKS = ("<think>", "</think>", "[THINK]", "<|START_THINKING|>", "<|channel|>", "<seed:think>", "<|channel>")
 """Marks of templates whose models think."""
 Key = Literal["tool_parser", "reasoning_parser"]

@@ -1,7 +1,6 @@
 """Renders Jinja templates of users' files and models' folders in a process that can be killed.
 
-They run in Jinja's sandbox (`template_process.py`) under limits. The process is kept: rendering a row takes 0.1 ms,
-starting a process 0.1 s.
+The process is kept: rendering a row takes 0.1 ms, starting a process 0.1 s.
 """
 
 import signal
@@ -48,7 +47,7 @@ class RenderError(Exception):
         self.kind, self.line = kind, line
 
     def about(self, what: str, template: str, place: str = "") -> str:
-        """Say in one line: `the chat template took more than 2 s of processor time for the row`."""
+        """The failure in one line."""
         reason = " ".join(str(self).split())
         if self.kind == "limit":
             return f"{template}{place and f' ({place})'} {reason} for {what}"
@@ -210,7 +209,6 @@ class ChatTexts:
 
 
 def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The message with CONTINUED at its end, and its text."""
     content = deepcopy(message["content"])
     if isinstance(content, str):
         return {**message, "content": content + CONTINUED}, content

@@ -1,7 +1,7 @@
 """The process of `renderer.py`: compiles and renders Jinja templates in Jinja's sandbox.
 
-The kernel ends a request that takes too much processor time (SIGPROF), even inside one call of C. Imports nothing that
-takes long.
+The kernel ends it when a request takes too much processor time (SIGPROF), even inside one call of C. Imports nothing
+that takes long.
 """
 
 import json
@@ -23,7 +23,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rollout.cage.frames import unpacker
 
 CACHED = 32
-"""A run has two or three."""
 ERROR_CHARACTERS = 2000
 """A template may put all of a row into an error."""
 
@@ -72,7 +71,6 @@ ENVIRONMENTS: Mapping[str, jinja2.Environment] = {
     "text": text_environment(True),
     "file": text_environment(False),
 }
-"""Chat templates, templates in the run file, and those in their own file."""
 
 
 @lru_cache(CACHED)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER, NEXT = "Zq7AnswerZq7", "Zq7NextZq7"
-"""No template, tokenizer or person has these."""
 CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": ANSWER}]
 UNUSABLE = (RenderError, LookupError, TypeError, ValueError, AttributeError)
 """Errors of templates and tokenizers for a chat that they refuse."""
@@ -58,8 +57,8 @@ def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Map
     """The added token with which the chat template ends an assistant's turn, or None.
 
     It is the last added token after an answer both at the end of a chat and before another message: Phi 3 closes a chat
-    with `<|end|>` and a further token. A template whose closings differ (gpt-oss) ends a turn as it ends a chat, and
-    one that closes nothing (GLM) where the next message begins.
+    with a further token. If the two differ (gpt-oss), a turn ends as a chat does; if a chat has no end (GLM), a turn
+    ends where the next message begins.
     """
     try:
         last = _behind(texts.render(CHAT, False, kwargs=kwargs))

@@ -41,7 +41,6 @@ class HttpModel(Section):
     url: str | Annotated[list[str], Field(min_length=1)]
     """Address, such as `http://127.0.0.1:8000`; of several, each call takes the next."""
     model: str | None = None
-    """Name of the model on the server."""
     timeout_s: Seconds | None = None
     """Time of one request, which is then tried again; null: only `reward.timeout_s` limits the whole call."""
     retries: Annotated[int, Field(ge=0)] = 4
@@ -55,7 +54,7 @@ class HttpModel(Section):
     _first_wait_s: float = PrivateAttr(FIRST_WAIT_S)
 
     def wait_elsewhere(self) -> None:
-        """Let ServersAway end a call at once: the pool waits for the run's own servers, without a time limit."""
+        """Let ServersAway end a call at once: the pool waits for the run's own servers, outside of the call's time."""
         self._own = True
 
     def show(self, token: str) -> None:

@@ -65,7 +65,6 @@ class RewardModel(HttpModel):
     def question(
         self, solution_strs: list[str], ground_truths: list[Any], rows: list[dict[str, Any]]
     ) -> list[str | list[int]]:
-        """The requests' inputs. Raises RewardError."""
         return [self._input(*one) for one in zip(solution_strs, ground_truths, rows, strict=True)]
 
     def _input(self, answer: str, truth: Any, row: dict[str, Any]) -> str | list[int]:
@@ -88,5 +87,5 @@ class RewardModel(HttpModel):
 
 
 def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message, without images and tool calls."""
+    """The text without images and tool calls."""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
