@@ -16,7 +16,7 @@ LENGTHS = 512
 GROWTH_PER_S = 1 / 16
 """This grows from 32 to 512 sequences in 45 s."""
 NEARLY = 7 / 8
-"""Share of the places that count as all of them, and that a cut leaves."""
+"""Places count as all taken at this share, and a cut leaves as many."""
 LULL_S = 0.25
 """An Ask that waits for so long finds no group."""
 RETRY_S = 60.0
@@ -130,7 +130,8 @@ class Fixed:
     def limits(self, places: Places) -> dict[str, int]:
         return {"limit_sequences": self.sequences}
 
-    def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None: ...
+    def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None:
+        """Does nothing."""
 
 
 @dataclass

@@ -32,11 +32,14 @@ Ended = Callable[["asyncio.Task[Recorded]"], object]
 """Called when a sample has ended and needs no place any more."""
 
 
-def uncounted(sample: "asyncio.Task[Recorded]") -> None: ...
+def uncounted(sample: "asyncio.Task[Recorded]") -> None:
+    """Does nothing."""
 
 
 @dataclass(frozen=True)
 class Group:
+    """All samples of a problem."""
+
     samples: list[Sample]
     failures: FailureLog = field(default_factory=FailureLog)
 

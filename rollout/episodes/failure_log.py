@@ -8,7 +8,6 @@ from rollout.errors import EpisodeError
 
 log = logging.getLogger(__name__)
 REPEAT_S = 30.0
-"""Shortest time between two lines of one kind."""
 
 
 class FailureLog:

@@ -11,6 +11,8 @@ MOST_CHARS = 2000
 
 
 class FirstShown:
+    """Logs each of them once."""
+
     def __init__(self, prompts: Prompts) -> None:
         self._prompts, self._left = prompts, {"prompt", "answer"}
 

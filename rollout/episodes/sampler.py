@@ -27,7 +27,7 @@ LONGER = (
 )
 
 MOST_REWARD = 1e12
-"""Sums stay finite."""
+"""Keeps sums finite."""
 
 
 @dataclass(frozen=True)

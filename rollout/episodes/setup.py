@@ -43,7 +43,6 @@ class RolloutSetup:
     prompts: Prompts
     task: Task
     rewards: RewardPool | NoReward | None
-    """None: the task itself scores."""
     sessions: Sessions | None = None
     teachers: Teachers | None = None
     """None for a run without a teacher, or an evaluation."""

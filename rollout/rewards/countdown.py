@@ -16,7 +16,7 @@ LEADING_ZEROS = re.compile(r"\b0+(?=\d)")
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 LONGEST = 200
 LARGEST = 10**30
-"""A bound of numerators and denominators, so that no answer takes long."""
+"""With this bound no answer takes long."""
 
 
 @dataclass

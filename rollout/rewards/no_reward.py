@@ -13,7 +13,8 @@ class NoReward:
     async def __aenter__(self) -> "NoReward":
         return self
 
-    async def __aexit__(self, *error: object) -> None: ...
+    async def __aexit__(self, *error: object) -> None:
+        """Does nothing."""
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
         return [Score(0.0) for _ in answers]

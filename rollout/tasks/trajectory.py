@@ -57,6 +57,7 @@ class PlacedImage:
 
 
 def place(tokens: list[int], pictures: Sequence[Picture]) -> list[PlacedImage]:
+    """`pictures` at their placeholders, in order."""
     placed, end = list[PlacedImage](), 0
     for picture in pictures:
         placed.append(PlacedImage(tokens.index(picture.format.image_token, end), picture))

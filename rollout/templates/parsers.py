@@ -46,7 +46,6 @@ REASONING_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<\uff5cAssistant\uff5c>", "</think>"), "deepseek_r1"),
 )
 THINKS = ("<think>", "</think>", "[THINK]", "<|START_THINKING|>", "<|channel|>", "<seed:think>", "<|channel>")
-"""Marks of templates whose models think."""
 Key = Literal["tool_parser", "reasoning_parser"]
 KEYS: tuple[Key, ...] = ("tool_parser", "reasoning_parser")
 
