@@ -2,8 +2,7 @@
 `problems|scrub|keys`.
 
 The first SIGINT or SIGTERM stops it cleanly (exit 0: all that was received is committed and answered), the second at
-once. Exit 2: something is wrong with config, data, keys, port or file, found before anything was started. Exit 1: the
-file failed while it served.
+once. Exit 2: bad input, found before anything was started. Exit 1: the file failed while it served.
 """
 
 import asyncio
@@ -51,7 +50,6 @@ REMEDY = "Move the run's folder to a sound disk, and start the buffer again."
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`; returns the exit code."""
     configure_logging()
     command = argv[0] if argv else ""
     if command in inspect.COMMANDS:
@@ -85,7 +83,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_keys(config: Config) -> int:
-    """Make the keys of a run unless they are there, and print their folder; returns the exit code."""
     try:
         print_visible(make_keys(config.run.path / "keys"))
     except KeysError as error:
@@ -138,7 +135,7 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
 
 
 def advice_for(error: sqlite3.Error | OSError) -> str:
-    """What to do about an error of the ledger's file while it was served."""
+    """What to do about an error of the ledger's file."""
     if isinstance(error, StoreGone):
         return ""  # its own text says it
     if is_damage(error):
@@ -179,7 +176,6 @@ def restored(config: Config, store: Store, problems: Problems, clock: ListeningC
 
 
 def limits_of(config: Config) -> Limits:
-    """What the answers depend on."""
     return Limits(
         run=config.run.name,
         fingerprint=resume.fingerprint(config),
@@ -192,7 +188,6 @@ def limits_of(config: Config) -> Limits:
 
 
 def bounds_of(config: Config) -> Bounds:
-    """What the model and the teachers allow."""
     teacher = config.teacher
     return Bounds.of_model(config.model, config.rollout.routing_replay, teacher.teachers, teacher.top_k)
 

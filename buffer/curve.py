@@ -1,9 +1,8 @@
 """Who may connect to a server of the run: addresses, mechanisms, and the role that a connection has by its key.
 
-Both wires use CURVE over TCP, on loopback too. The samples wire of one machine is a Unix socket in `<run>/keys/`, which
-other users cannot enter; there the secret of a role is its password (PLAIN), because to encrypt megabytes takes as long
-as to store them. Either way the authenticator names the role of each connection: `frame.get("User-Id")`. Waits for
-nothing.
+Both wires use CURVE over TCP. The samples wire of one machine is a Unix socket in `<run>/keys/`, which other users
+cannot enter; there the secret of a role is its password (PLAIN), because to encrypt megabytes takes as long as to store
+them. Either way the authenticator names the role of each connection: `frame.get("User-Id")`.
 """
 
 import ipaddress
@@ -39,14 +38,13 @@ class RoleAuthenticator(ThreadAuthenticator):
         self.keys = keys
 
     def curve_user_id(self, client_public_key: bytes) -> str:
-        """The role of an accepted key."""
         return self.keys.clients[super().curve_user_id(client_public_key).encode()]
 
 
 def judge_connections(
     context: "zmq.Context[Any]", socket: zmq.asyncio.Socket, keys: ServerKeys, address: str = ""
 ) -> ThreadAuthenticator:
-    """Start an authenticator that accepts or rejects each connection to `socket`, which is not bound to `address` yet.
+    """Start an authenticator for the connections to `socket`, which is not bound to `address` yet.
 
     It runs in a thread, so a busy event loop delays no connection. The caller stops it before the context ends. libzmq
     takes foreign bytes, such as a browser's HTTP request, for ZMTP 1 or 2, which a socket with a mechanism rejects.
@@ -89,7 +87,6 @@ def endpoint(address: str, folder: Path) -> str:
 
 @cache
 def _opened(folder: Path) -> int:
-    """A descriptor of `folder`, kept until the process ends."""
     return os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
@@ -114,17 +111,16 @@ def split(address: str) -> tuple[str, str]:
 
 
 def ready(address: str, run: Path) -> Path:
-    """The folder of the run's keys, for a learner or a rollout server. Makes the keys if the buffer's `address` is of
-    this machine only, so that any process of a run may start first; on another machine they would fit no other."""
+    """The folder of the run's keys. Makes the keys if the buffer is on this machine, so that any process of a run may
+    start first; on another machine they would fit no other."""
     return make_keys(run / "keys") if is_loopback(address) else run / "keys"
 
 
 def buffer_keys(address: str, run: Path) -> ServerKeys:
-    """The keys with which the buffer listens on `address`; makes those of the run unless they are there. Raises
-    KeysError."""
+    """The keys with which the buffer listens on `address`, made if they are not there. Raises KeysError."""
     return load_server_keys(make_keys(run / "keys"), "buffer", passwords=address == LOCAL)
 
 
 def client_keys_for(address: str, run: Path, role: Role) -> ClientKeys:
-    """Keys of a learner or rollout server for the buffer at `address`; see `ready`. Raises KeysError."""
+    """Keys of a learner or rollout server; see `ready`. Raises KeysError."""
     return load_client_keys(ready(address, run), role)

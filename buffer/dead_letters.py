@@ -1,8 +1,4 @@
-"""`python -m buffer quarantine RUN`: the groups that could not be trained, why, and what their samples say.
-
-Reads the SQLite file of a live or a dead run, as `inspect.py` does, which runs it. The samples' bytes stay in the
-segments; `python -m buffer show ITEM` reads those that can be read in full.
-"""
+"""`python -m buffer quarantine RUN`: the groups that could not be trained, why, and what their samples say."""
 
 import sqlite3
 import time
@@ -37,7 +33,6 @@ def quarantine(db: sqlite3.Connection, tokenizer: "Tokenizer | None" = None) -> 
 
 
 def _described(data: bytes | None, tokenizer: "Tokenizer | None") -> str:
-    """What can be read of a sample, in one line."""
     if data is None:
         return "its bytes are gone"
     try:

@@ -1,8 +1,7 @@
-"""What a run's buffer holds, for people: `python -m buffer tail [-f] | show ITEM | export OUT.parquet | quarantine |
-problems` of RUN.
+"""Commands that show what a run's buffer holds: `python -m buffer tail [-f] | show ITEM | export OUT.parquet |
+quarantine | problems` of RUN.
 
-RUN is the run's folder or its config. Reads the SQLite file of a live or a dead run without disturbing it. Waits for
-nothing; `tail --follow` goes on until it is interrupted. What a live run waits for is in `python -m actors status`.
+Reads the SQLite file of a live or a dead run without disturbing it.
 """
 
 import argparse
@@ -66,11 +65,10 @@ COLUMNS = pa.schema(
 )  # fmt: skip
 
 DIGITS = 18
-"""Most digits of a number of the command line: SQLite's numbers end at 9.2e18."""
+"""SQLite's numbers end at 9.2e18."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one of COMMANDS; returns the exit code."""
     parser = CommandParser("python -m buffer")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("tail", help=COMMANDS["tail"])
@@ -121,17 +119,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def whole_number(text: str) -> int:
-    """A number of the command line that SQLite can hold. Raises ArgumentTypeError."""
+    """A number that SQLite can hold. Raises ArgumentTypeError."""
     if not (text.isascii() and text.isdigit() and len(text) <= DIGITS):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at most {DIGITS} digits")
     return int(text)
 
 
 def found(words: Sequence[str]) -> tuple[Config, Path]:
-    """Config and ledger's file of a run, found by its folder, or config files and overrides.
-
-    Raises LedgerError if the ledger is in no file.
-    """
+    """Config and ledger's file of a run, found by its folder, or config files and overrides. Raises LedgerError if the
+    ledger is in no file."""
     first = Path(words[0])
     argv = [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words
     config = load.read(argv, "python -m buffer COMMAND", lenient=True)
@@ -144,7 +140,7 @@ def found(words: Sequence[str]) -> tuple[Config, Path]:
 
 @cache
 def tokenizer_of(model: str) -> "Tokenizer | None":
-    """The tokenizer in a model's folder, or of a model of the hub that is on this machine; None if there is none."""
+    """The tokenizer in a model's folder, or of a model of the hub that is on this machine."""
     from huggingface_hub import try_to_load_from_cache  # tokenizers and this import no torch, transformers does
     from huggingface_hub.errors import HFValidationError
     from tokenizers import Tokenizer
@@ -202,8 +198,8 @@ def show(
     full: bool = False,
     tokens: bool = False,
 ) -> Iterable[str | Text]:
-    """One item: what the ledger knows, the problem, and its samples or the `only` one of them, as `transcript.py` reads
-    them, long passages in `full`; with `tokens` each of these too. Text by `tokenizer`."""
+    """What the ledger knows of an item, its problem, and its samples or the `only` one of them; with `tokens` each
+    token too."""
     rows = db.execute("SELECT * FROM items WHERE item = ?", [item])
     names = [column[0] for column in rows.description]
     found = rows.fetchone()
@@ -252,7 +248,6 @@ def _sample(
 
 
 def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
-    """A line for each token."""
     taught = sample.teacher_logprobs
     heads = ["position", "token", "version", "   logprob"] + ["   teacher"] * (taught is not None)
     yield "    " + " ".join(f"{head:>8}" for head in heads) + ("  text" if tokenizer else "")
@@ -268,7 +263,7 @@ def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
 
 
 def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
-    """Write all samples that are there to `out`, one row each (COLUMNS), and say how many are not there any more."""
+    """Write all samples that are there to `out`, one row each (COLUMNS), and say how many are missing."""
     query = """
         SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem,
             data_of(segment, position, s.bytes, s.crc32c)

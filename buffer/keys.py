@@ -1,8 +1,7 @@
 """The keys of a run: a CURVE pair for each role, and the token that its reward and teacher servers ask for.
 
 `<run>/keys/` (mode 0700) holds `ROLE.public` and `ROLE.secret`, 40 characters of Z85 each, and `reward.token`, all with
-mode 0600. The process that starts first makes them (`curve.ready`); all others read the files that their role needs.
-Waits for another process of the run only while that one makes them.
+mode 0600. The process that starts first makes them (`curve.ready`).
 """
 
 import fcntl
@@ -36,8 +35,8 @@ READS: dict[str, tuple[str, ...]] = {
     "reward": (TOKEN,),
     "teacher": (TOKEN,),
 }
-"""The files that a process on another machine needs, by its role. On one machine, where a Unix socket is used, the
-buffer also reads the clients' secrets, which are their passwords there."""
+"""The files that a process on another machine needs. On one machine the buffer also reads the clients' secrets, which
+are their passwords there."""
 
 
 class KeysError(ValueError):
@@ -57,7 +56,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """Keys of a process that others connect to: its own pair, and whom it admits."""
+    """Keys of a process that others connect to."""
 
     folder: Path
     public: bytes
@@ -65,16 +64,16 @@ class ServerKeys:
     clients: Mapping[bytes, Role]
     """Role by public key."""
     passwords: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Password by role, for a Unix socket."""
+    """By role, for a Unix socket."""
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether this client key is admitted. (Called by pyzmq's authenticator with the key in Z85.)"""
+        """Whether a client key in Z85 is admitted; pyzmq's authenticator calls it."""
         return key in self.clients
 
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """Keys of a process that connects to a server: the server's public key, and the pair of its own role."""
+    """Keys of a process that connects to a server."""
 
     folder: Path
     role: Role
@@ -114,7 +113,7 @@ def write_key(file: Path, key: bytes) -> None:
 
 
 def require_keys(folder: Path) -> None:
-    """Read all keys of a run, on the machine of its buffer. Raises KeysError for one that is missing or of no use."""
+    """Read all keys of a run, on the machine of its buffer. Raises KeysError."""
     for name in NAMES:
         try:
             read_key(folder / name)
@@ -143,7 +142,7 @@ def load_token(folder: Path) -> str:
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file. Raises KeysError for a file that is missing, holds no key, or can be read by others."""
+    """Raises KeysError for a file that is missing, holds no key, or can be read by others."""
     try:
         mode = path.stat().st_mode & 0o777
         key = path.read_bytes().strip()
@@ -175,7 +174,6 @@ def _has_keys(folder: Path) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process makes these keys, and keep others from it within the block."""
     lock = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -185,7 +183,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _put(folder: Path, pairs: Mapping[Role, Pair], token: str) -> None:
-    """Put new keys in the place of `folder`, whose older keys, if there are some, are removed."""
+    """Put new keys in the place of `folder`, whose older keys are removed."""
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))  # mode 0700
     try:
         write_keys(fresh, pairs, token)

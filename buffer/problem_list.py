@@ -1,7 +1,6 @@
 """`python -m buffer problems RUN`: the problems of a run with solved share, attempts and state, from the ledger's file.
 
-Reads the SQLite file of a live or a dead run, as `inspect.py` does, which runs it; `actors/watch/run_state.py` takes
-the counts from here. The settings that say what is solved, retired and left out are those of the last launch.
+The settings that say what is solved, retired and left out are those of the last launch.
 """
 
 import json
@@ -36,12 +35,12 @@ class ListedProblem(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The row's state, a name of STATES."""
+        """A name of STATES."""
         return "retired" if self.is_retired else self.band or "left_out"
 
 
 class Rules(NamedTuple):
-    """What decides the state of a row, by the settings of the last launch."""
+    """What decides the state of a row."""
 
     attempts: int
     marks: Marks
@@ -64,7 +63,7 @@ def listed(db: sqlite3.Connection) -> Iterator[ListedProblem]:
 
 
 def counts(db: sqlite3.Connection) -> tuple[dict[str, int], list[str]]:
-    """What `State.problems` and `State.left_out` are."""
+    """`State.problems` and `State.left_out`."""
     rows, lines, (number,) = Counter[str](), list[str](), _counter(db, "problems") or (0,)
     for problem in listed(db):
         rows[problem.band or "left_out"] += 1
@@ -109,7 +108,6 @@ def _rules(db: sqlite3.Connection) -> Rules:
 
 
 def _settings(db: sqlite3.Connection) -> dict[str, Any]:
-    """Keys of the run file with their values at the last launch."""
     found = db.execute("SELECT value FROM meta WHERE name = 'settings'").fetchone()
     return json.loads(found[0]) if found else {}
 

@@ -1,9 +1,4 @@
-"""The problems of a run: the rows of its sources, unchanged. Read once at the start of `python -m buffer`.
-
-Rows keep all their columns; the rollout servers interpret them (prompt, reward). A source is a file, a folder, a glob
-or a set of reasoning-gym (`configs/data/sources.py`), or several of these; `buffer/data/` reads the files and makes
-the rows of sets. Rows may have `images`, which are not held in memory (`image_rows.py`).
-"""
+"""The problems of a run: the rows of its sources with all their columns, which the rollout servers interpret."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,8 +24,8 @@ READ_AHEAD = 256
 
 
 class Problems(Sequence[dict[str, Any]]):
-    """The rows, each converted when it is read, with Python's built-in types only, as MessagePack takes them; but the
-    `images` of a row that has some are ImageFiles.
+    """The rows, each converted to types of MessagePack when it is read; but the `images` of a row that has some are
+    ImageFiles.
 
     Example: `problems[0]` -> `{"problem": "1 + 1 = ?", "answer": "2"}`
     """
@@ -107,12 +102,12 @@ def load_problems(
     truth: bool = True,
     index: Path | None = None,
 ) -> Problems:
-    """The rows of `source`, one of those that `data` names. Raises ProblemsError for one that cannot be trained on.
+    """The rows of `source`. Raises ProblemsError for one that cannot be trained on.
 
     `room`: an existing folder on the disk that has room for a copy of the images in a parquet file. `key`: of the run
-    file, for errors; None: `data.eval` where that is the source, else `data.train`. `truth`: whether rows must have a
-    ground truth, see `configs.data.sources.needs_truth`. `index`: a folder, made if need be, for what spares the next
-    start the reading of every row.
+    file, for errors. `truth`: whether rows must have a ground truth. `index`: a folder for what spares the next start
+    the
+    reading of every row.
     """
     key = key or next((f"data.{name}" for name, known in data.sources().items() if known == source), "data.train")
     try:
@@ -127,8 +122,8 @@ def load_problems(
 
 
 def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:
-    """How the model sees the images of the file at `data.KEY`; None if no row has any. Raises ConfigError if they
-    contradict the run file."""
+    """How the model sees the images of the rows; None if no row has any. Raises ConfigError if they contradict the run
+    file."""
     sizes = problems.images.num_bytes() if problems.images else []
     if not sizes:
         return None
@@ -158,7 +153,7 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
 
 
 def _images(rows: JoinedRows, data: DataConfig, room: Path | None) -> ImageRows | JoinedImages | None:
-    """The images of all files; a path is relative to the folder of its file."""
+    """A path is relative to the folder of its file."""
     every = max(1, rows.starts[-1] // LOOKED_AT)
     found = [
         (start, str(part.path), _images_of(part, data, every, room))

@@ -1,8 +1,4 @@
-"""What this machine lets the buffer have, open files and memory, and words for when that runs out.
-
-Used by `python -m buffer` at its start and by the wire while it serves. What a run takes is in
-`configs/flow/capacity.py`.
-"""
+"""What this machine lets the buffer have, open files and memory, and words for when that runs out."""
 
 import ctypes
 import gc
@@ -58,7 +54,7 @@ class OpenFiles:
 
 
 def raise_open_files(config: Config) -> None:
-    """Take as many open files as the system lets the process have, but for a reserve that only the store uses
+    """Take as many open files as the system allows, but for a reserve that only the store uses
     (`buffer/store/segments.py`); warn if the run needs more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = hard if hard == resource.RLIM_INFINITY else max(hard - capacity.RESERVED_FILES, hard // 2)
@@ -82,8 +78,8 @@ def memory_left() -> int:
 
 
 def keep_memory() -> None:
-    """Have glibc keep what is freed, to be used again: samples of 0.1 MB come and go by the hundred, and fresh memory
-    from the kernel takes eight times as long as copying them into it. Other C libraries have no such call."""
+    """Have glibc keep what is freed: samples of 0.1 MB come and go by the hundred, and fresh memory from the kernel
+    takes eight times as long as copying them into it."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, KEPT_BELOW)
@@ -92,7 +88,7 @@ def keep_memory() -> None:
 
 def collect_rarely() -> None:
     """Have Python look for unreachable cycles among new objects only: to look at all of a large ledger stops everything
-    for 0.1 s, and would be done every few seconds. `MemoryWatch` does it every COLLECT_S."""
+    for 0.1 s. `MemoryWatch` does it every COLLECT_S."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(5000, 10, 10**9)
@@ -105,7 +101,6 @@ class MemoryWatch:
         self._told_at = -inf
         self._collected_at = now
         self.due = -inf
-        """When to look again."""
 
     def look(self, held: dict[str, int], now: float) -> None:
         """`held`: bytes in memory by what they are. A look costs 0.1 ms: it is `due` every LOOK_S."""
@@ -120,7 +115,6 @@ class MemoryWatch:
 
 
 def memory_in_words(taken: int, left: int, held: dict[str, int]) -> str:
-    """The line of the log. Example: `memory gets short: 0.8 GiB are left on this machine, the buffer takes 1.1: ...`"""
     gib = 2**30
     what = ", ".join(f"{name} {size / gib:.2f}" for name, size in held.items())
     short = f"memory gets short: {left / gib:.2f} GiB are left on this machine, the buffer takes {taken / gib:.2f}"

@@ -1,8 +1,8 @@
 """`python -m buffer scrub RUN`: reads every byte that a run keeps, and prints what is damaged. Changes nothing.
 
-RUN is the run's folder or its config. Reads the ledger (pages, rows, number of commits), every stored sample and every
-file of every checkpoint, of a live or a dead run; waits for the disk only. Exit 1: something is damaged, each in a line
-of its own; what is without a checksum, because an earlier release wrote it, is counted.
+Exit 1: something is damaged, each in a line of its own; what is without a checksum, because an earlier release wrote
+it,
+is counted.
 """
 
 import sqlite3
@@ -39,7 +39,6 @@ class Scrub:
         self.damaged = 0
 
     def all(self, run: Path, ledger: Path | None) -> Iterator[str]:
-        """The run in the folder `run`, whose ledger is in the file `ledger`."""
         if ledger:
             yield from self.ledger(ledger)
         for path in sorted((run / "checkpoints").glob("v*")):
@@ -49,7 +48,6 @@ class Scrub:
                 yield f"{path}: set aside as damaged; the learner does not restore it"
 
     def ledger(self, file: Path) -> Iterator[str]:
-        """Its file, its witness and its samples."""
         known = None
         try:
             known = witness.noted(file)
@@ -83,12 +81,11 @@ class Scrub:
         yield f"{folder}: {number} samples read{f', {unknown} of them without a checksum' if unknown else ''}"
 
     def _still_there(self, file: Path, *where: int) -> bool:
-        """Whether the sample is still kept: a live buffer may have removed it since the scrub began."""
+        """A live buffer may have removed the sample since the scrub began."""
         with closing(reading(file)) as db:
             return db.execute(STILL, where).fetchone() is not None
 
     def checkpoint(self, folder: Path) -> str:
-        """All files of a checkpoint."""
         if problem := fault(folder) or damage(folder):
             return self._damage(f"{folder}: {problem}")
         files = listed(folder)
@@ -101,7 +98,6 @@ class Scrub:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`, without `scrub`; returns the exit code."""
     parser = CommandParser(PROG, description=WHAT)
     parser.add_argument("run", nargs="+", help="its folder, or its config files; --section.key=value as elsewhere")
     given, overrides = parser.parse_known_args(argv)

@@ -1,7 +1,6 @@
 """A sample as people read it: segment by segment what was given and what was sampled, turns, tool calls, rewards.
 
-Consumes a sample and, if there is one, the run's tokenizer; a text that names its speakers as ChatML, Llama 3 or Gemma
-do is split into their messages. Pure functions; `inspect.py` prints their lines, `actors/report` their passages.
+A text that names its speakers as ChatML, Llama 3 or Gemma do is split into their messages.
 """
 
 import re
@@ -29,7 +28,7 @@ SHOWN_CHARS = 2000
 
 
 class Stretch(NamedTuple):
-    """A piece of a passage's text, which may be the call of a tool."""
+    """A piece of a passage's text."""
 
     text: str
     is_call: bool
@@ -37,7 +36,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Passage:
-    """What one side says without a break. Example: `Passage("user", "What is 17 * 23?", 9)`."""
+    """What one side says without a break."""
 
     speaker: str
     """`system`, `user`, `assistant`, `tool` ... as the text names it; "" where it does not."""
@@ -51,11 +50,9 @@ class Passage:
     logprob: float = 0.0
     """Mean of a sampled token."""
     reward: float | None = None
-    """Reward of the turn, where turns have rewards."""
 
     @property
     def title(self) -> str:
-        """Who, how many tokens, and for a turn what is known of it."""
         if self.turn is None:
             return f"{self.speaker}: {self.tokens} tokens, given" if self.speaker else f"given: {self.tokens} tokens"
         oldest, newest = self.versions
@@ -78,7 +75,7 @@ class Passage:
         return [Stretch(text, number % 2 == 1) for number, text in parts if text]
 
     def folded(self, most: int = SHOWN_CHARS) -> "Passage":
-        """The same with its middle left out where it has more than `most` characters."""
+        """The passage with its middle left out where it has more than `most` characters."""
         if len(self.text) <= most:
             return self
         left_out = f"\n[... {len(self.text) - most:,} characters ...]\n"

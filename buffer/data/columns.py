@@ -1,4 +1,4 @@
-"""Which columns a row must have, other names for them, values in types of MessagePack. Used by the readers."""
+"""Which columns a row must have, other names for them, values in types of MessagePack."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
@@ -33,19 +33,18 @@ class ProblemsError(ConfigError):
 
 
 class ColumnRules:
-    """What the columns of a file are called, and which of them it must have. `renamed`: as `data.columns`.
-    `demonstrations`: the rows are answers to learn from."""
+    """The names of a file's columns, and which of them it must have. `renamed`: as `data.columns`. `demonstrations`:
+    the rows are answers to learn from."""
 
     def __init__(self, renamed: Mapping[str, str], truth: bool = True, demonstrations: bool = False) -> None:
         self.renamed, self.truth, self.demonstrations = dict(renamed), truth, demonstrations
         self._given = {given: ours for ours, given in self.renamed.items()}
 
     def ours(self, name: str) -> str | None:
-        """What the column `name` of a file is called here; None for one whose name another column takes."""
+        """Our name for a column; None for one whose name another column takes."""
         return self._given.get(name, None if name in self.renamed else name)
 
     def row(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """A row with its columns under our names. Raises ProblemsError for a column of `data.columns` that it lacks."""
         if not self.renamed:
             return dict(given)
         self.names(given, where)
@@ -90,12 +89,11 @@ class ColumnRules:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether the value is none: null, or NaN, by which pandas marks an empty cell."""
+    """Whether the value is null, or NaN, by which pandas marks an empty cell."""
     return value is None or (isinstance(value, float) and isnan(value))
 
 
 def _demonstrated(names: Sequence[str], where: str) -> tuple[str, ...]:
-    """The required columns of a demonstration. Raises ProblemsError."""
     for needed in DEMONSTRATIONS.values():
         if set(needed) <= set(names):
             return needed
@@ -105,7 +103,7 @@ def _demonstrated(names: Sequence[str], where: str) -> tuple[str, ...]:
 
 
 def require_servable(row: dict[str, Any], where: str) -> None:
-    """Raise ProblemsError if the row cannot be served. The row need not be `plain` yet."""
+    """Raise ProblemsError if the row, which need not be `plain` yet, cannot be served."""
     reason = unservable(row)
     if reason and not is_deep(row):
         reason = unservable(plain(row))  # whole numbers beyond 64 bits become text

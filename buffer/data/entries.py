@@ -1,9 +1,10 @@
 """`python -m buffer.data.entries`: makes and scores entries of reasoning-gym; the child of an `EntryMaker`.
 
-A process of its own for two reasons. Some sets take a second for an entry, which must not stop the buffer. And some
-make other entries under another hash seed, or draw from Python's global random numbers: here the parent has set
-PYTHONHASHSEED, and the global seed is set before each entry, so that an entry is the same wherever it is made. Reads
-one JSON request a line from stdin, answers with one line each, and ends when stdin does. Imports nothing of Headrace.
+Some sets take a second for an entry, which must not stop the buffer. And some make other entries under another hash
+seed, or draw from Python's global random numbers: the parent sets PYTHONHASHSEED, and the global seed is set before
+each
+entry, so that an entry is the same wherever it is made. Reads one JSON request a line from stdin, answers with one line
+each, and ends when stdin does.
 """
 
 import copy
@@ -26,7 +27,7 @@ from typing import Any
 from configs.inner_command import inner_words
 
 ENTRY_S = 30
-"""Longest time for one entry, or one score, in seconds."""
+"""Longest time for one entry, or one score."""
 
 
 class RequestError(ValueError):
@@ -76,17 +77,16 @@ def entry(name: str, config: str, index: int) -> dict[str, Any]:
 
 
 def about(name: str, config: str) -> dict[str, Any]:
-    """Whether the set can be made, with its first entry, and the package's version, which decides what entries are."""
+    """The first entry, and the package's version, which decides what entries are."""
     return {"version": version("reasoning-gym")} | row(name, config, 0)
 
 
 def sha256(text: str) -> str:
-    """The SHA-256 of a text, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def row(name: str, config: str, index: int) -> dict[str, Any]:
-    """What is shown of an entry: its question, and its answer where it has one that is text."""
+    """The question of an entry, and its answer if that is text."""
     made = entry(name, config, index)
     question, answer = str(made["question"]), made.get("answer")
     return {"question": question, "sha256": sha256(question)} | ({"answer": answer} if isinstance(answer, str) else {})
@@ -141,7 +141,6 @@ def answered(verb: str, arguments: list[Any]) -> dict[str, Any]:
 
 
 def late(number: int, frame: object) -> None:
-    """Ends what takes too long."""
     raise TakesTooLong
 
 
@@ -160,7 +159,7 @@ def main() -> None:
 
 
 def listen(asked: "queue.PriorityQueue[list[Any]]") -> None:
-    """Take requests as they come, so that who asks never waits for the pipe; end this process when stdin ends."""
+    """Take requests as they come, so that nobody who asks waits for the pipe; end this process when stdin ends."""
     for line in sys.stdin:
         asked.put(json.loads(line))
     os._exit(0)

@@ -1,8 +1,5 @@
-"""Entries of reasoning-gym from a process of its own, so that slow sets do not stop who asks for them.
-
-`EntryMaker` is the parent's side of `entries.py`; the buffer has one for its rows, each reward worker one for its
-scores. `GeneratedRows` reads ahead. Waits for the process where an entry is not ready yet.
-"""
+"""Entries of reasoning-gym from a process of its own (`entries.py`), so that slow sets do not stop who asks for
+them."""
 
 import atexit
 import json
@@ -33,7 +30,7 @@ class EntryError(ValueError):
 
 
 class MakerEnded(EntryError):
-    """The process ended before it answered, with this exit code."""
+    """The process ended before it answered."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the process that makes entries ended with exit code {code}")
@@ -41,8 +38,7 @@ class MakerEnded(EntryError):
 
 
 class EntryMaker:
-    """A Python process with these `arguments`. It starts at the first request, restarts if it has ended, and ends
-    with this process."""
+    """A Python process, which starts at the first request, restarts if it has ended, and ends with this process."""
 
     def __init__(self, arguments: Sequence[str] = command("buffer.data.entries")[1:]) -> None:
         self._arguments = arguments
@@ -52,8 +48,8 @@ class EntryMaker:
         self._lock = threading.Lock()
 
     def ask(self, verb: str, *arguments: Any, ahead: bool = False) -> "Future[dict[str, Any]]":
-        """The answer to a request, when it is there; EntryError for one that cannot be given. Requests that are made
-        `ahead` of their need come after all others."""
+        """The answer to a request, or EntryError. Requests that are made `ahead` of their need come after all
+        others."""
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -67,7 +63,6 @@ class EntryMaker:
         return answer
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             process, self._process = self._process, None
         if process and process.stdin:
@@ -89,7 +84,6 @@ class EntryMaker:
         threading.Thread(target=self._read, args=reading, name="reasoning-gym", daemon=True).start()
 
     def _read(self, process: "subprocess.Popen[str]", waiting: dict[int, "Future[dict[str, Any]]"]) -> None:
-        """Hand out the answers of a process until it ends."""
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
@@ -132,10 +126,10 @@ class GeneratedRows:
         self.on_made: Callable[[], object] = lambda: None
         """Called by a thread whenever a row is made."""
         self.version = str(entry_maker().ask("about", made.name, self._config).result()["version"])
-        """Version of the package: another one may make other entries."""
+        """Another version of the package may make other entries."""
 
     def expect(self, rows: Iterable[int]) -> None:
-        """Have these rows made, in order: they will be asked for soon."""
+        """Have these rows made, in order."""
         for index in rows:
             if index not in self._rows:
                 self._rows[index] = self._ask(index, ahead=True)
@@ -143,8 +137,8 @@ class GeneratedRows:
             self._retried.discard(self._rows.popitem(last=False)[0])
 
     def is_made(self, index: int) -> bool:
-        """Whether nobody has to wait for this row. One that was lost with the process is asked for again, with all
-        others; once, since it may be what ends the process."""
+        """Whether nobody has to wait for this row. One that was lost with the process is asked for again once, since it
+        may be what ends the process."""
         if self._lost(index) and index not in self._retried:
             again = [row for row in self._rows if self._lost(row) and row not in self._retried]
             self._retried.update(again)

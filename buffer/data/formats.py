@@ -1,7 +1,7 @@
-"""Reads one data file: parquet, JSON lines, JSON, CSV; text also packed by gzip. Called by `buffer/problems.py`.
+"""Reads one data file: parquet, JSON lines, JSON, CSV; text also packed by gzip.
 
-A file becomes `FileRows`: how many rows, each by its index, and their images apart, so that none of them stays in
-memory. Raises ProblemsError, in one line, for a file that cannot be trained on; OSError for one that cannot be read.
+Images are kept apart from the rows, so that none of them stays in memory. Raises ProblemsError, in one line, for a file
+that cannot be trained on; OSError for one that cannot be read.
 """
 
 import csv
@@ -50,14 +50,12 @@ class FileRows(NamedTuple):
     row: Callable[[int], dict[str, Any]]
     """Each by its index, without images."""
     images: Found | None
-    """None for a file that has none."""
     types: dict[str, str] | None = None
     """What each column holds, where the file says so. Example: `{"problem": "string"}`"""
     line: Callable[[int], int] | None = None
     """Number of the line of a row, counted from 1; None for files whose rows are no lines."""
 
     def place(self, index: int) -> str:
-        """Where a row stands in its file. Example: `line 7`"""
         return f"line {self.line(index)}" if self.line else f"row {index}"
 
 
@@ -103,7 +101,6 @@ def _parquet(path: Path, rules: ColumnRules, where: str) -> FileRows:
 def _table(
     table: pa.Table, rules: ColumnRules, where: str, images: Callable[[pa.Table], Found | None] | None
 ) -> FileRows:
-    """The rows of a table; `images` finds those that belong to the rows of a column of texts."""
     kept = {name: ours for name in table.column_names if (ours := rules.ours(name)) is not None}
     table = table.select(list(kept)).rename_columns(list(kept.values()))
     needed = rules.required(table.column_names, where)
@@ -123,10 +120,8 @@ def _table(
 
 
 def _require_servable(table: pa.Table, where: str) -> None:
-    """Raise ProblemsError for the first row that cannot be served.
-
-    Iterates only over columns of rare types; over all columns if some text is not UTF-8 or some value is very long.
-    """
+    """Iterates only over columns of rare types; over all columns if some text is not UTF-8 or some value is very
+    long."""
     doubtful = [field.name for field in table.schema if not _is_plain(field.type)]
     try:
         table.validate(full=True)
@@ -159,7 +154,7 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def _longest(column: pa.ChunkedArray) -> float:
-    """Length of the longest text or list in a column of a plain type, relative to the limit."""
+    """Length of the longest text or list, relative to the limit."""
     kind, types = column.type, pa.types
     if types.is_struct(kind):
         return max((_longest(pc.struct_field(column, [at])) for at in range(kind.num_fields)), default=0)
@@ -172,7 +167,6 @@ def _longest(column: pa.ChunkedArray) -> float:
 
 
 def _images_in(file: pq.ParquetFile, column: str, texts: pa.Table) -> Iterator[tuple[Any, Any]]:
-    """The images and the text of each row, few rows in memory at a time."""
     row = 0
     for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column]):
         images = batch.column(0).to_pylist()
@@ -188,8 +182,8 @@ def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
 
 
 def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None) -> FileRows:
-    """Rows that are lines. If there is an index, its lines were checked when it was written; rows with images have no
-    index, because their images are looked at anyway."""
+    """If there is an index, its lines were checked when it was written; rows with images have no index, because their
+    images are looked at anyway."""
     index = LineIndex(folder, data, [rules.renamed, rules.truth]) if folder else None
     line_of = _line_numbers(data)
     if index and (bounds := index.read()) is not None:
@@ -205,7 +199,7 @@ def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None
 
 
 def _line_numbers(data: bytes) -> Callable[[int], int]:
-    """The line of each row: blank lines are no rows. All lines are counted when the first is asked for."""
+    """Blank lines are no rows. All lines are counted when the first is asked for."""
 
     @cache
     def numbers() -> "array[int]":
@@ -238,8 +232,6 @@ def _checked(lines: Iterable[tuple[str, bytes]], rules: ColumnRules, where: str,
 
 
 def _rows_of(kept: Sequence[bytes], rules: ColumnRules, where: str, with_images: bool) -> FileRows:
-    """Checked rows that are JSON."""
-
     def row(index: int) -> dict[str, Any]:
         values = rules.row(json.loads(kept[index]), where)
         return {name: plain(value) for name, value in values.items() if name != IMAGES}
@@ -252,11 +244,10 @@ def _rows_of(kept: Sequence[bytes], rules: ColumnRules, where: str, with_images:
 
 
 class RefusedValue(ValueError):
-    """JSON that Python would read otherwise than it was meant, or not at all. The text says what and how to mend it."""
+    """JSON that Python would read otherwise than it was meant, or not at all."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from these keys and values. Raises RefusedValue."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -266,7 +257,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(digits: str) -> int:
-    """The whole number `digits`. Raises RefusedValue."""
     most = sys.get_int_max_str_digits()
     if most and len(digits.lstrip("-")) > most:
         raise RefusedValue(f"a number of {len(digits):,} digits, and Python reads {most:,}; write it as a text")

@@ -1,8 +1,7 @@
-"""Where the images of a data file's rows are, and what is wrong with them. Built by `problems.py` at the start.
+"""Where the images of a data file's rows are, and what is wrong with them.
 
 A path is read when its row is dispatched. Bytes in a parquet file cannot be read one row at a time, as its row groups
-are compressed as a whole: they are copied, a few rows at a time, to a temporary file without a name, so that any row
-can be had at once and none of them takes memory.
+are compressed as a whole: they are copied to a temporary file without a name, so that none of them takes memory.
 """
 
 import errno
@@ -21,8 +20,8 @@ IMAGES, MARK = "images", "<image>"
 """The column of images, and what stands in a row's text where one of them goes."""
 KINDS = "bytes, a path, or a struct with one of the two as `bytes` or `path`"
 LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
-"""Errors of a read that stay until a person mends them. All others may end by themselves, as a file share comes back.
-"""
+"""Errors of a read that stay until a person mends them. All others may end by themselves, as a file share comes
+back."""
 
 
 class ImageUnavailable(ImageError):
@@ -30,18 +29,18 @@ class ImageUnavailable(ImageError):
 
 
 class ImagePlace(NamedTuple):
-    """Where an image is: in the file `path`, or without one in the copy."""
+    """An image in the file `path`, or without one in the copy."""
 
     position: int
     size: int
     path: str = ""
     written_at: int = 0
-    """When the file was written, in nanoseconds."""
+    """In nanoseconds."""
 
 
 class ImageFiles(Sequence[bytes]):
-    """The encoded images of one row. Each is read when it is asked for, which raises ImageError, in one line, for a
-    file that is gone or another since the start, and ImageUnavailable while its file share is away."""
+    """The encoded images of one row. Each is read when it is asked for, which raises ImageError for a file that is gone
+    or changed since the start, and ImageUnavailable while its file share is away."""
 
     def __init__(self, places: Sequence[ImagePlace], copy: mmap.mmap | bytes) -> None:
         self._places, self._copy = places, copy
@@ -63,7 +62,7 @@ class ImageFiles(Sequence[bytes]):
         return self._read(self._places[index])
 
     def __repr__(self) -> str:
-        """In words, as the buffer's file has them. Example: `2 images: 31,022 bytes; 8,310 bytes of photos/7.jpg`."""
+        """As the buffer's file has them. Example: `2 images: 31,022 bytes; 8,310 bytes of photos/7.jpg`."""
         words = [f"{place.size:,} bytes{f' of {place.path}' if place.path else ''}" for place in self._places]
         return f"{counted(len(words), 'image')}: {'; '.join(words)}"
 
@@ -79,9 +78,11 @@ class ImageFiles(Sequence[bytes]):
 class ImageRows:
     """The images of all rows.
 
-    `found`: images of each row, and its text, which asks for them. `folder`: paths are relative to it. `most`:
-    `data.max_images`. `every`: the images of each so many rows are looked at. `room`: a folder on the disk that the
-    copy goes to, by default that of temporary files. Raises ImageError naming the row; OSError where the disk is full.
+    `found`: images and text of each row. `folder`: paths are relative to it. `every`: the images of each so many rows
+    are
+    looked at. `room`: a folder on the disk that the copy goes to. Raises ImageError naming the row; OSError where the
+    disk
+    is full.
     """
 
     def __init__(
@@ -110,12 +111,11 @@ class ImageRows:
             raise ImageError(f"{mismatch}, or leave it out")
 
     def of(self, row: int) -> ImageFiles | None:
-        """The images of a row; None if it has none."""
         places = self._places.get(row)
         return ImageFiles(places, self._copy) if places else None
 
     def num_bytes(self) -> list[int]:
-        """Bytes of the images of each row that has any, the largest first."""
+        """Of each row that has images, the largest first."""
         return sorted((sum(place.size for place in places) for places in self._places.values()), reverse=True)
 
     def _add(self, row: int, images: Any, draft: IO[bytes]) -> list[ImagePlace]:
@@ -171,12 +171,10 @@ class JoinedImages:
         self.broken = [f"{where}: {line}" for _, where, images in parts for line in images.broken]
 
     def of(self, row: int) -> ImageFiles | None:
-        """The images of a row; None if it has none."""
         part = bisect_right(self._starts, row) - 1
         return self._parts[part].of(row - self._starts[part]) if part >= 0 else None
 
     def num_bytes(self) -> list[int]:
-        """Bytes of the images of each row that has any, the largest first."""
         return sorted((size for images in self._parts for size in images.num_bytes()), reverse=True)
 
 
@@ -201,7 +199,7 @@ def num_slots(text: Any) -> int:
 
 
 def described(image: Any) -> str:
-    """What stands where an image should, in words. Example: `a struct of width, height`"""
+    """What stands where an image should. Example: `a struct of width, height`"""
     if isinstance(image, Mapping) and not {"bytes", "path"} & set(image):
         return f"a struct of {', '.join(map(str, image)) or 'nothing'}"
     return "empty" if image is None or isinstance(image, Mapping | str | bytes) else type(image).__name__

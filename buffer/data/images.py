@@ -1,8 +1,7 @@
 """How a vision-language model sees an image: decoded, resized and cut into patches alike wherever that is done.
 
 Rollout servers and the learner turn the same file into the same pixels with `decode`, so only the file travels, and a
-digest of the pixels shows that both ends saw the same. Numpy and PIL only; pure functions of bytes, except that
-`ImageFormat.of` reads the model's folder.
+digest of the pixels shows that both ends saw the same.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ FILE_KINDS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 MAX_ASPECT = 200
 """Largest ratio of an image's sides, as in transformers' `smart_resize`."""
 MAX_SOURCE_PIXELS = 89_478_485
-"""Most pixels of an image before it is resized: PIL's own bound against files that decompress to gigabytes."""
+"""Most pixels before an image is resized: PIL's own bound against files that decompress to gigabytes."""
 BROKEN = (
     *(OSError, EOFError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError),
     *(NotImplementedError, struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
@@ -56,21 +55,20 @@ class ImageFormat:
     temporal: int
     """Frames of a patch; an image is repeated so often."""
     mean: tuple[float, float, float]
-    """Mean of red, green and blue, from 0 to 1: it is subtracted, and the difference is divided by `std`."""
+    """Of red, green and blue, from 0 to 1: it is subtracted, and the difference is divided by `std`."""
     std: tuple[float, float, float]
     min_pixels: int
     max_pixels: int
     image_token: int
-    """Token that stands for a token of an image: its placeholder."""
+    """The placeholder, which stands for a token of an image."""
     vision_start: int
     vision_end: int
     side: int | None = None
-    """Side of every picture, in pixels: images are stretched to squares; None: pictures are as high and wide as images.
-    """
+    """Side of every picture, in pixels: images are stretched to squares; None: pictures are as high and wide as
+    images."""
 
     @classmethod
     def of_run(cls, config: Config) -> "ImageFormat | None":
-        """`of` with the keys of a run file."""
         model = config.model
         return cls.of(model.path, config.data, tuple(model.freeze), model.text_alone)
 
@@ -78,11 +76,11 @@ class ImageFormat:
     def of(
         cls, model_path: str, data: DataConfig, freeze: tuple[str, ...] = (), text_alone: bool = False
     ) -> "ImageFormat | None":
-        """How the model in folder `model_path`, or of that name on the hub, sees images; None for a text model, and for
-        a multimodal model that is trained on text alone.
+        """How the model sees images; None for a text model, and for a multimodal model that is trained on text alone.
 
-        `freeze`, `text_alone`: keys of `model`. Raises ConfigError for a model without such parts with one of them, and
-        for a folder without what it takes.
+        `freeze`, `text_alone`: keys of `model`. Raises ConfigError if the model does not have what they need, and for a
+        folder
+        without what the format takes.
         """
         config = read_model_file(model_path, "config.json")
         if config is None:
@@ -111,8 +109,7 @@ class ImageFormat:
     def _from(
         cls, config: dict[str, Any], vision: dict[str, Any], given: dict[str, Any], data: DataConfig
     ) -> "ImageFormat":
-        """`given`: the image processor's own file. Hub models of Qwen2.5-VL call the bounds `min_pixels`,
-        `max_pixels`, later ones `size`."""
+        """Hub models of Qwen2.5-VL call the bounds `min_pixels`, `max_pixels`, later ones `size`."""
         size, least, most = given.get("size") or {}, data.min_pixels, data.max_pixels
         own_least = given["min_pixels"] if given.get("min_pixels") else size["shortest_edge"]
         own_most = given["max_pixels"] if given.get("max_pixels") else size["longest_edge"]
@@ -140,7 +137,7 @@ class ImageFormat:
     def _of_squares(
         cls, model_path: str, config: dict[str, Any], given: dict[str, Any], data: DataConfig
     ) -> "ImageFormat":
-        """As `_from`, for a model that stretches each image to a square and has one number of tokens for all."""
+        """For a model that stretches each image to a square and has one number of tokens for all."""
         vision, tokens = config["vision_config"], config["mm_tokens_per_image"]
         side, patch = vision["image_size"], vision["patch_size"]
         merge, area = side // patch // isqrt(tokens), side**2
@@ -182,8 +179,7 @@ class ImageFormat:
         return self.patch * self.merge
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the picture that is made of an image: transformers' `smart_resize`, or a square. Raises
-        ImageError."""
+        """Height and width of the picture of an image: transformers' `smart_resize`, or a square. Raises ImageError."""
         if self.side is not None:
             return self.side, self.side
         if max(height, width) > MAX_ASPECT * min(height, width):
@@ -243,13 +239,13 @@ class Picture:
         return split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(high * wide, 3, form.patch**2)
 
     def planes(self, levels: np.ndarray | None = None) -> np.ndarray:
-        """[3, height, width]: `pixel_values` of a model that takes no patches; as `patches` otherwise."""
+        """[3, height, width]: `pixel_values` of a model that takes no patches."""
         levels = self.format.levels() if levels is None else levels
         return np.stack([levels[:, colour][self.pixels[:, :, colour]] for colour in range(3)])
 
     def patches(self, levels: np.ndarray | None = None) -> np.ndarray:
-        """[patches, 3 * temporal * patch²]: transformers' `pixel_values`, float32. `levels`: [256, 3], what each byte
-        of red, green and blue becomes instead, of any dtype (`format.levels`)."""
+        """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what each byte becomes
+        instead, of any dtype."""
         cells, form = self.cells(), self.format
         levels = form.levels() if levels is None else levels
         values = np.empty((len(cells), 3, form.temporal, form.patch**2), levels.dtype)
@@ -266,7 +262,7 @@ class SeenImage(NamedTuple):
 
 
 def decode(data: bytes, form: ImageFormat) -> Picture:
-    """The picture in an image file, as `form` has it seen. Raises ImageError, in one line."""
+    """The picture in an image file. Raises ImageError, in one line."""
     image = _opened(data)
     try:
         upright = _rgb(ImageOps.exif_transpose(image))
@@ -288,13 +284,13 @@ def source_size(data: bytes) -> tuple[int, int]:
 
 
 def _token(config: dict[str, Any], name: str) -> int:
-    """The id of a special token; files call it `NAME_index` or `NAME_id`."""
+    """Files call it `NAME_index` or `NAME_id`."""
     index = config.get(f"{name}_index")
     return int(config[f"{name}_id"] if index is None else index)
 
 
 def _unlike_squares(config: dict[str, Any], given: dict[str, Any], merge: int) -> Iterator[str]:
-    """Yield why images that become squares of one size would be computed otherwise on servers, or wrongly."""
+    """Why images that become squares of one size would be computed otherwise on servers, or wrongly."""
     vision, tokens, again = config["vision_config"], config["mm_tokens_per_image"], "fetch the model anew"
     side, sizes = vision["image_size"], given["size"]
     window = text_config(config).get("sliding_window")
@@ -313,7 +309,7 @@ def _unlike_squares(config: dict[str, Any], given: dict[str, Any], merge: int) -
 
 
 def counted(number: int, noun: str) -> str:
-    """Example: `counted(1, "image")` is `1 image`, `counted(1000, "row")` is `1,000 rows`."""
+    """Example: `counted(1000, "row")` is `1,000 rows`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -322,7 +318,6 @@ ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 
 
 def _opened(data: bytes) -> Image.Image:
-    """The image with its header read."""
     try:
         image = Image.open(io.BytesIO(data), formats=FILE_KINDS)
     except UnidentifiedImageError:

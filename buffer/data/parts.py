@@ -1,7 +1,4 @@
-"""Opens a source: its files, or its set of reasoning-gym, one `SourcePart` each, in the order of their rows.
-
-Called by `buffer/problems.py`. Waits for the disk, and for the first entry of a set.
-"""
+"""Opens a source: its files, or its set of reasoning-gym, one `SourcePart` each, in the order of their rows."""
 
 import hashlib
 import importlib.util
@@ -29,7 +26,6 @@ class SourcePart(NamedTuple):
     digest: str
     """SHA-256 of the file, in hexadecimal; of a set, of its name, config and package."""
     made: GeneratedRows | None = None
-    """Rows that are made when they are asked for, or expected."""
 
 
 def open_source(
@@ -40,8 +36,8 @@ def open_source(
     index: Path | None = None,
     demonstrations: bool = False,
 ) -> list[SourcePart]:
-    """The parts of one source; `index` as for `formats.read`, the other arguments as for `ColumnRules`. Raises
-    ProblemsError, and SourceError for a path of nothing."""
+    """The parts of one source; `index` as for `formats.read`. Raises ProblemsError, and SourceError for a path of
+    nothing."""
     found = generated(source.path)
     if found:
         return [_generated(source, found, f"{key} {source.path}")]
@@ -107,17 +103,17 @@ class JoinedRows:
         return part, index - self.starts[part]
 
     def place(self, index: int) -> str:
-        """Where a row stands, for errors. Example: `data.train a.jsonl: line 7`"""
+        """Example: `data.train a.jsonl: line 7`"""
         part, row = self._place(index)
         return f"{self.parts[part].where}: {self.parts[part].rows.place(row)}"
 
     def row(self, index: int) -> dict[str, Any]:
-        """A row, without its images."""
+        """Without its images."""
         part, row = self._place(index)
         return self.parts[part].rows.row(row)
 
     def name(self, index: int) -> str:
-        """The file of a row, and its line or, counted from 0, its row there. Example: `data/train.jsonl line 14`"""
+        """Example: `data/train.jsonl line 14`; rows are counted from 0."""
         part, row = self._place(index)
         line = self.parts[part].rows.line
         return f"{self.parts[part].path} row {row}" if line is None else f"{self.parts[part].path} line {line(row)}"
@@ -136,5 +132,4 @@ class JoinedRows:
 
     @property
     def made(self) -> list[GeneratedRows]:
-        """The parts whose rows have to be made."""
         return [part.made for part in self.parts if part.made]

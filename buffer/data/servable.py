@@ -1,7 +1,6 @@
-"""Checks whether a row can be stored, sent, and read by a rollout server. Pure functions.
+"""Checks whether a row can be stored, sent, and read by a rollout server.
 
-Each row of a file is checked when the file is read, and each row of a set when it is made, so no row fails at its
-dispatch. The limits are the wire's (`buffer/wire/message.py`).
+Each row is checked when its file is read or it is made, so no row fails at its dispatch.
 """
 
 from collections.abc import Iterator
@@ -20,10 +19,7 @@ NESTING = (dict, list)
 
 
 def unservable(row: dict[str, Any]) -> str:
-    """Return in one line why a row cannot be served, or "". `row` has the types of `columns.plain`.
-
-    Example: `unservable({"problem": "\\ud83d"})` -> "problem has half a surrogate pair, '\\ud83d' at character 0, ..."
-    """
+    """Return in one line why a row cannot be served, or "". `row` has the types of `columns.plain`."""
     if is_deep(row):
         return f"it is nested more than {MOST_NESTED} levels deep"
     try:
@@ -47,7 +43,6 @@ def is_deep(value: Any, levels: int = MOST_NESTED) -> bool:
 
 
 def _faults(value: Any, where: str) -> Iterator[str]:
-    """Yield what is wrong with a value and with everything inside it."""
     if isinstance(value, dict):
         if len(value) > MOST_KEYS:
             yield f"{where or 'it'} has {len(value):,} keys, more than {MOST_KEYS:,}"

@@ -1,9 +1,7 @@
 """The clock of a process that judges others: it stands still while the process itself is stopped.
 
-SIGSTOP, a frozen container and a suspended machine stop the judge too. When it continues, its timers are due and the
-answers that came meanwhile are not read yet. So each judge measures silence with an `AwakeClock`, and looks again
-before it blames anybody. Used on both wires, by the rollout server for its engine, by the learner's watchdog and by
-the warden of users' code.
+When a stopped judge continues, its timers are due and the answers that came meanwhile are not read yet. So each judge
+measures silence with an `AwakeClock`, and looks again before it blames anybody.
 """
 
 import asyncio
@@ -18,16 +16,12 @@ STOPPED_S = 1.0
 
 
 class AwakeClock:
-    """Counts the seconds in which the process was awake. Somebody must read it every TICK_S: `tick` does.
-
-    Example: read at second 0, stopped until second 60 and read again: `now()` has not moved.
-    """
+    """Counts the seconds in which the process was awake. Somebody must read it every TICK_S: `tick` does."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic, self._stopped_s, self._seen_at = monotonic, 0.0, monotonic()
 
     def now(self) -> float:
-        """Return seconds since an arbitrary moment."""
         at = self._monotonic()
         if at - self._seen_at > STOPPED_S:
             self._stopped_s += at - self._seen_at

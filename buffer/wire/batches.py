@@ -1,8 +1,7 @@
 """The groups that are stored and not yet trained: their bytes and figures, and the parts of the batch that is taken.
 
-Used by the verbs of `handlers.py`. A group's samples are opened once, when it is put; a batch is cut once for all
-ranks, and a rank's part of it is made when the rank asks for it. Blocks only for reading samples from disk that are not
-in memory any more.
+A group's samples are opened once, when it is put; a batch is cut once for all ranks, and a rank's part of it is made
+when the rank asks for it.
 """
 
 import logging
@@ -27,20 +26,19 @@ from configs.flow.capacity import CACHE_BYTES
 
 log = logging.getLogger(__name__)
 TOO_MANY = "batch %d: %d metrics left out, the %d that most samples have are kept; give metrics fixed names"
-"""What a reward function that names a metric for each problem leads to."""
 
 
 @dataclass
 class LoopTurn:
-    """What may be done for Takes before other messages are looked at again: a batch of gigabytes for hundreds of ranks
-    must not hold up a heartbeat. Without bounds unless `server.py` sets them."""
+    """The work for Takes before other messages are looked at again: a batch of gigabytes for hundreds of ranks must not
+    hold up a heartbeat."""
 
     seconds: float = math.inf
     """For cutting batches and making parts, from the first one on; 0: none are made."""
     room: float = math.inf
     """Bytes of parts that may still be handed over to be sent."""
     ends: float | None = None
-    """When the seconds are over; None: nothing was cut or made yet."""
+    """None: nothing was cut or made yet."""
     postponed: bool = False
     """A part of a formed batch has to wait for the next turn."""
 
@@ -67,10 +65,9 @@ class UntrainedGroups:
         self._payloads: dict[int, list[bytes]] = {}
         """Samples by item, of groups accepted since the last transaction."""
         self._figures: dict[int, Sequence[SampleStats]] = {}
-        """By item: figures of the groups whose samples were opened since the start."""
+        """By item, for groups whose samples were opened since the start."""
         self._bytes: dict[int, int] = store.untrained_bytes()
         self.bytes_stored = sum(self._bytes.values())
-        """Bytes of all samples that are accepted and not yet trained."""
         self._cut: tuple[tuple[int, int, bool, tuple[int, ...]], BatchCut] | None = None
         """The batch that was cut last, by version, ranks, whether in whole groups, and items (it may lose a group)."""
 
@@ -89,8 +86,7 @@ class UntrainedGroups:
             self.bytes_stored += self._bytes[item]
 
     def written(self, changes: Changes) -> Mapping[int, Sequence[bytes]]:
-        """The samples that are to be written with these changes. Groups that are discarded or in quarantine count no
-        longer."""
+        """The samples that are to be written with these changes."""
         if void := changes.discarded | changes.quarantined:
             self.forget(void)
         payloads, self._payloads = self._payloads, {}
@@ -111,15 +107,14 @@ class UntrainedGroups:
             self.bytes_stored = sum(self._bytes.values())
 
     def trained(self, items: Collection[int]) -> None:
-        """These items have been trained."""
         self.forget(items)
         last = self._ledger.state.last_trained
         if self._cut and self._cut[0][0] <= last:  # a rank may have taken the next batch by now
             self._cut = None
 
     def part(self, take: Take, batch: FormedBatch, counts: Callable[[], Mapping[str, Any]]) -> Part | None:
-        """The part of a rank. A batch is cut once for all, with the `counts` of that moment. None: not in this turn, or
-        a group went into quarantine, so that the batch is another one. Raises ImageUnavailable and ImageError."""
+        """The part of a rank. None: not in this turn, or a group went into quarantine, so that the batch is another
+        one. Raises ImageUnavailable and ImageError."""
         key, items = (take.version, take.world, take.share_prompts, batch.items), self._ledger.state.items
         try:
             if self._cut is None or self._cut[0] != key:
@@ -145,8 +140,8 @@ class UntrainedGroups:
         return part
 
     def _opened(self, batch: FormedBatch) -> bool:
-        """Have the figures of all its groups: after a restart they are read from the samples, as many as the turn
-        allows. False: not all yet, or one went into quarantine. Raises DamagedSample."""
+        """Read the figures that are missing after a restart, as many as the turn allows. False: not all yet, or a group
+        went into quarantine. Raises DamagedSample."""
         for item in batch.items:
             if item not in self._figures:
                 if self.turn.over():
@@ -159,14 +154,14 @@ class UntrainedGroups:
         return True
 
     def quarantine(self, item: int, reason: str) -> None:
-        """Put a group into quarantine, and write so to the log."""
+        """Put a group into quarantine."""
         row = self._ledger.state.items[item].row if item in self._ledger.state.items else None
         if self._ledger.batches.quarantine(item, " ".join(reason.split())):
             log.error("item %d (row %s) is in quarantine and is not trained: %s", item, row, reason)
 
     def _leave_out(self, damage: DamagedSample, version: int) -> None:
-        """Put a damaged group into quarantine: its batch is served without it. Ranks that have a part of the batch with
-        that group take it again before they train (`learner/sound.py`)."""
+        """Ranks that have a part of the batch with the damaged group take it again before they train
+        (`learner/sound.py`)."""
         if self._ledger.batches.quarantine(damage.item, damage.reason):
             where = f"item {damage.item} is put into quarantine, batch {version} is served without it"
             log.error("%s: %s", where, damage)
@@ -174,6 +169,5 @@ class UntrainedGroups:
         self.forget([damage.item])
 
     def _fetch(self, item: int, indexes: Sequence[int]) -> list[bytes]:
-        """Samples of a group, by their places in it. Raises DamagedSample."""
         held = self._payloads.get(item) or self.cache.get(item)
         return self._store.samples(item, indexes) if held is None else [held[index] for index in indexes]

@@ -1,8 +1,7 @@
 """The clients of the samples wire: `RolloutClient` for a rollout server (async), `LearnerClient` for a learner rank
 (blocking).
 
-Both wait for the buffer only, which parks what it cannot answer yet; `Connection` (`connection.py`) repeats, reconnects
-and warns. Used by `python -m rollout` and `python -m learner`.
+Both wait for the buffer only; `Connection` repeats, reconnects and warns.
 """
 
 import asyncio
@@ -40,11 +39,9 @@ class RolloutClient:
         self.finished: protocol.Finished | None = None
         """How the run ended, once `ask` has returned None."""
         self.learner_waits = False
-        """The learner waited for a batch when the last heartbeat was answered."""
         self.evaluating: int | None = None
-        """The evaluation that this server makes."""
         self.evaluation_due, self.evaluation_over = asyncio.Event(), asyncio.Event()
-        """The last heartbeat's answer: there is one to claim; the one that it makes is not its own any more."""
+        """An evaluation may be claimed; the one that this server makes is no longer its own."""
         self._requests = 0
         self._asking: asyncio.Task[list[WorkItem] | None] | None = None
 
@@ -93,14 +90,14 @@ class RolloutClient:
         kind: FailureKind = "infrastructure",
     ) -> None:
         """The item could not become a group; it is tried again, elsewhere if there is another server, unless
-        `permanent`. `returned`: this server gives it back without having failed at it."""
+        `permanent`. `returned`: this server has not failed at it."""
         failure = {"reason": reason, "failure_kind": kind, "permanent": permanent, "returned": returned}
         fail = protocol.Fail(item=item.item, lease=item.lease, **failure)  # type: ignore[arg-type]
         await self.client.expect(fail, protocol.Ack)
         self.holding.discard(item.lease)
 
     async def beat(self, stats: Mapping[str, float]) -> list[int]:
-        """Tell the buffer that the server is alive and which version it runs; returns leases to abort, each once."""
+        """Send one heartbeat; returns leases to abort, each once."""
         holding, version = sorted(self.holding), self._version()
         beat = protocol.Heartbeat(version=version, holding=holding, stats=dict(stats), evaluating=self.evaluating)
         news = await self.client.expect(beat, protocol.News)
@@ -113,7 +110,7 @@ class RolloutClient:
         return news.revoked
 
     async def claim(self, version: int) -> int | None:
-        """The evaluation that this server is to make of `version`, which it has loaded, named by when it was due."""
+        """The evaluation of the loaded `version` that this server is to make, named by when it was due."""
         self.evaluating = (await self.client.expect(protocol.Evaluate(version=version), protocol.Due)).due
         self.evaluation_over.clear()
         return self.evaluating
@@ -157,8 +154,7 @@ async def heartbeats(
 class LearnerClient:
     """A learner rank's connection to the buffer, in a thread of its own: blocking calls from any thread.
 
-    Raises RefusedError when the buffer refuses the rank, TimeoutError after `timeout_s` (None: never) without an
-    answer.
+    Raises RefusedError, and TimeoutError after `timeout_s` (None: never) without an answer.
     """
 
     def __init__(
@@ -181,7 +177,6 @@ class LearnerClient:
         self._thread.start()
         self._client: Connection | None = None
         self._trained: Future[protocol.Ack] | None = None
-        """The answer to the last Trained."""
         self.finished: protocol.Finished | None = None
         """How the run ended, once `take` has returned None."""
         self._results: SimpleQueue[EvaluationResult] = SimpleQueue()
@@ -222,13 +217,12 @@ class LearnerClient:
         return answer
 
     def quarantine(self, item: int, reason: str) -> None:
-        """The group of `item`, which is in a batch that this learner has taken, cannot be trained; the batch is to be
-        taken again."""
+        """The group of `item` in a taken batch cannot be trained; the batch is to be taken again."""
         reason = " ".join(reason.split())[: protocol.MOST_REASON]
         self._wait(self.client.expect(protocol.Quarantine(item=item, reason=reason), protocol.Ack), "Quarantine")
 
     def try_alone(self, version: int, item: int | None) -> None:
-        """This learner tries the group of `item` of batch `version` by itself from now on; None: it has tried all."""
+        """This learner tries the group of `item` by itself from now on; None: it has tried all."""
         self._wait(self.client.expect(protocol.Trial(version=version, item=item), protocol.Ack), "Trial")
 
     def stop(self) -> None:
@@ -240,7 +234,8 @@ class LearnerClient:
         """Batch `version` has been trained; batches before `oldest_kept` will not be asked for again.
 
         Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call, or
-        `close`, raises what the buffer refused about this one.
+        `close`,
+        raises what the buffer refused about this one.
         """
         if self._trained and self._trained.done():
             self._trained.result()  # raises what the buffer refused
@@ -250,7 +245,7 @@ class LearnerClient:
         self._trained = asyncio.run_coroutine_threadsafe(self.client.expect(trained, protocol.Ack), self._loop)
 
     def follow_evaluations(self, known: Sequence[int]) -> None:
-        """Have the results of evaluations fetched as they come, but for those `known` (when they were due)."""
+        """Fetch the results of evaluations as they come, but for those `known` (when they were due)."""
         self._fetching = asyncio.run_coroutine_threadsafe(self._fetch(list(known)), self._loop)
 
     async def _fetch(self, known: list[int]) -> None:
@@ -278,7 +273,6 @@ class LearnerClient:
 
     @property
     def client(self) -> Connection:
-        """The connection."""
         assert self._client, "closed"
         return self._client
 

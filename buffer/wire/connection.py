@@ -1,8 +1,8 @@
-"""`Connection`: one process's connection to the buffer. `RolloutClient` and `LearnerClient` of `client.py` use it.
+"""`Connection`: one process's connection to the buffer.
 
-A request is sent, and sent again, until it is answered: on a new connection, when the buffer has restarted (it answers
-`NotRegistered`), and every now and then in between. Several may be pending at once. Waits for the buffer's answers
-without a timeout; while the buffer cannot be reached it warns at growing intervals and keeps trying.
+A request is repeated until it is answered: on a new connection, when the buffer has restarted (it answers
+`NotRegistered`), and every now and then in between. There is no timeout; while the buffer cannot be reached, warnings
+come at growing intervals.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 MAX_RETRY = 12
 """An unanswered request is repeated at growing intervals, at most `MAX_RETRY * retry_s` apart."""
 ANEW = 6
-"""Every so many repeated Hellos without a connection, the socket connects anew. Until then a handshake may be on its
-way, at a buffer that is paused or has very many clients."""
+"""Repeated Hellos without a connection until the socket connects anew. Until then a handshake may be on its way, at a
+buffer that is paused or has very many clients."""
 Answer = TypeVar("Answer", bound=Message)
 
 # Both ends leave dead networks to the kernel. No ZMQ_HEARTBEAT_IVL at either: libzmq 4.3.5 aborts the buffer where its
@@ -60,8 +60,8 @@ LOST: dict[int, str] = {
 
 
 async def broken(socket: zmq.asyncio.Socket) -> AsyncGenerator[int, None]:
-    """The file descriptor of each connection of `socket` that breaks, until cancelled: the kernel reports at once when
-    a process ends, however it does. The descriptor over which a message came is `frame.get(zmq.SRCFD)`."""
+    """The file descriptor of each connection of `socket` that breaks: the kernel reports at once when a process ends.
+    The descriptor over which a message came is `frame.get(zmq.SRCFD)`."""
     async with aclosing(events_of(socket, zmq.EVENT_DISCONNECTED)) as events:
         async for _, descriptor in events:
             yield descriptor
@@ -95,7 +95,6 @@ class ProtocolFault(RuntimeError):
 
     @classmethod
     def of(cls, message: Message, answer: Message) -> "ProtocolFault":
-        """Make the error for an `answer` whose kind does not fit `message`."""
         return cls(f"the buffer answered {type(message).__name__} with {type(answer).__name__}")
 
 
@@ -114,7 +113,7 @@ class PendingAnswer:
 
 
 class Dealer:
-    """The socket: one process, one `identity`, through all connections. `connect` begins."""
+    """The socket: one process, one `identity`, through all connections."""
 
     def __init__(self, identity: str) -> None:
         self.socket = zmq.asyncio.Context().socket(zmq.DEALER)
@@ -150,7 +149,6 @@ class Dealer:
         return int(kind)
 
     def close(self) -> None:
-        """Close it; what is not sent is lost."""
         context = self.socket.context
         self.socket.disable_monitor()
         self._monitor.close(0)
@@ -159,10 +157,8 @@ class Dealer:
 
 
 class Connection:
-    """An async context manager, entered once the buffer has said Welcome.
-
-    `async with` raises RefusedError when the buffer refuses the process: other protocol, other config.
-    """
+    """An async context manager, entered once the buffer has said Welcome. Raises RefusedError where the buffer refuses
+    the process."""
 
     def __init__(
         self,
@@ -186,10 +182,8 @@ class Connection:
         )
         self._hello_number, self._numbers = 0, itertools.count(1)
         self._pending: dict[int, PendingAnswer] = {}
-        """By number of the request."""
         self._welcomed, self._lost = asyncio.Event(), asyncio.Event()
         self.problem = "nobody answers"
-        """What was last wrong with the connection."""
         self._connected = False
         self._fatal: BaseException | None = None
 
@@ -222,8 +216,7 @@ class Connection:
             self._dealer.close()
 
     async def request(self, message: Message) -> Message:
-        """The buffer's answer, however long it takes. Raises RefusedError with the buffer's reason,
-        MessageTooLarge."""
+        """The buffer's answer, however long it takes. Raises RefusedError, MessageTooLarge."""
         if self._fatal:
             raise self._fatal
         frame = pack(number := next(self._numbers), message)
@@ -255,14 +248,12 @@ class Connection:
         return answer
 
     def _say_hello(self) -> None:
-        """On a new connection, to a buffer that does not know us, or again since no answer came."""
         self._welcomed.clear()
         self._lost.set()
         self._hello_number = next(self._numbers)
         self._dealer.send(pack(self._hello_number, self._hello))
 
     async def _read(self) -> None:
-        """Pass each answer on to who waits for it."""
         while True:
             first, *large = await self._dealer.socket.recv_multipart()
             try:
@@ -311,7 +302,6 @@ class Connection:
                 self._lost.set()
 
     async def _repeat_hello(self) -> None:
-        """Repeat an unanswered Hello, and warn."""
         while True:
             await self._lost.wait()
             since, due_s, hellos = time.monotonic(), self.late_s, 0
@@ -329,7 +319,7 @@ class Connection:
                         due_s = silent_s + min(silent_s, 600.0)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """A task ended with the refusal of our Hello or a broken answer: every request ends with the same error."""
+        """A refused Hello or a broken answer ends every request with the same error."""
         if task.cancelled() or not (error := task.exception()):
             return
         self._fatal = error

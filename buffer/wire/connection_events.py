@@ -1,8 +1,6 @@
 """Reads from ZeroMQ's monitor which connections of a socket were made and which have ended.
 
-A peer that is killed is missed at once, long before its silence is noticed: `connections.ConnectionTracker` finds out
-from these events whose connection has ended. Used by the sockets of the buffer (`server.py`) and the learner
-(`learner/weights/sender/members.py`). Only `wait` and `poll` wait.
+A peer that is killed is missed at once, long before its silence is noticed: see `connections.ConnectionTracker`.
 """
 
 import struct
@@ -12,8 +10,8 @@ import zmq.asyncio
 
 
 class ConnectionEvents:
-    """What happens to connections of `socket`, which has no other monitor: (kind, file descriptor) of each that is
-    accepted (`zmq.EVENT_ACCEPTED`) or ends (`zmq.EVENT_DISCONNECTED`)."""
+    """The events of `socket`, which has no other monitor: (kind, file descriptor) of each connection that is accepted
+    or ends."""
 
     def __init__(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
         self._socket, address = socket, f"inproc://connections-{id(self)}"
@@ -25,7 +23,6 @@ class ConnectionEvents:
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self.monitor)
 
     async def wait(self) -> None:
-        """Return once there are events that were not read."""
         await self.monitor.poll()
 
     def poll(self, timeout_ms: int) -> bool:

@@ -1,10 +1,8 @@
-"""What one connection to the buffer may hold: bytes that arrived and are not read, answers that it does not read, and
-an open file.
+"""What one connection to the buffer may hold: bytes that are not read, answers that it does not read, and an open file.
 
 `ZMQ_MAXMSGSIZE` holds for a whole socket, so a stranger could have as much memory reserved by half a message as a
 server by a group. The kernel counts the bytes of each connection (TCP_INFO): until its process has said Hello, a
-connection may bring little, and afterwards what its role has to send. One that brings more is closed. Driven by
-`server.py`, which passes on ZeroMQ's events and the messages read; waits for nothing.
+connection may bring little, and afterwards what its role has to send. One that brings more is closed.
 """
 
 import logging
@@ -40,16 +38,17 @@ BYTES_RECEIVED = 128
 
 
 class ConnectionLimits:
-    """The connections of one ZeroMQ socket, by their file descriptors. `files`: those of the process.
+    """The connections of one ZeroMQ socket, by their file descriptors.
 
     The kernel may give a descriptor to another socket of the process, such as one of NCCL, before ZeroMQ's event is
-    read. So only a socket whose own address is `endpoint` is shut down.
+    read.
+    So only a socket whose own address is `endpoint` is shut down.
     """
 
     def __init__(self, files: OpenFiles | None = None) -> None:
         self.files = files or OpenFiles()
         self.endpoint = ""
-        """Where the ZeroMQ socket is bound, in its words: `tcp://127.0.0.1:5600`, `ipc://PATH`."""
+        """As ZeroMQ writes it: `tcp://127.0.0.1:5600`, `ipc://PATH`."""
         self.unknown: dict[int, float] = {}
         """Connections without a Hello, the oldest first, and when they were made."""
         self._most: dict[int, int] = {}
@@ -59,14 +58,12 @@ class ConnectionLimits:
         self._logged_at = -inf
 
     def on_event(self, kind: int, descriptor: int, now: float) -> None:
-        """ZeroMQ has accepted a connection, or lost it."""
         for known in (self.unknown, self._most, self._read):
             known.pop(descriptor, None)
         if kind == zmq.EVENT_ACCEPTED:
             self.unknown[descriptor], self._most[descriptor], self._read[descriptor] = now, UNKNOWN_BYTES, 0
 
     def on_message(self, descriptor: int, size: int) -> None:
-        """A message of `size` bytes was read."""
         if descriptor in self._read:
             self._read[descriptor] += size + FRAME_OVERHEAD
 
@@ -106,7 +103,6 @@ class ConnectionLimits:
         end(descriptor, self.endpoint)
 
     def log(self, now: float) -> None:
-        """Say which connections were closed, at most every REPEAT_S."""
         if self._closed and now >= self._logged_at + REPEAT_S:
             self._logged_at = now
             what = ", ".join(f"{number} that {why}" for why, number in self._closed.items())
@@ -119,16 +115,15 @@ class UnsentAnswers:
 
     def __init__(self) -> None:
         self.total, self.budget = 0, inf
-        """What all processes leave unread, and what they may: groups that wait for room share the budget."""
+        """Groups that wait for room share the budget."""
         self._of: Counter[bytes] = Counter()
 
     def add(self, identity: bytes, size: int) -> None:
-        """An answer of `size` bytes is on its way."""
         self.total += size
         self._of[identity] += size
 
     def remove(self, identity: bytes, size: int) -> None:
-        """It has been sent, or dropped with its connection."""
+        """The answer has been sent, or dropped with its connection."""
         self.total -= size
         self._of[identity] -= size
         if not self._of[identity]:
@@ -144,13 +139,14 @@ class ConnectionTracker:
     """Which process sends over which connection of a ROUTER, and whose connection has ended.
 
     ZeroMQ names connections by their file descriptors, in messages (`frame.get(zmq.SRCFD)`) and in a monitor's events.
-    Such a name is not unique: the kernel gives it to the next connection at once; what came over a connection may be
-    read long after its end, under a name that ZeroMQ makes if its process has another one by then; and a connection
-    whose process makes another one is closed without an event. So `ended` is given the messages read and, after them,
-    all events up to then: a connection is accepted before it says anything, so its own event is among them. If
-    two identities sent over one descriptor, the later one has it. A wrong guess is corrected by the next message.
-
-    Example: `ConnectionTracker().ended({b"a": 20}, [(zmq.EVENT_ACCEPTED, 20), (zmq.EVENT_DISCONNECTED, 20)]) == [b"a"]`
+    Such a name is not unique: the kernel gives it to the next connection at once; a message may be read long after the
+    end
+    of its connection; and a connection whose process makes another one is closed without an event. So `ended` is given
+    the
+    messages read and, after them, all events up to then: a connection is accepted before it says anything, so its own
+    event
+    is among them. If two identities sent over one descriptor, the later one has it. The next message corrects a wrong
+    guess.
     """
 
     def __init__(self) -> None:
@@ -163,7 +159,7 @@ class ConnectionTracker:
 
     def ended(self, heard: Mapping[bytes, int], events: Iterable[tuple[int, int]]) -> list[bytes]:
         """Identities whose connections have ended since the last call. `heard`: descriptors of the messages read since,
-        by identity, in the order of the last ones; `events`: (kind, descriptor) of the events since, in order."""
+        by identity, in the order of the last ones; `events`: (kind, descriptor), in order."""
         changed, taken = set(), set()
         for kind, descriptor in events:
             changed.add(descriptor)

@@ -1,11 +1,8 @@
 """All requests of the samples wire as calls on ledger and store: `Handlers` builds the parts and answers what is
-answered at once. Driven by `requests.py`.
+answered at once.
 
-A request that may have to wait has a class of its own, a verb. Its `answer` returns the answer, or None: not yet, try
-again when `Handlers.revision` has moved. A wrong request raises ValueError with one line. `waits_for` names the news
-that may bring an answer, so that `requests.py` tries together what waits for the same; `why` is for people, in one
-line. The processes that make requests are in `peers.py`, the samples in `batches.py`. Nothing that was answered may be
-sent before the `changes` until then are committed.
+A request that may have to wait has a class of its own, a verb. A wrong request raises ValueError with one line. Nothing
+that was answered may be sent before the `changes` until then are committed.
 """
 
 import json
@@ -54,9 +51,8 @@ HOLD_S = 2.0
 
 
 class AwaitedNews(NamedTuple):
-    """What parked requests wait for: all that wait for the same are parked for the same reason, and while one of them
-    gets no answer, neither do the others. Asks of one version are the exception: `AskVerb.admits` decides whether any
-    of them gets one."""
+    """What parked requests wait for: while one request gets no answer, neither do others that wait for the same. Asks
+    are the exception: `AskVerb.admits` decides whether any of one version gets one."""
 
     kind: str
     version: int = -1
@@ -68,23 +64,22 @@ class ParkableVerb(Protocol[M]):
     """A kind of request that may have to wait."""
 
     def answer(self, peer: Peer, request: M, now: float) -> Message | None:
-        """The answer, or None: not yet."""
+        """The answer, or None: try again when `Handlers.revision` has moved."""
 
     def waits_for(self, peer: Peer, request: M) -> AwaitedNews:
-        """What a parked request waits for."""
+        pass
 
     def why(self, peer: Peer, request: M) -> str:
-        """The same for people, in one line."""
+        """What it waits for, for people, in one line."""
 
 
 class AskVerb:
-    """A server asks for work: parked until there is an item for it."""
+    """Ask: parked until there is an item for the server."""
 
     def __init__(self, ledger: Ledger, rows: ServedRows) -> None:
         self._ledger, self._rows = ledger, rows
 
     def answer(self, peer: Peer, ask: Ask, now: float) -> Work | Finished | None:
-        """Items, with their rows; Finished once there will be none."""
         ledger, rows = self._ledger, self._rows
         if rows.away:
             return None
@@ -116,12 +111,10 @@ class AskVerb:
         return not self._rows.away and self._ledger.view.admits(version) and self._rows.has_next(self._ledger.upcoming)
 
     def waits_for(self, peer: Peer, ask: Ask) -> AwaitedNews:
-        """Work for the version that its server runs by now."""
         known = self._ledger.state.servers.get(peer.key)
         return AwaitedNews("Ask", known.version if known else ask.version)
 
     def why(self, peer: Peer, ask: Ask) -> str:
-        """Why there is no item for this server."""
         return self._rows.why_away or reasons.for_work(self._ledger, peer.key)
 
     def differs_by(self, peer: Peer) -> Hashable:
@@ -131,13 +124,12 @@ class AskVerb:
 
 
 class TakeVerb:
-    """A rank takes its part of a batch: parked until the batch is formed, and the part's turn has come."""
+    """Take: parked until the batch is formed, and the part's turn has come."""
 
     def __init__(self, ledger: Ledger, peers: Peers, groups: UntrainedGroups, rows: ServedRows) -> None:
         self._ledger, self._peers, self._groups, self._rows = ledger, peers, groups, rows
 
     def answer(self, peer: Peer, take: Take, now: float) -> Part | Finished | None:
-        """The part; Finished once there will be no batch."""
         if take.rank >= take.world:
             raise ValueError(f"Take of rank {take.rank} of {take.world}: ranks count from 0")
         if peer.world != take.world:
@@ -154,7 +146,6 @@ class TakeVerb:
             return None
 
     def _counts(self, version: int) -> dict[str, Any]:
-        """The fields of a part that describe the run, when batch `version` is cut."""
         ledger, state, totals = self._ledger, self._ledger.state, self._ledger.state.totals
         serving = [peer for peer in self._peers.known.values() if peer.key in ledger.state.servers]
         counts: dict[str, Any] = {
@@ -170,22 +161,19 @@ class TakeVerb:
         return counts
 
     def is_formed(self, version: int) -> bool:
-        """Whether the batch is formed, so that a Take of it only waits for its turn."""
         return version < self._ledger.state.version and not self._rows.away
 
     def waits_for(self, peer: Peer, take: Take) -> AwaitedNews:
-        """The batch, cut for these ranks."""
         return AwaitedNews("Take", take.version, (take.world, take.share_prompts))
 
     def why(self, peer: Peer, take: Take) -> str:
-        """What the batch lacks."""
         if self.is_formed(take.version):
             return f"batch {take.version} is formed; parts are sent one after another"
         return self._rows.why_away or reasons.for_batch(self._ledger)
 
 
 class PutVerb:
-    """A server hands over a group: parked while the byte budget is full."""
+    """Put: parked while the byte budget is full."""
 
     def __init__(self, ledger: Ledger, groups: UntrainedGroups, rows: ServedRows, limits: Limits) -> None:
         self._ledger, self._groups, self._rows, self._limits = ledger, groups, rows, limits
@@ -193,7 +181,6 @@ class PutVerb:
         """Groups refused since the start because they cannot be trained."""
 
     def answer(self, peer: Peer, put: Put, now: float) -> Stored | None:
-        """Whether the group is accepted."""
         try:
             figures = self._judged(put)
         except WrongValue as error:
@@ -208,7 +195,7 @@ class PutVerb:
         return ACCEPTED if refusal is None else Stored(accepted=False, reason=refusal)
 
     def _judged(self, put: Put) -> list[SampleStats]:
-        """Figures of its samples. Raises WrongValue if they cannot be trained."""
+        """Raises WrongValue if the samples cannot be trained."""
         if len(put.samples) != self._limits.samples:
             what = f"{len(put.samples)} samples, batch.samples is {self._limits.samples}"
             raise WrongValue(f"item {put.item}", what)
@@ -232,45 +219,39 @@ class PutVerb:
         return Stored(accepted=False, reason=reason, unfit=True)
 
     def waits_for(self, peer: Peer, put: Put) -> AwaitedNews:
-        """Room."""
         return AwaitedNews("Put")
 
     def why(self, peer: Peer, put: Put) -> str:
-        """How full the buffer is."""
         used, limit = self._groups.bytes_stored / 2**30, self._limits.max_bytes / 2**30
         return f"{used:.3g} GiB of untrained samples, buffer.max_gib is {limit:.3g}: the learner has to train some"
 
 
 class WhereVerb:
-    """A server asks for the learner's weights wire: parked until there is another one than it knows."""
+    """Where: parked until the learner has another weights wire than the known one."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
     def answer(self, peer: Peer, where: Where, now: float) -> WeightsAddress | None:
-        """The address."""
         if self._peers.weights is None or self._peers.weights == where.known:
             return None
         return WeightsAddress(address=self._peers.weights)
 
     def waits_for(self, peer: Peer, where: Where) -> AwaitedNews:
-        """Another wire than the known one."""
         return AwaitedNews("Where", detail=where.known)
 
     def why(self, peer: Peer, where: Where) -> str:
-        """Whether there is a learner at all."""
         weights = self._peers.weights
         return f"no weights wire other than {weights}" if weights else "no learner has said Hello"
 
 
 class ResultsVerb:
-    """A rank asks for the result of an evaluation: parked until there is one that it does not know."""
+    """Results: parked until there is a result that the rank does not know."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def answer(self, peer: Peer, wanted: Results, now: float) -> EvaluationResult | Ack | None:
-        """The earliest result that is not known; Ack: there will be no more."""
         ledger = self._ledger
         if (found := ledger.evaluations.unknown(wanted.known)) is None:
             none_left = ledger.evaluations.over(ledger.view.reach) or ledger.view.outcome() == "failed"
@@ -279,22 +260,20 @@ class ResultsVerb:
         return EvaluationResult(due=found.due, version=found.version, server=who, figures=figures, reason=found.reason)
 
     def waits_for(self, peer: Peer, wanted: Results) -> AwaitedNews:
-        """A result beyond the known ones."""
         return AwaitedNews("Results", detail=tuple(wanted.known))
 
     def why(self, peer: Peer, wanted: Results) -> str:
-        """Who evaluates, or what has to be loaded first."""
         return reasons.for_results(self._ledger)
 
 
 def finished(ledger: Ledger) -> Finished | None:
-    """The answer to a request that waits for work or for a batch, once there will be none."""
+    """The answer to a request for work or for a batch, once there will be none."""
     outcome = ledger.view.outcome()
     return Finished(outcome=outcome, why=reasons.ended(ledger), last=ledger.view.reach.last) if outcome else None
 
 
 class Handlers:
-    """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
+    """Answers all requests. `problems` are the rows of the data set, by the number that the ledger calls `index`."""
 
     def __init__(self, ledger: Ledger, store: Store, problems: Sequence[Mapping[str, Any]], limits: Limits) -> None:
         self.ledger, self.store, self._limits = ledger, store, limits
@@ -309,7 +288,6 @@ class Handlers:
             protocol.Results: ResultsVerb(ledger),
             protocol.Ask: self.ask,
         }
-        """The requests that may have to wait."""
         self._at_once: dict[type[Message], Callable[[Peer, Any, float], Message]] = {
             protocol.Fail: self._fail, protocol.Rewind: self._rewind, protocol.Trained: self._trained,
             protocol.Quarantine: self._quarantine, protocol.Trial: self._trial, protocol.Evaluate: self._evaluate,
@@ -317,12 +295,11 @@ class Handlers:
             protocol.Kept: self._note_kept,
         }  # fmt: skip
         self.kept: protocol.Kept | None = None
-        """What the launcher last sent about its servers."""
         self._noted: list[Change] = []
         """Changes of run-file keys, to be written with the next commit."""
         self._void_before: int | None = None
         self._ended: str | None = None
-        """`reasons.ended` as last written; None: nobody knows what the run's last launch wrote."""
+        """`reasons.ended` as last written; None: unknown after a start."""
         self._next_end: tuple[tuple[int, int], float | None] = (-1, -1), None
         """Revision and next lease at which `Ledger.expire` was called last, and what it returned."""
 
@@ -332,7 +309,7 @@ class Handlers:
         return self.ledger.revision + self.peers.revision + self.groups.revision + self.rows.revision
 
     def answer(self, peer: Peer, number: int, message: Message, now: float) -> Message | None:
-        """The answer to a request of `peer`, or None: not yet."""
+        """The answer, or None: not yet."""
         if verb := self.verbs.get(type(message)):
             return verb.answer(peer, message, now)
         if isinstance(message, protocol.Heartbeat):
@@ -355,7 +332,7 @@ class Handlers:
         return min((end for end in ends if end is not None), default=None)
 
     def changes(self) -> Transaction | None:
-        """What changed since the last call, to be committed before anything else is handled; None: nothing."""
+        """What changed since the last call, to be committed before anything else is handled."""
         changes = self.ledger.drain()
         ended = reasons.ended(self.ledger) if self.ledger.view.outcome() else ""
         if ended != self._ended:
@@ -437,7 +414,7 @@ class Handlers:
 
     @property
     def wanted_servers(self) -> int | None:
-        """How many rollout servers are wanted: a person's number, else the launcher's; None while nobody has one."""
+        """A person's number, else the launcher's; None while nobody has one."""
         return self.ledger.wanted.by_person or (self.kept.wanted if self.kept else None)
 
     def _note_kept(self, peer: Peer, kept: protocol.Kept, now: float) -> Message:

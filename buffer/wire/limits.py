@@ -1,4 +1,4 @@
-"""What the buffer's answers depend on of the run file."""
+"""The keys of the run file on which the buffer's answers depend."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from buffer.wire.values import ANY, Bounds
 
 @dataclass(frozen=True)
 class Limits:
-    """`run` is the run's name, `samples` the size of a group, `max_bytes` the budget of untrained samples."""
+    """`samples` is the size of a group, `max_bytes` the budget of untrained samples."""
 
     run: str
     fingerprint: str
@@ -17,4 +17,3 @@ class Limits:
     max_message: int
     keep: Literal["checkpoints", "all"]
     bounds: Bounds = ANY
-    """Bounds of the values of samples."""

@@ -1,13 +1,12 @@
-"""What every message of the samples wire is made of: the base model, bounds of fields, tensors, packing and the limits
-of unpacking.
+"""What messages are made of: the base model, bounds of fields, tensors, packing and the limits of unpacking.
 
 A message is one ZeroMQ frame of MessagePack: a map with `kind` (the name of the model), `id` (chosen by the client,
-repeated in the answer) and the fields of the model. The models are in `protocol.py` and `sample.py`. Large samples of a
-`Part` follow in frames of their own, which are sent from where they are, without a copy.
+repeated in the answer) and the fields of the model. Large samples of a `Part` follow in frames of their own, without a
+copy.
 
-Every number, text and list in a message of either wire has a bound, which is part of the type of its field. A value
-beyond its bound is refused on arrival (`validate`). Texts that explain something to people are cut instead: a long
-explanation must not end the process that gives it. Bytes are bounded by the size of the message.
+The type of each field bounds its value, and a value beyond the bound is refused on arrival. Texts that explain
+something to people are cut instead: a long explanation must not end the process that gives it. Bytes are bounded by the
+size of the message.
 """
 
 import math
@@ -43,38 +42,31 @@ LIMITS: dict[str, Any] = {
 }
 """Limits of a message that is unpacked before its kind is known."""
 Frame = bytes | memoryview
-"""A message as it travels."""
 TEXT: dict[str, Any] = {"unicode_errors": "backslashreplace"}
-"""Options for packing. Users' code and policies may write half a surrogate pair into an answer or a reason, where an
-escape is good enough. A row with half a pair is refused when it is loaded."""
+"""Users' code and policies may write half a surrogate pair into an answer or a reason, where an escape is good enough.
+A row with half a pair is refused when it is loaded."""
 FRAME_BYTES = 2**16
 """Mean size from which on byte strings travel as frames: smaller ones are copied sooner than they are sent apart."""
 
 
 Dtype = Literal["uint8", "uint16", "int32", "int64", "float32", "float64"]
 NAMES: dict[Any, Dtype] = {np.dtype(name): name for name in get_args(Dtype)}
-"""Looked up, because NumPy makes a dtype's name anew each time it is asked for it, which takes as long as all else."""
+"""NumPy makes a dtype's name anew each time, which takes as long as all else."""
 
 
 def written(text: Any) -> Any:
-    """`text` with half surrogate pairs, which UTF-8 cannot hold, as escapes; anything else as it is.
-
-    Example: `written("a\\ud83d")` is a, a backslash and ud83d.
-    """
+    """`text` with half surrogate pairs, which UTF-8 cannot hold, as escapes; anything else as it is."""
     return text.encode("utf-8", "backslashreplace").decode() if isinstance(text, str) else text
 
 
 def cut(text: Any, most: int = TEXT_LENGTH) -> Any:
-    """`text` as `written`, without what is beyond `most` characters; anything else as it is.
-
-    Example: `cut("abcdef", 4)` -> `"a..."`
-    """
+    """`text` as `written`, cut to `most` characters; anything else as it is."""
     return f"{text[: most - 3]}..." if isinstance(text := written(text), str) and len(text) > most else text
 
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 VersionOrNone = Annotated[int, Field(ge=-1, lt=2**62)]
-"""A version, or -1 for none."""
+"""-1: none."""
 Checksum = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Measured = FiniteFloat
@@ -89,7 +81,7 @@ Text = Annotated[str, BeforeValidator(cut), Field(max_length=TEXT_LENGTH)]
 Report = Annotated[str, BeforeValidator(lambda text: cut(text, REPORT)), Field(max_length=REPORT)]
 """For people, several lines, cut to its length."""
 Label = Annotated[str, BeforeValidator(written), Field(max_length=2**20)]
-"""A text that users' code chose and the buffer repeats in an answer, as the name of a metric."""
+"""A text that users' code chose, as the name of a metric."""
 Row = Annotated[dict[str, Any], Field(max_length=MOST_KEYS)]
 """A row of a data set. The size of the message bounds its values."""
 Few = Annotated[list[T], Field(max_length=MOST_NAMED)]
@@ -104,7 +96,7 @@ ByLabel = Annotated[dict[Label, T], Field(max_length=MOST_KEYS)]
 
 
 class Message(BaseModel):
-    """Frozen, no unknown fields, numbers as numbers and bytes as bytes."""
+    """The base of all messages."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
@@ -117,11 +109,7 @@ class Message(BaseModel):
 
 
 class Array(Message):
-    """A tensor as it travels: little-endian bytes with dtype and shape.
-
-    Example: `Array.of(np.array([1, 2], np.int32))` -> `Array(dtype="int32", shape=[2],
-    data=b"\\x01\\0\\0\\0\\x02\\0\\0\\0")`
-    """
+    """A tensor as it travels: little-endian bytes with dtype and shape."""
 
     dtype: Dtype
     shape: Annotated[list[Count], Field(max_length=8)]
@@ -167,8 +155,7 @@ def pack_frames(number: int, message: Message) -> list[Frame]:
 
 
 def unpack(data: Frame, kinds: dict[str, type[Message]], large: Sequence[bytes] = ()) -> tuple[int, Message]:
-    """Undo `pack`, or `pack_frames` where frames with `large` byte strings follow. Raises ValueError, in one line, for
-    what is not a message of `kinds`."""
+    """Undo `pack`, or `pack_frames` with the frames `large`. Raises ValueError, in one line."""
     fields = open_map(data)
     if large:
         kind = kinds.get(str(fields.get("kind")))
@@ -193,7 +180,7 @@ def validate(fields: dict[str, Any], kinds: dict[str, type[Message]]) -> Message
 
 
 def number_of(data: Frame) -> int:
-    """The `id` of what may be a broken message, so that its refusal reaches the client; 0 where it has none."""
+    """The `id` of what may be a broken message, so that its refusal reaches the client; else 0."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(data[:200])
     try:

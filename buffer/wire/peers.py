@@ -1,7 +1,4 @@
-"""The processes that said Hello: who is here, who took over whose name, and whose connection broke.
-
-Driven by `handlers.py` and `requests.py`. A rollout server that is replaced or does not come back loses its leases; a
-process that is forgotten is in `left`, so that what it waits for can be forgotten too."""
+"""The processes that said Hello: who is here, who took over whose name, and whose connection broke."""
 
 import logging
 from collections import Counter, defaultdict
@@ -24,10 +21,10 @@ OBSERVER_S = 60
 """A process of these roles that sends nothing for so long is forgotten."""
 RECONNECT_GRACE = 0.25
 """Time to come back after a connection broke, as a share of a lease: more than a heartbeat, so a server that lives has
-sent something by then. A network that fails breaks no connection before the lease ends."""
+sent something by then."""
 ANONYMOUS_PREFIX = b"\0"
 """First byte of the identities that ZeroMQ makes: for a client that sets none, and for a connection whose client has
-opened another one under the same identity. Messages of such a connection may be still unread."""
+opened another one under the same identity."""
 
 
 @dataclass
@@ -36,12 +33,11 @@ class Peer:
 
     hello: protocol.Hello
     heard: float
-    """When its last message came."""
     beat: int = 0
     """Number of its latest Heartbeat; one that arrives after a later one is ignored."""
     stats: dict[str, float] = field(default_factory=dict)
     broke: float | None = None
-    """When its connection broke; None: it has sent something since."""
+    """None: it has sent something since its connection broke."""
     world: int | None = None
     """Ranks of the learner, as a rank's latest Take has them."""
     hellos: int = 0
@@ -49,7 +45,7 @@ class Peer:
 
     @cached_property
     def key(self) -> str:
-        """Name under which the ledger knows this start of a server (`server_name` undoes it)."""
+        """The ledger's name of this start of a server (`server_name` undoes it)."""
         return f"{self.hello.name}#{self.hello.token}"
 
 
@@ -64,21 +60,19 @@ class Peers:
         self.revision = 0
         """Moves whenever a parked request may have an answer because of who came or went."""
         self.weights: str | None = None
-        """Address of the learner's weights wire."""
         self._named: defaultdict[tuple[str, str], set[bytes]] = defaultdict(set)
-        """Identities by name and role."""
+        """By name and role."""
         self._roles: Counter[str] = Counter()
-        """Number of processes by role."""
         self._replaced: Remembered[str] = Remembered(MOST_RANKS)
         """Tokens of processes whose name another one has taken over."""
         self._starts: defaultdict[str, int] = defaultdict(count().__next__)
-        """Learner ranks in the order in which they first said Hello, by token: a larger number is newer."""
+        """Order in which starts of the learner first said Hello, by token."""
         self.broken: dict[bytes, float] = {}
-        """By identity of a server whose connection broke: when its leases end, if it sends nothing until then."""
+        """When the leases of a server whose connection broke end, if it sends nothing until then."""
 
     def hello(self, identity: bytes, hello: protocol.Hello, now: float) -> protocol.Welcome:
-        """Let a process in, in place of an earlier one of its name. Raises ValueError, and shows a process that has
-        another config nothing of the run's."""
+        """Let a process in, in place of an earlier one of its name. Raises ValueError, which shows a process of another
+        config nothing of the run's."""
         self._require_of_this_run(hello)
         welcome, twins = protocol.Welcome(max_message=self._limits.max_message), self._twins(identity, hello)
         if identity.startswith(ANONYMOUS_PREFIX) and any(not twin.startswith(ANONYMOUS_PREFIX) for twin in twins):
@@ -99,7 +93,6 @@ class Peers:
         return welcome
 
     def _require_of_this_run(self, hello: protocol.Hello) -> None:
-        """Raise ValueError for a process of another release or config, or one whose name was taken over."""
         if hello.protocol != protocol.PROTOCOL:
             raise ValueError(
                 f"protocol {hello.protocol}, the buffer's is {protocol.PROTOCOL}: install the same Headrace everywhere"
@@ -115,7 +108,6 @@ class Peers:
             )
 
     def _enter(self, identity: bytes, hello: protocol.Hello, now: float) -> bool:
-        """Note a process under the name that it has now; False: that was known."""
         if known := self.known.get(identity):
             self._unname(identity, known)
         further = known.hellos + (known.hello != hello) if known else 0
@@ -137,7 +129,6 @@ class Peers:
         return crowded(hello.role, number) or self.files.refusal(hello.name)
 
     def on_disconnect(self, identity: bytes, now: float) -> None:
-        """The connection of this process broke: it has ended, or will connect again."""
         if peer := self.known.get(identity):
             peer.broke = now
             if peer.hello.role == "rollout":
@@ -167,7 +158,6 @@ class Peers:
             self.revision += 1
 
     def of_role(self, role: str) -> list[Peer]:
-        """The processes of one role."""
         return [peer for peer in self.known.values() if peer.hello.role == role]
 
     def launcher_gone_s(self, now: float) -> float | None:
@@ -200,12 +190,11 @@ class Peers:
                 self._ledger.leave(peer.key, "its server was restarted", now)
 
     def _forget_ranks(self, ended: Callable[[Peer], bool]) -> None:
-        """Forget ranks of an earlier start of the learner; a rank that still lives sends Hello again and is let in."""
+        """A rank that still lives sends Hello again and is let in."""
         for identity in [who for who, one in self.known.items() if one.hello.role == "learner" and ended(one)]:
             self._drop(identity)
 
     def _drop(self, identity: bytes) -> Peer:
-        """Forget a process."""
         peer = self.known.pop(identity)
         self._unname(identity, peer)
         self.broken.pop(identity, None)

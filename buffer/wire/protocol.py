@@ -1,7 +1,7 @@
 """The samples wire: the requests of rollout servers, learner and observers, and the buffer's answers.
 
-How a message travels is in `message.py`. Each request is idempotent: a client that gets no answer repeats it, with the
-same `id`, as often as it likes. A request that cannot be answered yet is parked by the buffer, never polled for.
+A client repeats a request, with the same `id`, until it is answered: each request is idempotent. The buffer parks a
+request that cannot be answered yet. docs/design/samples-wire.md says what the messages mean in sequence.
 
     rollout:  Hello -> Welcome   Where -> WeightsAddress   Ask -> Work | Finished   Put -> Stored   Fail -> Ack
               Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored   Goodbye -> Ack
@@ -9,8 +9,6 @@ same `id`, as often as it likes. A request that cannot be answered yet is parked
               Quarantine -> Ack   Trial -> Ack   Results -> EvaluationResult | Ack
     launcher: Scale -> Ack   Kept -> Ack
     anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
-
-Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
 """
 
 from functools import cached_property
@@ -45,25 +43,23 @@ from buffer.wire.message import (
 
 PROTOCOL = 14
 OVERHEAD_PER_ROW = 256
-"""More bytes than a row of a `Part` takes; if not, the packer makes room."""
+"""More bytes than a row of a `Part` takes."""
 MOST_REASON = 1000
-"""Characters of a reason for a quarantine."""
 LAUNCHER: Literal["launcher"] = "launcher"
 OBSERVER: Literal["observer"] = "observer"
-"""LAUNCHER is also the name of the process that keeps the rollout servers; `actors scale` has its role alone."""
 ServerLife = Literal["placing", "started", "failed", "draining", "gave_up", "refused", "ended"]
-"""`failed`: it is started again after a pause; the last three: it is not."""
+"""A server that `failed` is started again after a pause; the last three are not."""
 
 
 class WorkItem(Message):
-    """A dispatched problem. `lease` names this dispatch of it: a later one has another."""
+    """A dispatched problem; each dispatch has another `lease`."""
 
     item: Count
     lease: Count
     version: Count
     """Version it was dispatched under: the group's age counts from here."""
     problem: Row
-    """The row of the data set; its `images`, if it has some, are encoded files."""
+    """Its `images`, if it has some, are encoded files."""
 
 
 class Waiter(Message):
@@ -87,13 +83,13 @@ class Hello(Message):
     """The role of its key, or `observer`."""
     protocol: Count
     fingerprint: Name
-    """Fingerprint of the shared config (`configs.load.fingerprint`); launchers and observers send an empty one."""
+    """Of the shared config; launchers and observers send an empty one."""
     serves: LongName | None = None
-    """The learner's weights wire."""
+    """The address of the learner's weights wire."""
 
 
 class Where(Message):
-    """Where is the learner's weights wire? Parked until there is one other than `known`."""
+    """Asks where the learner's weights wire is. Parked until there is one other than `known`."""
 
     known: LongName | None = None
 
@@ -116,16 +112,16 @@ class Put(Message):
 
     @cached_property
     def figures(self) -> list[SampleStats]:
-        """Figures of each sample once the samples are judged, which is done once however often the Put is tried. They
-        do not travel. A private attribute would take pydantic ten times as long."""
+        """Figures of each sample, so that a Put that is tried again is not judged again. They do not travel. A private
+        attribute would take pydantic ten times as long."""
         return []
 
 
 class Fail(Message):
     """The item could not become a group.
 
-    `permanent`: no other attempt can do better (a prompt that is too long). `returned`: the server drains and gives the
-    item back; the attempt does not count. On the wire `kind` names the message, so the failure's is `failure_kind`.
+    `permanent`: no other attempt can do better. `returned`: the server drains and gives the item back; the attempt does
+    not count. On the wire `kind` names the message, so the failure's is `failure_kind`.
     """
 
     item: Count
@@ -142,24 +138,24 @@ class Heartbeat(Message):
     version: Count
     holding: Held[Count]
     stats: Stats = Field(default_factory=dict)
-    """Figures to display: tokens/s, running and waiting sequences, places for them and what bounds their number."""
+    """Figures to display."""
     evaluating: Count | None = None
     """The evaluation that it makes, by the version at which that was due."""
 
 
 class Evaluate(Message):
-    """The server has loaded `version`: is it to evaluate it, and to hold newer ones back until that is done?"""
+    """Asks whether the server is to evaluate `version`, which it has loaded, before it loads newer ones."""
 
     version: Count
 
 
 class SetResult(Message):
-    """What came of one set."""
+    """The result of one evaluation set."""
 
     figures: Figures
     """By name, as in `mean@8`."""
     reasons: Few[Text] = Field(default_factory=list)
-    """Why attempts failed, where some did."""
+    """Why attempts failed."""
     examples: Few[Row] = Field(default_factory=list)
     """Some answers: `problem` (the row), `answer`, `reward`, `finish`."""
 
@@ -173,14 +169,14 @@ class Evaluated(Message):
 
 
 class Results(Message):
-    """A rank of the learner asks for the result of an evaluation that is not among `known`. Parked until there is one;
-    Ack: there will be no more."""
+    """Asks for the result of an evaluation that is not among `known`. Parked until there is one; Ack: there will be no
+    more."""
 
     known: Known[Count]
 
 
 class Goodbye(Message):
-    """The server ends, drained or done: what it still has goes to others, and counts no attempt."""
+    """The server ends: what it still has goes to others, and counts no attempt."""
 
 
 class Rewind(Message):
@@ -190,13 +186,13 @@ class Rewind(Message):
 
 
 class Take(Message):
-    """Part `rank` of `world` of batch `version`. Parked until the batch is ready."""
+    """Asks for part `rank` of `world` of batch `version`. Parked until the batch is ready."""
 
     version: Count
     rank: Count
     world: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     share_prompts: bool = False
-    """The learner computes each prompt once on a rank: the parts are to have whole groups."""
+    """The learner computes each prompt once on a rank, so the parts are to have whole groups."""
 
 
 class Trained(Message):
@@ -207,8 +203,8 @@ class Trained(Message):
 
 
 class Quarantine(Message):
-    """The group of `item`, which is in a batch that is not trained, cannot be trained. The batch is to be taken again:
-    it is served without that group."""
+    """The group of `item`, in a batch that is not trained, cannot be trained. The batch is to be taken again, and is
+    served without it."""
 
     item: Count
     reason: Annotated[str, BeforeValidator(written), Field(max_length=MOST_REASON)]
@@ -216,35 +212,33 @@ class Quarantine(Message):
 
 
 class Trial(Message):
-    """The learner tries the group of `item` of batch `version` by itself, because the batch is suspect; null: it has
-    tried all of them. Should it end meanwhile, that group is the culprit."""
+    """The learner tries the group of `item` of the suspect batch `version` by itself; null: it has tried all. If the
+    learner ends meanwhile, that group is the culprit."""
 
     version: Count
     item: Count | None
 
 
 class Scale(Message):
-    """So many rollout servers are wanted, until the next Scale, also over restarts; null: as many as the run file says.
+    """So many rollout servers are wanted, also over restarts; null: as many as the run file says.
 
-    Refused beyond what the launcher can keep. `rule`: the launcher's own wish, which changes nothing while a person's
+    Refused beyond what the launcher can keep. `rule` is the launcher's own wish, which changes nothing while a person's
     number holds.
     """
 
     servers: Annotated[int, Field(ge=1, lt=2**62)] | None
     by: Literal["person", "rule"] = "person"
     why: Text = ""
-    """In a few words."""
 
 
 class Kept(Message):
-    """The launcher's word on the rollout servers that it keeps; each replaces the one before."""
+    """What the launcher says of its rollout servers; each message replaces the one before."""
 
     servers: ByName[ServerLife]
-    """By name, those that have left apart."""
+    """By name, without those that have left."""
     left: Held[Name] = Field(default_factory=list)
-    """Names of those that were drained and are gone: what they had goes to others, and counts no attempt."""
+    """Those that were drained and are gone: what they had goes to others, and counts no attempt."""
     wanted: Count
-    """Servers that the launcher works towards."""
     least: Count
     most: Count
     """What `Scale` may ask for."""
@@ -255,7 +249,7 @@ class Kept(Message):
 
 
 class Status(Message):
-    """Who waits for what, and the ledger in numbers?"""
+    """Asks for the `State`."""
 
 
 # answers
@@ -263,7 +257,7 @@ class Status(Message):
 
 class Welcome(Message):
     max_message: Count
-    """Bytes of the largest message the buffer takes (`buffer.max_message_mib`): clients refuse to send a larger one."""
+    """Bytes; clients refuse to send a larger message."""
 
 
 class WeightsAddress(Message):
@@ -280,12 +274,11 @@ class Stored(Message):
     accepted: bool
     reason: Text = ""
     unfit: bool = False
-    """Its values cannot be trained, and `reason` names one: the attempt has failed."""
+    """Its values cannot be trained: the attempt has failed."""
 
 
 class Later(Message):
-    """The answer to a Put of which a full buffer keeps nothing. The client keeps the group, and repeats the Put when it
-    gets `Again`, or on a new connection."""
+    """A full buffer keeps nothing of this Put. The client repeats it when it gets `Again`, or on a new connection."""
 
 
 class Again(Message):
@@ -297,18 +290,18 @@ class Ack(Message):
 
 
 class News(Message):
-    """What a server should know by now."""
+    """The answer to a heartbeat."""
 
     revoked: Many[Count]
     """Leases that are over; the server may abort their generations."""
     learner_waits: bool
-    """A Take is parked: more sequences at a time would bring the next batch sooner."""
+    """More sequences at a time would bring the next batch sooner."""
     evaluation: Literal["none", "due", "over"] = "none"
-    """`due`: there is one that the server may claim. `over`: the one that it makes is not its own any more."""
+    """`due`: the server may claim an evaluation. `over`: the one that it makes is no longer its own."""
 
 
 class Due(Message):
-    """The evaluation that the server is to make of what it runs, by the version at which it was due; null: none."""
+    """The evaluation that the server is to make, by the version at which it was due; null: none."""
 
     due: Count | None
 
@@ -331,7 +324,7 @@ class Rewound(Message):
 
 
 class SampleRows(Message):
-    """What every rank knows of each sample of a batch, as columns of [samples] in the order of the batch."""
+    """Figures of each sample of a batch, as columns of [samples] in the order of the batch."""
 
     item: Array
     """int64: equal for the samples of a group."""
@@ -342,22 +335,23 @@ class SampleRows(Message):
     tokens: Array
     """int64: prompt and answer."""
     sampled: Array
-    """int64: trainable tokens, which are all sampled ones except a sample's first token."""
+    """int64: trainable tokens."""
     truncated: Array
     """uint8: 1 where the answer was cut at `sampling.max_tokens`."""
     metrics: ByLabel[Array]
-    """float64 by name, NaN for samples without that metric."""
+    """float64, NaN for samples without that metric."""
 
 
 class RowImages(Message):
-    """The images of an item's row, as encoded files: those that its samples have no data of."""
+    """The images of an item's row, as encoded files, without those that its samples carry."""
 
     item: Count
     images: Held[bytes]
 
 
 class Part(Message):
-    """The samples of batch `version` that rank `rank` trains, and a row for each sample of the whole batch."""
+    """The samples of batch `version` that rank `rank` trains, and the figures of all samples of the batch. Counts
+    without further words are of the run so far."""
 
     version: Count
     rank: Count
@@ -368,15 +362,15 @@ class Part(Message):
     samples: Many[bytes]
     """`Sample.pack()` each."""
     images: Many[RowImages] = Field(default_factory=list)
-    """Images of the rows, once for each item that has a sample here."""
+    """Once for each item that has a sample here."""
     failed: Count = 0
-    """Attempts that failed in the run so far."""
+    """Failed attempts."""
     dropped: Count = 0
-    """Items dropped in the run so far."""
+    """Items."""
     retried: Count = 0
-    """Groups of the run so far that were not made at the first attempt."""
+    """Groups that were not made at the first attempt."""
     generated: Count = 0
-    """Groups made in the run so far."""
+    """Groups."""
     running: Count = 0
     """Sequences that all servers ran when the batch was cut, by their last heartbeats."""
     places: Count = 0
@@ -385,27 +379,24 @@ class Part(Message):
     reached: Count = 0
     """A token whose version is above `restored` and at most `reached` may come from a policy that a rewind undid."""
     quarantined: Count = 0
-    """Groups put into quarantine in the run so far."""
+    """Groups."""
     flat_groups: Count = 0
     """Groups with equal rewards among `new_groups`."""
     new_groups: Count = 0
-    """Groups made between the batch before and this one; 0: a later batch was formed, or the buffer started, since."""
+    """Groups made since the batch before; 0 if a later batch was formed, or the buffer started, since."""
     problems: ByLabel[Count] = Field(default_factory=dict)
     """As in `State`."""
     suspect: bool = False
-    """Starts of the learner ended with this batch, and nobody knows why: its groups are to be tried one by one."""
+    """Starts of the learner ended with this batch without a known reason: its groups are to be tried one by one."""
     FRAMED: ClassVar[str] = "samples"
 
     def size_hint(self) -> int:
-        """About how many bytes the samples and images have, which are megabytes."""
         files = [len(data) + OVERHEAD_PER_ROW for row in self.images for data in row.images]
         return sum(map(len, self.samples)) + sum(files) + OVERHEAD_PER_ROW * (int(self.rows.item.shape[0]) + 1)
 
 
 class Finished(Message):
-    """The run is over: no version is left (`run.versions`), no problem is left (`data.epochs`), or the run was given
-    up, because all attempts fail (`rollout.max_failed_share`) or all groups lack variance
-    (`batch.skip_zero_variance`)."""
+    """The run is over: nothing is left to train, or the run was given up."""
 
     outcome: Outcome
     why: Report
@@ -415,7 +406,7 @@ class Finished(Message):
 
 
 class State(Message):
-    """The ledger in numbers and the parked requests, as `python -m actors status` and the display show them."""
+    """The ledger in numbers and the parked requests."""
 
     version: Count
     """Next batch to be formed."""
@@ -424,9 +415,9 @@ class State(Message):
     counts: ByLabel[Count]
     """Items by state: leased, stored, batched, trained, waiting, dropped."""
     dropped: ByLabel[Count]
-    """Dropped items by reason."""
+    """Items by reason."""
     failed: ByLabel[Count] = Field(default_factory=dict)
-    """Failed attempts of the whole run by `KIND: REASON`, dropped ones included; returned ones do not count."""
+    """Failed attempts of the whole run by `KIND: REASON`; returned ones do not count."""
     recent_failed: ByLabel[Count] = Field(default_factory=dict)
     """The same since the last batch was formed."""
     recent_groups: ByLabel[Count] = Field(default_factory=dict)
@@ -434,36 +425,35 @@ class State(Message):
     retried: Count = 0
     """Groups that were not made at the first attempt."""
     problems: ByLabel[Count] = Field(default_factory=dict)
-    """Rows of the data set by band, `unseen`, `unsolved`, `between`, `solved`; with `data.difficulty` how many are
-    `retired`; and `left_out`, in no band."""
+    """Rows of the data set by band: `unseen`, `unsolved`, `between`, `solved`; `left_out`, in no band; with
+    `data.difficulty` also how many are `retired`."""
     left_out: Few[Text] = Field(default_factory=list)
-    """Rows that are left out, for people: file, line, and why every attempt at them failed."""
+    """File and line of rows that are left out, and why every attempt at them failed."""
     ended: Report = ""
-    """Why no further batch will be formed, as in `Finished`; empty while one may be."""
+    """Why no further batch will be formed; empty while one may be."""
     lengths: ByLabel[Few[Count]] = Field(default_factory=dict)
-    """[groups, samples, tokens, sampled, truncated] by what became of them, whole run: `generated`, `trained`,
+    """[groups, samples, tokens, sampled, truncated] of the whole run by what became of them: `generated`, `trained`,
     `dropped: REASON`, `discarded: REASON`. Means that differ show a loss of long or short answers."""
     ages: Annotated[dict[Count, Count], Field(max_length=MOST_KEYS)]
     """Trained groups by age."""
     bytes_stored: Count
     servers: ByName[Row]
-    """By server: version, leases held, seconds since its last message, its stats; `gone_s`, seconds since it ended, if
-    it has not been started again."""
+    """Version, leases held, seconds since its last message, stats; `gone_s`, seconds since it ended."""
     learner_gone_s: FiniteFloat | None = None
-    """Seconds since the learner ended, or a rank of it, until it is started again."""
+    """Seconds since the learner, or a rank of it, ended; null while all run."""
     waiters: Many[Waiter]
     errors: Count
     """Messages refused since the start."""
     evaluation: Text = ""
     """The one that is being made, in words."""
     wanted_servers: Count | None = None
-    """Rollout servers that are wanted; null while nobody has said so."""
+    """Null while nobody has said so."""
     wanted_by_person: bool = False
-    """`Scale` said so, and not the run file or its rule."""
+    """A person's `Scale` said so, and not the run file or its rule."""
     kept: Kept | None = None
-    """The launcher's last word; null without a launcher."""
+    """The launcher's last message."""
     launcher_gone_s: FiniteFloat | None = None
-    """Seconds since the launcher ended, if it kept servers: they are kept no longer."""
+    """Seconds since the launcher ended, if it kept servers."""
 
 
 class Refused(Message):
@@ -473,7 +463,7 @@ class Refused(Message):
 
 
 class NotRegistered(Message):
-    """The buffer does not know the sender (the buffer restarted): say Hello, then repeat."""
+    """The buffer does not know the sender, as after its restart: say Hello, then repeat."""
 
 
 REQUESTS: dict[str, type[Message]] = {

@@ -1,7 +1,4 @@
-"""How much one process may ask of the buffer: identities, names and requests that wait.
-
-Pure bookkeeping, used by `peers.py` and `requests.py`. Honest clients stay far below each of these numbers.
-"""
+"""How much one process may ask of the buffer. Honest clients stay far below each of these numbers."""
 
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
@@ -9,7 +6,7 @@ from typing import Generic, TypeVar
 from buffer.wire.message import MOST_NAMED, MOST_RANKS
 
 MOST_OBSERVERS = 256
-"""Observers at a time; of more the one is forgotten that was silent for longest, and says Hello again if it lives."""
+"""The observer that was silent for longest makes room, and says Hello again if it lives."""
 MOST_PEERS = {"rollout": MOST_NAMED, "learner": MOST_RANKS, "launcher": MOST_OBSERVERS, "observer": MOST_OBSERVERS}
 MOST_HELLOS = 16
 """Times that one connection may say Hello under another name."""
@@ -29,7 +26,6 @@ class Remembered(Generic[K]):
         self._keys: dict[K, None] = {}
 
     def add(self, key: K) -> None:
-        """The oldest key makes room."""
         self._keys[key] = None
         if len(self._keys) > self._most:
             del self._keys[next(iter(self._keys))]
@@ -42,7 +38,7 @@ class Remembered(Generic[K]):
 
 
 def crowded(role: str, number: int) -> str:
-    """Why a further process of a role is refused where there are `number`; "" if it is not."""
+    """Why a further process of a role is refused, or ""."""
     most = MOST_PEERS[role]
     if role == "observer" or number < most:
         return ""
@@ -50,7 +46,7 @@ def crowded(role: str, number: int) -> str:
 
 
 def renamed(name: str, hellos: int) -> str:
-    """Why a connection that said Hello under `hellos` other names is refused under a further one; "" if it is not."""
+    """Why a connection is refused under a further name, or ""."""
     if hellos < MOST_HELLOS:
         return ""
     return (

@@ -1,14 +1,9 @@
 """The pending requests: each one is taken to its answer, or parked until something changed that it may wait for.
 
-No sockets; driven by `server.py`: `receive` applies one message, `retry` tries the parked requests again,
-`Handlers.changes` is to be committed then, and only after that `answers` are to be sent. What a request means is in
-`handlers.py`; who waits here for what, and why, is `State.waiters`.
+`server.py` calls `receive` for each message, then `retry`, commits `Handlers.changes`, and only then sends `answers`.
 
 Thousands may be parked, and something changes with every message. So they are parked in groups that wait for the same:
 the first of a group that gets no answer speaks for all of it, and Asks are tried only if one of them can get work.
-
-What a connection may ask depends on the role that its key has (`buffer/curve.py`): `refusal` is asked for each message
-before anything else is done with it. docs/design/samples-wire.md shows `table`.
 """
 
 import logging
@@ -69,7 +64,7 @@ def table() -> list[str]:
 
 @dataclass
 class PendingRequest:
-    """A request without an answer yet, and whom to give it to."""
+    """A request without an answer yet."""
 
     identity: bytes
     number: int
@@ -78,7 +73,7 @@ class PendingRequest:
     place: int = 0
     """Its turn among the parked ones: what came first is tried first."""
     wait: AwaitedNews | None = None
-    """The news that may bring its answer, while it is parked; else None."""
+    """What it waits for while it is parked; else None."""
 
     def __post_init__(self) -> None:
         self.kind = type(self.message).__name__
@@ -87,7 +82,7 @@ class PendingRequest:
 
 
 class ParkedRequests:
-    """By what they wait for (`ParkableVerb.waits_for`), each group in the order in which its requests came."""
+    """Requests by what they wait for, each group in the order in which its requests came."""
 
     def __init__(self) -> None:
         self.by_key: dict[Key, PendingRequest] = {}
@@ -97,7 +92,7 @@ class ParkedRequests:
         self._places = count()
 
     def add(self, request: PendingRequest, wait: AwaitedNews) -> None:
-        """Park it; one that is parked changes its group, or is replaced by another of its key, and keeps its place."""
+        """Park it; a request that is parked, or replaces another of its key, keeps its place."""
         known = self.pop(request.key)
         request.place, request.wait = known.place if known else next(self._places), wait
         for group in self.by_key, self._groups[wait], self._of[request.identity, request.kind]:
@@ -109,7 +104,6 @@ class ParkedRequests:
         return list(own.values())[: max(0, len(own) - MOST_PENDING.get(request.kind, len(own)))]
 
     def pop(self, key: Key) -> PendingRequest | None:
-        """Take it out."""
         if (request := self.by_key.pop(key, None)) is None:
             return None
         wait, request.wait, own = request.wait, None, (request.identity, request.kind)
@@ -122,11 +116,10 @@ class ParkedRequests:
         return request
 
     def waits(self, kind: str = "", but: str = "") -> list[AwaitedNews]:
-        """What requests of one kind wait for, or of all kinds but one."""
+        """The news that requests of one kind wait for, or of all kinds but one."""
         return [wait for wait in self._groups if (wait.kind == kind if kind else wait.kind != but)]
 
     def of(self, waits: Iterable[AwaitedNews]) -> list[tuple[AwaitedNews, PendingRequest]]:
-        """The requests that wait for these, in order."""
         found = [(wait, request) for wait in waits for request in self._groups.get(wait, {}).values()]
         return sorted(found, key=lambda pair: pair[1].place)
 
@@ -156,7 +149,6 @@ class DelayedPuts:
         return protocol.Later()
 
     def note_arrival(self, key: Key) -> None:
-        """The group is here again."""
         self._drop(key)
         self.asked_for.pop(key, None)
 
@@ -170,12 +162,11 @@ class DelayedPuts:
             yield request
 
     def expire(self, now: float) -> float | None:
-        """Wait no longer for groups that did not come; returns when to call again, while some are waited for."""
+        """Wait no longer for groups that did not come; returns when to call again."""
         self.asked_for = {key: one for key, one in self.asked_for.items() if now < one[0] + ASKED_FOR_S}
         return now + ASKED_FOR_S
 
     def forget(self, identities: Collection[bytes]) -> None:
-        """These processes are gone."""
         for key in [key for key in self.requests if key[0] in identities]:
             self._drop(key)
 
@@ -195,7 +186,7 @@ class PendingRequests:
     def __init__(self, handlers: Handlers, max_message: int) -> None:
         self.handlers, self.max_message = handlers, max_message
         self.errors: Counter[str] = Counter()
-        """Refused messages since the start, by kind; `malformed` for what was none."""
+        """Refused messages since the start, by kind, or as `malformed`."""
         self._logged_at: dict[str, float] = {}
         self._parked = ParkedRequests()
         self.parked_bytes = 0
@@ -255,14 +246,12 @@ class PendingRequests:
         self._postponed = self.handlers.groups.turn.postponed
 
     def _retry_alike(self, wait: AwaitedNews, now: float) -> None:
-        """Try the requests that wait for the same, up to the first that gets no answer."""
         for _, request in self._parked.of([wait]):
             self._try(request, now)
             if request.wait is not None:
                 return
 
     def _retry_asks(self, now: float) -> None:
-        """Try the Asks of servers whose version admits work; a version below one that admits none is not looked at."""
         waits, closed = self._parked.waits("Ask"), -1
         newest = max((wait.version for wait in waits), default=-1)
         if newest < 0 or not self.handlers.ask.admits(newest):
@@ -276,8 +265,7 @@ class PendingRequests:
                 return
 
     def answers(self) -> list[tuple[Frame, ...]]:
-        """(identity, frame), and further frames of a large part, to be sent once the changes taken with them are
-        written."""
+        """(identity, frame ...) of each answer, to be sent once the changes are committed."""
         out, self._out = self._out, []
         return out
 
@@ -295,7 +283,6 @@ class PendingRequests:
         return request
 
     def _try(self, request: PendingRequest, now: float) -> None:
-        """Answer a request, refuse it, or park it."""
         message, handlers = request.message, self.handlers
         peer = handlers.peers.known.get(request.identity)
         answer: Message | None = None
@@ -328,7 +315,6 @@ class PendingRequests:
         self._note_learner(request)
 
     def _has_place(self, request: PendingRequest, put: protocol.Put) -> bool:
-        """Whether a Put may wait here: it is parked already, or it fits into PARKED_BYTES."""
         return request.wait is not None or self.parked_bytes + self.unsent_bytes + _size(put) <= PARKED_BYTES
 
     def _unpark(self, request: PendingRequest) -> None:
@@ -346,7 +332,6 @@ class PendingRequests:
             groups.learner_waiting = is_waiting
 
     def _forget_left(self) -> None:
-        """Nobody waits any more for what processes asked for that were replaced or drained."""
         left, self.handlers.peers.left = set(self.handlers.peers.left), []
         for request in list(self._parked) if left else ():
             if request.identity in left:
@@ -364,7 +349,7 @@ class PendingRequests:
         self._out.append((identity, pack(number, protocol.Refused(reason=reason))))
 
     def _waiters(self, now: float) -> list[protocol.Waiter]:
-        """Who waits for what. The launcher asks each second: one reason is put in words once for thousands."""
+        """The launcher asks each second, so one reason is put in words once for thousands."""
         waiters, whys, is_finished = [], dict[Hashable, str](), self.handlers.ledger.view.finished()
         for request in (*self._parked, *self._delayed):
             peer, message = self.handlers.peers.known.get(request.identity), request.message

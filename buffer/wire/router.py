@@ -1,7 +1,4 @@
-"""The buffer's ZeroMQ socket: a ROUTER, the events of its connections, and what may be on its way over them.
-
-Driven by `server.py`; waits for nothing but a full socket's bytes to leave, which ZeroMQ reports.
-"""
+"""The buffer's ZeroMQ socket: a ROUTER, the events of its connections, and what may be on its way over them."""
 
 import asyncio
 import os
@@ -43,7 +40,6 @@ OPTIONS = {
     **DEAD_NETWORK,
 }
 CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-"""Events that `ConnectionTracker` gets."""
 
 
 class ListenError(ValueError):
@@ -51,23 +47,22 @@ class ListenError(ValueError):
 
 
 class Router:
-    """Opened by `open`, which returns the address that it is bound to. `on_room` is called in the event loop when large
-    answers have left, so that more may be sent."""
+    """The socket. `on_room` is called in the event loop when large answers have left, so that more may be sent."""
 
     def __init__(self, address: str, max_message: int, keys: ServerKeys, on_room: Callable[[], None]) -> None:
         self.address, self._keys, self._on_room = address, keys, on_room
         context = zmq.asyncio.Context()
         self._socket = context.socket(zmq.ROUTER)
         self.plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        """The same socket for calls that do not wait: a future for each message would cost more than the message."""
+        """For calls that do not wait: a future for each message would cost more than the message."""
         self._auth: ThreadAuthenticator | None = None
         self._lock: int | None = None
-        """Holds the lock of the Unix socket, whose path ZeroMQ would take from another buffer."""
+        """The lock of the Unix socket, whose path ZeroMQ would take from another buffer."""
         self.unsent, self.limits, self._tracker = UnsentAnswers(), ConnectionLimits(), ConnectionTracker()
         self.strangers = asyncio.Event()
         """Set while a connection is there whose process has not said Hello."""
         self.events_read: deque[tuple[int, int]] = deque()
-        """Events of connections that were read and not yet passed to the tracker."""
+        """Read and not yet passed to the tracker."""
         self._heard: dict[bytes, int] = {}
         """Identities that sent something since the last look, and the file descriptors of their connections."""
         self._socket.monitor("inproc://connections", CONNECTIONS)
@@ -85,7 +80,7 @@ class Router:
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_message)  # above max_message it is refused in words
 
     def open(self) -> str:
-        """Bind the socket. Raises ListenError."""
+        """Bind the socket; returns the bound address. Raises ListenError."""
         try:
             self._auth = judge_connections(self._socket.context, self._socket, self._keys, self.address)
             self._bind_local() if self.address == LOCAL else self._bind()
@@ -96,7 +91,6 @@ class Router:
         return self.address
 
     def close(self) -> None:
-        """Close the socket."""
         if self._auth:
             self._auth.stop()
         self._socket.disable_monitor()
@@ -134,7 +128,7 @@ class Router:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> tuple[list[tuple[str, list[Frame]]], bool]:
-        """All messages that are there, up to what one commit gathers, each with the role of its connection's key; and
+        """The messages that are there, up to what one commit gathers, each with the role of its connection's key; and
         whether there may be more."""
         received: list[tuple[str, list[Frame]]] = []
         gathered = 0
@@ -153,7 +147,7 @@ class Router:
         return received, True
 
     def ended(self, peers: Mapping[bytes, Peer], now: float) -> list[bytes]:
-        """Identities whose connections have ended since the last call; notes which connections are known ones."""
+        """Identities whose connections have ended since the last call."""
         heard, self._heard = self._heard, {}
         self.read_events(now)
         events, self.events_read = self.events_read, deque()
@@ -165,7 +159,6 @@ class Router:
         return self._tracker.ended(heard, events)
 
     def read_events(self, now: float) -> None:
-        """Read which connections were made and broken."""
         while self.events.poll(0):
             kind, descriptor = struct.unpack("=hi", self.events.recv_multipart()[0])
             self.events_read.append((kind, descriptor))

@@ -1,9 +1,8 @@
-"""A sample, and what the ledger needs of one: each sample is opened once in the buffer, here, when it arrives.
+"""A sample, and what the ledger needs of one.
 
-`Sample` says what a sample is, and what is wrong with one. Validating each through it would take most of the buffer's
-time at full load; but everything that `Sample.pack` writes for a given number of tokens differs only in the numbers, so
-`sample_stats` compares a sample with that layout, and only what does not match is validated by `Sample`. Pure functions
-of bytes; used by `handlers.py` and `batches.py`.
+Validating each sample through `Sample` would take most of the buffer's time at full load. What `Sample.pack` writes for
+a given number of tokens differs only in the numbers, so `sample_stats` compares a sample with that layout, and only
+what does not match is validated by `Sample`.
 """
 
 from collections.abc import Sequence
@@ -35,25 +34,21 @@ from buffer.wire.values import (
 
 
 class SampleImage(Message):
-    """An image in a sample.
-
-    Example: the first image of the row at token 15, whose placeholders run from there: `start` 15, `digest` "9f86...".
-    """
+    """An image in a sample."""
 
     start: Count
     """Index of its first placeholder among the tokens."""
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """`Picture.digest`: of the pixels that the model saw."""
+    """`Picture.digest`, of the pixels that the model saw."""
     data: bytes = b""
-    """The encoded file of an image that the task made; empty for those of the row, which follow each other: the k-th
-    image without data is the row's k-th, counted anew in each segment."""
+    """The encoded file of an image that the task made; empty for those of the row: the k-th image without data is the
+    row's k-th, counted anew in each segment."""
 
 
 class TopTeacher(Message):
     """A teacher that gave its k most probable tokens in place of each sampled one (`teacher.top_k`).
 
-    Example: of two sampled tokens with k = 2: `name` "", `ids` int32 [[7, 3], [2, 9]],
-    `logprobs` float32 [[-0.1, -2.5], [-0.7, -0.7]].
+    Example: of two sampled tokens with k = 2: `ids` [[7, 3], [2, 9]], `logprobs` [[-0.1, -2.5], [-0.7, -0.7]].
     """
 
     name: str = ""
@@ -83,11 +78,11 @@ class Sample(Message):
     """
 
     tokens: Array
-    """int32: token ids of prompt, answer and, in several turns, of what the environment said; segment by segment."""
+    """int32: token ids of prompts, answers and what the environment said; segment by segment."""
     sampled: Array
     """uint8: 1 where the policy sampled the token, 0 where it was given."""
     behaviour_logprobs: Array
-    """float32: behaviour log-probability of each sampled token under the sampling temperature; 0 elsewhere."""
+    """float32: of each sampled token under the sampling temperature; 0 elsewhere."""
     versions: Array
     """int32: policy version that sampled each token; -1 elsewhere."""
     reward: FiniteFloat
@@ -100,23 +95,21 @@ class Sample(Message):
     images: list[SampleImage] = Field(default_factory=list)
     """In order of `start`."""
     starts: list[Count] = Field(default_factory=lambda: [0])
-    """Where each segment begins among the tokens. A segment is a text by itself: its tokens were sampled with those
-    before them in the segment as context, and with no others."""
+    """Where each segment begins. The tokens of a segment were sampled with those before them in the segment as context,
+    and with no others."""
     turn_rewards: list[FiniteFloat] = Field(default_factory=list)
     """A reward for each turn, in order, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
     routes: Array | None = None
-    """[tokens, layers, k], uint8 or, of more than 256 experts, uint16: the k experts that the server chose for each
-    token in each layer with experts, in order; zeros for a token that it did not compute, as the last one of a segment.
-    None without `rollout.routing_replay`."""
+    """[tokens, layers, k], uint8, or uint16 of more than 256 experts: the k experts that the server chose in each layer
+    with experts; zeros for a token that it did not compute, as the last one of a segment. None without
+    `rollout.routing_replay`."""
     teacher: Annotated[
         Annotated[str, Tag("name")] | Annotated[TopTeacher, Tag("top")],
         Discriminator(lambda given: "top" if isinstance(given, dict | TopTeacher) else "name"),
     ] = ""
-    """The teacher that scored it, by the `data_source` of its rows: "" is the teacher of all other rows, or none; with
-    its most probable tokens, where they were asked for."""
+    """The teacher by the `data_source` of its rows; "" is the teacher of all other rows, or none."""
     teacher_logprobs: Array | None = None
-    """float32 [tokens]: the teacher's log-probability of each sampled token in the same context, at temperature 1; 0
-    elsewhere. None: the sample has no teacher."""
+    """float32 [tokens]: of each sampled token in the same context, at temperature 1; 0 elsewhere. None: no teacher."""
 
     DTYPES: ClassVar[dict[str, str]] = {
         "tokens": "int32",
@@ -155,7 +148,6 @@ class Sample(Message):
         return self
 
     def _wrong_rewards(self, sampled: np.ndarray) -> str:
-        """Why `turn_rewards` are none of these turns, or their sum is not `reward`; "" where all is well."""
         rewards, total = self.turn_rewards, self.reward
         if rewards and len(rewards) != (number := num_turns(sampled)):
             return f"{len(rewards)} turn_rewards for {number} turns; one for each run of sampled tokens, or none"
@@ -164,7 +156,6 @@ class Sample(Message):
         return ""
 
     def _wrong_teacher(self) -> str:
-        """Why `teacher` and `teacher_logprobs` do not fit; "" where they do."""
         array, shape = self.teacher_logprobs, self.tokens.shape
         if array is None:
             return f"teacher is {self.teacher!r:.60}, but there are no teacher_logprobs" if self.teacher else ""
@@ -177,12 +168,10 @@ class Sample(Message):
 
     @property
     def teacher_name(self) -> str:
-        """The teacher, by the `data_source` of its rows."""
         return self.teacher if isinstance(self.teacher, str) else self.teacher.name
 
     @property
     def teacher_top(self) -> TopTeacher | None:
-        """What the teacher gave besides; None: its most probable tokens were not asked for."""
         return None if isinstance(self.teacher, str) else self.teacher
 
     @property
@@ -201,7 +190,7 @@ class Sample(Message):
         return found
 
     def pack(self) -> bytes:
-        """The sample as bytes: what `Put` carries, the store keeps and `Part` delivers, unopened."""
+        """The sample as bytes, which travel and are stored unopened."""
         return bytes(msgpack.packb(self.model_dump(), **TEXT))
 
     @classmethod
@@ -211,7 +200,7 @@ class Sample(Message):
 
 
 def wrong_segments(starts: list[int], sampled: np.ndarray) -> str:
-    """Why no segments of these tokens begin at `starts`, "" where they do; `sampled`: [tokens] bool."""
+    """Why no segments begin at `starts`, "" where they do; `sampled`: [tokens] bool."""
     if not starts or starts[0] != 0 or any(last >= start for last, start in pairwise([*starts, sampled.size])):
         return f"starts {starts!r:.60}: they begin with 0 and rise within the {sampled.size} tokens"
     if (own := sampled[np.array(starts)]).any():
@@ -223,7 +212,7 @@ def wrong_segments(starts: list[int], sampled: np.ndarray) -> str:
 
 
 def wrong_routes(routes: Array, tokens: int) -> str:
-    """Why `routes` are none of so many tokens; "" where they are."""
+    """Why `routes` do not fit so many tokens; "" where they do."""
     shape = routes.shape
     if routes.dtype not in ROUTE_DTYPES or len(shape) != 3 or shape[0] != tokens or 0 in shape:
         needed = f"must be {' or '.join(ROUTE_DTYPES)} [{tokens} tokens, layers, k]"
@@ -232,8 +221,7 @@ def wrong_routes(routes: Array, tokens: int) -> str:
 
 
 def num_turns(sampled: np.ndarray) -> int:
-    """Maximal runs of sampled tokens among [tokens] bool, or of 0 and 1. Every segment begins with a given token, so
-    none of them goes on in another segment."""
+    """Number of maximal runs of sampled tokens. Every segment begins with a given token, so no run crosses segments."""
     flags = np.asarray(sampled, bool)
     return int(flags[:1].sum() + np.count_nonzero(flags[1:] & ~flags[:-1]))
 
@@ -246,7 +234,7 @@ TEACHER = "teacher"
 VARIED = ["reward", "finish", "answer", "metrics", TEACHER]
 """Fields after the arrays that differ between usual samples."""
 NOTHING_SPECIAL = msgpack.packb({"images": [], "starts": [0], "turn_rewards": [], "routes": None, TEACHER: ""})[1:-1]
-"""What stands between the metrics of a usual sample and the name of its teacher."""
+"""Bytes between the metrics of a usual sample and the name of its teacher."""
 NO_NAME = msgpack.packb("")
 NO_TEACHER = msgpack.packb({TAUGHT: None})[1:]
 """How a sample without a teacher ends."""
@@ -261,16 +249,13 @@ the fields between."""
 
 
 def sample_stats(data: bytes, bounds: Bounds = ANY) -> SampleStats:
-    """Tokens, reward, oldest and newest version, metrics and prompt's length of a packed sample.
-
-    Raises WrongValue, in one line, for what is not a sample, or has a value that cannot be, of a model with `bounds`.
-    """
+    """The figures of a packed sample. Raises WrongValue, in one line."""
     found = _parse_fast([data], bounds)
     return found[0] if found else _parse_checked(data, bounds)
 
 
 def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[SampleStats]:
-    """`sample_stats` of each sample of a group. Raises WrongValue that names the item and the sample too."""
+    """`sample_stats` of each sample of a group. WrongValue names the item and the sample too."""
     if found := _parse_fast(samples, bounds):
         return found
     found = []
@@ -283,9 +268,8 @@ def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[Sample
 
 
 def _parse_fast(samples: Sequence[bytes], bounds: Bounds = ANY) -> list[SampleStats] | None:
-    """The same for what `Sample.pack` wrote of samples of one segment each, without images or routes; None: look closer
-    at each of them. A column of all samples is judged at once: calling NumPy takes longer than its work on the tokens
-    of one sample."""
+    """The figures of samples in the usual layout; None: look closer at each of them. A column of all samples is judged
+    at once: calling NumPy takes longer than its work on one sample."""
     opened = [found for data in samples if (found := _opened(data))]
     if bounds.replayed or len(opened) < len(samples) or not opened:
         return None
@@ -307,7 +291,6 @@ def _parse_fast(samples: Sequence[bytes], bounds: Bounds = ANY) -> list[SampleSt
 
 
 def _opened(data: bytes) -> Opened | None:
-    """The sample as an Opened; None: it has another layout, or a field after the arrays that is not usual."""
     if (found := _places(data)) is None:
         return None
     number, places, end, last = found
@@ -336,7 +319,7 @@ def _opened(data: bytes) -> Opened | None:
 
 def _places(data: bytes) -> tuple[int, dict[str, int], int, int] | None:
     """Number of tokens, where each array begins, where the last one ends, and where `teacher_logprobs` begin with their
-    header, None or an array; None: `Sample.pack` lays out its bytes in another way."""
+    header; None: another layout."""
     if len(data) < NUM_TOKENS_AT + 5:
         return None
     size = SIZE_OF_NUMBER.get(data[NUM_TOKENS_AT], 0)
@@ -355,14 +338,12 @@ def _places(data: bytes) -> tuple[int, dict[str, int], int, int] | None:
 
 
 def _column(opened: Sequence[Opened], name: str) -> bytes:
-    """An array of all samples, one sample after the other."""
     size = SIZES[name]
     return b"".join([data[places[name] : places[name] + size * number] for data, number, places, _, _ in opened])
 
 
 def _fits(opened: Sequence[Opened], flags: bytes, versions: np.ndarray, bounds: Bounds) -> bool:
-    """Whether no value of these samples can be refused; `flags`, `versions`: of all their tokens. As an integer without
-    a sign, a negative token is larger than all others."""
+    """Whether no value can be refused. As an integer without a sign, a negative token is larger than all others."""
     if (versions >= 0).tobytes() != flags or np.minimum.reduce(versions) != -1:
         return False
     sampled, tokens = np.frombuffer(flags, np.bool_), np.frombuffer(_column(opened, "tokens"), UNSIGNED)
@@ -376,11 +357,10 @@ def _fits(opened: Sequence[Opened], flags: bytes, versions: np.ndarray, bounds: 
 
 
 def _plausible(logprobs: np.ndarray, sampled: np.ndarray) -> bool:
-    """Whether no log-probability is out of its range, by the largest of them, and that of each token that was given is
-    0; `logprobs`: [tokens] UNSIGNED.
+    """Whether each log-probability is in its range, and 0 for tokens that were given; `logprobs`: [tokens] UNSIGNED.
 
-    False also for one that is larger than 0 within ROUNDING, and for -0. As an integer without a sign, a NaN with the
-    sign is larger than all of them; as one with a sign, every log-probability is 0 or less.
+    False also within ROUNDING above 0, and for -0. As an integer without a sign, a NaN with the sign is larger than all
+    log-probabilities; as one with a sign, every log-probability is 0 or less.
     """
     largest = np.maximum.reduce
     in_range = largest(logprobs) <= LEAST_BITS and largest(logprobs.view(SIGNED)) <= 0
@@ -388,7 +368,6 @@ def _plausible(logprobs: np.ndarray, sampled: np.ndarray) -> bool:
 
 
 def _teachers_fit(opened: Sequence[Opened], sampled: np.ndarray, bounds: Bounds) -> bool:
-    """Whether the teachers' log-probabilities, or that there are none, cannot be refused."""
     columns, is_taught = list[bytes](), False
     for data, number, _, last, rest in opened:
         has_teacher = len(data) - last > len(NO_TEACHER)
@@ -429,7 +408,6 @@ def _parse_checked(data: bytes, bounds: Bounds = ANY) -> SampleStats:
 
 
 def _in_words(error: ValidationError) -> WrongValue:
-    """The first thing that is wrong: the field, its value if that is a number, and the rule."""
     name, _, rule = in_words(error).partition(": ")
     given = error.errors(include_url=False)[0]["input"]
     value = f"{given!r:.40}; " if isinstance(given, int | float) else ""
@@ -438,7 +416,6 @@ def _in_words(error: ValidationError) -> WrongValue:
 
 @lru_cache(4096)
 def _array_header(name: str, dtype: str, number: int) -> bytes:
-    """The bytes before the data of an array."""
     size = number * np.dtype(dtype).itemsize
     field = msgpack.packb({name: {"dtype": dtype, "shape": [number], "data": bytes(size)}})
     return bytes(field[1 : len(field) - size])
@@ -446,7 +423,7 @@ def _array_header(name: str, dtype: str, number: int) -> bytes:
 
 @lru_cache(4096)
 def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
-    """Layout of a sample of `number` tokens: headers by position, where each array begins, where the last one ends."""
+    """Headers by position, where each array begins, where the last one ends."""
     places, position = dict[str, int](), 1
     headers = [(0, msgpack.Packer().pack_map_header(len(Sample.model_fields)))]
     for name, dtype in Sample.DTYPES.items():
@@ -462,4 +439,4 @@ HEAD_OF_SCALARS = msgpack.Packer().pack_map_header(len(VARIED) - 1)
 SIZE_OF_NUMBER = {0xCC: 1, 0xCD: 2, 0xCE: 4}
 """Bytes of a number of tokens after its first byte, by that; other first bytes are the number itself."""
 NUM_TOKENS_AT = 1 + len(msgpack.packb({"tokens": {"dtype": Sample.DTYPES["tokens"], "shape": None}})[1:-1]) + 1
-"""Position of the number of tokens: after the header of the map and that of `shape`."""
+"""Position of the number of tokens."""

@@ -1,7 +1,7 @@
 """The rows of the data set as they are dispatched and trained: which are ready, and their images.
 
 Some rows have to be made first (sets of reasoning-gym), and image files may be away for a while, as a file share is.
-Then requests wait here for them, and the buffer waits for nothing. Used by the verbs of `handlers.py`.
+Then requests wait here for them, and the buffer waits for nothing.
 """
 
 import logging
@@ -29,7 +29,7 @@ class ServedRows:
     def __init__(self, problems: Sequence[Mapping[str, Any]]) -> None:
         self._rows, self._problems = problems, problems if isinstance(problems, Problems) else None
         self.away = ""
-        """The fault of an image file that cannot be read now; "" while no request waits for one."""
+        """The fault of an image file that requests wait for, or ""."""
         self._away_until = self._warned_at = -math.inf
         self._returns = 0
 
@@ -40,7 +40,6 @@ class ServedRows:
 
     @property
     def why_away(self) -> str:
-        """Why requests wait for images, in one line; "" while none does."""
         return f"images cannot be read: {self.away}" if self.away else ""
 
     def expire(self, now: float) -> float | None:
@@ -84,8 +83,8 @@ class ServedRows:
         return files
 
     def images_of_item(self, item: int, row: int) -> RowImages | None:
-        """The images of an item that is trained. Raises ImageUnavailable, and ImageError for a file that is gone or
-        another one since the item was dispatched: its batch waits for it."""
+        """The images of an item that is trained. Raises ImageUnavailable, and ImageError for a file that is gone or has
+        changed: its batch waits for it."""
         try:
             files = list(self.images_of(row))
         except ImageUnavailable:

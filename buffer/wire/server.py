@@ -1,11 +1,10 @@
-"""The buffer's event loop: a socket (`router.py`) in front of `requests.py`. Run by `python -m buffer`.
+"""The buffer's event loop: a socket (`router.py`) in front of `requests.py`.
 
-Waits for messages, for the next lease to end, or for the disk. It reads all messages that are there, applies them to
-the pending requests, commits what they changed in one transaction, and only then sends the answers: what is
-acknowledged is on disk. Then it makes a few parts for the Takes of a batch that is formed: nobody else waits for those.
-Messages that arrive meanwhile wait in ZeroMQ's queues for the next commit. The commit runs in
-the event loop: in a thread of its own it was slower, because between two waits for the disk it holds the GIL. While the
-disk is full, nothing is received or answered, and the commit is tried again until there is room.
+Each turn reads all messages that are there, commits what they changed in one transaction, and only then sends the
+answers: what is acknowledged is on disk. Then it makes a few parts of a formed batch. The commit runs in the event
+loop:
+a thread of its own was slower, because between two waits for the disk it holds the GIL. While the disk is full, nothing
+is received or answered, and the commit is tried again.
 """
 
 import asyncio
@@ -26,8 +25,8 @@ from configs.flow.capacity import IN_FLIGHT_BYTES, PARKED_BYTES
 
 log = logging.getLogger(__name__)
 TURN_S = 0.005, 0.02
-"""How long parts are made for Takes before messages are looked at again: as long as all else took in this turn, within
-these bounds."""
+"""Bounds of the time in which parts are made before messages are looked at again; within them it is as long as all else
+took in this turn."""
 RETRY_S = 1.0, 15.0
 """First and longest wait before a failed commit is tried again."""
 LOOK_S, IDLE_LOOK_S, LOOK_SHARE = 0.02, 0.1, 20
@@ -41,13 +40,12 @@ TICK_S = 0.5
 
 
 class ListeningClock:
-    """The buffer's one clock: it stands still while the process cannot receive, as while a commit waits for the disk,
-    while the process is stopped (SIGSTOP, a frozen container) or starved. That time must not end any silence, lease,
-    claim or wait. `BufferServer` marks it, all other modules read it; gaps of up to DEAF_S are included. The clock sees
-    a stop only as a gap between two marks, so the event loop never waits for longer than TICK_S.
+    """The buffer's one clock: it stands still while the process cannot receive, as while a commit waits for the disk or
+    the process is stopped or starved. That time must not end any silence, lease, claim or wait. The clock sees a stop
+    only as a gap between two marks, so the event loop never waits for longer than TICK_S.
 
-    Example: `clock.mark(5.0)` before a wait for messages of at most 5 s, `clock.mark()` after it. If 65 s lie between
-    the two, `clock.now()` has moved by 5.
+    Example: `clock.mark(5.0)` before a wait of at most 5 s, `clock.mark()` after it. If 65 s lie between the two,
+    `clock.now()` has moved by 5.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -55,11 +53,10 @@ class ListeningClock:
         self._deaf_s, self._may_wait_s, self._marked_at = 0.0, 0.0, monotonic()
 
     def now(self) -> float:
-        """Return seconds since an arbitrary moment."""
         return self._monotonic() - self._deaf_s
 
     def mark(self, wait_s: float = 0.0) -> None:
-        """Mark that a wait for messages of at most `wait_s` begins, or (0) that it has ended."""
+        """A wait for messages of at most `wait_s` begins, or (0) has ended."""
         at = self._monotonic()
         gap_s = at - self._marked_at - self._may_wait_s
         if gap_s > DEAF_S:
@@ -133,11 +130,9 @@ class BufferServer:
                 memory.look(held, now)
 
     def _has_parts(self, requests: PendingRequests) -> bool:
-        """Whether a part of a formed batch waits to be made, and may be sent."""
         return requests.handlers.groups.turn.postponed and self._router.unsent.total < IN_FLIGHT_BYTES
 
     async def _wake(self, at_once: bool) -> None:
-        """Wait for a message or for the clock; not at all if there is something to do `at_once`."""
         if at_once or self._router.plain.poll(0):
             return await asyncio.sleep(0)  # signal handlers run in the loop too
         wait_s = TICK_S if self._due is None else min(max(0.0, self._due - self.clock.now()), TICK_S)

@@ -1,8 +1,4 @@
-"""Split a batch into one part per learner rank, balanced by tokens. Pure; used by `batches.py`.
-
-A learner that computes each prompt once gets whole groups, since each rank that has samples of a group computes its
-prompt.
-"""
+"""Split a batch into one part per learner rank, balanced by tokens."""
 
 import heapq
 from collections import Counter
@@ -19,7 +15,7 @@ from buffer.wire.message import Array
 from buffer.wire.protocol import Part, RowImages, SampleRows
 
 Groups = Sequence[tuple[int, int, Sequence[tuple[bytes, SampleStats]]]]
-"""The groups of a batch in its order: (item, dispatch version, packed samples with their figures)."""
+"""(item, dispatch version, packed samples with their figures) of each group."""
 
 
 MOST_OF_A_RANK = 0.75
@@ -46,10 +42,11 @@ def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
 
 
 def cut_groups(groups: Sequence[Sequence[SampleStats]], world: int) -> list[list[int]]:
-    """Positions of samples for each of `world` ranks, where a rank computes each prompt of a group only once.
+    """Like `cut`, where a rank computes each prompt of a group only once.
 
     Whole groups, the largest first, each to the rank with the least load; or, if that leaves the fullest rank with
-    less, after groups of more than `MOST_OF_A_RANK` are cut into pieces below it.
+    less,
+    after groups of more than `MOST_OF_A_RANK` are cut into pieces below it.
     """
     prompt_of = [(group, stats.prompt) for group, members in enumerate(groups) for stats in members]
     answer_of = [stats.tokens - stats.prompt for members in groups for stats in members]
@@ -78,7 +75,7 @@ def sample_rows(groups: Groups) -> SampleRows:
 
 
 def rows_of(groups: Sequence[tuple[int, int, Sequence[SampleStats]]]) -> SampleRows:
-    """The same from the figures alone. At most MOST_COLUMNS metrics are kept: those that most samples have."""
+    """The same from the figures alone. Only the MOST_COLUMNS metrics that most samples have are kept."""
     rows = [stats for *_, group in groups for stats in group]
     sizes = np.array([len(group) for *_, group in groups], np.int64)
     named = Counter(chain.from_iterable([stats.metrics for stats in rows]))
@@ -95,11 +92,8 @@ def rows_of(groups: Sequence[tuple[int, int, Sequence[SampleStats]]]) -> SampleR
 
 
 class BatchCut:
-    """A batch cut for `world` ranks, from the figures of its samples: the same for all ranks and at every repetition.
-    The samples themselves are fetched when a rank asks for its part.
-
-    `groups`: (item, dispatch version, figures of each sample); `counts`: `failed` ... `suspect`, as in `Part`.
-    """
+    """A batch cut for `world` ranks, from the figures of its samples, which are fetched when a rank asks for its part.
+    `counts`: further fields of `Part`."""
 
     def __init__(
         self,
@@ -112,7 +106,6 @@ class BatchCut:
         self.version, self.world, self._counts = version, world, counts
         self._rows = rows_of(groups)
         self.metrics_left_out = 0
-        """How many metrics are beyond MOST_COLUMNS."""
         if len(self._rows.metrics) == MOST_COLUMNS:
             named = {name for *_, group in groups for stats in group for name in stats.metrics}
             self.metrics_left_out = len(named) - MOST_COLUMNS
@@ -128,7 +121,7 @@ class BatchCut:
         fetch: Callable[[int, Sequence[int]], Sequence[bytes]],
         images_of: Callable[[int], RowImages | None],
     ) -> Part:
-        """What `rank` gets. `fetch` returns samples of an item, by their places in the group; `images_of` its files."""
+        """The part of `rank`. `fetch` returns samples of an item, by their places in the group."""
         positions = self._ranks[rank]
         found = groupby(map(self._samples.__getitem__, positions), itemgetter(0))
         chosen = [(item, [index for _, index in of_item]) for item, of_item in found]
@@ -153,7 +146,7 @@ def parts(
     share_prompts: bool = False,
     images: Mapping[int, RowImages] | None = None,
 ) -> list[Part]:
-    """The parts of batch `version`, all at once; `share_prompts` as in `Take`; `images` by item."""
+    """The parts of a batch, all at once; `images` by item."""
     figures = [(item, dispatched, [stats for _, stats in group]) for item, dispatched, group in groups]
     samples = {item: [data for data, _ in group] for item, _, group in groups}
     made = BatchCut(version, world, figures, counts or {}, share_prompts)

@@ -1,9 +1,4 @@
-"""What the values of a sample may be, and which of them cannot be: one judge for the buffer and for the learner.
-
-The buffer judges each group as it arrives, and each that it reads from its file for a learner; the learner judges what
-it is about to train (`learner/sound.py`), both by `sample.sample_stats`. That calls `judge` for a sample that it
-has unpacked, and compares one in the usual layout with the same bounds. Pure functions of arrays.
-"""
+"""What the values of a sample may be: one judge for the buffer and for the learner."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,12 +22,11 @@ MOST_MASS_OFF = 0.01
 MOST_REWARD = 1e6
 """Largest size of a reward, of a turn too."""
 LARGEST = 2**31 - 1
-"""Largest int32."""
 KINDS: dict[str, FailureKind] = {
     **dict.fromkeys(("reward", "turn_rewards", "metrics"), "reward"),
     **dict.fromkeys(("images", "image", "starts", "segment"), "task"),
 }
-"""Whose fault a field is that cannot be; every other field is vLLM's."""
+"""Whose fault a wrong field is; every other field is vLLM's."""
 
 
 class WrongValue(ValueError):
@@ -54,7 +48,6 @@ class Bounds:
     """What a model allows; the defaults where nothing is known of it."""
 
     vocabulary: int = LARGEST
-    """Its tokens, counted from 0."""
     experts: int = 0
     """Experts of a layer that has some; 0: unknown, or none."""
     routed: tuple[int, int] | None = None
@@ -64,10 +57,10 @@ class Bounds:
     replayed: bool = False
     """Every sample needs routes (`rollout.routing_replay`)."""
     teachers: frozenset[str] | None = None
-    """The teachers of the run, by the `data_source` of their rows; None: unknown. "" is the teacher of all rows that
-    have no other: where there is one, every sample needs a teacher."""
+    """The teachers by the `data_source` of their rows; None: unknown. "" is the teacher of all rows that have no other:
+    where there is one, every sample needs a teacher."""
     top_k: int | None = None
-    """How many of its most probable tokens a teacher gives in place of each sampled one; None: none, or unknown."""
+    """Tokens that a teacher gives in place of each sampled one; None: none, or unknown."""
 
     @classmethod
     def of_model(
@@ -83,7 +76,6 @@ class Bounds:
         return cls(*of_model, replayed, known, top_k)
 
     def has_teacher(self, name: str) -> bool:
-        """Whether the run may have a teacher of this name."""
         return self.teachers is None or name in self.teachers
 
 
@@ -102,8 +94,7 @@ class Columns:
 
 
 def judge_teacher(logprobs: Array | None, name: str, sampled: np.ndarray, bounds: Bounds) -> None:
-    """Raise WrongValue for what the teacher `name` cannot have given, or for a sample that needs a teacher and has
-    none."""
+    """Raise WrongValue for what the teacher cannot have given, or for a sample that needs a teacher and has none."""
     if logprobs is None:
         if "" in (bounds.teachers or ()):
             raise WrongValue("teacher_logprobs", "there are none; every row of this run has a teacher (teacher.model)")
@@ -115,8 +106,8 @@ def judge_teacher(logprobs: Array | None, name: str, sampled: np.ndarray, bounds
 
 
 def judge_top(top: tuple[np.ndarray, np.ndarray] | None, bounds: Bounds) -> None:
-    """Raise WrongValue for the most probable tokens that a teacher cannot have given a sample with a teacher: ids and
-    log-probabilities, [sampled tokens, k] each; None: it gave none."""
+    """Raise WrongValue for most probable tokens that a teacher cannot have given: ids and log-probabilities, [sampled
+    tokens, k] each."""
     number = 0 if top is None else top[0].shape[1]
     if bounds.teachers is not None and number != (bounds.top_k or 0):
         raise WrongValue("teacher", f"{number} tokens in place of each sampled one; teacher.top_k is {bounds.top_k}")
@@ -137,8 +128,8 @@ def judge_top(top: tuple[np.ndarray, np.ndarray] | None, bounds: Bounds) -> None
 
 
 def judge(columns: Columns, bounds: Bounds, images: Sequence[int], starts: Sequence[int], routes: Any) -> None:
-    """Raise WrongValue for the first value that cannot be. `images`: where each begins; `starts`: where each segment
-    begins; `routes`: [tokens, layers, k] or None."""
+    """Raise WrongValue for the first wrong value. `images`, `starts`: where each image and segment begins; `routes`:
+    [tokens, layers, k]."""
     _judge_tokens(columns, bounds)
     _judge_logprobs("behaviour_logprobs", columns.logprobs, columns.sampled)
     _judge_versions(columns)
