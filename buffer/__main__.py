@@ -92,7 +92,6 @@ def print_keys(config: Config) -> int:
 
 
 async def run(config: Config, loss_accepted: bool = False) -> None:
-    """Listen, read everything back, serve until the first signal."""
     raise_open_files(config)
     keep_memory()
     keys = buffer_keys(config.buffer.address, config.run.path)
@@ -135,7 +134,6 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
 
 
 def advice_for(error: sqlite3.Error | OSError) -> str:
-    """What to do about an error of the ledger's file."""
     if isinstance(error, StoreGone):
         return ""  # its own text says it
     if is_damage(error):
@@ -146,8 +144,8 @@ def advice_for(error: sqlite3.Error | OSError) -> str:
 
 
 def restored(config: Config, store: Store, problems: Problems, clock: ListeningClock) -> Ledger:
-    """Rebuild the ledger from the store. Leases stay valid and are renewed now. The time since `clock` was made, in
-    which the data were read, is no part of the first lease."""
+    """Leases stay valid and are renewed now. The time since `clock` was made, in which the data were read, is no part
+    of the first lease."""
     clock.mark()
     batch, given = config.batch, config.data.difficulty
     ledger = Ledger(

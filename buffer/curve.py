@@ -1,8 +1,8 @@
 """Who may connect to a server of the run: addresses, mechanisms, and the role that a connection has by its key.
 
-Both wires use CURVE over TCP. The samples wire of one machine is a Unix socket in `<run>/keys/`, which other users
-cannot enter; there the secret of a role is its password (PLAIN), because to encrypt megabytes takes as long as to store
-them. Either way the authenticator names the role of each connection: `frame.get("User-Id")`.
+TCP uses CURVE. The samples wire of one machine is a Unix socket in `<run>/keys/`, which other users cannot enter; there
+the secret of a role is its password (PLAIN), because to encrypt megabytes takes as long as to store them. The
+authenticator names the role of each connection: `frame.get("User-Id")`.
 """
 
 import ipaddress
@@ -22,14 +22,14 @@ from buffer.keys import ClientKeys, Role, ServerKeys, load_client_keys, load_ser
 DOMAIN = "headrace"
 """The ZAP domain of both wires."""
 LOCAL = "ipc://buffer"
-"""The address that means a Unix socket in the folder of the run's keys."""
+"""A Unix socket in the folder of the run's keys."""
 SOCKET, LOCK = "buffer.sock", "buffer.lock"
 MOST_PATH = 100
-"""Bytes of a path that a Unix socket may have; a longer one is reached through a descriptor of its folder."""
+"""Bytes of a Unix socket's path; a longer one is reached through a descriptor of its folder."""
 
 
 class RoleAuthenticator(ThreadAuthenticator):
-    """Accepts the clients of `keys`, and names the role of each: with CURVE by its key, with PLAIN by its password."""
+    """Accepts the clients of `keys`, and names the role of each."""
 
     def __init__(self, context: "zmq.Context[Any]", keys: ServerKeys) -> None:
         log = logging.getLogger("zmq.auth.roles")
@@ -44,10 +44,10 @@ class RoleAuthenticator(ThreadAuthenticator):
 def judge_connections(
     context: "zmq.Context[Any]", socket: zmq.asyncio.Socket, keys: ServerKeys, address: str = ""
 ) -> ThreadAuthenticator:
-    """Start an authenticator for the connections to `socket`, which is not bound to `address` yet.
+    """Start an authenticator for the connections to `socket`, which is not bound yet.
 
     It runs in a thread, so a busy event loop delays no connection. The caller stops it before the context ends. libzmq
-    takes foreign bytes, such as a browser's HTTP request, for ZMTP 1 or 2, which a socket with a mechanism rejects.
+    takes foreign bytes for ZMTP 1 or 2, which a socket with a mechanism rejects.
     """
     authenticator = RoleAuthenticator(context, keys)
     try:
@@ -67,7 +67,7 @@ def judge_connections(
 
 
 def identify(socket: Any, keys: ClientKeys, address: str) -> None:
-    """Have a client's socket show its key to the server at `address`, to which it is not connected yet."""
+    """Have a client's socket, which is not connected yet, show its key."""
     if address == LOCAL:
         socket.plain_username, socket.plain_password = keys.role.encode(), keys.secret
     else:
@@ -76,7 +76,7 @@ def identify(socket: Any, keys: ClientKeys, address: str) -> None:
 
 
 def endpoint(address: str, folder: Path) -> str:
-    """Where ZeroMQ binds or connects for `address`; `folder` holds the run's keys."""
+    """Where ZeroMQ binds or connects; `folder` holds the run's keys."""
     if address != LOCAL:
         return address
     path = folder.absolute() / SOCKET
@@ -91,7 +91,7 @@ def _opened(folder: Path) -> int:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `tcp://host:port`, or LOCAL, is reachable from this machine only."""
+    """Whether an address is reachable from this machine only."""
     if address == LOCAL:
         return True
     host = split(address)[0]
@@ -111,16 +111,16 @@ def split(address: str) -> tuple[str, str]:
 
 
 def ready(address: str, run: Path) -> Path:
-    """The folder of the run's keys. Makes the keys if the buffer is on this machine, so that any process of a run may
-    start first; on another machine they would fit no other."""
+    """The folder of the run's keys. Makes them if the buffer is on this machine, so that any process may start first;
+    on another machine they would fit no other."""
     return make_keys(run / "keys") if is_loopback(address) else run / "keys"
 
 
 def buffer_keys(address: str, run: Path) -> ServerKeys:
-    """The keys with which the buffer listens on `address`, made if they are not there. Raises KeysError."""
+    """The buffer's keys, made if they are not there. Raises KeysError."""
     return load_server_keys(make_keys(run / "keys"), "buffer", passwords=address == LOCAL)
 
 
 def client_keys_for(address: str, run: Path, role: Role) -> ClientKeys:
-    """Keys of a learner or rollout server; see `ready`. Raises KeysError."""
+    """Raises KeysError."""
     return load_client_keys(ready(address, run), role)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 LONGEST_LINE = 1 << 20
-"""Most characters of a printed line."""
 COMMANDS = {
     "tail": "the groups that came in last",
     "show": "one item: its problem, and its samples as people read them",
@@ -45,7 +44,6 @@ COMMANDS = {
     "problems": "the problems with their solved shares, attempts and states",
 }
 FOLLOW_S = 1.0
-"""Between two looks of `tail --follow`."""
 ROWS = 256
 """Samples that `export` holds in memory at a time."""
 
@@ -119,15 +117,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def whole_number(text: str) -> int:
-    """A number that SQLite can hold. Raises ArgumentTypeError."""
+    """Raises ArgumentTypeError."""
     if not (text.isascii() and text.isdigit() and len(text) <= DIGITS):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at most {DIGITS} digits")
     return int(text)
 
 
 def found(words: Sequence[str]) -> tuple[Config, Path]:
-    """Config and ledger's file of a run, found by its folder, or config files and overrides. Raises LedgerError if the
-    ledger is in no file."""
+    """Config and ledger's file of a run. Raises LedgerError if the ledger is in no file."""
     first = Path(words[0])
     argv = [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words
     config = load.read(argv, "python -m buffer COMMAND", lenient=True)
@@ -140,7 +137,7 @@ def found(words: Sequence[str]) -> tuple[Config, Path]:
 
 @cache
 def tokenizer_of(model: str) -> "Tokenizer | None":
-    """The tokenizer in a model's folder, or of a model of the hub that is on this machine."""
+    """The tokenizer of a model, or None."""
     from huggingface_hub import try_to_load_from_cache  # tokenizers and this import no torch, transformers does
     from huggingface_hub.errors import HFValidationError
     from tokenizers import Tokenizer
@@ -163,7 +160,7 @@ def tokenizer_of(model: str) -> "Tokenizer | None":
 
 
 def tail(db: sqlite3.Connection, number: int, follow: bool) -> Iterable[str]:
-    """The groups that came in last, oldest of them first; with `follow` also those that come in, until interrupted."""
+    """The groups that came in last, oldest of them first; with `follow` until interrupted."""
     query = """
         SELECT item, state, version, batch, server, tokens, samples, truncated, stored_at,
             (SELECT GROUP_CONCAT(ROUND(reward, 3), ' ') FROM samples s WHERE s.item = i.item)
@@ -198,8 +195,7 @@ def show(
     full: bool = False,
     tokens: bool = False,
 ) -> Iterable[str | Text]:
-    """What the ledger knows of an item, its problem, and its samples or the `only` one of them; with `tokens` each
-    token too."""
+    """What the ledger knows of an item, its problem, and its samples or the `only` one."""
     rows = db.execute("SELECT * FROM items WHERE item = ?", [item])
     names = [column[0] for column in rows.description]
     found = rows.fetchone()
@@ -263,7 +259,7 @@ def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
 
 
 def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
-    """Write all samples that are there to `out`, one row each (COLUMNS), and say how many are missing."""
+    """Write all samples that are there, one row each (COLUMNS)."""
     query = """
         SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem,
             data_of(segment, position, s.bytes, s.crc32c)

@@ -1,7 +1,7 @@
 """The keys of a run: a CURVE pair for each role, and the token that its reward and teacher servers ask for.
 
 `<run>/keys/` (mode 0700) holds `ROLE.public` and `ROLE.secret`, 40 characters of Z85 each, and `reward.token`, all with
-mode 0600. The process that starts first makes them (`curve.ready`).
+mode 0600.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ ADMITTED: dict[Role, tuple[Role, ...]] = {
     "buffer": ("learner", "rollout", "launcher", "observer"),
     "learner": ("rollout",),
 }
-"""The roles whose keys a server accepts: the buffer's samples wire, the learner's weights wire."""
+"""The roles whose keys a server accepts."""
 READS: dict[str, tuple[str, ...]] = {
     "buffer": ("buffer.public", "buffer.secret", *(f"{role}.public" for role in ADMITTED["buffer"])),
     "learner": ("learner.public", "learner.secret", "buffer.public", "rollout.public"),
@@ -35,8 +35,8 @@ READS: dict[str, tuple[str, ...]] = {
     "reward": (TOKEN,),
     "teacher": (TOKEN,),
 }
-"""The files that a process on another machine needs. On one machine the buffer also reads the clients' secrets, which
-are their passwords there."""
+"""What a process on another machine needs. On one machine the buffer also reads the clients' secrets, which are their
+passwords there."""
 
 
 class KeysError(ValueError):
@@ -44,11 +44,11 @@ class KeysError(ValueError):
 
 
 class NoKeys(KeysError):
-    """A key file does not exist: nothing of the run has been started where this folder is."""
+    """A key file does not exist."""
 
 
 class Pair(NamedTuple):
-    """A CURVE key pair in Z85."""
+    """In Z85."""
 
     public: bytes
     secret: bytes
@@ -62,19 +62,16 @@ class ServerKeys:
     public: bytes
     secret: bytes = field(repr=False)
     clients: Mapping[bytes, Role]
-    """Role by public key."""
     passwords: Mapping[str, str] = field(default_factory=dict, repr=False)
     """By role, for a Unix socket."""
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client key in Z85 is admitted; pyzmq's authenticator calls it."""
+        """Called by pyzmq's authenticator with a key in Z85."""
         return key in self.clients
 
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """Keys of a process that connects to a server."""
-
     folder: Path
     role: Role
     server_public: bytes
@@ -83,10 +80,9 @@ class ClientKeys:
 
 
 def make_keys(folder: Path) -> Path:
-    """Make the keys of a run in `folder`, unless they are there; they replace the four files of an older Headrace.
+    """Make the keys of a run, unless they are there; they replace the files of an older Headrace.
 
-    All files appear at once or not at all. If several processes call this at the same time, one of them makes the keys.
-    Raises KeysError.
+    All files appear at once or not at all, and only one of several processes makes them. Raises KeysError.
     """
     try:
         if not _has_keys(folder):
@@ -100,20 +96,19 @@ def make_keys(folder: Path) -> Path:
 
 
 def write_keys(folder: Path, pairs: Mapping[Role, Pair], token: str) -> None:
-    """Write all files into `folder`, which is there and empty."""
+    """`folder` is there and empty."""
     texts = {f"{role}.{half}": key for role, pair in pairs.items() for half, key in pair._asdict().items()}
     for name, key in {**texts, TOKEN: token.encode()}.items():
         write_key(folder / name, key)
 
 
 def write_key(file: Path, key: bytes) -> None:
-    """Write a new file that only this user can read."""
     with open(file, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
         opened.write(key.strip() + b"\n")
 
 
 def require_keys(folder: Path) -> None:
-    """Read all keys of a run, on the machine of its buffer. Raises KeysError."""
+    """Read all keys, on the machine of the buffer. Raises KeysError."""
     for name in NAMES:
         try:
             read_key(folder / name)
@@ -132,12 +127,11 @@ def load_server_keys(folder: Path, role: Role = "buffer", passwords: bool = Fals
 
 
 def load_client_keys(folder: Path, role: Role, server: Role = "buffer") -> ClientKeys:
-    """Keys with which a process of `role` connects to `server`. Raises KeysError."""
+    """Raises KeysError."""
     return ClientKeys(folder, role, read_key(folder / f"{server}.public"), *_pair(folder, role))
 
 
 def load_token(folder: Path) -> str:
-    """The token of the run's reward and teacher servers. Raises KeysError."""
     return read_key(folder / TOKEN).decode()
 
 
@@ -168,7 +162,7 @@ def _pair(folder: Path, role: Role) -> Pair:
 
 
 def _has_keys(folder: Path) -> bool:
-    """Whether a process of this Headrace has made keys there, or has received some of them."""
+    """Whether a process has made keys there, or has received some of them."""
     return any((folder / name).exists() for name in NAMES)
 
 
@@ -183,7 +177,6 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _put(folder: Path, pairs: Mapping[Role, Pair], token: str) -> None:
-    """Put new keys in the place of `folder`, whose older keys are removed."""
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))  # mode 0700
     try:
         write_keys(fresh, pairs, token)

@@ -19,7 +19,6 @@ SELECT rows.*, place, items.state FROM rows LEFT JOIN problems USING (row)
 LEFT JOIN items ON items.item = rows.last_item ORDER BY rows.row
 """
 FIELDS = 11
-"""Columns of the table `rows`."""
 OPEN_OR_WAITING = ("waiting", "leased", "stored")
 
 
@@ -30,28 +29,23 @@ class ListedProblem(NamedTuple):
     place: str
     """Its file and line."""
     band: str
-    """A name of BANDS; "" for a row that is left out."""
+    """"" for a row that is left out."""
     is_retired: bool
 
     @property
     def state(self) -> str:
-        """A name of STATES."""
         return "retired" if self.is_retired else self.band or "left_out"
 
 
 class Rules(NamedTuple):
-    """What decides the state of a row."""
-
     attempts: int
     marks: Marks
     pause: int | None
-    """Versions for which a retired row is not drawn, counted from its last draw; None: no row retires."""
+    """Versions for which a retired row is not drawn; None: no row retires."""
     version: int
-    """The next batch to be formed."""
 
 
 def listed(db: sqlite3.Connection) -> Iterator[ListedProblem]:
-    """The problems that were drawn, by row."""
     rules = _rules(db)
     for values in db.execute(DRAWN):
         record, (place, item_state) = RowRecord(*values[:FIELDS]), values[FIELDS:]
@@ -77,7 +71,7 @@ def counts(db: sqlite3.Connection) -> tuple[dict[str, int], list[str]]:
 
 
 def problems(db: sqlite3.Connection, only: str | None = None) -> Iterable[str]:
-    """A line with all counts, and one for each problem that was drawn, or for each whose state is `only`."""
+    """A line with all counts, and one for each drawn problem, or each whose state is `only`."""
     found, _ = counts(db)
     total = sum(found.values()) - found.get("retired", 0)
     shown = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.items())

@@ -24,11 +24,7 @@ READ_AHEAD = 256
 
 
 class Problems(Sequence[dict[str, Any]]):
-    """The rows, each converted to types of MessagePack when it is read; but the `images` of a row that has some are
-    ImageFiles.
-
-    Example: `problems[0]` -> `{"problem": "1 + 1 = ?", "answer": "2"}`
-    """
+    """The rows, converted to types of MessagePack when they are read; their `images` are ImageFiles."""
 
     def __init__(
         self,
@@ -46,11 +42,11 @@ class Problems(Sequence[dict[str, Any]]):
         self.digest = digest
         """SHA-256 of the file, or of the digests of several."""
         self.shares = shares
-        """Rows and weight of each source, in order; empty where they have no weights."""
+        """Rows and weight of each source; empty where they have no weights."""
         self._made, self.num_made = made, 0
 
     def expect(self, rows: Callable[[], Iterable[int]]) -> None:
-        """Have these rows made, if they have to be: they will be asked for soon."""
+        """Have these rows made, if they have to be."""
         if self._made:
             self._made.expect(rows())
 
@@ -61,7 +57,7 @@ class Problems(Sequence[dict[str, Any]]):
         return sum(1 for _ in takewhile(self._made.is_ready, asked))
 
     def listen(self, on_made: Callable[[], object]) -> None:
-        """Call `on_made`, from a thread, when a row was made and `num_made` has moved."""
+        """Call `on_made`, from a thread, when `num_made` has moved."""
 
         def count() -> None:
             self.num_made += 1
@@ -102,12 +98,10 @@ def load_problems(
     truth: bool = True,
     index: Path | None = None,
 ) -> Problems:
-    """The rows of `source`. Raises ProblemsError for one that cannot be trained on.
+    """The rows of `source`. Raises ProblemsError.
 
-    `room`: an existing folder on the disk that has room for a copy of the images in a parquet file. `key`: of the run
-    file, for errors. `truth`: whether rows must have a ground truth. `index`: a folder for what spares the next start
-    the
-    reading of every row.
+    `room`: an existing folder with room for a copy of the images in a parquet file. `key`: of the run file, for errors.
+    `truth`: whether rows must have a ground truth. `index`: a folder for what makes the next start faster.
     """
     key = key or next((f"data.{name}" for name, known in data.sources().items() if known == source), "data.train")
     try:
@@ -122,8 +116,7 @@ def load_problems(
 
 
 def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:
-    """How the model sees the images of the rows; None if no row has any. Raises ConfigError if they contradict the run
-    file."""
+    """How the model sees the images; None if no row has any. Raises ConfigError if they contradict the run file."""
     sizes = problems.images.num_bytes() if problems.images else []
     if not sizes:
         return None

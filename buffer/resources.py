@@ -17,27 +17,23 @@ log = logging.getLogger(__name__)
 REMEDY = "start the buffer where `ulimit -Hn` is higher (Docker: --ulimit nofile=65536; systemd: LimitNOFILE=65536)"
 CGROUP = Path("/sys/fs/cgroup")
 LOW_BYTES = 2**30
-"""Memory left on the machine below which the log says what the buffer takes."""
+"""Memory left below which the log says what the buffer takes."""
 TOLD_S = 60.0
-"""Shortest time between two of these lines."""
 COLLECT_S = 1800.0
-"""Time between two collections of garbage in all of the memory."""
+"""Time between two full collections of garbage."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Options of glibc's `mallopt`."""
 KEPT_BELOW, KEPT_BYTES = 32 * 2**20, capacity.CACHE_BYTES
-"""Pieces of memory of up to so many bytes are kept when they are freed, and so many bytes of them in all."""
+"""Largest piece of freed memory that is kept, and how much is kept in all."""
 LOOK_S = 5.0
-"""Time between two looks."""
 
 
 class OpenFiles:
-    """The process's limit of open files."""
-
     def __init__(self, limit: float | None = None) -> None:
         self.limit = _soft_limit() if limit is None else limit
 
     def left(self) -> float:
-        """How many more may be opened, at least: the system hands out the lowest number that is free."""
+        """At least: the system hands out the lowest number that is free."""
         try:
             lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -46,7 +42,6 @@ class OpenFiles:
         return self.limit - lowest
 
     def refusal(self, name: str) -> str:
-        """Why `name` cannot be let in; "" if it can."""
         if (left := self.left()) >= capacity.OWN_FILES / 2:
             return ""
         few = f"{name}: the buffer may have {self.limit:g} files open, has {left:g} left and keeps them for its own"
@@ -54,8 +49,8 @@ class OpenFiles:
 
 
 def raise_open_files(config: Config) -> None:
-    """Take as many open files as the system allows, but for a reserve that only the store uses
-    (`buffer/store/segments.py`); warn if the run needs more."""
+    """Take all open files that the system allows, but for a reserve of the store (`buffer/store/segments.py`); warn if
+    the run needs more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = hard if hard == resource.RLIM_INFINITY else max(hard - capacity.RESERVED_FILES, hard // 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -67,7 +62,7 @@ def raise_open_files(config: Config) -> None:
 
 
 def memory_left() -> int:
-    """Bytes that can still be taken on this machine, or in its container."""
+    """Bytes on this machine, or in its container."""
     left = psutil.virtual_memory().available
     try:
         most, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -87,8 +82,8 @@ def keep_memory() -> None:
 
 
 def collect_rarely() -> None:
-    """Have Python look for unreachable cycles among new objects only: to look at all of a large ledger stops everything
-    for 0.1 s. `MemoryWatch` does it every COLLECT_S."""
+    """Have Python look for cycles among new objects only: to look at all of a large ledger stops everything for 0.1 s.
+    `MemoryWatch` does it every COLLECT_S."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(5000, 10, 10**9)
@@ -103,7 +98,7 @@ class MemoryWatch:
         self.due = -inf
 
     def look(self, held: dict[str, int], now: float) -> None:
-        """`held`: bytes in memory by what they are. A look costs 0.1 ms: it is `due` every LOOK_S."""
+        """`held`: bytes by what they are. A look costs 0.1 ms."""
         self.due, left = now + LOOK_S, memory_left()
         if now >= self._collected_at + COLLECT_S:
             self._collected_at = now

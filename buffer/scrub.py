@@ -1,8 +1,6 @@
 """`python -m buffer scrub RUN`: reads every byte that a run keeps, and prints what is damaged. Changes nothing.
 
-Exit 1: something is damaged, each in a line of its own; what is without a checksum, because an earlier release wrote
-it,
-is counted.
+What is without a checksum, because an earlier release wrote it, is counted.
 """
 
 import sqlite3
@@ -27,7 +25,7 @@ from configs.plain_text import print_visible
 PROG = "python -m buffer scrub"
 WHAT = "read all of a run, and print what is damaged"
 MOST = 100
-"""Lines about the pages of the ledger, and about each rule for its rows."""
+"""Lines about the ledger's pages, and about each rule for its rows."""
 SAMPLES = "SELECT item, idx, segment, position, bytes, crc32c FROM samples ORDER BY segment, position"
 STILL = "SELECT 1 FROM samples WHERE item = ? AND idx = ? AND segment = ? AND position = ?"
 
@@ -67,7 +65,7 @@ class Scrub:
             yield self._damage(str(error))
 
     def samples(self, db: sqlite3.Connection, file: Path) -> Iterator[str]:
-        """Every stored sample, in the order of the disk."""
+        """In the order of the disk."""
         folder, number, unknown = segments.folder_of(file), 0, 0
         for item, index, segment, position, size, crc in db.execute(SAMPLES):
             number, unknown = number + 1, unknown + (crc is None)

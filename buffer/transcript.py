@@ -24,12 +24,9 @@ END = re.compile(r"(?:<\|im_end\|>|<end_of_turn>|<\|eot_id\|>)?\s*$")
 CALL = re.compile(r"(<tool_call>.*?(?:</tool_call>|$)|<function=.*?(?:</function>|$)|\[TOOL_CALLS\].*)", re.DOTALL)
 CALLED = re.compile(r'"name"\s*:\s*"([^"]+)"|<function=([^>\s]+)>')
 SHOWN_CHARS = 2000
-"""Most characters of a passage, unless it is shown in full."""
 
 
 class Stretch(NamedTuple):
-    """A piece of a passage's text."""
-
     text: str
     is_call: bool
 
@@ -44,11 +41,10 @@ class Passage:
     """"" without a tokenizer."""
     tokens: int
     turn: int | None = None
-    """Number of the turn in its sample, from 1; None: given, not trained."""
+    """From 1; None: given, not trained."""
     versions: tuple[int, int] = (-1, -1)
     """Oldest and newest policy version that sampled it."""
     logprob: float = 0.0
-    """Mean of a sampled token."""
     reward: float | None = None
 
     @property
@@ -64,18 +60,15 @@ class Passage:
 
     @property
     def called(self) -> list[str]:
-        """Names of the tools that it calls."""
         calls = "".join(piece.text for piece in self.pieces if piece.is_call) if self.turn else ""
         return [name or other for name, other in CALLED.findall(calls)]
 
     @property
     def pieces(self) -> list[Stretch]:
-        """The text, with the calls of tools apart."""
         parts = enumerate(CALL.split(self.text) if self.turn else [self.text])
         return [Stretch(text, number % 2 == 1) for number, text in parts if text]
 
     def folded(self, most: int = SHOWN_CHARS) -> "Passage":
-        """The passage with its middle left out where it has more than `most` characters."""
         if len(self.text) <= most:
             return self
         left_out = f"\n[... {len(self.text) - most:,} characters ...]\n"
@@ -92,7 +85,6 @@ class Chapter:
 
 
 def chapters(sample: Sample, tokenizer: "Tokenizer | None") -> list[Chapter]:
-    """The segments of a sample, in order."""
     found, whole, turn = list[Chapter](), list[list[Passage]](), 0
     for number, (start, stop) in enumerate(sample.bounds, 1):
         passages = list(_passages(sample, start, stop, tokenizer, turn))
@@ -107,7 +99,7 @@ def chapters(sample: Sample, tokenizer: "Tokenizer | None") -> list[Chapter]:
 
 
 def lines(read: Sequence[Chapter], full: bool = False) -> Iterator[Text]:
-    """The lines of a sample for a terminal, styled; `full`: no passage is folded."""
+    """For a terminal, styled; `full`: no passage is folded."""
     for chapter in read:
         if chapter.title:
             yield Text(f"  {chapter.title}", "bold underline")
@@ -121,7 +113,6 @@ def lines(read: Sequence[Chapter], full: bool = False) -> Iterator[Text]:
 
 
 def _passages(sample: Sample, start: int, stop: int, tokenizer: "Tokenizer | None", turns: int) -> Iterator[Passage]:
-    """The passages of one segment; `turns` were before it."""
     tokens, sampled, versions, logprobs = (
         array.numpy()[start:stop]
         for array in (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs)
@@ -148,7 +139,7 @@ def _passages(sample: Sample, start: int, stop: int, tokenizer: "Tokenizer | Non
 
 
 def _messages(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> list[np.ndarray]:
-    """Given tokens, cut where a message of another speaker begins."""
+    """Cut where a message of another speaker begins."""
     starts = [tokenizer.token_to_id(start) for start in STARTS] if tokenizer else []
     cuts = np.flatnonzero(np.isin(tokens, [start for start in starts if start is not None]))
     return [piece for piece in np.split(tokens, cuts) if piece.size]
@@ -161,7 +152,7 @@ def _text(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> str:
 
 
 def _common(passages: Sequence[Passage], others: Sequence[Passage]) -> int:
-    """How many given passages say at first the same as the first `others`, which may have been sampled."""
+    """How many given passages equal the first `others`, which may have been sampled."""
     number = 0
     for ours, theirs in zip(passages, others, strict=False):
         if ours.turn or not ours.text or (ours.speaker, ours.text) != (theirs.speaker, END.sub("", theirs.text)):

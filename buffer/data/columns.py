@@ -33,15 +33,15 @@ class ProblemsError(ConfigError):
 
 
 class ColumnRules:
-    """The names of a file's columns, and which of them it must have. `renamed`: as `data.columns`. `demonstrations`:
-    the rows are answers to learn from."""
+    """The names of a file's columns, and which it must have. `renamed`: as `data.columns`. `demonstrations`: the rows
+    are answers to learn from."""
 
     def __init__(self, renamed: Mapping[str, str], truth: bool = True, demonstrations: bool = False) -> None:
         self.renamed, self.truth, self.demonstrations = dict(renamed), truth, demonstrations
         self._given = {given: ours for ours, given in self.renamed.items()}
 
     def ours(self, name: str) -> str | None:
-        """Our name for a column; None for one whose name another column takes."""
+        """None for a column whose name another one takes."""
         return self._given.get(name, None if name in self.renamed else name)
 
     def row(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class ColumnRules:
         return {ours: value for name, value in given.items() if (ours := self.ours(name)) is not None}
 
     def names(self, given: Iterable[str], where: str) -> list[str]:
-        """Our names of a file's columns. Raises ProblemsError for a name that is absent or there twice."""
+        """Our names of a file's columns. Raises ProblemsError."""
         there = list(given)
         for wanted, name in self.renamed.items():
             if name not in there:
@@ -62,7 +62,7 @@ class ColumnRules:
         return [ours for name in there if (ours := self.ours(name)) is not None]
 
     def required(self, names: Sequence[str], where: str) -> tuple[str, ...]:
-        """The required columns, of the first accepted format that the file has. Raises ProblemsError."""
+        """The columns of the first accepted format that the file has. Raises ProblemsError."""
         if self.demonstrations:
             return _demonstrated(names, where)
         accepted = ACCEPTED if self.truth else ACCEPTED | PROMPT_ONLY
@@ -77,7 +77,7 @@ class ColumnRules:
         raise ProblemsError(f"{where}: {problem}; say in data.columns what they are called")
 
     def checked(self, row: dict[str, Any], where: str) -> None:
-        """Raise ProblemsError if a required column is missing or empty, or if the row cannot be served."""
+        """Raise ProblemsError."""
         needed = self.required(list(row), where)
         for name in needed:
             if is_missing(row[name]):
@@ -89,7 +89,7 @@ class ColumnRules:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether the value is null, or NaN, by which pandas marks an empty cell."""
+    """NaN is the mark of pandas for an empty cell."""
     return value is None or (isinstance(value, float) and isnan(value))
 
 

@@ -3,8 +3,7 @@
 Some sets take a second for an entry, which must not stop the buffer. And some make other entries under another hash
 seed, or draw from Python's global random numbers: the parent sets PYTHONHASHSEED, and the global seed is set before
 each
-entry, so that an entry is the same wherever it is made. Reads one JSON request a line from stdin, answers with one line
-each, and ends when stdin does.
+entry, so that an entry is the same wherever it is made. Reads and writes a line of JSON for each request.
 """
 
 import copy
@@ -27,7 +26,7 @@ from typing import Any
 from configs.inner_command import inner_words
 
 ENTRY_S = 30
-"""Longest time for one entry, or one score."""
+"""For one entry, or one score."""
 
 
 class RequestError(ValueError):
@@ -40,7 +39,6 @@ class TakesTooLong(BaseException):
 
 @lru_cache(maxsize=64)
 def data_set(name: str, config: str) -> Any:
-    """The set of that name and config (JSON). Raises RequestError."""
     from reasoning_gym import create_dataset
     from reasoning_gym.factory import DATASETS
 
@@ -64,7 +62,6 @@ def data_set(name: str, config: str) -> Any:
 
 @lru_cache(maxsize=256)
 def entry(name: str, config: str, index: int) -> dict[str, Any]:
-    """An entry of a set. Raises RequestError."""
     made = data_set(name, config)
     random.seed(index)
     if "numpy" in sys.modules:
@@ -86,7 +83,6 @@ def sha256(text: str) -> str:
 
 
 def row(name: str, config: str, index: int) -> dict[str, Any]:
-    """The question of an entry, and its answer if that is text."""
     made = entry(name, config, index)
     question, answer = str(made["question"]), made.get("answer")
     return {"question": question, "sha256": sha256(question)} | ({"answer": answer} if isinstance(answer, str) else {})
@@ -96,8 +92,9 @@ def score(name: str, config: str, index: int, question: str, text: str, longest_
     """Score an answer with the set's own code.
 
     If that code raises for the answer, the answer counts as empty. If it takes more than `longest_s` of processor time,
-    SIGPROF ends this process. Raises RequestError if the SHA-256 of the entry's question is not `question`, and
-    whatever the set raises for an empty answer.
+    SIGPROF ends this process. Raises RequestError if the entry's question is another, and what the set raises for an
+    empty
+    answer.
     """
     from reasoning_gym.utils import extract_answer
 
@@ -118,7 +115,6 @@ def score(name: str, config: str, index: int, question: str, text: str, longest_
 
 
 def start() -> dict[str, Any]:
-    """Import the package, which takes a second."""
     importlib.import_module("reasoning_gym.factory")
     return {}
 
@@ -127,7 +123,6 @@ VERBS: dict[str, Callable[..., dict[str, Any]]] = {"start": start, "about": abou
 
 
 def answered(verb: str, arguments: list[Any]) -> dict[str, Any]:
-    """The answer to a request, or the error as `{"error": ...}`."""
     signal.alarm(ENTRY_S)
     try:
         return VERBS[verb](*arguments)
@@ -145,7 +140,7 @@ def late(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Answer requests until stdin ends, what is asked ahead of its need last."""
+    """Answer requests until stdin ends, those ahead of their need last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C reaches the whole terminal: the parent decides
     signal.signal(signal.SIGALRM, late)
     asked: queue.PriorityQueue[list[Any]] = queue.PriorityQueue()
@@ -159,7 +154,7 @@ def main() -> None:
 
 
 def listen(asked: "queue.PriorityQueue[list[Any]]") -> None:
-    """Take requests as they come, so that nobody who asks waits for the pipe; end this process when stdin ends."""
+    """Nobody who asks waits for the pipe."""
     for line in sys.stdin:
         asked.put(json.loads(line))
     os._exit(0)

@@ -26,12 +26,10 @@ HASH_SEED = "0"
 
 
 class EntryError(ValueError):
-    """An entry cannot be made or scored; one line."""
+    pass
 
 
 class MakerEnded(EntryError):
-    """The process ended before it answered."""
-
     def __init__(self, code: int) -> None:
         super().__init__(f"the process that makes entries ended with exit code {code}")
         self.code = code
@@ -48,8 +46,7 @@ class EntryMaker:
         self._lock = threading.Lock()
 
     def ask(self, verb: str, *arguments: Any, ahead: bool = False) -> "Future[dict[str, Any]]":
-        """The answer to a request, or EntryError. Requests that are made `ahead` of their need come after all
-        others."""
+        """The answer, or EntryError. Requests `ahead` of their need come after all others."""
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -102,14 +99,13 @@ class EntryMaker:
 
 @cache
 def entry_maker() -> EntryMaker:
-    """The one of this process."""
     maker = EntryMaker()
     atexit.register(maker.close)
     return maker
 
 
 class GeneratedRows:
-    """The rows of a set, made when they are asked for or expected. Raises EntryError for a set that cannot be made.
+    """The rows of a set, made when they are asked for or expected. Raises EntryError.
 
     Example: row 17 is `{"data_source": "reasoning_gym/leg_counting", "problem": "How many legs ...", "answer": "12",
     "extra_info": {"reasoning_gym": {"name": "leg_counting", "config": {"size": 100, "seed": 1}, "index": 17,
@@ -126,10 +122,8 @@ class GeneratedRows:
         self.on_made: Callable[[], object] = lambda: None
         """Called by a thread whenever a row is made."""
         self.version = str(entry_maker().ask("about", made.name, self._config).result()["version"])
-        """Another version of the package may make other entries."""
 
     def expect(self, rows: Iterable[int]) -> None:
-        """Have these rows made, in order."""
         for index in rows:
             if index not in self._rows:
                 self._rows[index] = self._ask(index, ahead=True)
@@ -137,8 +131,7 @@ class GeneratedRows:
             self._retried.discard(self._rows.popitem(last=False)[0])
 
     def is_made(self, index: int) -> bool:
-        """Whether nobody has to wait for this row. One that was lost with the process is asked for again once, since it
-        may be what ends the process."""
+        """A row that was lost with the process is asked for again once, since it may be what ends the process."""
         if self._lost(index) and index not in self._retried:
             again = [row for row in self._rows if self._lost(row) and row not in self._retried]
             self._retried.update(again)
@@ -156,7 +149,7 @@ class GeneratedRows:
         return answer
 
     def __call__(self, index: int) -> dict[str, Any]:
-        """A row; one that cannot be made has `unmade`, the reason, in place of its problem."""
+        """A row that cannot be made has `unmade`, the reason, in place of its problem."""
         known = self._rows.get(index)
         if known is None or not known.done() or self._lost(index):
             self._rows[index] = self._ask(index)

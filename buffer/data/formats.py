@@ -31,7 +31,7 @@ from configs.data.sources import GZIPPED, kind_of, the_list
 from configs.model_folder import POINTER
 
 ROWS_AT_ONCE = 16
-"""Rows whose images are in memory at a time while a parquet file is read."""
+"""Rows whose images are in memory at a time."""
 MEND = "correct it, or leave the row out"
 TOO_DEEP = f"it is nested more than {MOST_NESTED} levels deep"
 TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},]')
@@ -48,12 +48,12 @@ class FileRows(NamedTuple):
 
     number: int
     row: Callable[[int], dict[str, Any]]
-    """Each by its index, without images."""
+    """By index, without images."""
     images: Found | None
     types: dict[str, str] | None = None
-    """What each column holds, where the file says so. Example: `{"problem": "string"}`"""
+    """Where the file says so. Example: `{"problem": "string"}`"""
     line: Callable[[int], int] | None = None
-    """Number of the line of a row, counted from 1; None for files whose rows are no lines."""
+    """Counted from 1; None for files whose rows are no lines."""
 
     def place(self, index: int) -> str:
         return f"line {self.line(index)}" if self.line else f"row {index}"
@@ -120,8 +120,7 @@ def _table(
 
 
 def _require_servable(table: pa.Table, where: str) -> None:
-    """Iterates only over columns of rare types; over all columns if some text is not UTF-8 or some value is very
-    long."""
+    """Looks only at columns of rare types; at all if some text is not UTF-8 or some value is very long."""
     doubtful = [field.name for field in table.schema if not _is_plain(field.type)]
     try:
         table.validate(full=True)
@@ -154,7 +153,7 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def _longest(column: pa.ChunkedArray) -> float:
-    """Length of the longest text or list, relative to the limit."""
+    """Relative to the limit."""
     kind, types = column.type, pa.types
     if types.is_struct(kind):
         return max((_longest(pc.struct_field(column, [at])) for at in range(kind.num_fields)), default=0)
@@ -182,8 +181,8 @@ def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
 
 
 def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None) -> FileRows:
-    """If there is an index, its lines were checked when it was written; rows with images have no index, because their
-    images are looked at anyway."""
+    """Lines with an index were checked when it was written; rows with images have none, because their images are looked
+    at anyway."""
     index = LineIndex(folder, data, [rules.renamed, rules.truth]) if folder else None
     line_of = _line_numbers(data)
     if index and (bounds := index.read()) is not None:
@@ -199,7 +198,7 @@ def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None
 
 
 def _line_numbers(data: bytes) -> Callable[[int], int]:
-    """Blank lines are no rows. All lines are counted when the first is asked for."""
+    """Blank lines are no rows."""
 
     @cache
     def numbers() -> "array[int]":
@@ -209,7 +208,7 @@ def _line_numbers(data: bytes) -> Callable[[int], int]:
 
 
 class _Lines(Sequence[bytes]):
-    """Slices of one file: a million `bytes` of their own would take half as much memory again."""
+    """A million `bytes` of their own would take half as much memory again."""
 
     def __init__(self, data: bytes, bounds: Sequence[int]) -> None:
         self._data, self._bounds = data, bounds
@@ -222,7 +221,7 @@ class _Lines(Sequence[bytes]):
 
 
 def _checked(lines: Iterable[tuple[str, bytes]], rules: ColumnRules, where: str, form: str) -> bool:
-    """Check each row, which comes with its place in the file; returns whether any has images."""
+    """Returns whether any row has images."""
     with_images = False
     for place, line in lines:
         values = _object(line, rules, f"{where}: {place}", form)
@@ -305,7 +304,7 @@ def _json(data: bytes, rules: ColumnRules, where: str) -> FileRows:
 
 
 def _elements(text: str) -> Iterator[str]:
-    """Yield the JSON text of each element of a list, or of the lists in an object."""
+    """The JSON text of each element of a list, or of the lists in an object."""
     opened, start, level = list[str](), 0, 0
     for token in TOKENS.finditer(text):
         if token[0] in ("[", "{"):
@@ -321,7 +320,6 @@ def _elements(text: str) -> Iterator[str]:
 
 
 def _csv(data: bytes, delimiter: str, rules: ColumnRules, where: str) -> pa.Table:
-    """Numbers are what pyarrow takes them for, but TEXTS are text; an empty cell is null."""
     try:
         header = next(csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), delimiter=delimiter), [])
         if IMAGES in rules.names(header, where):

@@ -1,7 +1,7 @@
 """Where the images of a data file's rows are, and what is wrong with them.
 
-A path is read when its row is dispatched. Bytes in a parquet file cannot be read one row at a time, as its row groups
-are compressed as a whole: they are copied to a temporary file without a name, so that none of them takes memory.
+A path is read when its row is dispatched. The row groups of a parquet file are compressed as a whole: its images are
+copied to a temporary file without a name, so that none of them takes memory.
 """
 
 import errno
@@ -20,8 +20,7 @@ IMAGES, MARK = "images", "<image>"
 """The column of images, and what stands in a row's text where one of them goes."""
 KINDS = "bytes, a path, or a struct with one of the two as `bytes` or `path`"
 LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
-"""Errors of a read that stay until a person mends them. All others may end by themselves, as a file share comes
-back."""
+"""Errors of a read that stay until a person mends them. Others may end by themselves, as a file share comes back."""
 
 
 class ImageUnavailable(ImageError):
@@ -39,8 +38,8 @@ class ImagePlace(NamedTuple):
 
 
 class ImageFiles(Sequence[bytes]):
-    """The encoded images of one row. Each is read when it is asked for, which raises ImageError for a file that is gone
-    or changed since the start, and ImageUnavailable while its file share is away."""
+    """The encoded images of one row. Each is read when it is asked for. Raises ImageError for a file that is gone or
+    changed since the start, ImageUnavailable while its file share is away."""
 
     def __init__(self, places: Sequence[ImagePlace], copy: mmap.mmap | bytes) -> None:
         self._places, self._copy = places, copy
@@ -78,18 +77,16 @@ class ImageFiles(Sequence[bytes]):
 class ImageRows:
     """The images of all rows.
 
-    `found`: images and text of each row. `folder`: paths are relative to it. `every`: the images of each so many rows
-    are
-    looked at. `room`: a folder on the disk that the copy goes to. Raises ImageError naming the row; OSError where the
-    disk
-    is full.
+    `found`: images and text of each row. `every`: the images of each so many rows are looked at. `room`: a folder on
+    the
+    disk that the copy goes to. Raises ImageError naming the row; OSError where the disk is full.
     """
 
     def __init__(
         self, found: Iterable[tuple[Any, Any]], folder: Path, most: int, every: int = 1, room: Path | None = None
     ) -> None:
         self.sizes: list[tuple[int, int]] = []
-        """Height and width of the images that were looked at."""
+        """(height, width)"""
         self.broken: list[str] = []
         """Faults of the images whose size cannot be read."""
         self._folder, self._most, self._every = folder, most, every
@@ -115,7 +112,7 @@ class ImageRows:
         return ImageFiles(places, self._copy) if places else None
 
     def num_bytes(self) -> list[int]:
-        """Of each row that has images, the largest first."""
+        """The largest first."""
         return sorted((sum(place.size for place in places) for places in self._places.values()), reverse=True)
 
     def _add(self, row: int, images: Any, draft: IO[bytes]) -> list[ImagePlace]:
@@ -160,10 +157,8 @@ class ImageRows:
 
 
 class JoinedImages:
-    """The images of several files, whose rows are numbered on from one to the next.
-
-    `parts`: for each file with images the number of its first row, what introduces its errors, and its images.
-    """
+    """The images of several files. `parts`: the number of a file's first row, what introduces its errors, and its
+    images."""
 
     def __init__(self, parts: Sequence[tuple[int, str, ImageRows]]) -> None:
         self._starts, self._parts = [start for start, _, _ in parts], [images for _, _, images in parts]
@@ -179,7 +174,7 @@ class JoinedImages:
 
 
 def read_file(path: str) -> tuple[bytes, int]:
-    """The bytes of an image file, and when it was written, in nanoseconds. Raises ImageError, ImageUnavailable."""
+    """The bytes, and when the file was written, in nanoseconds. Raises ImageError, ImageUnavailable."""
     try:
         with open(path, "rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -189,7 +184,7 @@ def read_file(path: str) -> tuple[bytes, int]:
 
 
 def num_slots(text: Any) -> int:
-    """How many images a row's text asks for: MARK in a problem or message, parts of type `image` in a message."""
+    """How many images a text asks for: MARK in a problem or message, parts of type `image` in a message."""
     if isinstance(text, str):
         return text.count(MARK)
     if isinstance(text, Mapping):
@@ -199,7 +194,7 @@ def num_slots(text: Any) -> int:
 
 
 def described(image: Any) -> str:
-    """What stands where an image should. Example: `a struct of width, height`"""
+    """Example: `a struct of width, height`"""
     if isinstance(image, Mapping) and not {"bytes", "path"} & set(image):
         return f"a struct of {', '.join(map(str, image)) or 'nothing'}"
     return "empty" if image is None or isinstance(image, Mapping | str | bytes) else type(image).__name__

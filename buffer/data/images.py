@@ -1,4 +1,4 @@
-"""How a vision-language model sees an image: decoded, resized and cut into patches alike wherever that is done.
+"""How a vision-language model sees an image: decoded, resized and cut into patches.
 
 Rollout servers and the learner turn the same file into the same pixels with `decode`, so only the file travels, and a
 digest of the pixels shows that both ends saw the same.
@@ -24,11 +24,11 @@ from configs.load import ConfigError
 from configs.schema import Config, DataConfig
 
 FILE_KINDS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-"""Formats of image files that are read: PIL would run other programs for some of the rest."""
+"""PIL would run other programs for some further formats."""
 MAX_ASPECT = 200
-"""Largest ratio of an image's sides, as in transformers' `smart_resize`."""
+"""As in transformers' `smart_resize`."""
 MAX_SOURCE_PIXELS = 89_478_485
-"""Most pixels before an image is resized: PIL's own bound against files that decompress to gigabytes."""
+"""PIL's own bound against files that decompress to gigabytes."""
 BROKEN = (
     *(OSError, EOFError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError),
     *(NotImplementedError, struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
@@ -42,30 +42,26 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How a model sees images.
-
-    Example: Qwen2.5-VL has patches of 14 x 14 pixels and a token for each 2 x 2 of them, so `factor` is 28.
-    """
+    """How a model sees images. Qwen2.5-VL has patches of 14 x 14 pixels and a token for each 2 x 2 of them."""
 
     model_type: str
     patch: int
-    """Side of a patch, in pixels."""
+    """Side, in pixels."""
     merge: int
     """A token is `merge` x `merge` patches."""
     temporal: int
     """Frames of a patch; an image is repeated so often."""
     mean: tuple[float, float, float]
-    """Of red, green and blue, from 0 to 1: it is subtracted, and the difference is divided by `std`."""
+    """Of red, green and blue, from 0 to 1."""
     std: tuple[float, float, float]
     min_pixels: int
     max_pixels: int
     image_token: int
-    """The placeholder, which stands for a token of an image."""
+    """The placeholder."""
     vision_start: int
     vision_end: int
     side: int | None = None
-    """Side of every picture, in pixels: images are stretched to squares; None: pictures are as high and wide as
-    images."""
+    """Images are stretched to squares of so many pixels; None: they keep their shape."""
 
     @classmethod
     def of_run(cls, config: Config) -> "ImageFormat | None":
@@ -76,12 +72,7 @@ class ImageFormat:
     def of(
         cls, model_path: str, data: DataConfig, freeze: tuple[str, ...] = (), text_alone: bool = False
     ) -> "ImageFormat | None":
-        """How the model sees images; None for a text model, and for a multimodal model that is trained on text alone.
-
-        `freeze`, `text_alone`: keys of `model`. Raises ConfigError if the model does not have what they need, and for a
-        folder
-        without what the format takes.
-        """
+        """How the model sees images; None for a model that is trained on text alone. Raises ConfigError."""
         config = read_model_file(model_path, "config.json")
         if config is None:
             raise ConfigError([f"model.path: {model_path}: has no config.json; name a folder in Hugging Face format"])
@@ -175,11 +166,11 @@ class ImageFormat:
 
     @property
     def factor(self) -> int:
-        """Side of a token, in pixels: each side of a picture is a multiple of it."""
+        """Side of a token, in pixels."""
         return self.patch * self.merge
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the picture of an image: transformers' `smart_resize`, or a square. Raises ImageError."""
+        """(height, width): transformers' `smart_resize`, or a square. Raises ImageError."""
         if self.side is not None:
             return self.side, self.side
         if max(height, width) > MAX_ASPECT * min(height, width):
@@ -207,15 +198,13 @@ class ImageFormat:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """An image as the model sees it."""
-
     pixels: np.ndarray
     """uint8 [height, width, 3]; both sides are multiples of `format.factor`."""
     format: ImageFormat
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of height, width and pixels, in hexadecimal."""
+        """SHA-256 of height, width and pixels."""
         return hashlib.sha256(struct.pack("<II", *self.pixels.shape[:2]) + self.pixels.tobytes()).hexdigest()
 
     @property
@@ -226,12 +215,11 @@ class Picture:
 
     @property
     def num_tokens(self) -> int:
-        """Placeholders that it takes in a prompt."""
         _, high, wide = self.grid
         return high * wide // self.format.merge**2
 
     def cells(self) -> np.ndarray:
-        """uint8 [patches, 3, patch²]: red, green and blue of each patch, patches of a token side by side."""
+        """uint8 [patches, 3, patch²], patches of a token side by side."""
         form, (_, high, wide) = self.format, self.grid
         split = self.pixels.reshape(
             high // form.merge, form.merge, form.patch, wide // form.merge, form.merge, form.patch, 3
@@ -245,7 +233,7 @@ class Picture:
 
     def patches(self, levels: np.ndarray | None = None) -> np.ndarray:
         """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what each byte becomes
-        instead, of any dtype."""
+        instead."""
         cells, form = self.cells(), self.format
         levels = form.levels() if levels is None else levels
         values = np.empty((len(cells), 3, form.temporal, form.patch**2), levels.dtype)
@@ -255,14 +243,12 @@ class Picture:
 
 
 class SeenImage(NamedTuple):
-    """An image among tokens; its placeholders are those from `start` on."""
-
     start: int
     picture: Picture
 
 
 def decode(data: bytes, form: ImageFormat) -> Picture:
-    """The picture in an image file. Raises ImageError, in one line."""
+    """Raises ImageError, in one line."""
     image = _opened(data)
     try:
         upright = _rgb(ImageOps.exif_transpose(image))
@@ -274,7 +260,7 @@ def decode(data: bytes, form: ImageFormat) -> Picture:
 
 
 def source_size(data: bytes) -> tuple[int, int]:
-    """Height and width of the image in a file, upright, without decoding it. Raises ImageError, in one line."""
+    """Height and width of an image, upright, without decoding it. Raises ImageError, in one line."""
     image = _opened(data)
     try:
         turned = image.getexif().get(ORIENTATION, 1) in TURNED
@@ -290,7 +276,7 @@ def _token(config: dict[str, Any], name: str) -> int:
 
 
 def _unlike_squares(config: dict[str, Any], given: dict[str, Any], merge: int) -> Iterator[str]:
-    """Why images that become squares of one size would be computed otherwise on servers, or wrongly."""
+    """Why servers would compute images of one size otherwise, or wrongly."""
     vision, tokens, again = config["vision_config"], config["mm_tokens_per_image"], "fetch the model anew"
     side, sizes = vision["image_size"], given["size"]
     window = text_config(config).get("sliding_window")
@@ -343,7 +329,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def read_model_file(model_path: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of a model; None if the model has none of that name. Raises ConfigError."""
+    """A JSON file of a model, or None. Raises ConfigError."""
     try:
         file = _file(model_path, name)
         found = json.loads(file.read_text(encoding="utf-8")) if file else None

@@ -1,7 +1,7 @@
-"""Where the rows of a file of JSON lines begin and end, written down so that a restart need not check each row again.
+"""Where the rows of a file of JSON lines begin and end, so that a restart need not check each row again.
 
-Parsing a million rows takes three seconds, reading their index 20 ms. The name of an index holds a digest of the data's
-bytes and of the rules by which the rows were checked. One that is damaged, or of other data, is as good as none.
+Parsing a million rows takes three seconds, reading their index 20 ms. The name of an index is a digest of the data and
+of the rules by which the rows were checked. One that is damaged is as good as none.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from pathlib import Path
 from configs.variables import private_folder
 
 FORMAT = 2
-"""Version of the index and of the rules for rows. An index of an earlier format is made again."""
+"""Version of the index and of the rules for rows."""
 DIGEST_BYTES = 32
 
 
 class LineIndex:
-    """The index of `data` in `folder`; `rules` are whatever else decides whether a row is accepted."""
+    """`rules` are whatever else decides whether a row is accepted."""
 
     def __init__(self, folder: Path, data: bytes, rules: object) -> None:
         self._size = len(data)
@@ -51,7 +51,6 @@ class LineIndex:
 
 
 def bounds_of(lines: Sequence[bytes]) -> "array[int]":
-    """Begin and end of each line that is not blank."""
     bounds, position = array("q"), 0
     for line in lines:
         if line.strip():

@@ -1,4 +1,4 @@
-"""Opens a source: its files, or its set of reasoning-gym, one `SourcePart` each, in the order of their rows."""
+"""Opens a source: its files, or its set of reasoning-gym, one `SourcePart` each."""
 
 import hashlib
 import importlib.util
@@ -17,14 +17,12 @@ from configs.schema import DataConfig, MixedSource
 
 
 class SourcePart(NamedTuple):
-    """One file, or one generated set."""
-
     path: Path
     where: str
     """Introduces errors. Example: `data.train a.parquet`"""
     rows: FileRows
     digest: str
-    """SHA-256 of the file, in hexadecimal; of a set, of its name, config and package."""
+    """SHA-256 of the file; of a set, of its name, config and package."""
     made: GeneratedRows | None = None
 
 
@@ -36,8 +34,7 @@ def open_source(
     index: Path | None = None,
     demonstrations: bool = False,
 ) -> list[SourcePart]:
-    """The parts of one source; `index` as for `formats.read`. Raises ProblemsError, and SourceError for a path of
-    nothing."""
+    """Raises ProblemsError, and SourceError for a path of nothing."""
     found = generated(source.path)
     if found:
         return [_generated(source, found, f"{key} {source.path}")]
@@ -73,7 +70,7 @@ def _generated(source: MixedSource, found: GeneratedSet, where: str) -> SourcePa
 
 
 def _require_alike(first: SourcePart, part: SourcePart) -> None:
-    """Files of one folder or glob hold the same columns, of the same types; a column without any value fits all."""
+    """Files hold the same columns, of the same types; a column without any value fits all."""
     ours, theirs = first.rows.types, part.rows.types
     if ours is None or theirs is None:
         return
@@ -85,14 +82,12 @@ def _require_alike(first: SourcePart, part: SourcePart) -> None:
 
 
 def digest_of(parts: Sequence[SourcePart]) -> str:
-    """The digest of a single part, or the SHA-256 of the digests of all parts in order."""
+    """Of a single part, or of the digests of all parts in order."""
     digests = [part.digest for part in parts]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 class JoinedRows:
-    """The rows of several parts, numbered on from one to the next."""
-
     def __init__(self, parts: Sequence[SourcePart]) -> None:
         self.parts = parts
         self.starts = list(accumulate((part.rows.number for part in parts), initial=0))
@@ -108,7 +103,6 @@ class JoinedRows:
         return f"{self.parts[part].where}: {self.parts[part].rows.place(row)}"
 
     def row(self, index: int) -> dict[str, Any]:
-        """Without its images."""
         part, row = self._place(index)
         return self.parts[part].rows.row(row)
 
@@ -119,13 +113,11 @@ class JoinedRows:
         return f"{self.parts[part].path} row {row}" if line is None else f"{self.parts[part].path} line {line(row)}"
 
     def expect(self, rows: Iterable[int]) -> None:
-        """These rows will be asked for soon."""
         for part, found in groupby(map(self._place, rows), lambda place: place[0]):
             if made := self.parts[part].made:
                 made.expect(row for _, row in found)
 
     def is_ready(self, index: int) -> bool:
-        """Whether nobody has to wait for this row."""
         part, row = self._place(index)
         made = self.parts[part].made
         return made is None or made.is_made(row)

@@ -1,7 +1,4 @@
-"""Checks whether a row can be stored, sent, and read by a rollout server.
-
-Each row is checked when its file is read or it is made, so no row fails at its dispatch.
-"""
+"""Checks whether a row can be stored, sent, and read by a rollout server, before any row is dispatched."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,17 +6,17 @@ from typing import Any
 import msgpack
 
 MOST_KEYS, MOST_ENTRIES = 2**16, 2**20
-"""Most keys of a map and most entries of a list on the wire."""
+"""Of a map, and of a list on the wire."""
 MOST_NESTED = 100
-"""Most levels of lists and maps in a row. Python and its libraries fail between 250 and 1,000."""
+"""Levels of lists and maps. Python and its libraries fail between 250 and 1,000."""
 MOST_BYTES = 64 * 2**20
-"""Most bytes of a packed row, without its images."""
+"""Of a packed row, without its images."""
 SHOWN = 60
 NESTING = (dict, list)
 
 
 def unservable(row: dict[str, Any]) -> str:
-    """Return in one line why a row cannot be served, or "". `row` has the types of `columns.plain`."""
+    """Why a row cannot be served, in one line, or "". `row` has the types of `columns.plain`."""
     if is_deep(row):
         return f"it is nested more than {MOST_NESTED} levels deep"
     try:

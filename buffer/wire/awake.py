@@ -1,7 +1,7 @@
 """The clock of a process that judges others: it stands still while the process itself is stopped.
 
-When a stopped judge continues, its timers are due and the answers that came meanwhile are not read yet. So each judge
-measures silence with an `AwakeClock`, and looks again before it blames anybody.
+When a stopped judge continues, its timers are due and the answers that came meanwhile are not read yet. So it looks
+again before it blames anybody.
 """
 
 import asyncio
@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 TICK_S = 0.5
-"""Longest time between two looks at the clock in a process that runs."""
 STOPPED_S = 1.0
-"""A longer time between two looks means that the process was stopped, or so busy that it could not listen."""
+"""A longer time between two looks: the process was stopped, or too busy to listen."""
 
 
 class AwakeClock:
@@ -29,7 +28,6 @@ class AwakeClock:
         return at - self._stopped_s
 
     async def tick(self) -> None:
-        """Read the clock until cancelled."""
         while True:
             self.now()
             await asyncio.sleep(TICK_S)
@@ -38,7 +36,7 @@ class AwakeClock:
 async def wait_awake(
     futures: Iterable["asyncio.Future[Any]"], timeout_s: float | None, clock: AwakeClock | None = None
 ) -> None:
-    """Wait until one of `futures` is done, or for `timeout_s` in which this process was awake (None: for ever)."""
+    """Wait until one of `futures` is done, or for `timeout_s` of this process being awake."""
     clock, waited = clock or AwakeClock(), list(futures)
     until = None if timeout_s is None else clock.now() + timeout_s
     while True:

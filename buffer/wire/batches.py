@@ -1,8 +1,4 @@
-"""The groups that are stored and not yet trained: their bytes and figures, and the parts of the batch that is taken.
-
-A group's samples are opened once, when it is put; a batch is cut once for all ranks, and a rank's part of it is made
-when the rank asks for it.
-"""
+"""The groups that are stored and not yet trained, and the parts of the batch that is taken."""
 
 import logging
 import math
@@ -30,20 +26,19 @@ TOO_MANY = "batch %d: %d metrics left out, the %d that most samples have are kep
 
 @dataclass
 class LoopTurn:
-    """The work for Takes before other messages are looked at again: a batch of gigabytes for hundreds of ranks must not
-    hold up a heartbeat."""
+    """The work for Takes before other messages are looked at again: a batch of gigabytes must not hold up a
+    heartbeat."""
 
     seconds: float = math.inf
-    """For cutting batches and making parts, from the first one on; 0: none are made."""
+    """0: no part is made."""
     room: float = math.inf
-    """Bytes of parts that may still be handed over to be sent."""
+    """Bytes of parts that may still be sent."""
     ends: float | None = None
-    """None: nothing was cut or made yet."""
     postponed: bool = False
     """A part of a formed batch has to wait for the next turn."""
 
     def over(self) -> bool:
-        """Whether what is left has to wait; notes it. Something is done in each turn that has time at all."""
+        """Whether what is left has to wait. Something is done in each turn that has time at all."""
         now = time.monotonic()
         is_late = self.seconds <= 0 if self.ends is None else now >= self.ends
         self.ends = now + self.seconds if self.ends is None else self.ends
@@ -58,22 +53,19 @@ class UntrainedGroups:
         self._ledger, self._store, self._limits, self._rows = ledger, store, limits, rows
         self.turn = LoopTurn()
         self.learner_waiting = False
-        """A Take is pending: Puts above `buffer.max_gib` are accepted until it is answered."""
+        """Puts above `buffer.max_gib` are accepted until the pending Take is answered."""
         self.revision = 0
-        """Moves whenever Puts are let in."""
         self.cache = GroupCache(CACHE_BYTES)
         self._payloads: dict[int, list[bytes]] = {}
-        """Samples by item, of groups accepted since the last transaction."""
         self._figures: dict[int, Sequence[SampleStats]] = {}
         """By item, for groups whose samples were opened since the start."""
         self._bytes: dict[int, int] = store.untrained_bytes()
         self.bytes_stored = sum(self._bytes.values())
         self._cut: tuple[tuple[int, int, bool, tuple[int, ...]], BatchCut] | None = None
-        """The batch that was cut last, by version, ranks, whether in whole groups, and items (it may lose a group)."""
+        """The batch that was cut last; it may lose a group."""
 
     @property
     def full(self) -> bool:
-        """Whether a Put has to wait."""
         return self.bytes_stored >= self._limits.max_bytes and not self.learner_waiting
 
     def add(self, item: int, samples: list[bytes], figures: Sequence[SampleStats], is_stored: bool) -> None:
@@ -86,21 +78,20 @@ class UntrainedGroups:
             self.bytes_stored += self._bytes[item]
 
     def written(self, changes: Changes) -> Mapping[int, Sequence[bytes]]:
-        """The samples that are to be written with these changes."""
         if void := changes.discarded | changes.quarantined:
             self.forget(void)
         payloads, self._payloads = self._payloads, {}
         return {item: payloads[item] for item in changes.sample_stats}
 
     def forget(self, items: Collection[int]) -> None:
-        """Stop counting the bytes of these items: their samples are trained or void."""
+        """The samples of these items are trained or void."""
         self.cache.release(items)
         for item in items:
             self._figures.pop(item, None)
             self.bytes_stored -= self._bytes.pop(item, 0)
 
     def rewind(self, version: int, replay: int) -> None:
-        """The learner is at `version` again, and takes `replay` batches a second time: they are untrained again."""
+        """The learner takes `replay` batches a second time: they are untrained again."""
         self._cut = None  # its batch was undone
         if replay:
             self._bytes |= self._store.bytes_batched_since(version)
@@ -113,8 +104,8 @@ class UntrainedGroups:
             self._cut = None
 
     def part(self, take: Take, batch: FormedBatch, counts: Callable[[], Mapping[str, Any]]) -> Part | None:
-        """The part of a rank. None: not in this turn, or a group went into quarantine, so that the batch is another
-        one. Raises ImageUnavailable and ImageError."""
+        """The part of a rank. None: not in this turn, or a group went into quarantine. Raises ImageUnavailable and
+        ImageError."""
         key, items = (take.version, take.world, take.share_prompts, batch.items), self._ledger.state.items
         try:
             if self._cut is None or self._cut[0] != key:
@@ -140,8 +131,8 @@ class UntrainedGroups:
         return part
 
     def _opened(self, batch: FormedBatch) -> bool:
-        """Read the figures that are missing after a restart, as many as the turn allows. False: not all yet, or a group
-        went into quarantine. Raises DamagedSample."""
+        """Read figures that are missing after a restart. False: not all yet, or a group went into quarantine. Raises
+        DamagedSample."""
         for item in batch.items:
             if item not in self._figures:
                 if self.turn.over():
@@ -154,14 +145,12 @@ class UntrainedGroups:
         return True
 
     def quarantine(self, item: int, reason: str) -> None:
-        """Put a group into quarantine."""
         row = self._ledger.state.items[item].row if item in self._ledger.state.items else None
         if self._ledger.batches.quarantine(item, " ".join(reason.split())):
             log.error("item %d (row %s) is in quarantine and is not trained: %s", item, row, reason)
 
     def _leave_out(self, damage: DamagedSample, version: int) -> None:
-        """Ranks that have a part of the batch with the damaged group take it again before they train
-        (`learner/sound.py`)."""
+        """Ranks that hold the damaged group take the batch again before they train (`learner/sound.py`)."""
         if self._ledger.batches.quarantine(damage.item, damage.reason):
             where = f"item {damage.item} is put into quarantine, batch {version} is served without it"
             log.error("%s: %s", where, damage)

@@ -1,8 +1,5 @@
 """The clients of the samples wire: `RolloutClient` for a rollout server (async), `LearnerClient` for a learner rank
-(blocking).
-
-Both wait for the buffer only; `Connection` repeats, reconnects and warns.
-"""
+(blocking)."""
 
 import asyncio
 import logging
@@ -24,20 +21,17 @@ __all__ = ["Connection", "LearnerClient", "MessageTooLarge", "RefusedError", "Ro
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 CLOSE_S = 30.0
-"""How long `LearnerClient.close` waits for the answer to the last Trained."""
 
 
 class RolloutClient:
-    """A rollout server's connection to the buffer. `server_version` returns the policy version the engine runs now."""
+    """A rollout server's connection to the buffer. `server_version` returns the policy version of the engine."""
 
     def __init__(self, client: Connection, server_version: Callable[[], int]) -> None:
         self.client, self._version = client, server_version
         self.holding: set[int] = set()
-        """Leases this server works on."""
         self.nudged = asyncio.Event()
-        """Set it to have `heartbeats` send one at once, as after a policy swap."""
+        """Set it to have `heartbeats` send one at once."""
         self.finished: protocol.Finished | None = None
-        """How the run ended, once `ask` has returned None."""
         self.learner_waits = False
         self.evaluating: int | None = None
         self.evaluation_due, self.evaluation_over = asyncio.Event(), asyncio.Event()
@@ -46,7 +40,7 @@ class RolloutClient:
         self._asking: asyncio.Task[list[WorkItem] | None] | None = None
 
     async def ask(self, room: int) -> list[WorkItem] | None:
-        """Up to `room` items to make groups of, at least one; None: there will be no more. One call at a time.
+        """Up to `room` items, at least one; None: there will be no more. One call at a time.
 
         A cancelled call loses nothing: its items are returned by the next one.
         """
@@ -72,7 +66,7 @@ class RolloutClient:
         return items
 
     async def put(self, item: WorkItem, samples: Sequence[Sample]) -> protocol.Stored:
-        """Hand over a finished group; waits while the buffer is full. Not `accepted`: the lease was over."""
+        """Hand over a group; waits while the buffer is full. Not `accepted`: the lease was over."""
         packed = [sample.pack() for sample in samples]
         put = protocol.Put(item=item.item, lease=item.lease, samples=packed)
         stored = await self.client.expect(put, protocol.Stored)
@@ -89,8 +83,7 @@ class RolloutClient:
         returned: bool = False,
         kind: FailureKind = "infrastructure",
     ) -> None:
-        """The item could not become a group; it is tried again, elsewhere if there is another server, unless
-        `permanent`. `returned`: this server has not failed at it."""
+        """The item is tried again unless `permanent`. `returned`: this server has not failed at it."""
         failure = {"reason": reason, "failure_kind": kind, "permanent": permanent, "returned": returned}
         fail = protocol.Fail(item=item.item, lease=item.lease, **failure)  # type: ignore[arg-type]
         await self.client.expect(fail, protocol.Ack)
@@ -110,7 +103,7 @@ class RolloutClient:
         return news.revoked
 
     async def claim(self, version: int) -> int | None:
-        """The evaluation of the loaded `version` that this server is to make, named by when it was due."""
+        """The evaluation of `version` that this server is to make, named by when it was due."""
         self.evaluating = (await self.client.expect(protocol.Evaluate(version=version), protocol.Due)).due
         self.evaluation_over.clear()
         return self.evaluating
@@ -123,7 +116,7 @@ class RolloutClient:
         return stored
 
     async def leave(self) -> None:
-        """This server ends: the buffer may give what it still has to others, and what a pending Ask would bring."""
+        """This server ends: what it still has, and what a pending Ask would bring, goes to others."""
         if self._asking:
             self._asking.cancel()  # else it is repeated, and lets this server in again
         await self.client.expect(protocol.Goodbye(), protocol.Ack)
@@ -139,7 +132,7 @@ async def heartbeats(
     stats: Callable[[], Mapping[str, float]],
     revoke: Callable[[list[int]], None],
 ) -> None:
-    """Send a heartbeat every `every_s` seconds, and at once when `samples.nudged` is set; pass leases that are over to
+    """Send a heartbeat every `every_s`, and at once when `samples.nudged` is set; pass leases that are over to
     `revoke`."""
     while True:
         revoke(await samples.beat(stats()))
@@ -152,7 +145,7 @@ async def heartbeats(
 
 
 class LearnerClient:
-    """A learner rank's connection to the buffer, in a thread of its own: blocking calls from any thread.
+    """A learner rank's connection to the buffer: blocking calls from any thread.
 
     Raises RefusedError, and TimeoutError after `timeout_s` (None: never) without an answer.
     """
@@ -178,7 +171,6 @@ class LearnerClient:
         self._client: Connection | None = None
         self._trained: Future[protocol.Ack] | None = None
         self.finished: protocol.Finished | None = None
-        """How the run ended, once `take` has returned None."""
         self._results: SimpleQueue[EvaluationResult] = SimpleQueue()
         self._fetching: Future[None] | None = None
         self._new = 0
@@ -195,14 +187,14 @@ class LearnerClient:
             raise
 
     def rewind(self, version: int) -> int:
-        """The learner restored `version`; returns how many batches will be served again as they were."""
+        """Returns how many batches will be served again as they were."""
         rewound = self._wait(self.client.expect(protocol.Rewind(version=version), protocol.Rewound), "Rewind")
         replay = rewound.replay if rewound else 0
         self._new = version + replay
         return replay
 
     def take(self, version: int) -> Part | None:
-        """This rank's part of batch `version`; None: there will be none, as `finished` or `stop` says."""
+        """This rank's part; None: there will be none, as `finished` or `stop` says."""
         if self._stopped.is_set():
             return None
         if self._trained and self._trained.done():
@@ -217,25 +209,25 @@ class LearnerClient:
         return answer
 
     def quarantine(self, item: int, reason: str) -> None:
-        """The group of `item` in a taken batch cannot be trained; the batch is to be taken again."""
+        """The group of `item` cannot be trained; the batch is to be taken again."""
         reason = " ".join(reason.split())[: protocol.MOST_REASON]
         self._wait(self.client.expect(protocol.Quarantine(item=item, reason=reason), protocol.Ack), "Quarantine")
 
     def try_alone(self, version: int, item: int | None) -> None:
-        """This learner tries the group of `item` by itself from now on; None: it has tried all."""
+        """This learner tries the group of `item` by itself; None: it has tried all."""
         self._wait(self.client.expect(protocol.Trial(version=version, item=item), protocol.Ack), "Trial")
 
     def stop(self) -> None:
-        """From now on, and where they wait now, `rewind` returns 0, `take` None and `last_evaluations` what has come. A
+        """From now on `rewind` returns 0, `take` None and `last_evaluations` what has come, also where they wait. A
         signal's handler may call it: nothing is raised into what it interrupts."""
         self._loop.call_soon_threadsafe(self._stopped.set)
 
     def trained(self, version: int, oldest_kept: int) -> None:
-        """Batch `version` has been trained; batches before `oldest_kept` will not be asked for again.
+        """Batches before `oldest_kept` will not be asked for again.
 
         Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call, or
         `close`,
-        raises what the buffer refused about this one.
+        raises what the buffer refused.
         """
         if self._trained and self._trained.done():
             self._trained.result()  # raises what the buffer refused
@@ -259,7 +251,6 @@ class LearnerClient:
             self._results.put(answer)
 
     def evaluations(self) -> list[EvaluationResult]:
-        """The results that have come since the last call."""
         return [self._results.get() for _ in range(self._results.qsize())]
 
     def last_evaluations(self) -> list[EvaluationResult]:
@@ -277,7 +268,7 @@ class LearnerClient:
         return self._client
 
     def close(self) -> None:
-        """End the connection and its thread; waits up to CLOSE_S for the answer to the last Trained."""
+        """Waits up to CLOSE_S for the answer to the last Trained."""
         if not self._thread.is_alive():
             return
         trained, self._trained = self._trained, None
@@ -307,7 +298,6 @@ class LearnerClient:
         self.close()
 
     def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T | None:
-        """The result of `work`, None once stopped."""
         future = asyncio.run_coroutine_threadsafe(unless(self._stopped, work), self._loop)
         try:
             return future.result(self.timeout_s)

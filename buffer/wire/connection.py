@@ -1,8 +1,7 @@
 """`Connection`: one process's connection to the buffer.
 
-A request is repeated until it is answered: on a new connection, when the buffer has restarted (it answers
-`NotRegistered`), and every now and then in between. There is no timeout; while the buffer cannot be reached, warnings
-come at growing intervals.
+A request is repeated until it is answered: on a new connection, when the buffer has restarted, and every now and then
+in between. There is no timeout.
 """
 
 import asyncio
@@ -26,10 +25,9 @@ from buffer.wire.protocol import ANSWERS, PROTOCOL, Again, Hello, Later, NotRegi
 
 log = logging.getLogger(__name__)
 MAX_RETRY = 12
-"""An unanswered request is repeated at growing intervals, at most `MAX_RETRY * retry_s` apart."""
+"""In units of `retry_s`: longest time after which an unanswered request is repeated."""
 ANEW = 6
-"""Repeated Hellos without a connection until the socket connects anew. Until then a handshake may be on its way, at a
-buffer that is paused or has very many clients."""
+"""Repeated Hellos until the socket connects anew. Until then a handshake may be on its way at a busy buffer."""
 Answer = TypeVar("Answer", bound=Message)
 
 # Both ends leave dead networks to the kernel. No ZMQ_HEARTBEAT_IVL at either: libzmq 4.3.5 aborts the buffer where its
@@ -60,15 +58,15 @@ LOST: dict[int, str] = {
 
 
 async def broken(socket: zmq.asyncio.Socket) -> AsyncGenerator[int, None]:
-    """The file descriptor of each connection of `socket` that breaks: the kernel reports at once when a process ends.
-    The descriptor over which a message came is `frame.get(zmq.SRCFD)`."""
+    """The file descriptor of each connection of `socket` that breaks: the kernel reports at once when a process
+    ends."""
     async with aclosing(events_of(socket, zmq.EVENT_DISCONNECTED)) as events:
         async for _, descriptor in events:
             yield descriptor
 
 
 async def events_of(socket: zmq.asyncio.Socket, kinds: int) -> AsyncGenerator[tuple[int, int], None]:
-    """Kind and file descriptor of each event of these kinds at a connection of `socket`, until cancelled."""
+    """Kind and file descriptor of each event of these kinds."""
     monitor = socket.get_monitor_socket(kinds)
     try:
         while True:
@@ -88,7 +86,7 @@ class RefusedError(RuntimeError):
 
 
 class ProtocolFault(RuntimeError):
-    """The buffer's answer does not fit the request: one of the two ends has a bug or another version."""
+    """The answer does not fit the request: one of the two ends has a bug or another version."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; install the same Headrace everywhere, or report it")
@@ -104,8 +102,6 @@ class MessageTooLarge(RefusedError):
 
 @dataclass
 class PendingAnswer:
-    """A request that was sent, and its answer."""
-
     frame: Frame
     answer: "asyncio.Future[Message]"
     is_put_off: bool = False
@@ -113,7 +109,7 @@ class PendingAnswer:
 
 
 class Dealer:
-    """The socket: one process, one `identity`, through all connections."""
+    """The socket of one `identity`, through all connections."""
 
     def __init__(self, identity: str) -> None:
         self.socket = zmq.asyncio.Context().socket(zmq.DEALER)
@@ -129,14 +125,14 @@ class Dealer:
         self.socket.connect(endpoint(address, keys.folder))
 
     def connect_anew(self, address: str, keys: ClientKeys) -> None:
-        """Disconnect and connect. libzmq does not connect again by itself once a handshake was refused, or the other
-        end said something else than ZMTP."""
+        """libzmq does not connect again by itself once a handshake was refused, or the other end said something else
+        than ZMTP."""
         with suppress(zmq.ZMQError):  # that it is not connected to it
             self.socket.disconnect(endpoint(address, keys.folder))
         self.socket.connect(endpoint(address, keys.folder))
 
     def send(self, frame: Frame) -> None:
-        """Send it, if there is a connection."""
+        """Does nothing without a connection."""
         sent = self.socket.send(frame, zmq.DONTWAIT)  # with DONTWAIT it is done at once
         assert isinstance(sent, asyncio.Future)
         error = sent.exception()
@@ -144,7 +140,6 @@ class Dealer:
             raise error
 
     async def event(self) -> int:
-        """The next event of a connection: EVENT_HANDSHAKE_SUCCEEDED, or one of LOST."""
         kind, _ = struct.unpack("=hi", (await self._monitor.recv_multipart())[0])
         return int(kind)
 
@@ -174,7 +169,7 @@ class Connection:
     ) -> None:
         self.address, self.name, self.retry_s, self.keys = address, name, retry_s, keys
         self.late_s = late_s
-        """Silence of the buffer before the first warning; each further one after twice the time."""
+        """Silence before the first warning; each further one comes after twice the time."""
         self.welcome: Welcome | None = None
         token = uuid.uuid4().hex
         self._hello = Hello(
@@ -216,7 +211,6 @@ class Connection:
             self._dealer.close()
 
     async def request(self, message: Message) -> Message:
-        """The buffer's answer, however long it takes. Raises RefusedError, MessageTooLarge."""
         if self._fatal:
             raise self._fatal
         frame = pack(number := next(self._numbers), message)
@@ -241,7 +235,7 @@ class Connection:
             del self._pending[number]
 
     async def expect(self, message: Message, kind: type[Answer]) -> Answer:
-        """`request` for a message with one kind of answer. Raises ProtocolFault for another kind."""
+        """`request` with one kind of answer. Raises ProtocolFault for another kind."""
         answer = await self.request(message)
         if not isinstance(answer, kind):
             raise ProtocolFault.of(message, answer)
@@ -319,7 +313,6 @@ class Connection:
                         due_s = silent_s + min(silent_s, 600.0)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """A refused Hello or a broken answer ends every request with the same error."""
         if task.cancelled() or not (error := task.exception()):
             return
         self._fatal = error

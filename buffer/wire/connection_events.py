@@ -10,8 +10,7 @@ import zmq.asyncio
 
 
 class ConnectionEvents:
-    """The events of `socket`, which has no other monitor: (kind, file descriptor) of each connection that is accepted
-    or ends."""
+    """(kind, file descriptor) of each connection that is accepted or ends. `socket` has no other monitor."""
 
     def __init__(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
         self._socket, address = socket, f"inproc://connections-{id(self)}"
@@ -26,11 +25,10 @@ class ConnectionEvents:
         await self.monitor.poll()
 
     def poll(self, timeout_ms: int) -> bool:
-        """Block until there are events that were not read, or for `timeout_ms`. Returns whether there are."""
+        """Block for at most `timeout_ms`; returns whether there are events."""
         return bool(self._plain.poll(timeout_ms))
 
     def new(self) -> list[tuple[int, int]]:
-        """The events since the last call, in order."""
         events = list[tuple[int, int]]()
         while self._plain.poll(0):
             kind, descriptor = struct.unpack("=hi", self._plain.recv_multipart()[0])

@@ -1,8 +1,8 @@
-"""What one connection to the buffer may hold: bytes that are not read, answers that it does not read, and an open file.
+"""What one connection to the buffer may hold: unread bytes, unread answers and an open file.
 
-`ZMQ_MAXMSGSIZE` holds for a whole socket, so a stranger could have as much memory reserved by half a message as a
-server by a group. The kernel counts the bytes of each connection (TCP_INFO): until its process has said Hello, a
-connection may bring little, and afterwards what its role has to send. One that brings more is closed.
+`ZMQ_MAXMSGSIZE` holds for a whole socket, so half a message of a stranger could reserve as much memory as a group. The
+kernel counts the bytes of each connection (TCP_INFO): one that brings more than its role has to send is closed, before
+its process has said Hello at little.
 """
 
 import logging
@@ -20,7 +20,7 @@ from configs.flow.capacity import OWN_FILES
 
 log = logging.getLogger(__name__)
 UNKNOWN_BYTES = 2**16
-"""Bytes that a connection may have sent before a Hello is read."""
+"""Bytes before a Hello is read."""
 SMALL_BYTES = 2**22
 """Unread bytes of a learner's or an observer's connection."""
 HELLO_S = 60.0
@@ -28,11 +28,10 @@ HELLO_S = 60.0
 FRAME_OVERHEAD = 64
 """Most bytes of the wire for a message beside itself, with CURVE."""
 UNSENT_BYTES = 32 * 2**20
-"""Large answers that a process has not read, above which its connection is closed when it asks for more."""
+"""Large answers that a process may leave unread."""
 KEPT_FILES = OWN_FILES // 2
 """Open files that are kept for the disk: below, connections without a Hello are closed."""
 REPEAT_S = 10.0
-"""Shortest time between two lines of the log about one cause."""
 BYTES_RECEIVED = 128
 """Offset of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
 
@@ -40,15 +39,15 @@ BYTES_RECEIVED = 128
 class ConnectionLimits:
     """The connections of one ZeroMQ socket, by their file descriptors.
 
-    The kernel may give a descriptor to another socket of the process, such as one of NCCL, before ZeroMQ's event is
-    read.
-    So only a socket whose own address is `endpoint` is shut down.
+    The kernel may give a descriptor to another socket of the process before ZeroMQ's event is read. So only a socket
+    whose
+    own address is `endpoint` is shut down.
     """
 
     def __init__(self, files: OpenFiles | None = None) -> None:
         self.files = files or OpenFiles()
         self.endpoint = ""
-        """As ZeroMQ writes it: `tcp://127.0.0.1:5600`, `ipc://PATH`."""
+        """`tcp://127.0.0.1:5600`, `ipc://PATH`."""
         self.unknown: dict[int, float] = {}
         """Connections without a Hello, the oldest first, and when they were made."""
         self._most: dict[int, int] = {}
@@ -68,7 +67,7 @@ class ConnectionLimits:
             self._read[descriptor] += size + FRAME_OVERHEAD
 
     def admit(self, descriptor: int, large: bool) -> None:
-        """The process behind a connection has said Hello. `large`: it sends groups."""
+        """The process has said Hello. `large`: it sends groups."""
         self.unknown.pop(descriptor, None)
         if large:
             self._most.pop(descriptor, None)
@@ -77,7 +76,6 @@ class ConnectionLimits:
             self._most[descriptor] = SMALL_BYTES
 
     def close_large(self, now: float) -> None:
-        """Close connections that have sent more than they may."""
         for descriptor, most in list(self._most.items()):
             arrived = bytes_received(descriptor)
             self._read[descriptor] = min(self._read[descriptor], arrived)
@@ -97,7 +95,6 @@ class ConnectionLimits:
                 self.close(descriptor, "said no Hello while open files ran out")
 
     def close(self, descriptor: int, why: str) -> None:
-        """End a connection; ZeroMQ notices it, and frees what it holds."""
         self.on_event(zmq.EVENT_DISCONNECTED, descriptor, 0.0)
         self._closed[why] += 1
         end(descriptor, self.endpoint)
@@ -123,14 +120,13 @@ class UnsentAnswers:
         self._of[identity] += size
 
     def remove(self, identity: bytes, size: int) -> None:
-        """The answer has been sent, or dropped with its connection."""
         self.total -= size
         self._of[identity] -= size
         if not self._of[identity]:
             del self._of[identity]
 
     def too_many(self, identity: bytes) -> bool:
-        """Whether a process has to read answers before it gets another large one. The first one is always sent."""
+        """Whether a process gets no large answer before it reads others. The first one is always sent."""
         held = self._of.get(identity, 0)
         return held >= UNSENT_BYTES or (held > 0 and self.total >= self.budget)
 
@@ -138,28 +134,28 @@ class UnsentAnswers:
 class ConnectionTracker:
     """Which process sends over which connection of a ROUTER, and whose connection has ended.
 
-    ZeroMQ names connections by their file descriptors, in messages (`frame.get(zmq.SRCFD)`) and in a monitor's events.
-    Such a name is not unique: the kernel gives it to the next connection at once; a message may be read long after the
-    end
-    of its connection; and a connection whose process makes another one is closed without an event. So `ended` is given
-    the
-    messages read and, after them, all events up to then: a connection is accepted before it says anything, so its own
-    event
-    is among them. If two identities sent over one descriptor, the later one has it. The next message corrects a wrong
-    guess.
+    ZeroMQ names connections by their file descriptors. Such a name is not unique: the kernel gives it to the next
+    connection
+    at once; a message may be read long after the end of its connection; and a connection whose process makes another
+    one is
+    closed without an event. So `ended` is given the messages read and, after them, all events up to then: a connection
+    is
+    accepted before it says anything, so its own event is among them. If two identities sent over one descriptor, the
+    later
+    one has it. The next message corrects a wrong guess.
     """
 
     def __init__(self) -> None:
         self._over: dict[bytes, int] = {}
-        """By identity: the descriptor over which its last message came."""
+        """The descriptor of the last message, by identity."""
         self._last: dict[int, bytes] = {}
-        """By descriptor: the identity of the last message that came over it."""
+        """The identity of the last message, by descriptor."""
         self._closed: set[int] = set()
         """Descriptors without a connection."""
 
     def ended(self, heard: Mapping[bytes, int], events: Iterable[tuple[int, int]]) -> list[bytes]:
         """Identities whose connections have ended since the last call. `heard`: descriptors of the messages read since,
-        by identity, in the order of the last ones; `events`: (kind, descriptor), in order."""
+        in the order of the last ones; `events`: (kind, descriptor), in order."""
         changed, taken = set(), set()
         for kind, descriptor in events:
             changed.add(descriptor)
@@ -183,13 +179,12 @@ class ConnectionTracker:
         return ended
 
     def close(self, identity: bytes, limits: ConnectionLimits) -> None:
-        """End the connection of a process that does not read."""
         if (descriptor := self._over.get(identity)) is not None and self._last.get(descriptor) == identity:
             limits.close(descriptor, "read none of its answers")
 
 
 def bytes_received(descriptor: int) -> int:
-    """Bytes that have arrived over a TCP connection; 0 for one that is gone, or is none."""
+    """0 for a connection that is gone, or is not TCP."""
     with suppress(OSError), _borrowed(descriptor) as connection:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
         if len(info) == BYTES_RECEIVED + 8:
@@ -198,14 +193,12 @@ def bytes_received(descriptor: int) -> int:
 
 
 def end(descriptor: int, endpoint: str) -> None:
-    """Shut down a connection that was accepted at `endpoint`; its owner closes it."""
     with suppress(OSError), _borrowed(descriptor) as connection:
         if accepted_at(connection, endpoint):
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def accepted_at(connection: socket.socket, endpoint: str) -> bool:
-    """Whether the socket's own address is the path, or has the port, of `endpoint`."""
     own = connection.getsockname()
     if connection.family == socket.AF_UNIX:
         return endpoint == f"ipc://{own}"
@@ -214,7 +207,7 @@ def accepted_at(connection: socket.socket, endpoint: str) -> bool:
 
 @contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """ZeroMQ's own socket, which stays open. Raises OSError for a descriptor that is closed, or no socket."""
+    """ZeroMQ's own socket, which stays open. Raises OSError."""
     connection = socket.socket(fileno=descriptor)
     try:
         yield connection

@@ -1,5 +1,4 @@
-"""All requests of the samples wire as calls on ledger and store: `Handlers` builds the parts and answers what is
-answered at once.
+"""All requests of the samples wire as calls on ledger and store.
 
 A request that may have to wait has a class of its own, a verb. A wrong request raises ValueError with one line. Nothing
 that was answered may be sent before the `changes` until then are committed.
@@ -52,7 +51,7 @@ HOLD_S = 2.0
 
 class AwaitedNews(NamedTuple):
     """What parked requests wait for: while one request gets no answer, neither do others that wait for the same. Asks
-    are the exception: `AskVerb.admits` decides whether any of one version gets one."""
+    are the exception: `AskVerb.admits` decides."""
 
     kind: str
     version: int = -1
@@ -70,12 +69,10 @@ class ParkableVerb(Protocol[M]):
         pass
 
     def why(self, peer: Peer, request: M) -> str:
-        """What it waits for, for people, in one line."""
+        pass
 
 
 class AskVerb:
-    """Ask: parked until there is an item for the server."""
-
     def __init__(self, ledger: Ledger, rows: ServedRows) -> None:
         self._ledger, self._rows = ledger, rows
 
@@ -104,7 +101,7 @@ class AskVerb:
         return Work(items=items)
 
     def admits(self, version: int) -> bool:
-        """Whether an Ask of some server that runs `version` could be answered now; if not, then none of an older one
+        """Whether an Ask of a server that runs `version` could be answered; if not, then none of an older one
         either."""
         if self._ledger.view.finished():
             return True
@@ -118,14 +115,12 @@ class AskVerb:
         return self._rows.why_away or reasons.for_work(self._ledger, peer.key)
 
     def differs_by(self, peer: Peer) -> Hashable:
-        """What may set the reason of this server apart from that of others with its version."""
+        """What may set this server's reason apart from that of others with its version."""
         running = self._ledger.evaluations.running()
         return self._ledger.state.pool.num_elsewhere(peer.key), running is not None and running.server == peer.key
 
 
 class TakeVerb:
-    """Take: parked until the batch is formed, and the part's turn has come."""
-
     def __init__(self, ledger: Ledger, peers: Peers, groups: UntrainedGroups, rows: ServedRows) -> None:
         self._ledger, self._peers, self._groups, self._rows = ledger, peers, groups, rows
 
@@ -173,12 +168,9 @@ class TakeVerb:
 
 
 class PutVerb:
-    """Put: parked while the byte budget is full."""
-
     def __init__(self, ledger: Ledger, groups: UntrainedGroups, rows: ServedRows, limits: Limits) -> None:
         self._ledger, self._groups, self._rows, self._limits = ledger, groups, rows, limits
         self._unfit, self._logged_at = 0, -math.inf
-        """Groups refused since the start because they cannot be trained."""
 
     def answer(self, peer: Peer, put: Put, now: float) -> Stored | None:
         try:
@@ -195,7 +187,6 @@ class PutVerb:
         return ACCEPTED if refusal is None else Stored(accepted=False, reason=refusal)
 
     def _judged(self, put: Put) -> list[SampleStats]:
-        """Raises WrongValue if the samples cannot be trained."""
         if len(put.samples) != self._limits.samples:
             what = f"{len(put.samples)} samples, batch.samples is {self._limits.samples}"
             raise WrongValue(f"item {put.item}", what)
@@ -227,8 +218,6 @@ class PutVerb:
 
 
 class WhereVerb:
-    """Where: parked until the learner has another weights wire than the known one."""
-
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
@@ -246,8 +235,6 @@ class WhereVerb:
 
 
 class ResultsVerb:
-    """Results: parked until there is a result that the rank does not know."""
-
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
@@ -267,13 +254,12 @@ class ResultsVerb:
 
 
 def finished(ledger: Ledger) -> Finished | None:
-    """The answer to a request for work or for a batch, once there will be none."""
     outcome = ledger.view.outcome()
     return Finished(outcome=outcome, why=reasons.ended(ledger), last=ledger.view.reach.last) if outcome else None
 
 
 class Handlers:
-    """Answers all requests. `problems` are the rows of the data set, by the number that the ledger calls `index`."""
+    """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
 
     def __init__(self, ledger: Ledger, store: Store, problems: Sequence[Mapping[str, Any]], limits: Limits) -> None:
         self.ledger, self.store, self._limits = ledger, store, limits
@@ -296,12 +282,12 @@ class Handlers:
         }  # fmt: skip
         self.kept: protocol.Kept | None = None
         self._noted: list[Change] = []
-        """Changes of run-file keys, to be written with the next commit."""
+        """To be written with the next commit."""
         self._void_before: int | None = None
         self._ended: str | None = None
-        """`reasons.ended` as last written; None: unknown after a start."""
+        """As last written; None: unknown after a start."""
         self._next_end: tuple[tuple[int, int], float | None] = (-1, -1), None
-        """Revision and next lease at which `Ledger.expire` was called last, and what it returned."""
+        """Revision and next lease at the last `Ledger.expire`, and what it returned."""
 
     @property
     def revision(self) -> int:
@@ -309,7 +295,6 @@ class Handlers:
         return self.ledger.revision + self.peers.revision + self.groups.revision + self.rows.revision
 
     def answer(self, peer: Peer, number: int, message: Message, now: float) -> Message | None:
-        """The answer, or None: not yet."""
         if verb := self.verbs.get(type(message)):
             return verb.answer(peer, message, now)
         if isinstance(message, protocol.Heartbeat):
@@ -332,7 +317,6 @@ class Handlers:
         return min((end for end in ends if end is not None), default=None)
 
     def changes(self) -> Transaction | None:
-        """What changed since the last call, to be committed before anything else is handled."""
         changes = self.ledger.drain()
         ended = reasons.ended(self.ledger) if self.ledger.view.outcome() else ""
         if ended != self._ended:
@@ -414,7 +398,7 @@ class Handlers:
 
     @property
     def wanted_servers(self) -> int | None:
-        """A person's number, else the launcher's; None while nobody has one."""
+        """A person's number, else the launcher's."""
         return self.ledger.wanted.by_person or (self.kept.wanted if self.kept else None)
 
     def _note_kept(self, peer: Peer, kept: protocol.Kept, now: float) -> Message:

@@ -1,12 +1,10 @@
 """What messages are made of: the base model, bounds of fields, tensors, packing and the limits of unpacking.
 
 A message is one ZeroMQ frame of MessagePack: a map with `kind` (the name of the model), `id` (chosen by the client,
-repeated in the answer) and the fields of the model. Large samples of a `Part` follow in frames of their own, without a
-copy.
+repeated in the answer) and the fields of the model.
 
-The type of each field bounds its value, and a value beyond the bound is refused on arrival. Texts that explain
-something to people are cut instead: a long explanation must not end the process that gives it. Bytes are bounded by the
-size of the message.
+The type of each field bounds its value. Texts that explain something to people are cut, not refused: a long
+explanation must not end the process that gives it.
 """
 
 import math
@@ -25,28 +23,26 @@ NAME, TEXT_LENGTH, REPORT = 200, 4000, 100_000
 MOST_RANKS = 2**16
 """A batch is not cut for more: the cut takes memory for each."""
 MOST_WORKERS = 4096
-"""Workers of one rollout server."""
 MOST_NAMED = 2**14
 """Servers, sets or figures in one message."""
 MOST_HELD = 2**16
 """Leases that one server holds, and samples of a group."""
 MOST_STATS = 256
-"""Figures in a heartbeat: every answer to `Status` repeats them for each server."""
+"""Every answer to `Status` repeats the figures of a heartbeat for each server."""
 MOST_RESULTS = 2**18
-"""Evaluations of a run."""
 LIMITS: dict[str, Any] = {
     "strict_map_key": False,
     "max_array_len": MOST_ENTRIES,
     "max_map_len": MOST_KEYS,
     "max_ext_len": 16,
 }
-"""Limits of a message that is unpacked before its kind is known."""
+"""Of a message that is unpacked before its kind is known."""
 Frame = bytes | memoryview
 TEXT: dict[str, Any] = {"unicode_errors": "backslashreplace"}
-"""Users' code and policies may write half a surrogate pair into an answer or a reason, where an escape is good enough.
-A row with half a pair is refused when it is loaded."""
+"""Users' code and policies may write half a surrogate pair, where an escape is good enough. A row with half a pair is
+refused when it is loaded."""
 FRAME_BYTES = 2**16
-"""Mean size from which on byte strings travel as frames: smaller ones are copied sooner than they are sent apart."""
+"""Mean size from which on byte strings travel as frames: smaller ones are copied sooner."""
 
 
 Dtype = Literal["uint8", "uint16", "int32", "int64", "float32", "float64"]
@@ -55,12 +51,12 @@ NAMES: dict[Any, Dtype] = {np.dtype(name): name for name in get_args(Dtype)}
 
 
 def written(text: Any) -> Any:
-    """`text` with half surrogate pairs, which UTF-8 cannot hold, as escapes; anything else as it is."""
+    """`text` with half surrogate pairs, which UTF-8 cannot hold, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode() if isinstance(text, str) else text
 
 
 def cut(text: Any, most: int = TEXT_LENGTH) -> Any:
-    """`text` as `written`, cut to `most` characters; anything else as it is."""
+    """`text` as `written`, cut to `most` characters."""
     return f"{text[: most - 3]}..." if isinstance(text := written(text), str) and len(text) > most else text
 
 
@@ -71,24 +67,19 @@ Checksum = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Measured = FiniteFloat
 Flag = Annotated[str, Field(max_length=32)]
-"""The name of a backend or a kind."""
 Name = Annotated[str, Field(max_length=NAME)]
-"""The name of a process, a set or a figure; a token or a digest."""
 LongName = Annotated[str, Field(max_length=TEXT_LENGTH)]
-"""A path, an address, or a tensor's name."""
 Text = Annotated[str, BeforeValidator(cut), Field(max_length=TEXT_LENGTH)]
-"""For people, cut to its length."""
 Report = Annotated[str, BeforeValidator(lambda text: cut(text, REPORT)), Field(max_length=REPORT)]
-"""For people, several lines, cut to its length."""
+"""For people, several lines."""
 Label = Annotated[str, BeforeValidator(written), Field(max_length=2**20)]
 """A text that users' code chose, as the name of a metric."""
 Row = Annotated[dict[str, Any], Field(max_length=MOST_KEYS)]
-"""A row of a data set. The size of the message bounds its values."""
+"""The size of the message bounds its values."""
 Few = Annotated[list[T], Field(max_length=MOST_NAMED)]
 Held = Annotated[list[T], Field(max_length=MOST_HELD)]
 Known = Annotated[list[T], Field(max_length=MOST_RESULTS)]
 Many = Annotated[list[T], Field(max_length=MOST_ENTRIES)]
-"""Samples of a batch, tokens or tensors."""
 Stats = Annotated[dict[Name, Measured], Field(max_length=MOST_STATS)]
 Figures = Annotated[dict[Label, Measured], Field(max_length=MOST_NAMED)]
 ByName = Annotated[dict[Name, T], Field(max_length=MOST_NAMED)]
@@ -96,15 +87,13 @@ ByLabel = Annotated[dict[Label, T], Field(max_length=MOST_KEYS)]
 
 
 class Message(BaseModel):
-    """The base of all messages."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     FRAMED: ClassVar[str] = ""
     """Name of the field, a list of byte strings, that may travel as frames."""
 
     def size_hint(self) -> int:
-        """An upper bound of its packed bytes for a message of megabytes, else 0: it is packed in place, not grown."""
+        """An upper bound of the packed bytes of megabytes, else 0: the message is packed in place, not grown."""
         return 0
 
 
@@ -124,18 +113,16 @@ class Array(Message):
 
     @classmethod
     def of(cls, array: np.ndarray) -> "Array":
-        """Pack `array`; raises ValidationError for a dtype that does not travel."""
+        """Raises ValidationError for a dtype that does not travel."""
         array = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
         name: Any = NAMES.get(array.dtype) or array.dtype.name
         return cls(dtype=name, shape=list(array.shape), data=array.tobytes())
 
     def numpy(self) -> np.ndarray:
-        """The array, read-only, without a copy."""
         return np.frombuffer(self.data, np.dtype(self.dtype).newbyteorder("<")).reshape(self.shape)
 
 
 def pack(number: int, message: Message) -> Frame:
-    """One message as one frame."""
     fields = {"kind": type(message).__name__, "id": number, **message.model_dump()}
     size = message.size_hint()
     if not size:
@@ -146,7 +133,7 @@ def pack(number: int, message: Message) -> Frame:
 
 
 def pack_frames(number: int, message: Message) -> list[Frame]:
-    """The message as it is sent: one frame, or one without its large byte strings and a frame for each of those."""
+    """One frame, or one without its large byte strings and a frame for each of those, which is not copied."""
     name = message.FRAMED
     large: list[bytes] = getattr(message, name) if name else []
     if not large or sum(map(len, large)) < FRAME_BYTES * len(large):
@@ -155,7 +142,7 @@ def pack_frames(number: int, message: Message) -> list[Frame]:
 
 
 def unpack(data: Frame, kinds: dict[str, type[Message]], large: Sequence[bytes] = ()) -> tuple[int, Message]:
-    """Undo `pack`, or `pack_frames` with the frames `large`. Raises ValueError, in one line."""
+    """Undo `pack`, or `pack_frames`. Raises ValueError, in one line."""
     fields = open_map(data)
     if large:
         kind = kinds.get(str(fields.get("kind")))
@@ -169,7 +156,6 @@ def unpack(data: Frame, kinds: dict[str, type[Message]], large: Sequence[bytes] 
 
 
 def validate(fields: dict[str, Any], kinds: dict[str, type[Message]]) -> Message:
-    """The message that `fields` describe, `kind` among them. Raises ValueError, in one line."""
     kind = fields.pop("kind", None)
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"not a message of this wire: kind {str(kind)[:40]!r}")
@@ -192,7 +178,7 @@ def number_of(data: Frame) -> int:
 
 
 def open_map(data: Frame) -> dict[str, Any]:
-    """The fields of a message or sample, not yet validated. Raises ValueError, in one line."""
+    """Fields that are not yet validated. Raises ValueError, in one line."""
     try:
         fields = msgpack.unpackb(data, **LIMITS)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:  # TypeError: a list as a key
@@ -203,7 +189,6 @@ def open_map(data: Frame) -> dict[str, Any]:
 
 
 def in_words(error: ValidationError) -> str:
-    """The first thing that is wrong, in one line: where, and what."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))[:80]
     return f"{where}: {first['msg'][:200]}".replace("\n", " ")

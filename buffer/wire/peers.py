@@ -18,34 +18,31 @@ log = logging.getLogger(__name__)
 LOOKERS = ("launcher", "observer")
 """Roles of which several processes may have one name, and which need no config of the run."""
 OBSERVER_S = 60
-"""A process of these roles that sends nothing for so long is forgotten."""
+"""A process of these roles that is silent for so long is forgotten."""
 RECONNECT_GRACE = 0.25
-"""Time to come back after a connection broke, as a share of a lease: more than a heartbeat, so a server that lives has
-sent something by then."""
+"""Time to come back after a connection broke, as a share of a lease: more than a heartbeat."""
 ANONYMOUS_PREFIX = b"\0"
-"""First byte of the identities that ZeroMQ makes: for a client that sets none, and for a connection whose client has
-opened another one under the same identity."""
+"""First byte of the identities that ZeroMQ makes, as for a connection whose client has opened another one under the
+same identity."""
 
 
 @dataclass
 class Peer:
-    """A process that said Hello."""
-
     hello: protocol.Hello
     heard: float
     beat: int = 0
-    """Number of its latest Heartbeat; one that arrives after a later one is ignored."""
+    """Number of its latest Heartbeat; an older one is ignored."""
     stats: dict[str, float] = field(default_factory=dict)
     broke: float | None = None
-    """None: it has sent something since its connection broke."""
+    """When its connection broke, unless it has sent something since."""
     world: int | None = None
-    """Ranks of the learner, as a rank's latest Take has them."""
+    """Ranks of the learner, by its latest Take."""
     hellos: int = 0
     """Other names under which its connection has said Hello."""
 
     @cached_property
     def key(self) -> str:
-        """The ledger's name of this start of a server (`server_name` undoes it)."""
+        """The ledger's name of this start of a server."""
         return f"{self.hello.name}#{self.hello.token}"
 
 
@@ -56,7 +53,7 @@ class Peers:
         self._ledger, self._limits, self.files = ledger, limits, OpenFiles()
         self.known: dict[bytes, Peer] = {}
         self.left: list[bytes] = []
-        """Identities that are no longer known: whatever they wait for may be forgotten."""
+        """Identities whose requests may be forgotten."""
         self.revision = 0
         """Moves whenever a parked request may have an answer because of who came or went."""
         self.weights: str | None = None
@@ -64,11 +61,10 @@ class Peers:
         """By name and role."""
         self._roles: Counter[str] = Counter()
         self._replaced: Remembered[str] = Remembered(MOST_RANKS)
-        """Tokens of processes whose name another one has taken over."""
         self._starts: defaultdict[str, int] = defaultdict(count().__next__)
         """Order in which starts of the learner first said Hello, by token."""
         self.broken: dict[bytes, float] = {}
-        """When the leases of a server whose connection broke end, if it sends nothing until then."""
+        """When the leases of a server with a broken connection end, if it sends nothing until then."""
 
     def hello(self, identity: bytes, hello: protocol.Hello, now: float) -> protocol.Welcome:
         """Let a process in, in place of an earlier one of its name. Raises ValueError, which shows a process of another
@@ -118,7 +114,7 @@ class Peers:
         return known is None or known.hello != hello
 
     def _crowded(self, identity: bytes, hello: protocol.Hello) -> str:
-        """Why there is no room for this process; "" where there is. Observers make room."""
+        """Why there is no room; observers make room."""
         if known := self.known.get(identity):
             return renamed(hello.name, known.hellos) if known.hello != hello else ""
         number = self._roles[hello.role]
@@ -145,12 +141,12 @@ class Peers:
         return min(self.broken.values(), default=None)
 
     def note_world(self, peer: Peer, world: int) -> None:
-        """A rank takes a part for `world` ranks: ranks of an earlier start with another number may be cut off."""
+        """Ranks of an earlier start with another number may be cut off."""
         peer.world, start = world, self._starts[peer.hello.token]
         self._forget_ranks(lambda rank: rank.world not in (None, world) and self._starts[rank.hello.token] < start)
 
     def forget_drained(self, servers: Collection[str], now: float) -> None:
-        """These rollout servers, by the ledger's names, were drained and are gone."""
+        """`servers`: by the ledger's names."""
         for key in servers:
             self._ledger.leave(key, "its server was drained", now, returned=True)
         for identity in [who for who, one in self.known.items() if one.key in servers and one.hello.role == "rollout"]:
@@ -161,13 +157,12 @@ class Peers:
         return [peer for peer in self.known.values() if peer.hello.role == role]
 
     def launcher_gone_s(self, now: float) -> float | None:
-        """Seconds since the launcher ended; None while it is here, or where there was none."""
+        """None while the launcher is here, or where there was none."""
         broke = [self.known[identity].broke for identity in self._named.get((protocol.LAUNCHER, "launcher"), ())]
         ended = [now - moment for moment in broke if moment is not None]
         return min(ended) if ended and len(ended) == len(broke) else None
 
     def _twins(self, identity: bytes, hello: protocol.Hello) -> list[bytes]:
-        """Other identities of the same process."""
         same = self._named.get((hello.name, hello.role), set()) - {identity}
         return [who for who in same if self.known[who].hello.token == hello.token]
 

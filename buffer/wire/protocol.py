@@ -43,7 +43,7 @@ from buffer.wire.message import (
 
 PROTOCOL = 14
 OVERHEAD_PER_ROW = 256
-"""More bytes than a row of a `Part` takes."""
+"""More than a row of a `Part` takes."""
 MOST_REASON = 1000
 LAUNCHER: Literal["launcher"] = "launcher"
 OBSERVER: Literal["observer"] = "observer"
@@ -59,12 +59,10 @@ class WorkItem(Message):
     version: Count
     """Version it was dispatched under: the group's age counts from here."""
     problem: Row
-    """Its `images`, if it has some, are encoded files."""
+    """Its `images` are encoded files."""
 
 
 class Waiter(Message):
-    """Who waits in the buffer, for what, and for how long."""
-
     who: Name
     kind: Name
     why: Text
@@ -83,19 +81,19 @@ class Hello(Message):
     """The role of its key, or `observer`."""
     protocol: Count
     fingerprint: Name
-    """Of the shared config; launchers and observers send an empty one."""
+    """Empty for launchers and observers."""
     serves: LongName | None = None
     """The address of the learner's weights wire."""
 
 
 class Where(Message):
-    """Asks where the learner's weights wire is. Parked until there is one other than `known`."""
+    """Parked until there is a weights wire other than `known`."""
 
     known: LongName | None = None
 
 
 class Ask(Message):
-    """Room for `room` more groups. Parked until there is work; a repeated `request` gets the same work."""
+    """Room for `room` groups. Parked until there is work; a repeated `request` gets the same work."""
 
     request: Count
     version: Count
@@ -112,17 +110,13 @@ class Put(Message):
 
     @cached_property
     def figures(self) -> list[SampleStats]:
-        """Figures of each sample, so that a Put that is tried again is not judged again. They do not travel. A private
-        attribute would take pydantic ten times as long."""
+        """Judged once, however often the Put is tried. A private attribute would take pydantic ten times as long."""
         return []
 
 
 class Fail(Message):
-    """The item could not become a group.
-
-    `permanent`: no other attempt can do better. `returned`: the server drains and gives the item back; the attempt does
-    not count. On the wire `kind` names the message, so the failure's is `failure_kind`.
-    """
+    """The item could not become a group. `permanent`: no other attempt can do better. `returned`: the server drains;
+    the attempt does not count. `kind` names the message, so the failure's is `failure_kind`."""
 
     item: Count
     lease: Count
@@ -138,26 +132,22 @@ class Heartbeat(Message):
     version: Count
     holding: Held[Count]
     stats: Stats = Field(default_factory=dict)
-    """Figures to display."""
     evaluating: Count | None = None
-    """The evaluation that it makes, by the version at which that was due."""
+    """By the version at which it was due."""
 
 
 class Evaluate(Message):
-    """Asks whether the server is to evaluate `version`, which it has loaded, before it loads newer ones."""
+    """Is the server, which has loaded `version`, to evaluate it before it loads newer ones?"""
 
     version: Count
 
 
 class SetResult(Message):
-    """The result of one evaluation set."""
-
     figures: Figures
     """By name, as in `mean@8`."""
     reasons: Few[Text] = Field(default_factory=list)
-    """Why attempts failed."""
     examples: Few[Row] = Field(default_factory=list)
-    """Some answers: `problem` (the row), `answer`, `reward`, `finish`."""
+    """`problem` (the row), `answer`, `reward`, `finish`."""
 
 
 class Evaluated(Message):
@@ -169,8 +159,7 @@ class Evaluated(Message):
 
 
 class Results(Message):
-    """Asks for the result of an evaluation that is not among `known`. Parked until there is one; Ack: there will be no
-    more."""
+    """Parked until an evaluation that is not `known` has ended; Ack: there will be no more."""
 
     known: Known[Count]
 
@@ -186,7 +175,7 @@ class Rewind(Message):
 
 
 class Take(Message):
-    """Asks for part `rank` of `world` of batch `version`. Parked until the batch is ready."""
+    """Part `rank` of `world` of batch `version`. Parked until the batch is ready."""
 
     version: Count
     rank: Count
@@ -196,15 +185,14 @@ class Take(Message):
 
 
 class Trained(Message):
-    """Batch `version` has been trained. Batches before `oldest_kept`, the oldest checkpoint's version, may go."""
+    """Batches before `oldest_kept`, the oldest checkpoint's version, may go."""
 
     version: Count
     oldest_kept: Count
 
 
 class Quarantine(Message):
-    """The group of `item`, in a batch that is not trained, cannot be trained. The batch is to be taken again, and is
-    served without it."""
+    """The group of `item` cannot be trained. Its batch is to be taken again, and is served without it."""
 
     item: Count
     reason: Annotated[str, BeforeValidator(written), Field(max_length=MOST_REASON)]
@@ -212,19 +200,16 @@ class Quarantine(Message):
 
 
 class Trial(Message):
-    """The learner tries the group of `item` of the suspect batch `version` by itself; null: it has tried all. If the
-    learner ends meanwhile, that group is the culprit."""
+    """The learner tries this group of a suspect batch by itself; null: it has tried all. If the learner ends meanwhile,
+    that group is the culprit."""
 
     version: Count
     item: Count | None
 
 
 class Scale(Message):
-    """So many rollout servers are wanted, also over restarts; null: as many as the run file says.
-
-    Refused beyond what the launcher can keep. `rule` is the launcher's own wish, which changes nothing while a person's
-    number holds.
-    """
+    """So many rollout servers are wanted, also over restarts; null: as many as the run file says. Refused beyond what
+    the launcher can keep. A `rule` changes nothing while a person's number holds."""
 
     servers: Annotated[int, Field(ge=1, lt=2**62)] | None
     by: Literal["person", "rule"] = "person"
@@ -232,24 +217,22 @@ class Scale(Message):
 
 
 class Kept(Message):
-    """What the launcher says of its rollout servers; each message replaces the one before."""
+    """The launcher's rollout servers; each message replaces the one before. What servers that have `left` had goes to
+    others, and counts no attempt."""
 
     servers: ByName[ServerLife]
-    """By name, without those that have left."""
+    """Without those that have left."""
     left: Held[Name] = Field(default_factory=list)
-    """Those that were drained and are gone: what they had goes to others, and counts no attempt."""
     wanted: Count
     least: Count
     most: Count
-    """What `Scale` may ask for."""
     bound: Text = ""
-    """Why not more."""
     advice: Text = ""
     """What would help where the number of servers does not."""
 
 
 class Status(Message):
-    """Asks for the `State`."""
+    pass
 
 
 # answers
@@ -269,7 +252,7 @@ class Work(Message):
 
 
 class Stored(Message):
-    """`accepted` is false for a group whose lease moved on: the answer is final, the group is not trained."""
+    """`accepted` is false for a group whose lease moved on: the answer is final."""
 
     accepted: bool
     reason: Text = ""
@@ -290,8 +273,6 @@ class Ack(Message):
 
 
 class News(Message):
-    """The answer to a heartbeat."""
-
     revoked: Many[Count]
     """Leases that are over; the server may abort their generations."""
     learner_waits: bool
@@ -301,20 +282,19 @@ class News(Message):
 
 
 class Due(Message):
-    """The evaluation that the server is to make, by the version at which it was due; null: none."""
+    """The evaluation to make, by the version at which it was due."""
 
     due: Count | None
 
 
 class EvaluationResult(Message):
-    """An evaluation that ended. Example of `figures`: `{"aime": {"mean@8": 0.4}}`."""
+    """An evaluation that ended, or was given up for a `reason`. Example of `figures`: `{"aime": {"mean@8": 0.4}}`."""
 
     due: Count
     version: Count
     server: Name
     figures: ByName[Figures]
     reason: Text = ""
-    """Why the evaluation was given up; then there are no figures."""
 
 
 class Rewound(Message):
@@ -324,20 +304,18 @@ class Rewound(Message):
 
 
 class SampleRows(Message):
-    """Figures of each sample of a batch, as columns of [samples] in the order of the batch."""
+    """Figures of each sample of a batch, as columns of [samples] in the order of the batch: float64 rewards, uint8
+    `truncated`, int64 else."""
 
     item: Array
-    """int64: equal for the samples of a group."""
     dispatched: Array
-    """int64: version its group was dispatched under."""
+    """Version its group was dispatched under."""
     reward: Array
-    """float64."""
     tokens: Array
-    """int64: prompt and answer."""
     sampled: Array
-    """int64: trainable tokens."""
+    """Trainable tokens."""
     truncated: Array
-    """uint8: 1 where the answer was cut at `sampling.max_tokens`."""
+    """1 where the answer was cut at `sampling.max_tokens`."""
     metrics: ByLabel[Array]
     """float64, NaN for samples without that metric."""
 
@@ -350,8 +328,8 @@ class RowImages(Message):
 
 
 class Part(Message):
-    """The samples of batch `version` that rank `rank` trains, and the figures of all samples of the batch. Counts
-    without further words are of the run so far."""
+    """The samples of batch `version` that rank `rank` trains, and the figures of all samples of the batch. Counts are
+    of the run so far."""
 
     version: Count
     rank: Count
@@ -360,32 +338,25 @@ class Part(Message):
     positions: Array
     """int64 [len(samples)]: the row of each of `samples`."""
     samples: Many[bytes]
-    """`Sample.pack()` each."""
     images: Many[RowImages] = Field(default_factory=list)
     """Once for each item that has a sample here."""
     failed: Count = 0
-    """Failed attempts."""
     dropped: Count = 0
-    """Items."""
     retried: Count = 0
     """Groups that were not made at the first attempt."""
     generated: Count = 0
-    """Groups."""
     running: Count = 0
-    """Sequences that all servers ran when the batch was cut, by their last heartbeats."""
+    """Sequences that all servers ran when the batch was cut; `places`: that they could run."""
     places: Count = 0
-    """Sequences that they had places for."""
     restored: Count = 0
     reached: Count = 0
     """A token whose version is above `restored` and at most `reached` may come from a policy that a rewind undid."""
     quarantined: Count = 0
-    """Groups."""
     flat_groups: Count = 0
     """Groups with equal rewards among `new_groups`."""
     new_groups: Count = 0
     """Groups made since the batch before; 0 if a later batch was formed, or the buffer started, since."""
     problems: ByLabel[Count] = Field(default_factory=dict)
-    """As in `State`."""
     suspect: bool = False
     """Starts of the learner ended with this batch without a known reason: its groups are to be tried one by one."""
     FRAMED: ClassVar[str] = "samples"
@@ -396,7 +367,7 @@ class Part(Message):
 
 
 class Finished(Message):
-    """The run is over: nothing is left to train, or the run was given up."""
+    """The run is over."""
 
     outcome: Outcome
     why: Report
@@ -406,8 +377,6 @@ class Finished(Message):
 
 
 class State(Message):
-    """The ledger in numbers and the parked requests."""
-
     version: Count
     """Next batch to be formed."""
     trained: VersionOrNone
@@ -415,13 +384,12 @@ class State(Message):
     counts: ByLabel[Count]
     """Items by state: leased, stored, batched, trained, waiting, dropped."""
     dropped: ByLabel[Count]
-    """Items by reason."""
     failed: ByLabel[Count] = Field(default_factory=dict)
-    """Failed attempts of the whole run by `KIND: REASON`; returned ones do not count."""
+    """Attempts by `KIND: REASON`; returned ones do not count."""
     recent_failed: ByLabel[Count] = Field(default_factory=dict)
-    """The same since the last batch was formed."""
+    """Since the last batch was formed."""
     recent_groups: ByLabel[Count] = Field(default_factory=dict)
-    """Groups made since the last batch was formed: `varied`, and by reason those that a filter left out."""
+    """Since the last batch was formed: `varied`, and by reason those that a filter left out."""
     retried: Count = 0
     """Groups that were not made at the first attempt."""
     problems: ByLabel[Count] = Field(default_factory=dict)
@@ -430,30 +398,25 @@ class State(Message):
     left_out: Few[Text] = Field(default_factory=list)
     """File and line of rows that are left out, and why every attempt at them failed."""
     ended: Report = ""
-    """Why no further batch will be formed; empty while one may be."""
+    """Why no further batch will be formed."""
     lengths: ByLabel[Few[Count]] = Field(default_factory=dict)
-    """[groups, samples, tokens, sampled, truncated] of the whole run by what became of them: `generated`, `trained`,
-    `dropped: REASON`, `discarded: REASON`. Means that differ show a loss of long or short answers."""
+    """[groups, samples, tokens, sampled, truncated] by what became of them: `generated`, `trained`, `dropped: REASON`,
+    `discarded: REASON`. Means that differ show a loss of long or short answers."""
     ages: Annotated[dict[Count, Count], Field(max_length=MOST_KEYS)]
     """Trained groups by age."""
     bytes_stored: Count
     servers: ByName[Row]
-    """Version, leases held, seconds since its last message, stats; `gone_s`, seconds since it ended."""
+    """Version, leases held, `silent_s`, stats; `gone_s`, seconds since it ended."""
     learner_gone_s: FiniteFloat | None = None
-    """Seconds since the learner, or a rank of it, ended; null while all run."""
+    """Seconds since the learner, or a rank of it, ended."""
     waiters: Many[Waiter]
     errors: Count
-    """Messages refused since the start."""
     evaluation: Text = ""
-    """The one that is being made, in words."""
     wanted_servers: Count | None = None
-    """Null while nobody has said so."""
     wanted_by_person: bool = False
     """A person's `Scale` said so, and not the run file or its rule."""
     kept: Kept | None = None
-    """The launcher's last message."""
     launcher_gone_s: FiniteFloat | None = None
-    """Seconds since the launcher ended, if it kept servers."""
 
 
 class Refused(Message):
@@ -463,7 +426,7 @@ class Refused(Message):
 
 
 class NotRegistered(Message):
-    """The buffer does not know the sender, as after its restart: say Hello, then repeat."""
+    """The buffer does not know the sender: say Hello, then repeat."""
 
 
 REQUESTS: dict[str, type[Message]] = {

@@ -13,8 +13,7 @@ MOST_HELLOS = 16
 MOST_PUTS = 4096
 """Groups of one process that wait for room."""
 MOST_PENDING = {"Take": 8, "Results": 4, "Where": 64, "Put": MOST_PUTS}
-"""Requests of a kind that wait for one process. The oldest makes room: its client may have given it up, and repeats it
-if not."""
+"""Requests of a kind that wait for one process. The oldest makes room: its client may have given it up."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -46,7 +45,6 @@ def crowded(role: str, number: int) -> str:
 
 
 def renamed(name: str, hellos: int) -> str:
-    """Why a connection is refused under a further name, or ""."""
     if hellos < MOST_HELLOS:
         return ""
     return (
@@ -55,5 +53,4 @@ def renamed(name: str, hellos: int) -> str:
 
 
 def longest_silent(heard: Iterable[tuple[float, bytes]], number: int) -> list[bytes]:
-    """The `number` identities whose last message is the oldest."""
     return [identity for _, identity in sorted(heard)[:number]]

@@ -2,8 +2,8 @@
 
 `server.py` calls `receive` for each message, then `retry`, commits `Handlers.changes`, and only then sends `answers`.
 
-Thousands may be parked, and something changes with every message. So they are parked in groups that wait for the same:
-the first of a group that gets no answer speaks for all of it, and Asks are tried only if one of them can get work.
+Thousands may be parked, and something changes with every message. So the first of those that wait for the same speaks
+for all of them while it gets no answer, and Asks are tried only if one of them can get work.
 """
 
 import logging
@@ -21,11 +21,10 @@ from configs.flow.capacity import PARKED_BYTES
 
 log = logging.getLogger(__name__)
 ASKED_FOR_S = 10.0
-"""How long a group that was asked for is waited for before others are."""
+"""Time to wait for a group that was asked for before others are."""
 REPEAT_S = 10.0
-"""Shortest time between two lines about refused messages of one kind."""
 Key = tuple[bytes, str | int]
-"""Identity of the process, and the number of its request."""
+"""Identity of the process, and number of the request."""
 
 VERBS: dict[str, tuple[str, ...]] = {
     "rollout": ("Hello", "Status", "Where", "Ask", "Put", "Fail", "Heartbeat", "Evaluate", "Evaluated", "Goodbye"),
@@ -33,7 +32,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "launcher": ("Hello", "Status", "Scale", "Kept"),
     "observer": ("Hello", "Status"),
 }
-"""By role of the key. A process may also say Hello as an observer, and then only asks what an observer may ask."""
+"""By role of the key. A process may also say Hello as an observer."""
 OWNER = {"rollout": "rollout servers", "learner": "the learner", "launcher": "the launcher and `actors scale`"}
 
 
@@ -64,25 +63,23 @@ def table() -> list[str]:
 
 @dataclass
 class PendingRequest:
-    """A request without an answer yet."""
-
     identity: bytes
     number: int
     message: Message
     since: float
     place: int = 0
-    """Its turn among the parked ones: what came first is tried first."""
+    """Its turn: what came first is tried first."""
     wait: AwaitedNews | None = None
-    """What it waits for while it is parked; else None."""
+    """None unless it is parked."""
 
     def __post_init__(self) -> None:
         self.kind = type(self.message).__name__
         self.key: Key = (self.identity, "Ask" if self.kind == "Ask" else self.number)
-        """A server has one Ask at a time; all other requests are known by their numbers."""
+        """A server has one Ask at a time."""
 
 
 class ParkedRequests:
-    """Requests by what they wait for, each group in the order in which its requests came."""
+    """Requests by what they wait for, in the order in which they came."""
 
     def __init__(self) -> None:
         self.by_key: dict[Key, PendingRequest] = {}
@@ -92,7 +89,7 @@ class ParkedRequests:
         self._places = count()
 
     def add(self, request: PendingRequest, wait: AwaitedNews) -> None:
-        """Park it; a request that is parked, or replaces another of its key, keeps its place."""
+        """A request that is parked, or replaces another of its key, keeps its place."""
         known = self.pop(request.key)
         request.place, request.wait = known.place if known else next(self._places), wait
         for group in self.by_key, self._groups[wait], self._of[request.identity, request.kind]:
@@ -116,7 +113,7 @@ class ParkedRequests:
         return request
 
     def waits(self, kind: str = "", but: str = "") -> list[AwaitedNews]:
-        """The news that requests of one kind wait for, or of all kinds but one."""
+        """News that requests of one kind wait for, or of all kinds but one."""
         return [wait for wait in self._groups if (wait.kind == kind if kind else wait.kind != but)]
 
     def of(self, waits: Iterable[AwaitedNews]) -> list[tuple[AwaitedNews, PendingRequest]]:
@@ -135,12 +132,11 @@ class DelayedPuts:
         self.requests: dict[Key, tuple[PendingRequest, int]] = {}
         """Without their groups, each with the size of its group."""
         self._number_of: Counter[bytes] = Counter()
-        """By process."""
         self.asked_for: dict[Key, tuple[float, int]] = {}
-        """Groups that were asked for and have not come yet: when, and their size."""
+        """Groups that have not come yet: when they were asked for, and their size."""
 
     def add(self, request: PendingRequest, put: protocol.Put) -> protocol.Later:
-        """Drop the group without parsing it. Raises ValueError beyond MOST_PUTS."""
+        """Raises ValueError beyond MOST_PUTS."""
         if self._number_of[request.identity] >= MOST_PUTS and request.key not in self.requests:
             raise ValueError(f"Put of item {put.item}: {MOST_PUTS:,} groups of this process wait for room already")
         request.message = protocol.Put(item=put.item, lease=put.lease, samples=[])
@@ -153,7 +149,7 @@ class DelayedPuts:
         self.asked_for.pop(key, None)
 
     def ask_for(self, now: float) -> Iterator[PendingRequest]:
-        """The Puts that are to be repeated now, few enough to be held if the room ends."""
+        """The Puts to be repeated now, few enough to be held if the room ends."""
         for key, (request, size) in list(self.requests.items()):
             if self.asked_for and sum(size for _, size in self.asked_for.values()) + size > PARKED_BYTES:
                 return
@@ -181,8 +177,6 @@ class DelayedPuts:
 
 
 class PendingRequests:
-    """All requests of one buffer that have no answer yet, and the answers that are to be sent."""
-
     def __init__(self, handlers: Handlers, max_message: int) -> None:
         self.handlers, self.max_message = handlers, max_message
         self.errors: Counter[str] = Counter()
@@ -190,19 +184,16 @@ class PendingRequests:
         self._logged_at: dict[str, float] = {}
         self._parked = ParkedRequests()
         self.parked_bytes = 0
-        """Bytes of the groups in parked Puts."""
         self.unsent_bytes = 0
-        """Bytes of large answers on their way: they share PARKED_BYTES with the groups."""
+        """Large answers on their way share PARKED_BYTES with the groups."""
         self._delayed = DelayedPuts()
         self._tried = -1
-        """Revision at which the parked requests were tried last."""
         self._postponed = False
         """A part waited for this turn when the last one ended."""
         self._out: list[tuple[Frame, ...]] = []
 
     def receive(self, frames: Sequence[Frame], now: float, role: str) -> None:
-        """Apply one message, `[identity, frame]`, of a connection with the key of `role`. Whatever is wrong with it is
-        answered with Refused, and counted."""
+        """Apply one message, `[identity, frame]`. Whatever is wrong with it is answered with Refused, and counted."""
         identity, data = bytes(frames[0]), frames[-1]
         try:
             if len(frames) != 2:
@@ -265,12 +256,11 @@ class PendingRequests:
                 return
 
     def answers(self) -> list[tuple[Frame, ...]]:
-        """(identity, frame ...) of each answer, to be sent once the changes are committed."""
         out, self._out = self._out, []
         return out
 
     def _replace_older(self, request: PendingRequest) -> PendingRequest:
-        """A repeated request keeps its place; a newer Ask takes the place of the older one, which gets empty Work."""
+        """A repeated request keeps its place; a newer Ask replaces the older one, which gets empty Work."""
         older = self._parked.by_key.get(request.key)
         if older is None:
             return request
@@ -324,7 +314,7 @@ class PendingRequests:
             self._note_learner(request)
 
     def _note_learner(self, request: PendingRequest) -> None:
-        """A Take of a batch that is not formed yet lets Puts in; one of a formed batch only waits for its turn."""
+        """A Take of a batch that is not formed yet lets Puts in."""
         if isinstance(request.message, protocol.Take):
             waits, groups = self._parked.waits("Take"), self.handlers.groups
             is_waiting = any(not self.handlers.take.is_formed(wait.version) for wait in waits)

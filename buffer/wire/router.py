@@ -23,7 +23,7 @@ from buffer.wire.peers import Peer
 from configs.flow.capacity import COMMIT_BYTES, IN_FLIGHT_BYTES
 
 MAX_MESSAGES = 1024
-"""Most messages of one commit, which also has at most COMMIT_BYTES."""
+"""Of one commit, which also has at most COMMIT_BYTES."""
 COPY_BELOW = 2**16
 """Bytes; larger answers are sent without a copy."""
 
@@ -47,7 +47,7 @@ class ListenError(ValueError):
 
 
 class Router:
-    """The socket. `on_room` is called in the event loop when large answers have left, so that more may be sent."""
+    """`on_room` is called in the event loop when large answers have left, so that more may be sent."""
 
     def __init__(self, address: str, max_message: int, keys: ServerKeys, on_room: Callable[[], None]) -> None:
         self.address, self._keys, self._on_room = address, keys, on_room
@@ -57,14 +57,14 @@ class Router:
         """For calls that do not wait: a future for each message would cost more than the message."""
         self._auth: ThreadAuthenticator | None = None
         self._lock: int | None = None
-        """The lock of the Unix socket, whose path ZeroMQ would take from another buffer."""
+        """ZeroMQ would take the path of the Unix socket from another buffer."""
         self.unsent, self.limits, self._tracker = UnsentAnswers(), ConnectionLimits(), ConnectionTracker()
         self.strangers = asyncio.Event()
         """Set while a connection is there whose process has not said Hello."""
         self.events_read: deque[tuple[int, int]] = deque()
-        """Read and not yet passed to the tracker."""
+        """Not yet passed to the tracker."""
         self._heard: dict[bytes, int] = {}
-        """Identities that sent something since the last look, and the file descriptors of their connections."""
+        """Identities that sent something since the last look, with their file descriptors."""
         self._socket.monitor("inproc://connections", CONNECTIONS)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait until there is room for an event
@@ -128,8 +128,7 @@ class Router:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> tuple[list[tuple[str, list[Frame]]], bool]:
-        """The messages that are there, up to what one commit gathers, each with the role of its connection's key; and
-        whether there may be more."""
+        """The messages of one commit, each with the role of its connection's key; and whether there may be more."""
         received: list[tuple[str, list[Frame]]] = []
         gathered = 0
         while len(received) < MAX_MESSAGES and gathered < COMMIT_BYTES:
@@ -147,7 +146,6 @@ class Router:
         return received, True
 
     def ended(self, peers: Mapping[bytes, Peer], now: float) -> list[bytes]:
-        """Identities whose connections have ended since the last call."""
         heard, self._heard = self._heard, {}
         self.read_events(now)
         events, self.events_read = self.events_read, deque()
@@ -167,8 +165,8 @@ class Router:
             self.strangers.set()
 
     def send(self, answer: Sequence[Frame]) -> None:
-        """Hand an answer over to ZeroMQ. Large frames are not copied, and count until their bytes have left. A process
-        that reads none of its answers loses its connection; on its next one it asks again."""
+        """Large frames are not copied, and count until their bytes have left. A process that reads none of its answers
+        loses its connection; on its next one it asks again."""
         identity, size = bytes(answer[0]), sum(map(len, answer))
         try:
             if size < COPY_BELOW:

@@ -34,29 +34,24 @@ from buffer.wire.values import (
 
 
 class SampleImage(Message):
-    """An image in a sample."""
+    """An image in a sample, whose placeholders run from token `start`."""
 
     start: Count
-    """Index of its first placeholder among the tokens."""
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """`Picture.digest`, of the pixels that the model saw."""
+    """Of the pixels that the model saw."""
     data: bytes = b""
-    """The encoded file of an image that the task made; empty for those of the row: the k-th image without data is the
-    row's k-th, counted anew in each segment."""
+    """The encoded file of an image that the task made. Those without data are the row's, in order, counted anew in each
+    segment."""
 
 
 class TopTeacher(Message):
-    """A teacher that gave its k most probable tokens in place of each sampled one (`teacher.top_k`).
-
-    Example: of two sampled tokens with k = 2: `ids` [[7, 3], [2, 9]], `logprobs` [[-0.1, -2.5], [-0.7, -0.7]].
-    """
+    """A teacher that gave its k most probable tokens in place of each sampled one (`teacher.top_k`)."""
 
     name: str = ""
-    """As `Sample.teacher`."""
     ids: Array
     """int32 [sampled tokens, k], all different in one place."""
     logprobs: Array
-    """float32 [sampled tokens, k]: the teacher's log-probability of each, at temperature 1."""
+    """float32 [sampled tokens, k], at temperature 1."""
 
     @model_validator(mode="after")
     def _alike(self) -> "TopTeacher":
@@ -78,7 +73,7 @@ class Sample(Message):
     """
 
     tokens: Array
-    """int32: token ids of prompts, answers and what the environment said; segment by segment."""
+    """int32: prompts, answers and what the environment said; segment by segment."""
     sampled: Array
     """uint8: 1 where the policy sampled the token, 0 where it was given."""
     behaviour_logprobs: Array
@@ -89,27 +84,24 @@ class Sample(Message):
     finish: Literal["stop", "length"]
     """`length`: cut at `sampling.max_tokens`."""
     answer: str = ""
-    """The sampled text, for people."""
     metrics: dict[str, FiniteFloat] = Field(default_factory=dict)
-    """Further numbers of the reward function or task, averaged into the metrics of the batch."""
+    """Further numbers, averaged into the metrics of the batch."""
     images: list[SampleImage] = Field(default_factory=list)
-    """In order of `start`."""
     starts: list[Count] = Field(default_factory=lambda: [0])
-    """Where each segment begins. The tokens of a segment were sampled with those before them in the segment as context,
-    and with no others."""
+    """Where each segment begins. Its tokens were sampled with those before them in the segment as context, and with no
+    others."""
     turn_rewards: list[FiniteFloat] = Field(default_factory=list)
-    """A reward for each turn, in order, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
+    """A reward for each turn, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
     routes: Array | None = None
     """[tokens, layers, k], uint8, or uint16 of more than 256 experts: the k experts that the server chose in each layer
-    with experts; zeros for a token that it did not compute, as the last one of a segment. None without
-    `rollout.routing_replay`."""
+    with experts; zeros for a token that it did not compute."""
     teacher: Annotated[
         Annotated[str, Tag("name")] | Annotated[TopTeacher, Tag("top")],
         Discriminator(lambda given: "top" if isinstance(given, dict | TopTeacher) else "name"),
     ] = ""
-    """The teacher by the `data_source` of its rows; "" is the teacher of all other rows, or none."""
+    """By the `data_source` of its rows; "" is the teacher of all other rows, or none."""
     teacher_logprobs: Array | None = None
-    """float32 [tokens]: of each sampled token in the same context, at temperature 1; 0 elsewhere. None: no teacher."""
+    """float32 [tokens]: of each sampled token at temperature 1; 0 elsewhere. None: no teacher."""
 
     DTYPES: ClassVar[dict[str, str]] = {
         "tokens": "int32",
@@ -176,12 +168,12 @@ class Sample(Message):
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """For each segment, the index of its first token and the index after its last one."""
+        """Index of the first token of each segment, and the index after its last one."""
         return list(pairwise([*self.starts, self.tokens.shape[0]]))
 
     @property
     def row_images(self) -> list[int | None]:
-        """For each image its index in the row; None for one that the task made."""
+        """Index in the row of each image; None for one that the task made."""
         found = list[int | None]()
         for start, stop in self.bounds:
             number = count()
@@ -190,17 +182,16 @@ class Sample(Message):
         return found
 
     def pack(self) -> bytes:
-        """The sample as bytes, which travel and are stored unopened."""
         return bytes(msgpack.packb(self.model_dump(), **TEXT))
 
     @classmethod
     def unpack(cls, data: bytes) -> "Sample":
-        """Undo `pack`; raises ValueError for anything else."""
+        """Raises ValueError."""
         return cls.model_validate(open_map(data))
 
 
 def wrong_segments(starts: list[int], sampled: np.ndarray) -> str:
-    """Why no segments begin at `starts`, "" where they do; `sampled`: [tokens] bool."""
+    """Why no segments begin at `starts`, or ""; `sampled`: [tokens] bool."""
     if not starts or starts[0] != 0 or any(last >= start for last, start in pairwise([*starts, sampled.size])):
         return f"starts {starts!r:.60}: they begin with 0 and rise within the {sampled.size} tokens"
     if (own := sampled[np.array(starts)]).any():
@@ -212,7 +203,6 @@ def wrong_segments(starts: list[int], sampled: np.ndarray) -> str:
 
 
 def wrong_routes(routes: Array, tokens: int) -> str:
-    """Why `routes` do not fit so many tokens; "" where they do."""
     shape = routes.shape
     if routes.dtype not in ROUTE_DTYPES or len(shape) != 3 or shape[0] != tokens or 0 in shape:
         needed = f"must be {' or '.join(ROUTE_DTYPES)} [{tokens} tokens, layers, k]"
@@ -221,27 +211,24 @@ def wrong_routes(routes: Array, tokens: int) -> str:
 
 
 def num_turns(sampled: np.ndarray) -> int:
-    """Number of maximal runs of sampled tokens. Every segment begins with a given token, so no run crosses segments."""
+    """Every segment begins with a given token, so no run of sampled tokens crosses segments."""
     flags = np.asarray(sampled, bool)
     return int(flags[:1].sum() + np.count_nonzero(flags[1:] & ~flags[:-1]))
 
 
 ROUTE_DTYPES = ("uint8", "uint16")
 MOST_TOP = 64
-"""Most tokens that a teacher gives in place of one."""
 LOGPROB, TAUGHT = "float32", "teacher_logprobs"
 TEACHER = "teacher"
 VARIED = ["reward", "finish", "answer", "metrics", TEACHER]
-"""Fields after the arrays that differ between usual samples."""
 NOTHING_SPECIAL = msgpack.packb({"images": [], "starts": [0], "turn_rewards": [], "routes": None, TEACHER: ""})[1:-1]
-"""Bytes between the metrics of a usual sample and the name of its teacher."""
+"""What stands between the metrics of a usual sample and the name of its teacher."""
 NO_NAME = msgpack.packb("")
 NO_TEACHER = msgpack.packb({TAUGHT: None})[1:]
 """How a sample without a teacher ends."""
 MOST_OFF = 1e-6
 """Largest difference of the sum of `turn_rewards` from `reward`: relative, or absolute below 1."""
 SIZES = {name: np.dtype(dtype).itemsize for name, dtype in Sample.DTYPES.items()}
-"""Bytes of a token in each array."""
 BYTES_PER_TOKEN = sum(SIZES.values())
 Opened = tuple[bytes, int, dict[str, int], int, dict[str, Any]]
 """A packed sample, its number of tokens, where each array begins, where `teacher_logprobs` begin with their header, and
@@ -249,13 +236,12 @@ the fields between."""
 
 
 def sample_stats(data: bytes, bounds: Bounds = ANY) -> SampleStats:
-    """The figures of a packed sample. Raises WrongValue, in one line."""
     found = _parse_fast([data], bounds)
     return found[0] if found else _parse_checked(data, bounds)
 
 
 def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[SampleStats]:
-    """`sample_stats` of each sample of a group. WrongValue names the item and the sample too."""
+    """The figures of each sample of a group. Raises WrongValue that names the item and the sample."""
     if found := _parse_fast(samples, bounds):
         return found
     found = []
@@ -268,8 +254,8 @@ def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[Sample
 
 
 def _parse_fast(samples: Sequence[bytes], bounds: Bounds = ANY) -> list[SampleStats] | None:
-    """The figures of samples in the usual layout; None: look closer at each of them. A column of all samples is judged
-    at once: calling NumPy takes longer than its work on one sample."""
+    """The figures of samples in the usual layout, or None. A column of all samples is judged at once: calling NumPy
+    takes longer than its work on one sample."""
     opened = [found for data in samples if (found := _opened(data))]
     if bounds.replayed or len(opened) < len(samples) or not opened:
         return None
@@ -318,8 +304,6 @@ def _opened(data: bytes) -> Opened | None:
 
 
 def _places(data: bytes) -> tuple[int, dict[str, int], int, int] | None:
-    """Number of tokens, where each array begins, where the last one ends, and where `teacher_logprobs` begin with their
-    header; None: another layout."""
     if len(data) < NUM_TOKENS_AT + 5:
         return None
     size = SIZE_OF_NUMBER.get(data[NUM_TOKENS_AT], 0)
@@ -343,7 +327,6 @@ def _column(opened: Sequence[Opened], name: str) -> bytes:
 
 
 def _fits(opened: Sequence[Opened], flags: bytes, versions: np.ndarray, bounds: Bounds) -> bool:
-    """Whether no value can be refused. As an integer without a sign, a negative token is larger than all others."""
     if (versions >= 0).tobytes() != flags or np.minimum.reduce(versions) != -1:
         return False
     sampled, tokens = np.frombuffer(flags, np.bool_), np.frombuffer(_column(opened, "tokens"), UNSIGNED)
@@ -359,8 +342,9 @@ def _fits(opened: Sequence[Opened], flags: bytes, versions: np.ndarray, bounds: 
 def _plausible(logprobs: np.ndarray, sampled: np.ndarray) -> bool:
     """Whether each log-probability is in its range, and 0 for tokens that were given; `logprobs`: [tokens] UNSIGNED.
 
-    False also within ROUNDING above 0, and for -0. As an integer without a sign, a NaN with the sign is larger than all
-    log-probabilities; as one with a sign, every log-probability is 0 or less.
+    False also within ROUNDING above 0, and for -0. As an integer without a sign, a NaN with the sign is the largest of
+    all;
+    as one with a sign, every log-probability is 0 or less.
     """
     largest = np.maximum.reduce
     in_range = largest(logprobs) <= LEAST_BITS and largest(logprobs.view(SIGNED)) <= 0
@@ -423,7 +407,6 @@ def _array_header(name: str, dtype: str, number: int) -> bytes:
 
 @lru_cache(4096)
 def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
-    """Headers by position, where each array begins, where the last one ends."""
     places, position = dict[str, int](), 1
     headers = [(0, msgpack.Packer().pack_map_header(len(Sample.model_fields)))]
     for name, dtype in Sample.DTYPES.items():
@@ -435,8 +418,5 @@ def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
 
 
 HEAD_OF_SCALARS = msgpack.Packer().pack_map_header(len(VARIED) - 1)
-"""The head of a map of the fields VARIED without the last one."""
 SIZE_OF_NUMBER = {0xCC: 1, 0xCD: 2, 0xCE: 4}
-"""Bytes of a number of tokens after its first byte, by that; other first bytes are the number itself."""
 NUM_TOKENS_AT = 1 + len(msgpack.packb({"tokens": {"dtype": Sample.DTYPES["tokens"], "shape": None}})[1:-1]) + 1
-"""Position of the number of tokens."""

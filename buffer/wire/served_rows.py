@@ -1,7 +1,7 @@
 """The rows of the data set as they are dispatched and trained: which are ready, and their images.
 
-Some rows have to be made first (sets of reasoning-gym), and image files may be away for a while, as a file share is.
-Then requests wait here for them, and the buffer waits for nothing.
+Rows of reasoning-gym have to be made first, and image files may be away for a while. Then requests wait, and the buffer
+does not.
 """
 
 import logging
@@ -18,9 +18,7 @@ log = logging.getLogger(__name__)
 AWAY_S = 1.0
 """While image files cannot be read, nothing is read for so long."""
 WARN_S = 10.0
-"""Shortest time between two lines of the log about it."""
 Upcoming = Callable[[int], Sequence[int]]
-"""The rows of the next so many new items."""
 
 
 class ServedRows:
@@ -29,7 +27,7 @@ class ServedRows:
     def __init__(self, problems: Sequence[Mapping[str, Any]]) -> None:
         self._rows, self._problems = problems, problems if isinstance(problems, Problems) else None
         self.away = ""
-        """The fault of an image file that requests wait for, or ""."""
+        """The fault of an image file that requests wait for."""
         self._away_until = self._warned_at = -math.inf
         self._returns = 0
 
@@ -43,7 +41,7 @@ class ServedRows:
         return f"images cannot be read: {self.away}" if self.away else ""
 
     def expire(self, now: float) -> float | None:
-        """Try image files that are `away` again when it is time; returns when to call again."""
+        """Try image files again when it is time; returns when to call again."""
         if now < self._away_until:
             return self._away_until
         self.away = ""
@@ -51,7 +49,7 @@ class ServedRows:
         return None
 
     def note_away(self, error: ImageUnavailable, now: float, pause: bool = True) -> None:
-        """An image file cannot be read now. `pause`: no other is read for AWAY_S."""
+        """`pause`: no other file is read for AWAY_S."""
         if now >= self._warned_at + WARN_S:
             self._warned_at = now
             log.warning("images cannot be read now, and are tried again: %s", error)
@@ -67,7 +65,7 @@ class ServedRows:
         return wanted if ready is None else min(wanted, ready)
 
     def has_next(self, upcoming: Upcoming) -> bool:
-        """Whether the next row is ready. If it is not, no Ask gets a row."""
+        """If the next row is not ready, no Ask gets a row."""
         return not self._problems or self._problems.num_ready(lambda: upcoming(1)) != 0
 
     def problem(self, row: int) -> dict[str, Any]:
@@ -76,15 +74,14 @@ class ServedRows:
         return problem | {IMAGES: list(problem[IMAGES])} if problem.get(IMAGES) else problem
 
     def images_of(self, row: int) -> Sequence[bytes]:
-        """The images of a row, unread. Does not make the row."""
+        """The images, unread. Does not make the row."""
         if self._problems:
             return (self._problems.images and self._problems.images.of(row)) or ()
         files: Sequence[bytes] = self._rows[row].get(IMAGES, ())
         return files
 
     def images_of_item(self, item: int, row: int) -> RowImages | None:
-        """The images of an item that is trained. Raises ImageUnavailable, and ImageError for a file that is gone or has
-        changed: its batch waits for it."""
+        """Raises ImageUnavailable, and ImageError for a file that is gone or has changed: its batch waits for it."""
         try:
             files = list(self.images_of(row))
         except ImageUnavailable:

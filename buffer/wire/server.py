@@ -3,8 +3,7 @@
 Each turn reads all messages that are there, commits what they changed in one transaction, and only then sends the
 answers: what is acknowledged is on disk. Then it makes a few parts of a formed batch. The commit runs in the event
 loop:
-a thread of its own was slower, because between two waits for the disk it holds the GIL. While the disk is full, nothing
-is received or answered, and the commit is tried again.
+a thread of its own was slower, because it holds the GIL between two waits for the disk.
 """
 
 import asyncio
@@ -25,24 +24,22 @@ from configs.flow.capacity import IN_FLIGHT_BYTES, PARKED_BYTES
 
 log = logging.getLogger(__name__)
 TURN_S = 0.005, 0.02
-"""Bounds of the time in which parts are made before messages are looked at again; within them it is as long as all else
-took in this turn."""
+"""Bounds of the time for parts; within them it is as long as all else took in this turn."""
 RETRY_S = 1.0, 15.0
 """First and longest wait before a failed commit is tried again."""
 LOOK_S, IDLE_LOOK_S, LOOK_SHARE = 0.02, 0.1, 20
-"""Shortest time between two looks at the bytes of strangers' connections, the same without strangers, and how many
-times as long as a look."""
+"""Shortest time between two looks at strangers' connections, the same without strangers, and how many times as long as
+a look."""
 
 DEAF_S = 0.5
-"""If a gap between two marks exceeds the announced wait by more than this, the clock leaves out the excess."""
+"""A longer gap than the announced wait and this is left out of the clock."""
 TICK_S = 0.5
-"""Longest wait of the event loop. A stop adds at most TICK_S + DEAF_S to the clock."""
+"""Longest wait of the event loop: the clock sees a stop only as a gap between two marks."""
 
 
 class ListeningClock:
     """The buffer's one clock: it stands still while the process cannot receive, as while a commit waits for the disk or
-    the process is stopped or starved. That time must not end any silence, lease, claim or wait. The clock sees a stop
-    only as a gap between two marks, so the event loop never waits for longer than TICK_S.
+    the process is stopped. That time must not end any silence, lease, claim or wait.
 
     Example: `clock.mark(5.0)` before a wait of at most 5 s, `clock.mark()` after it. If 65 s lie between the two,
     `clock.now()` has moved by 5.
@@ -56,7 +53,7 @@ class ListeningClock:
         return self._monotonic() - self._deaf_s
 
     def mark(self, wait_s: float = 0.0) -> None:
-        """A wait for messages of at most `wait_s` begins, or (0) has ended."""
+        """A wait of at most `wait_s` begins, or (0) has ended."""
         at = self._monotonic()
         gap_s = at - self._marked_at - self._may_wait_s
         if gap_s > DEAF_S:
@@ -65,8 +62,7 @@ class ListeningClock:
 
 
 class BufferServer:
-    """Async context manager: bound once entered, closed when left. `address` is the bound one. `clock` must be the
-    clock with which the ledger was restored."""
+    """Async context manager: bound once entered. `clock` must be the clock with which the ledger was restored."""
 
     def __init__(self, address: str, max_message: int, keys: ServerKeys, clock: ListeningClock | None = None) -> None:
         self.address, self.clock = address, clock or ListeningClock()
@@ -74,7 +70,7 @@ class BufferServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
         self._due: float | None = None
-        """When the next deadline is reached, by `clock`."""
+        """By `clock`."""
         self._news = False
 
     async def __aenter__(self) -> "BufferServer":
@@ -154,11 +150,10 @@ class BufferServer:
             self._loop.call_soon_threadsafe(self._on_news)
 
     def has_news(self) -> bool:
-        """Whether `wake` was called since the last wait."""
         return self._news
 
     async def _watch_strangers(self) -> None:
-        """Close connections that hold more than they may, also while a commit waits for the disk."""
+        """Runs also while a commit waits for the disk."""
         pause_s = LOOK_S
         while True:
             self._router.strangers.clear()
@@ -179,7 +174,7 @@ class BufferServer:
             self._polling.cancel()
 
     async def _answer(self, requests: PendingRequests, now: float, more: bool) -> None:
-        """Try what is parked, write what changed, and send the answers. `more`: messages wait to be read."""
+        """`more`: messages wait to be read."""
         requests.retry(now)
         if not more:
             self._due = requests.expire(now)  # what was tried again may wait for the clock too

@@ -23,14 +23,14 @@ MOST_OF_A_RANK = 0.75
 
 
 MOST_COLUMNS = 1024
-"""Metrics of a batch: a reward function may name one for each problem, and each is a column of all samples."""
+"""A reward function may name a metric for each problem, and each is a column of all samples."""
 
 
 def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
     """Positions of samples for each of `world` ranks: longest first, each to the rank with the fewest tokens so far.
 
-    The same input gives every rank, at every repetition, the same split. No rank exceeds the mean by more than one
-    sample. Example: `cut([5, 3, 2, 4], 2)` -> `[[0, 2], [1, 3]]`
+    The same input gives every rank the same split. No rank exceeds the mean by more than one sample. Example:
+    `cut([5, 3, 2, 4], 2)` -> `[[0, 2], [1, 3]]`
     """
     ranks: list[list[int]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]
@@ -42,12 +42,8 @@ def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
 
 
 def cut_groups(groups: Sequence[Sequence[SampleStats]], world: int) -> list[list[int]]:
-    """Like `cut`, where a rank computes each prompt of a group only once.
-
-    Whole groups, the largest first, each to the rank with the least load; or, if that leaves the fullest rank with
-    less,
-    after groups of more than `MOST_OF_A_RANK` are cut into pieces below it.
-    """
+    """Like `cut`, where a rank computes each prompt of a group only once: of whole groups, or after groups of more than
+    MOST_OF_A_RANK are cut into pieces if that leaves the fullest rank with less."""
     prompt_of = [(group, stats.prompt) for group, members in enumerate(groups) for stats in members]
     answer_of = [stats.tokens - stats.prompt for members in groups for stats in members]
 
@@ -70,12 +66,11 @@ def cut_groups(groups: Sequence[Sequence[SampleStats]], world: int) -> list[list
 
 
 def sample_rows(groups: Groups) -> SampleRows:
-    """A row for each sample of a batch, in its order."""
     return rows_of([(item, dispatched, [stats for _, stats in group]) for item, dispatched, group in groups])
 
 
 def rows_of(groups: Sequence[tuple[int, int, Sequence[SampleStats]]]) -> SampleRows:
-    """The same from the figures alone. Only the MOST_COLUMNS metrics that most samples have are kept."""
+    """A row for each sample. Only the MOST_COLUMNS metrics that most samples have are kept."""
     rows = [stats for *_, group in groups for stats in group]
     sizes = np.array([len(group) for *_, group in groups], np.int64)
     named = Counter(chain.from_iterable([stats.metrics for stats in rows]))
@@ -92,8 +87,7 @@ def rows_of(groups: Sequence[tuple[int, int, Sequence[SampleStats]]]) -> SampleR
 
 
 class BatchCut:
-    """A batch cut for `world` ranks, from the figures of its samples, which are fetched when a rank asks for its part.
-    `counts`: further fields of `Part`."""
+    """A batch cut for `world` ranks, from the figures of its samples. `counts`: further fields of `Part`."""
 
     def __init__(
         self,
@@ -121,7 +115,7 @@ class BatchCut:
         fetch: Callable[[int, Sequence[int]], Sequence[bytes]],
         images_of: Callable[[int], RowImages | None],
     ) -> Part:
-        """The part of `rank`. `fetch` returns samples of an item, by their places in the group."""
+        """`fetch` returns samples of an item, by their places in the group."""
         positions = self._ranks[rank]
         found = groupby(map(self._samples.__getitem__, positions), itemgetter(0))
         chosen = [(item, [index for _, index in of_item]) for item, of_item in found]
@@ -146,7 +140,7 @@ def parts(
     share_prompts: bool = False,
     images: Mapping[int, RowImages] | None = None,
 ) -> list[Part]:
-    """The parts of a batch, all at once; `images` by item."""
+    """The parts of a batch, all at once."""
     figures = [(item, dispatched, [stats for _, stats in group]) for item, dispatched, group in groups]
     samples = {item: [data for data, _ in group] for item, _, group in groups}
     made = BatchCut(version, world, figures, counts or {}, share_prompts)

@@ -1,4 +1,4 @@
-"""The answer to Status: the ledger in numbers, the processes, and who waits here for what."""
+"""The answer to Status."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ from buffer.wire.protocol import State, Waiter
 
 
 def state(handlers: Handlers, waiters: list[Waiter], errors: int, now: float) -> State:
-    """The state of the run. `waiters`: the parked requests; `errors`: messages refused since the start."""
     ledger, peers = handlers.ledger, handlers.peers
     broke = [rank.broke for rank in peers.of_role("learner")]
     return State.model_construct(

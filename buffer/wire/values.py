@@ -12,15 +12,14 @@ from configs.model_facts import facts_of
 from configs.schema import ModelConfig
 
 ROUNDING = 1e-3
-"""A log-probability may be larger than 0 by so much: float32 logits of 1,000 are rounded by 1e-4."""
+"""A log-probability may be above 0 by so much: float32 logits of 1,000 are rounded by 1e-4."""
 LEAST_LOGPROB = -1000.0
-"""No sampler draws a token of less: with float32 noise the smallest one that can be drawn is about -100."""
+"""With float32 noise the smallest log-probability that can be drawn is about -100."""
 SIGNED, UNSIGNED = np.dtype("<i4"), np.dtype("<u4")
 LEAST_BITS = int(np.float32(LEAST_LOGPROB).view(UNSIGNED))
 MOST_MASS_OFF = 0.01
 """The probabilities of a teacher's tokens may sum to so much above 1, by rounding."""
 MOST_REWARD = 1e6
-"""Largest size of a reward, of a turn too."""
 LARGEST = 2**31 - 1
 KINDS: dict[str, FailureKind] = {
     **dict.fromkeys(("reward", "turn_rewards", "metrics"), "reward"),
@@ -49,18 +48,16 @@ class Bounds:
 
     vocabulary: int = LARGEST
     experts: int = 0
-    """Experts of a layer that has some; 0: unknown, or none."""
     routed: tuple[int, int] | None = None
-    """Layers with experts, and the experts that a token takes in each; None: unknown, or none."""
+    """Layers with experts, and the experts that a token takes in each."""
     placeholder: int | None = None
-    """Token that stands for a token of an image; None: unknown, or none."""
+    """Token that stands for a token of an image."""
     replayed: bool = False
-    """Every sample needs routes (`rollout.routing_replay`)."""
+    """Every sample needs routes."""
     teachers: frozenset[str] | None = None
-    """The teachers by the `data_source` of their rows; None: unknown. "" is the teacher of all rows that have no other:
-    where there is one, every sample needs a teacher."""
+    """By the `data_source` of their rows; None: unknown. "" is the teacher of all rows that have no other: where there
+    is one, every sample needs a teacher."""
     top_k: int | None = None
-    """Tokens that a teacher gives in place of each sampled one; None: none, or unknown."""
 
     @classmethod
     def of_model(
@@ -70,7 +67,7 @@ class Bounds:
         teachers: Iterable[str] | None = None,
         top_k: int | None = None,
     ) -> "Bounds":
-        """Bounds of the model in a folder; of a hub name only the learner knows them."""
+        """Of a hub name only the learner knows the bounds."""
         facts, known = facts_of(model), None if teachers is None else frozenset(teachers)
         of_model = facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token
         return cls(*of_model, replayed, known, top_k)
@@ -106,8 +103,7 @@ def judge_teacher(logprobs: Array | None, name: str, sampled: np.ndarray, bounds
 
 
 def judge_top(top: tuple[np.ndarray, np.ndarray] | None, bounds: Bounds) -> None:
-    """Raise WrongValue for most probable tokens that a teacher cannot have given: ids and log-probabilities, [sampled
-    tokens, k] each."""
+    """Raise WrongValue. `top`: ids and log-probabilities, [sampled tokens, k] each."""
     number = 0 if top is None else top[0].shape[1]
     if bounds.teachers is not None and number != (bounds.top_k or 0):
         raise WrongValue("teacher", f"{number} tokens in place of each sampled one; teacher.top_k is {bounds.top_k}")
@@ -143,7 +139,7 @@ def judge(columns: Columns, bounds: Bounds, images: Sequence[int], starts: Seque
 
 
 def judge_rewards(rewards: Sequence[float]) -> None:
-    """Raise WrongValue for a reward that is too large: the first one is the sample's, the others are its turns'."""
+    """Raise WrongValue. The first reward is the sample's, the others are its turns'."""
     for number, reward in enumerate(rewards):
         if abs(reward) > MOST_REWARD:
             name = f"turn_rewards.{number - 1}" if number else "reward"
