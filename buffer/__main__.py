@@ -1,5 +1,4 @@
-"""`python -m buffer CONFIG` runs the buffer of a run. Commands beside it: `tail|show|export|quarantine`,
-`problems|scrub|keys`.
+"""`python -m buffer CONFIG` runs the buffer of a run.
 
 The first SIGINT or SIGTERM stops it cleanly (exit 0: all that was received is committed and answered), the second at
 once. Exit 2: bad input, found before anything was started. Exit 1: the file failed while it served.
@@ -144,8 +143,7 @@ def advice_for(error: sqlite3.Error | OSError) -> str:
 
 
 def restored(config: Config, store: Store, problems: Problems, clock: ListeningClock) -> Ledger:
-    """Leases stay valid and are renewed now. The time since `clock` was made, in which the data were read, is no part
-    of the first lease."""
+    """Leases stay valid and are renewed now. The time in which the data were read is no part of the first lease."""
     clock.mark()
     batch, given = config.batch, config.data.difficulty
     ledger = Ledger(

@@ -1,8 +1,8 @@
-"""Who may connect to a server of the run: addresses, mechanisms, and the role that a connection has by its key.
+"""Who may connect to a server of the run, and the role that a connection has by its key.
 
-TCP uses CURVE. The samples wire of one machine is a Unix socket in `<run>/keys/`, which other users cannot enter; there
-the secret of a role is its password (PLAIN), because to encrypt megabytes takes as long as to store them. The
-authenticator names the role of each connection: `frame.get("User-Id")`.
+TCP uses CURVE. The samples wire of one machine is a Unix socket, which other users cannot enter; there the secret of a
+role is its password (PLAIN), because to encrypt megabytes takes as long as to store them. The authenticator names the
+role of each connection: `frame.get("User-Id")`.
 """
 
 import ipaddress
@@ -20,17 +20,14 @@ from zmq.auth.thread import ThreadAuthenticator
 from buffer.keys import ClientKeys, Role, ServerKeys, load_client_keys, load_server_keys, make_keys
 
 DOMAIN = "headrace"
-"""The ZAP domain of both wires."""
 LOCAL = "ipc://buffer"
 """A Unix socket in the folder of the run's keys."""
 SOCKET, LOCK = "buffer.sock", "buffer.lock"
 MOST_PATH = 100
-"""Bytes of a Unix socket's path; a longer one is reached through a descriptor of its folder."""
+"""Bytes; a longer path is reached through a descriptor of its folder."""
 
 
 class RoleAuthenticator(ThreadAuthenticator):
-    """Accepts the clients of `keys`, and names the role of each."""
-
     def __init__(self, context: "zmq.Context[Any]", keys: ServerKeys) -> None:
         log = logging.getLogger("zmq.auth.roles")
         log.setLevel(logging.WARNING)  # pyzmq writes passwords into lines of level DEBUG
@@ -44,11 +41,9 @@ class RoleAuthenticator(ThreadAuthenticator):
 def judge_connections(
     context: "zmq.Context[Any]", socket: zmq.asyncio.Socket, keys: ServerKeys, address: str = ""
 ) -> ThreadAuthenticator:
-    """Start an authenticator for the connections to `socket`, which is not bound yet.
-
-    It runs in a thread, so a busy event loop delays no connection. The caller stops it before the context ends. libzmq
-    takes foreign bytes for ZMTP 1 or 2, which a socket with a mechanism rejects.
-    """
+    """Start an authenticator for `socket`, which is not bound yet. It runs in a thread, so a busy event loop delays no
+    connection. The caller stops it before the context ends. libzmq takes foreign bytes for ZMTP 1 or 2, which a socket
+    with a mechanism rejects."""
     authenticator = RoleAuthenticator(context, keys)
     try:
         authenticator.start()
@@ -67,7 +62,6 @@ def judge_connections(
 
 
 def identify(socket: Any, keys: ClientKeys, address: str) -> None:
-    """Have a client's socket, which is not connected yet, show its key."""
     if address == LOCAL:
         socket.plain_username, socket.plain_password = keys.role.encode(), keys.secret
     else:
@@ -76,7 +70,6 @@ def identify(socket: Any, keys: ClientKeys, address: str) -> None:
 
 
 def endpoint(address: str, folder: Path) -> str:
-    """Where ZeroMQ binds or connects; `folder` holds the run's keys."""
     if address != LOCAL:
         return address
     path = folder.absolute() / SOCKET
@@ -91,7 +84,6 @@ def _opened(folder: Path) -> int:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is reachable from this machine only."""
     if address == LOCAL:
         return True
     host = split(address)[0]
@@ -117,7 +109,6 @@ def ready(address: str, run: Path) -> Path:
 
 
 def buffer_keys(address: str, run: Path) -> ServerKeys:
-    """The buffer's keys, made if they are not there. Raises KeysError."""
     return load_server_keys(make_keys(run / "keys"), "buffer", passwords=address == LOCAL)
 
 

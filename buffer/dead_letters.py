@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TEXT_CHARS = 200
-"""Of the end of each sample's text."""
 ITEMS = """
 SELECT item, row, epoch, version, server, batch, reason, changed_at FROM items WHERE state = 'quarantined' ORDER BY item
 """
@@ -20,7 +19,6 @@ SAMPLES = "SELECT idx, bytes, data_of(segment, position, bytes) FROM samples WHE
 
 
 def quarantine(db: sqlite3.Connection, tokenizer: "Tokenizer | None" = None) -> Iterable[str]:
-    """A paragraph for each group in quarantine."""
     items = db.execute(ITEMS).fetchall()
     if not items:
         yield "no group is in quarantine"

@@ -1,8 +1,5 @@
-"""Commands that show what a run's buffer holds: `python -m buffer tail [-f] | show ITEM | export OUT.parquet |
-quarantine | problems` of RUN.
-
-Reads the SQLite file of a live or a dead run without disturbing it.
-"""
+"""Commands that show what a run's buffer holds, live or dead: `python -m buffer
+tail|show|export|quarantine|problems`."""
 
 import argparse
 import json
@@ -45,7 +42,6 @@ COMMANDS = {
 }
 FOLLOW_S = 1.0
 ROWS = 256
-"""Samples that `export` holds in memory at a time."""
 
 SAMPLES = "SELECT idx, data_of(segment, position, bytes, crc32c) FROM samples WHERE item = ? ORDER BY idx"
 COLUMNS = pa.schema(
@@ -124,7 +120,7 @@ def whole_number(text: str) -> int:
 
 
 def found(words: Sequence[str]) -> tuple[Config, Path]:
-    """Config and ledger's file of a run. Raises LedgerError if the ledger is in no file."""
+    """Raises LedgerError if the ledger is in no file."""
     first = Path(words[0])
     argv = [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words
     config = load.read(argv, "python -m buffer COMMAND", lenient=True)
@@ -137,7 +133,6 @@ def found(words: Sequence[str]) -> tuple[Config, Path]:
 
 @cache
 def tokenizer_of(model: str) -> "Tokenizer | None":
-    """The tokenizer of a model, or None."""
     from huggingface_hub import try_to_load_from_cache  # tokenizers and this import no torch, transformers does
     from huggingface_hub.errors import HFValidationError
     from tokenizers import Tokenizer
@@ -160,7 +155,7 @@ def tokenizer_of(model: str) -> "Tokenizer | None":
 
 
 def tail(db: sqlite3.Connection, number: int, follow: bool) -> Iterable[str]:
-    """The groups that came in last, oldest of them first; with `follow` until interrupted."""
+    """The oldest of the last groups first; with `follow` until interrupted."""
     query = """
         SELECT item, state, version, batch, server, tokens, samples, truncated, stored_at,
             (SELECT GROUP_CONCAT(ROUND(reward, 3), ' ') FROM samples s WHERE s.item = i.item)
@@ -195,7 +190,7 @@ def show(
     full: bool = False,
     tokens: bool = False,
 ) -> Iterable[str | Text]:
-    """What the ledger knows of an item, its problem, and its samples or the `only` one."""
+    """`only`: one sample of the item."""
     rows = db.execute("SELECT * FROM items WHERE item = ?", [item])
     names = [column[0] for column in rows.description]
     found = rows.fetchone()
@@ -259,7 +254,7 @@ def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
 
 
 def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
-    """Write all samples that are there, one row each (COLUMNS)."""
+    """One row each (COLUMNS)."""
     query = """
         SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem,
             data_of(segment, position, s.bytes, s.crc32c)

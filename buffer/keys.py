@@ -1,7 +1,6 @@
 """The keys of a run: a CURVE pair for each role, and the token that its reward and teacher servers ask for.
 
-`<run>/keys/` (mode 0700) holds `ROLE.public` and `ROLE.secret`, 40 characters of Z85 each, and `reward.token`, all with
-mode 0600.
+`<run>/keys/` (mode 0700) holds 40 characters of Z85 in each `ROLE.public` and `ROLE.secret`, with mode 0600.
 """
 
 import fcntl
@@ -22,12 +21,11 @@ ROLES: tuple[Role, ...] = get_args(Role)
 TOKEN = "reward.token"
 NAMES = (*(f"{role}.{half}" for role in ROLES for half in ("public", "secret")), TOKEN)
 OLD_NAMES = ("server.public", "server.secret", "client.public", "client.secret")
-"""Files of an older Headrace, which had one pair for all clients."""
+"""Files of an older Headrace."""
 ADMITTED: dict[Role, tuple[Role, ...]] = {
     "buffer": ("learner", "rollout", "launcher", "observer"),
     "learner": ("rollout",),
 }
-"""The roles whose keys a server accepts."""
 READS: dict[str, tuple[str, ...]] = {
     "buffer": ("buffer.public", "buffer.secret", *(f"{role}.public" for role in ADMITTED["buffer"])),
     "learner": ("learner.public", "learner.secret", "buffer.public", "rollout.public"),
@@ -35,16 +33,15 @@ READS: dict[str, tuple[str, ...]] = {
     "reward": (TOKEN,),
     "teacher": (TOKEN,),
 }
-"""What a process on another machine needs. On one machine the buffer also reads the clients' secrets, which are their
-passwords there."""
+"""What a process on another machine needs. On one machine the buffer also reads the clients' secrets."""
 
 
 class KeysError(ValueError):
-    """Keys are missing, unreadable or readable by others; the text names file and remedy."""
+    """Keys are of no use; the text names file and remedy."""
 
 
 class NoKeys(KeysError):
-    """A key file does not exist."""
+    pass
 
 
 class Pair(NamedTuple):
@@ -56,14 +53,11 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """Keys of a process that others connect to."""
-
     folder: Path
     public: bytes
     secret: bytes = field(repr=False)
     clients: Mapping[bytes, Role]
     passwords: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """By role, for a Unix socket."""
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Called by pyzmq's authenticator with a key in Z85."""
@@ -80,10 +74,8 @@ class ClientKeys:
 
 
 def make_keys(folder: Path) -> Path:
-    """Make the keys of a run, unless they are there; they replace the files of an older Headrace.
-
-    All files appear at once or not at all, and only one of several processes makes them. Raises KeysError.
-    """
+    """Make the keys of a run, unless they are there. All files appear at once or not at all, and only one of several
+    processes makes them. Raises KeysError."""
     try:
         if not _has_keys(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +100,7 @@ def write_key(file: Path, key: bytes) -> None:
 
 
 def require_keys(folder: Path) -> None:
-    """Read all keys, on the machine of the buffer. Raises KeysError."""
+    """Raises KeysError."""
     for name in NAMES:
         try:
             read_key(folder / name)
@@ -118,8 +110,7 @@ def require_keys(folder: Path) -> None:
 
 
 def load_server_keys(folder: Path, role: Role = "buffer", passwords: bool = False) -> ServerKeys:
-    """Keys of the buffer, or of the learner as a server of weights. `passwords`: for a Unix socket. Raises
-    KeysError."""
+    """`passwords`: for a Unix socket. Raises KeysError."""
     pair, admitted = _pair(folder, role), ADMITTED[role]
     clients: dict[bytes, Role] = {read_key(folder / f"{one}.public"): one for one in admitted}
     known: dict[str, str] = {one: read_key(folder / f"{one}.secret").decode() for one in admitted if passwords}
@@ -136,7 +127,7 @@ def load_token(folder: Path) -> str:
 
 
 def read_key(path: Path) -> bytes:
-    """Raises KeysError for a file that is missing, holds no key, or can be read by others."""
+    """Raises KeysError, also for a file that others can read."""
     try:
         mode = path.stat().st_mode & 0o777
         key = path.read_bytes().strip()
@@ -162,7 +153,7 @@ def _pair(folder: Path, role: Role) -> Pair:
 
 
 def _has_keys(folder: Path) -> bool:
-    """Whether a process has made keys there, or has received some of them."""
+    """Some of them are enough."""
     return any((folder / name).exists() for name in NAMES)
 
 

@@ -1,4 +1,4 @@
-"""`python -m buffer problems RUN`: the problems of a run with solved share, attempts and state, from the ledger's file.
+"""`python -m buffer problems RUN`: the problems of a run with solved share, attempts and state.
 
 The settings that say what is solved, retired and left out are those of the last launch.
 """
@@ -23,7 +23,7 @@ OPEN_OR_WAITING = ("waiting", "leased", "stored")
 
 
 class ListedProblem(NamedTuple):
-    """A row of the data set that was drawn at least once."""
+    """A row that was drawn at least once."""
 
     record: RowRecord
     place: str
@@ -71,7 +71,7 @@ def counts(db: sqlite3.Connection) -> tuple[dict[str, int], list[str]]:
 
 
 def problems(db: sqlite3.Connection, only: str | None = None) -> Iterable[str]:
-    """A line with all counts, and one for each drawn problem, or each whose state is `only`."""
+    """One line with all counts, then one for each drawn problem."""
     found, _ = counts(db)
     total = sum(found.values()) - found.get("retired", 0)
     shown = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.items())

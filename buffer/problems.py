@@ -1,4 +1,4 @@
-"""The problems of a run: the rows of its sources with all their columns, which the rollout servers interpret."""
+"""The problems of a run: the rows of its sources with all their columns."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,11 +20,10 @@ from configs.schema import MOST_MESSAGE_MIB, Config, DataConfig
 LOOKED_AT = 1000
 """Rows, evenly spread, whose images' sizes are read."""
 READ_AHEAD = 256
-"""Rows of a generated set that are made before they are asked for."""
 
 
 class Problems(Sequence[dict[str, Any]]):
-    """The rows, converted to types of MessagePack when they are read; their `images` are ImageFiles."""
+    """Rows in types of MessagePack; their `images` are ImageFiles."""
 
     def __init__(
         self,
@@ -37,27 +36,24 @@ class Problems(Sequence[dict[str, Any]]):
         place: Callable[[int], str] = lambda row: f"row {row} of data.train",
     ) -> None:
         self.place = place
-        """File of a row and its line there."""
         self._number, self._text, self.images = number, row, images
         self.digest = digest
-        """SHA-256 of the file, or of the digests of several."""
         self.shares = shares
-        """Rows and weight of each source; empty where they have no weights."""
+        """Rows and weight of each source."""
         self._made, self.num_made = made, 0
 
     def expect(self, rows: Callable[[], Iterable[int]]) -> None:
-        """Have these rows made, if they have to be."""
         if self._made:
             self._made.expect(rows())
 
     def num_ready(self, rows: Callable[[], Sequence[int]]) -> int | None:
-        """How many of these rows, from the first on, can be had at once; None: all, and those that follow."""
+        """From the first one on; None: all, and those that follow."""
         if not self._made or not (asked := rows()):
             return None
         return sum(1 for _ in takewhile(self._made.is_ready, asked))
 
     def listen(self, on_made: Callable[[], object]) -> None:
-        """Call `on_made`, from a thread, when `num_made` has moved."""
+        """`on_made` is called from a thread."""
 
         def count() -> None:
             self.num_made += 1
@@ -98,11 +94,8 @@ def load_problems(
     truth: bool = True,
     index: Path | None = None,
 ) -> Problems:
-    """The rows of `source`. Raises ProblemsError.
-
-    `room`: an existing folder with room for a copy of the images in a parquet file. `key`: of the run file, for errors.
-    `truth`: whether rows must have a ground truth. `index`: a folder for what makes the next start faster.
-    """
+    """`room`: an existing folder with room for a copy of the images in a parquet file. `truth`: whether rows must have
+    a ground truth. `index`: a folder for what makes the next start faster. Raises ProblemsError."""
     key = key or next((f"data.{name}" for name, known in data.sources().items() if known == source), "data.train")
     try:
         sources = [(part.weight, open_source(part, data, key, truth, index)) for part in parts_of(source)]
@@ -116,7 +109,7 @@ def load_problems(
 
 
 def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:
-    """How the model sees the images; None if no row has any. Raises ConfigError if they contradict the run file."""
+    """None if no row has images. Raises ConfigError if they contradict the run file."""
     sizes = problems.images.num_bytes() if problems.images else []
     if not sizes:
         return None
@@ -146,7 +139,6 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
 
 
 def _images(rows: JoinedRows, data: DataConfig, room: Path | None) -> ImageRows | JoinedImages | None:
-    """A path is relative to the folder of its file."""
     every = max(1, rows.starts[-1] // LOOKED_AT)
     found = [
         (start, str(part.path), _images_of(part, data, every, room))

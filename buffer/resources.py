@@ -1,4 +1,4 @@
-"""What this machine lets the buffer have, open files and memory, and words for when that runs out."""
+"""What this machine lets the buffer have: open files and memory."""
 
 import ctypes
 import gc
@@ -17,14 +17,11 @@ log = logging.getLogger(__name__)
 REMEDY = "start the buffer where `ulimit -Hn` is higher (Docker: --ulimit nofile=65536; systemd: LimitNOFILE=65536)"
 CGROUP = Path("/sys/fs/cgroup")
 LOW_BYTES = 2**30
-"""Memory left below which the log says what the buffer takes."""
 TOLD_S = 60.0
 COLLECT_S = 1800.0
-"""Time between two full collections of garbage."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Options of glibc's `mallopt`."""
 KEPT_BELOW, KEPT_BYTES = 32 * 2**20, capacity.CACHE_BYTES
-"""Largest piece of freed memory that is kept, and how much is kept in all."""
 LOOK_S = 5.0
 
 
@@ -33,7 +30,7 @@ class OpenFiles:
         self.limit = _soft_limit() if limit is None else limit
 
     def left(self) -> float:
-        """At least: the system hands out the lowest number that is free."""
+        """The system hands out the lowest number that is free."""
         try:
             lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -49,8 +46,7 @@ class OpenFiles:
 
 
 def raise_open_files(config: Config) -> None:
-    """Take all open files that the system allows, but for a reserve of the store (`buffer/store/segments.py`); warn if
-    the run needs more."""
+    """Take all open files that the system allows, but for a reserve of the store."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = hard if hard == resource.RLIM_INFINITY else max(hard - capacity.RESERVED_FILES, hard // 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -62,7 +58,6 @@ def raise_open_files(config: Config) -> None:
 
 
 def memory_left() -> int:
-    """Bytes on this machine, or in its container."""
     left = psutil.virtual_memory().available
     try:
         most, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -73,8 +68,8 @@ def memory_left() -> int:
 
 
 def keep_memory() -> None:
-    """Have glibc keep what is freed: samples of 0.1 MB come and go by the hundred, and fresh memory from the kernel
-    takes eight times as long as copying them into it."""
+    """Have glibc keep what is freed: fresh memory from the kernel takes eight times as long as copying samples into
+    it."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, KEPT_BELOW)
@@ -82,8 +77,7 @@ def keep_memory() -> None:
 
 
 def collect_rarely() -> None:
-    """Have Python look for cycles among new objects only: to look at all of a large ledger stops everything for 0.1 s.
-    `MemoryWatch` does it every COLLECT_S."""
+    """Look for cycles among new objects only: to look at all of a large ledger stops everything for 0.1 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(5000, 10, 10**9)
@@ -98,7 +92,7 @@ class MemoryWatch:
         self.due = -inf
 
     def look(self, held: dict[str, int], now: float) -> None:
-        """`held`: bytes by what they are. A look costs 0.1 ms."""
+        """`held`: bytes. A look costs 0.1 ms."""
         self.due, left = now + LOOK_S, memory_left()
         if now >= self._collected_at + COLLECT_S:
             self._collected_at = now

@@ -25,14 +25,11 @@ from configs.plain_text import print_visible
 PROG = "python -m buffer scrub"
 WHAT = "read all of a run, and print what is damaged"
 MOST = 100
-"""Lines about the ledger's pages, and about each rule for its rows."""
 SAMPLES = "SELECT item, idx, segment, position, bytes, crc32c FROM samples ORDER BY segment, position"
 STILL = "SELECT 1 FROM samples WHERE item = ? AND idx = ? AND segment = ? AND position = ?"
 
 
 class Scrub:
-    """Yields lines about what it read; `damaged` counts those about damage."""
-
     def __init__(self) -> None:
         self.damaged = 0
 
@@ -65,7 +62,6 @@ class Scrub:
             yield self._damage(str(error))
 
     def samples(self, db: sqlite3.Connection, file: Path) -> Iterator[str]:
-        """In the order of the disk."""
         folder, number, unknown = segments.folder_of(file), 0, 0
         for item, index, segment, position, size, crc in db.execute(SAMPLES):
             number, unknown = number + 1, unknown + (crc is None)

@@ -1,4 +1,4 @@
-"""A sample as people read it: segment by segment what was given and what was sampled, turns, tool calls, rewards.
+"""A sample as people read it: segment by segment what was given and what was sampled.
 
 A text that names its speakers as ChatML, Llama 3 or Gemma do is split into their messages.
 """
@@ -33,17 +33,14 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Passage:
-    """What one side says without a break."""
-
     speaker: str
-    """`system`, `user`, `assistant`, `tool` ... as the text names it; "" where it does not."""
+    """As the text names it; "" where it does not."""
     text: str
     """"" without a tokenizer."""
     tokens: int
     turn: int | None = None
     """From 1; None: given, not trained."""
     versions: tuple[int, int] = (-1, -1)
-    """Oldest and newest policy version that sampled it."""
     logprob: float = 0.0
     reward: float | None = None
 
@@ -77,7 +74,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A segment of a sample. `repeated` says how it begins as an earlier one; that is not among `passages`."""
+    """`repeated` says how the segment begins as an earlier one; that is not among `passages`."""
 
     title: str
     repeated: str
@@ -99,7 +96,6 @@ def chapters(sample: Sample, tokenizer: "Tokenizer | None") -> list[Chapter]:
 
 
 def lines(read: Sequence[Chapter], full: bool = False) -> Iterator[Text]:
-    """For a terminal, styled; `full`: no passage is folded."""
     for chapter in read:
         if chapter.title:
             yield Text(f"  {chapter.title}", "bold underline")
@@ -139,7 +135,6 @@ def _passages(sample: Sample, start: int, stop: int, tokenizer: "Tokenizer | Non
 
 
 def _messages(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> list[np.ndarray]:
-    """Cut where a message of another speaker begins."""
     starts = [tokenizer.token_to_id(start) for start in STARTS] if tokenizer else []
     cuts = np.flatnonzero(np.isin(tokens, [start for start in starts if start is not None]))
     return [piece for piece in np.split(tokens, cuts) if piece.size]
@@ -152,7 +147,7 @@ def _text(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> str:
 
 
 def _common(passages: Sequence[Passage], others: Sequence[Passage]) -> int:
-    """How many given passages equal the first `others`, which may have been sampled."""
+    """`others` may have been sampled."""
     number = 0
     for ours, theirs in zip(passages, others, strict=False):
         if ours.turn or not ours.text or (ours.speaker, ours.text) != (theirs.speaker, END.sub("", theirs.text)):

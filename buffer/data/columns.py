@@ -16,13 +16,13 @@ ACCEPTED = {
     "the other": ("problem", "reward_model"),
 }
 PROMPT_ONLY = {"a prompt": ("prompt",), "a problem": ("problem",)}
-"""Accepted as well where the reward needs no ground truth."""
+"""Accepted where the reward needs no ground truth."""
 DEMONSTRATIONS = {
     "a chat": ("messages",),
     "a prompt and its answer": ("prompt", "answer"),
     "a problem and its answer": ("problem", "answer"),
 }
-"""Accepted in supervised fine-tuning; the first that fits counts."""
+"""Accepted in supervised fine-tuning."""
 
 
 class ProblemsError(ConfigError):
@@ -33,8 +33,7 @@ class ProblemsError(ConfigError):
 
 
 class ColumnRules:
-    """The names of a file's columns, and which it must have. `renamed`: as `data.columns`. `demonstrations`: the rows
-    are answers to learn from."""
+    """`renamed`: as `data.columns`. `demonstrations`: the rows are answers to learn from."""
 
     def __init__(self, renamed: Mapping[str, str], truth: bool = True, demonstrations: bool = False) -> None:
         self.renamed, self.truth, self.demonstrations = dict(renamed), truth, demonstrations
@@ -51,7 +50,7 @@ class ColumnRules:
         return {ours: value for name, value in given.items() if (ours := self.ours(name)) is not None}
 
     def names(self, given: Iterable[str], where: str) -> list[str]:
-        """Our names of a file's columns. Raises ProblemsError."""
+        """Raises ProblemsError."""
         there = list(given)
         for wanted, name in self.renamed.items():
             if name not in there:
@@ -62,7 +61,7 @@ class ColumnRules:
         return [ours for name in there if (ours := self.ours(name)) is not None]
 
     def required(self, names: Sequence[str], where: str) -> tuple[str, ...]:
-        """The columns of the first accepted format that the file has. Raises ProblemsError."""
+        """Raises ProblemsError."""
         if self.demonstrations:
             return _demonstrated(names, where)
         accepted = ACCEPTED if self.truth else ACCEPTED | PROMPT_ONLY
@@ -103,7 +102,7 @@ def _demonstrated(names: Sequence[str], where: str) -> tuple[str, ...]:
 
 
 def require_servable(row: dict[str, Any], where: str) -> None:
-    """Raise ProblemsError if the row, which need not be `plain` yet, cannot be served."""
+    """The row need not be `plain` yet. Raises ProblemsError."""
     reason = unservable(row)
     if reason and not is_deep(row):
         reason = unservable(plain(row))  # whole numbers beyond 64 bits become text

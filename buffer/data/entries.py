@@ -1,9 +1,8 @@
 """`python -m buffer.data.entries`: makes and scores entries of reasoning-gym; the child of an `EntryMaker`.
 
-Some sets take a second for an entry, which must not stop the buffer. And some make other entries under another hash
-seed, or draw from Python's global random numbers: the parent sets PYTHONHASHSEED, and the global seed is set before
-each
-entry, so that an entry is the same wherever it is made. Reads and writes a line of JSON for each request.
+Some sets take a second for an entry, which must not stop the buffer. Some make other entries under another hash seed,
+or
+draw from Python's global random numbers: the parent sets PYTHONHASHSEED, and the global seed is set before each entry.
 """
 
 import copy
@@ -30,7 +29,7 @@ ENTRY_S = 30
 
 
 class RequestError(ValueError):
-    """A request that cannot be answered; one line."""
+    pass
 
 
 class TakesTooLong(BaseException):
@@ -74,7 +73,7 @@ def entry(name: str, config: str, index: int) -> dict[str, Any]:
 
 
 def about(name: str, config: str) -> dict[str, Any]:
-    """The first entry, and the package's version, which decides what entries are."""
+    """The package's version decides what entries are."""
     return {"version": version("reasoning-gym")} | row(name, config, 0)
 
 
@@ -89,13 +88,8 @@ def row(name: str, config: str, index: int) -> dict[str, Any]:
 
 
 def score(name: str, config: str, index: int, question: str, text: str, longest_s: float = ENTRY_S) -> dict[str, Any]:
-    """Score an answer with the set's own code.
-
-    If that code raises for the answer, the answer counts as empty. If it takes more than `longest_s` of processor time,
-    SIGPROF ends this process. Raises RequestError if the entry's question is another, and what the set raises for an
-    empty
-    answer.
-    """
+    """Score an answer with the set's own code. If that raises, the answer counts as empty. If it takes more than
+    `longest_s` of processor time, SIGPROF ends this process. Raises RequestError if the entry's question is another."""
     from reasoning_gym.utils import extract_answer
 
     made = entry(name, config, index)
@@ -140,7 +134,6 @@ def late(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Answer requests until stdin ends, those ahead of their need last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C reaches the whole terminal: the parent decides
     signal.signal(signal.SIGALRM, late)
     asked: queue.PriorityQueue[list[Any]] = queue.PriorityQueue()

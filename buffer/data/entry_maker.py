@@ -20,7 +20,7 @@ from configs.data.sources import GeneratedSet
 from configs.own_packages import command
 
 KEPT = 16_384
-"""Rows that are kept once they are made: as many as are open at a time, and more."""
+"""As many rows as are open at a time, and more."""
 HASH_SEED = "0"
 """PYTHONHASHSEED wherever entries are made."""
 
@@ -36,7 +36,7 @@ class MakerEnded(EntryError):
 
 
 class EntryMaker:
-    """A Python process, which starts at the first request, restarts if it has ended, and ends with this process."""
+    """The process starts at the first request, restarts if it has ended, and ends with this process."""
 
     def __init__(self, arguments: Sequence[str] = command("buffer.data.entries")[1:]) -> None:
         self._arguments = arguments
@@ -46,7 +46,7 @@ class EntryMaker:
         self._lock = threading.Lock()
 
     def ask(self, verb: str, *arguments: Any, ahead: bool = False) -> "Future[dict[str, Any]]":
-        """The answer, or EntryError. Requests `ahead` of their need come after all others."""
+        """Requests `ahead` of their need come after all others. The answer may raise EntryError."""
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -120,7 +120,7 @@ class GeneratedRows:
         self._retried: set[int] = set()
         """Rows that were lost with the process and asked for again."""
         self.on_made: Callable[[], object] = lambda: None
-        """Called by a thread whenever a row is made."""
+        """Called by a thread."""
         self.version = str(entry_maker().ask("about", made.name, self._config).result()["version"])
 
     def expect(self, rows: Iterable[int]) -> None:
@@ -131,7 +131,7 @@ class GeneratedRows:
             self._retried.discard(self._rows.popitem(last=False)[0])
 
     def is_made(self, index: int) -> bool:
-        """A row that was lost with the process is asked for again once, since it may be what ends the process."""
+        """A row that was lost is asked for again once, since it may be what ends the process."""
         if self._lost(index) and index not in self._retried:
             again = [row for row in self._rows if self._lost(row) and row not in self._retried]
             self._retried.update(again)

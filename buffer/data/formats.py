@@ -1,7 +1,7 @@
 """Reads one data file: parquet, JSON lines, JSON, CSV; text also packed by gzip.
 
-Images are kept apart from the rows, so that none of them stays in memory. Raises ProblemsError, in one line, for a file
-that cannot be trained on; OSError for one that cannot be read.
+Images are kept apart from the rows, so that none stays in memory. Raises ProblemsError, in one line; OSError for a file
+that cannot be read.
 """
 
 import csv
@@ -31,13 +31,12 @@ from configs.data.sources import GZIPPED, kind_of, the_list
 from configs.model_folder import POINTER
 
 ROWS_AT_ONCE = 16
-"""Rows whose images are in memory at a time."""
 MEND = "correct it, or leave the row out"
 TOO_DEEP = f"it is nested more than {MOST_NESTED} levels deep"
 TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},]')
 """JSON strings, brackets and commas."""
 TEXTS = ("prompt", "problem", "answer")
-"""Columns of a CSV file that are text whatever is in them: `007` stays `007`."""
+"""Text whatever is in them: `007` stays `007`."""
 
 Found = Iterable[tuple[Any, Any]]
 """Images and text of each row."""
@@ -51,16 +50,16 @@ class FileRows(NamedTuple):
     """By index, without images."""
     images: Found | None
     types: dict[str, str] | None = None
-    """Where the file says so. Example: `{"problem": "string"}`"""
+    """Example: `{"problem": "string"}`"""
     line: Callable[[int], int] | None = None
-    """Counted from 1; None for files whose rows are no lines."""
+    """Counted from 1; None for files without lines."""
 
     def place(self, index: int) -> str:
         return f"line {self.line(index)}" if self.line else f"row {index}"
 
 
 def read(path: Path, rules: ColumnRules, where: str, index: Path | None = None) -> FileRows:
-    """The rows of `path`; `where` introduces errors. `index`: folder in which the places of JSON lines are kept."""
+    """`where` introduces errors. `index`: folder in which the places of JSON lines are kept."""
     kind = kind_of(path)
     with path.open("rb") as opened:
         if opened.read(len(POINTER)) == POINTER:
@@ -120,7 +119,7 @@ def _table(
 
 
 def _require_servable(table: pa.Table, where: str) -> None:
-    """Looks only at columns of rare types; at all if some text is not UTF-8 or some value is very long."""
+    """Looks only at columns of rare types, unless some text is not UTF-8 or some value is very long."""
     doubtful = [field.name for field in table.schema if not _is_plain(field.type)]
     try:
         table.validate(full=True)
@@ -140,7 +139,7 @@ def _require_servable(table: pa.Table, where: str) -> None:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Whether every valid value of this type can be served, unless it is too long."""
+    """Every valid value of the type can be served, unless it is too long."""
     types = pa.types
     if types.is_struct(kind):
         names = [field.name for field in kind]
@@ -181,8 +180,7 @@ def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
 
 
 def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None) -> FileRows:
-    """Lines with an index were checked when it was written; rows with images have none, because their images are looked
-    at anyway."""
+    """Lines with an index were checked when it was written; rows with images have none."""
     index = LineIndex(folder, data, [rules.renamed, rules.truth]) if folder else None
     line_of = _line_numbers(data)
     if index and (bounds := index.read()) is not None:
@@ -221,7 +219,6 @@ class _Lines(Sequence[bytes]):
 
 
 def _checked(lines: Iterable[tuple[str, bytes]], rules: ColumnRules, where: str, form: str) -> bool:
-    """Returns whether any row has images."""
     with_images = False
     for place, line in lines:
         values = _object(line, rules, f"{where}: {place}", form)
@@ -243,7 +240,7 @@ def _rows_of(kept: Sequence[bytes], rules: ColumnRules, where: str, with_images:
 
 
 class RefusedValue(ValueError):
-    """JSON that Python would read otherwise than it was meant, or not at all."""
+    """JSON that Python would read otherwise than it was meant."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -266,7 +263,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_int=_whole)
 
 
 def _decoded(data: bytes) -> Any:
-    """Like `json.loads`, but refuses repeated keys by name. Raises ValueError, RecursionError."""
+    """Refuses repeated keys by name. Raises ValueError, RecursionError."""
     return DECODER.decode(data.decode(json.detect_encoding(data), "surrogatepass"))
 
 
@@ -304,7 +301,6 @@ def _json(data: bytes, rules: ColumnRules, where: str) -> FileRows:
 
 
 def _elements(text: str) -> Iterator[str]:
-    """The JSON text of each element of a list, or of the lists in an object."""
     opened, start, level = list[str](), 0, 0
     for token in TOKENS.finditer(text):
         if token[0] in ("[", "{"):

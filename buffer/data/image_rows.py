@@ -1,7 +1,7 @@
 """Where the images of a data file's rows are, and what is wrong with them.
 
 A path is read when its row is dispatched. The row groups of a parquet file are compressed as a whole: its images are
-copied to a temporary file without a name, so that none of them takes memory.
+copied to a temporary file, so that none takes memory.
 """
 
 import errno
@@ -17,10 +17,9 @@ from typing import IO, Any, NamedTuple, overload
 from buffer.data.images import ImageError, counted, source_size
 
 IMAGES, MARK = "images", "<image>"
-"""The column of images, and what stands in a row's text where one of them goes."""
 KINDS = "bytes, a path, or a struct with one of the two as `bytes` or `path`"
 LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
-"""Errors of a read that stay until a person mends them. Others may end by themselves, as a file share comes back."""
+"""Errors that stay until a person mends them. Others may end by themselves, as a file share comes back."""
 
 
 class ImageUnavailable(ImageError):
@@ -28,7 +27,7 @@ class ImageUnavailable(ImageError):
 
 
 class ImagePlace(NamedTuple):
-    """An image in the file `path`, or without one in the copy."""
+    """In the file `path`, or without one in the copy."""
 
     position: int
     size: int
@@ -38,8 +37,8 @@ class ImagePlace(NamedTuple):
 
 
 class ImageFiles(Sequence[bytes]):
-    """The encoded images of one row. Each is read when it is asked for. Raises ImageError for a file that is gone or
-    changed since the start, ImageUnavailable while its file share is away."""
+    """The images of one row, each read when it is asked for. Raises ImageError for a file that is gone or changed since
+    the start, ImageUnavailable while its file share is away."""
 
     def __init__(self, places: Sequence[ImagePlace], copy: mmap.mmap | bytes) -> None:
         self._places, self._copy = places, copy
@@ -61,7 +60,7 @@ class ImageFiles(Sequence[bytes]):
         return self._read(self._places[index])
 
     def __repr__(self) -> str:
-        """As the buffer's file has them. Example: `2 images: 31,022 bytes; 8,310 bytes of photos/7.jpg`."""
+        """Example: `2 images: 31,022 bytes; 8,310 bytes of photos/7.jpg`."""
         words = [f"{place.size:,} bytes{f' of {place.path}' if place.path else ''}" for place in self._places]
         return f"{counted(len(words), 'image')}: {'; '.join(words)}"
 
@@ -75,12 +74,8 @@ class ImageFiles(Sequence[bytes]):
 
 
 class ImageRows:
-    """The images of all rows.
-
-    `found`: images and text of each row. `every`: the images of each so many rows are looked at. `room`: a folder on
-    the
-    disk that the copy goes to. Raises ImageError naming the row; OSError where the disk is full.
-    """
+    """`every`: the images of each so many rows are looked at. `room`: a folder on the disk that the copy goes to.
+    Raises ImageError; OSError where the disk is full."""
 
     def __init__(
         self, found: Iterable[tuple[Any, Any]], folder: Path, most: int, every: int = 1, room: Path | None = None
@@ -88,7 +83,6 @@ class ImageRows:
         self.sizes: list[tuple[int, int]] = []
         """(height, width)"""
         self.broken: list[str] = []
-        """Faults of the images whose size cannot be read."""
         self._folder, self._most, self._every = folder, most, every
         self._places: dict[int, list[ImagePlace]] = {}
         self._copy: mmap.mmap | bytes = b""
@@ -157,8 +151,7 @@ class ImageRows:
 
 
 class JoinedImages:
-    """The images of several files. `parts`: the number of a file's first row, what introduces its errors, and its
-    images."""
+    """`parts`: the number of a file's first row, what introduces its errors, and its images."""
 
     def __init__(self, parts: Sequence[tuple[int, str, ImageRows]]) -> None:
         self._starts, self._parts = [start for start, _, _ in parts], [images for _, _, images in parts]
@@ -174,7 +167,7 @@ class JoinedImages:
 
 
 def read_file(path: str) -> tuple[bytes, int]:
-    """The bytes, and when the file was written, in nanoseconds. Raises ImageError, ImageUnavailable."""
+    """Its bytes, and when it was written, in nanoseconds. Raises ImageError, ImageUnavailable."""
     try:
         with open(path, "rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -184,7 +177,7 @@ def read_file(path: str) -> tuple[bytes, int]:
 
 
 def num_slots(text: Any) -> int:
-    """How many images a text asks for: MARK in a problem or message, parts of type `image` in a message."""
+    """Counts MARK in a problem or message, and parts of type `image` in a message."""
     if isinstance(text, str):
         return text.count(MARK)
     if isinstance(text, Mapping):
@@ -194,7 +187,6 @@ def num_slots(text: Any) -> int:
 
 
 def described(image: Any) -> str:
-    """Example: `a struct of width, height`"""
     if isinstance(image, Mapping) and not {"bytes", "path"} & set(image):
         return f"a struct of {', '.join(map(str, image)) or 'nothing'}"
     return "empty" if image is None or isinstance(image, Mapping | str | bytes) else type(image).__name__

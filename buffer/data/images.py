@@ -1,4 +1,4 @@
-"""How a vision-language model sees an image: decoded, resized and cut into patches.
+"""How a vision-language model sees an image.
 
 Rollout servers and the learner turn the same file into the same pixels with `decode`, so only the file travels, and a
 digest of the pixels shows that both ends saw the same.
@@ -33,7 +33,6 @@ BROKEN = (
     *(OSError, EOFError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError),
     *(NotImplementedError, struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
 )
-"""What PIL raises for broken files."""
 
 
 class ImageError(ValueError):
@@ -42,7 +41,7 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How a model sees images. Qwen2.5-VL has patches of 14 x 14 pixels and a token for each 2 x 2 of them."""
+    """Qwen2.5-VL has patches of 14 x 14 pixels and a token for each 2 x 2 of them."""
 
     model_type: str
     patch: int
@@ -52,7 +51,6 @@ class ImageFormat:
     temporal: int
     """Frames of a patch; an image is repeated so often."""
     mean: tuple[float, float, float]
-    """Of red, green and blue, from 0 to 1."""
     std: tuple[float, float, float]
     min_pixels: int
     max_pixels: int
@@ -61,7 +59,7 @@ class ImageFormat:
     vision_start: int
     vision_end: int
     side: int | None = None
-    """Images are stretched to squares of so many pixels; None: they keep their shape."""
+    """Images are stretched to squares of so many pixels."""
 
     @classmethod
     def of_run(cls, config: Config) -> "ImageFormat | None":
@@ -72,7 +70,7 @@ class ImageFormat:
     def of(
         cls, model_path: str, data: DataConfig, freeze: tuple[str, ...] = (), text_alone: bool = False
     ) -> "ImageFormat | None":
-        """How the model sees images; None for a model that is trained on text alone. Raises ConfigError."""
+        """None for a model that is trained on text alone. Raises ConfigError."""
         config = read_model_file(model_path, "config.json")
         if config is None:
             raise ConfigError([f"model.path: {model_path}: has no config.json; name a folder in Hugging Face format"])
@@ -128,7 +126,7 @@ class ImageFormat:
     def _of_squares(
         cls, model_path: str, config: dict[str, Any], given: dict[str, Any], data: DataConfig
     ) -> "ImageFormat":
-        """For a model that stretches each image to a square and has one number of tokens for all."""
+        """One number of tokens for all images."""
         vision, tokens = config["vision_config"], config["mm_tokens_per_image"]
         side, patch = vision["image_size"], vision["patch_size"]
         merge, area = side // patch // isqrt(tokens), side**2
@@ -156,21 +154,20 @@ class ImageFormat:
 
     @property
     def mutual(self) -> bool:
-        """Whether the tokens of an image see each other, those after them too."""
+        """The tokens of an image see those after them too."""
         return self.model_type in MUTUAL
 
     @property
     def padding(self) -> str:
-        """Text that the model's processor puts before and after an image."""
+        """Text before and after an image."""
         return "\n\n" if self.mutual else ""
 
     @property
     def factor(self) -> int:
-        """Side of a token, in pixels."""
         return self.patch * self.merge
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width): transformers' `smart_resize`, or a square. Raises ImageError."""
+        """(height, width) as by transformers' `smart_resize`, or a square. Raises ImageError."""
         if self.side is not None:
             return self.side, self.side
         if max(height, width) > MAX_ASPECT * min(height, width):
@@ -187,11 +184,11 @@ class ImageFormat:
         return high, wide
 
     def levels(self) -> np.ndarray:
-        """float32 [256, 3]: what the model sees of each byte of red, green and blue."""
+        """float32 [256, 3]: what the model sees of each byte."""
         return ((np.arange(256)[:, None] / 255 - self.mean) / self.std).astype(np.float32)
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Tokens of an image of that size before it is resized. Raises ImageError."""
+        """Of an image before it is resized. Raises ImageError."""
         high, wide = self.size(height, width)
         return high * wide // self.factor**2
 
@@ -199,12 +196,11 @@ class ImageFormat:
 @dataclass(frozen=True, eq=False)
 class Picture:
     pixels: np.ndarray
-    """uint8 [height, width, 3]; both sides are multiples of `format.factor`."""
+    """uint8 [height, width, 3]; multiples of `format.factor`."""
     format: ImageFormat
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of height, width and pixels."""
         return hashlib.sha256(struct.pack("<II", *self.pixels.shape[:2]) + self.pixels.tobytes()).hexdigest()
 
     @property
@@ -227,7 +223,7 @@ class Picture:
         return split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(high * wide, 3, form.patch**2)
 
     def planes(self, levels: np.ndarray | None = None) -> np.ndarray:
-        """[3, height, width]: `pixel_values` of a model that takes no patches."""
+        """[3, height, width], for a model that takes no patches."""
         levels = self.format.levels() if levels is None else levels
         return np.stack([levels[:, colour][self.pixels[:, :, colour]] for colour in range(3)])
 
@@ -260,7 +256,7 @@ def decode(data: bytes, form: ImageFormat) -> Picture:
 
 
 def source_size(data: bytes) -> tuple[int, int]:
-    """Height and width of an image, upright, without decoding it. Raises ImageError, in one line."""
+    """Upright, without decoding the image. Raises ImageError."""
     image = _opened(data)
     try:
         turned = image.getexif().get(ORIENTATION, 1) in TURNED
@@ -276,7 +272,6 @@ def _token(config: dict[str, Any], name: str) -> int:
 
 
 def _unlike_squares(config: dict[str, Any], given: dict[str, Any], merge: int) -> Iterator[str]:
-    """Why servers would compute images of one size otherwise, or wrongly."""
     vision, tokens, again = config["vision_config"], config["mm_tokens_per_image"], "fetch the model anew"
     side, sizes = vision["image_size"], given["size"]
     window = text_config(config).get("sliding_window")
@@ -295,12 +290,11 @@ def _unlike_squares(config: dict[str, Any], given: dict[str, Any], merge: int) -
 
 
 def counted(number: int, noun: str) -> str:
-    """Example: `counted(1000, "row")` is `1,000 rows`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
-"""The EXIF tag, and its values for which height and width change places."""
+"""Values of the EXIF tag for which height and width change places."""
 
 
 def _opened(data: bytes) -> Image.Image:
@@ -329,7 +323,6 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def read_model_file(model_path: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of a model, or None. Raises ConfigError."""
     try:
         file = _file(model_path, name)
         found = json.loads(file.read_text(encoding="utf-8")) if file else None

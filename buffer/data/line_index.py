@@ -1,7 +1,7 @@
 """Where the rows of a file of JSON lines begin and end, so that a restart need not check each row again.
 
 Parsing a million rows takes three seconds, reading their index 20 ms. The name of an index is a digest of the data and
-of the rules by which the rows were checked. One that is damaged is as good as none.
+of the rules by which the rows were checked.
 """
 
 import hashlib

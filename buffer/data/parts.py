@@ -22,7 +22,6 @@ class SourcePart(NamedTuple):
     """Introduces errors. Example: `data.train a.parquet`"""
     rows: FileRows
     digest: str
-    """SHA-256 of the file; of a set, of its name, config and package."""
     made: GeneratedRows | None = None
 
 
@@ -70,7 +69,7 @@ def _generated(source: MixedSource, found: GeneratedSet, where: str) -> SourcePa
 
 
 def _require_alike(first: SourcePart, part: SourcePart) -> None:
-    """Files hold the same columns, of the same types; a column without any value fits all."""
+    """A column without any value fits all types."""
     ours, theirs = first.rows.types, part.rows.types
     if ours is None or theirs is None:
         return
@@ -82,7 +81,6 @@ def _require_alike(first: SourcePart, part: SourcePart) -> None:
 
 
 def digest_of(parts: Sequence[SourcePart]) -> str:
-    """Of a single part, or of the digests of all parts in order."""
     digests = [part.digest for part in parts]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
@@ -91,7 +89,7 @@ class JoinedRows:
     def __init__(self, parts: Sequence[SourcePart]) -> None:
         self.parts = parts
         self.starts = list(accumulate((part.rows.number for part in parts), initial=0))
-        """The first row of each part, and the number of all."""
+        """The last one is the number of all rows."""
 
     def _place(self, index: int) -> tuple[int, int]:
         part = bisect_right(self.starts, index) - 1

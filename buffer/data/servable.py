@@ -6,17 +6,15 @@ from typing import Any
 import msgpack
 
 MOST_KEYS, MOST_ENTRIES = 2**16, 2**20
-"""Of a map, and of a list on the wire."""
 MOST_NESTED = 100
-"""Levels of lists and maps. Python and its libraries fail between 250 and 1,000."""
+"""Python and its libraries fail between 250 and 1,000 levels."""
 MOST_BYTES = 64 * 2**20
-"""Of a packed row, without its images."""
 SHOWN = 60
 NESTING = (dict, list)
 
 
 def unservable(row: dict[str, Any]) -> str:
-    """Why a row cannot be served, in one line, or "". `row` has the types of `columns.plain`."""
+    """Why not, in one line, or "". `row` has the types of `columns.plain`."""
     if is_deep(row):
         return f"it is nested more than {MOST_NESTED} levels deep"
     try:
@@ -29,7 +27,7 @@ def unservable(row: dict[str, Any]) -> str:
 
 
 def is_deep(value: Any, levels: int = MOST_NESTED) -> bool:
-    """Whether lists and maps are nested deeper than `levels`. Not recursive."""
+    """Not recursive."""
     level = [value]
     for _ in range(levels + 1):
         inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, NESTING)]

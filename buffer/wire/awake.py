@@ -1,7 +1,6 @@
 """The clock of a process that judges others: it stands still while the process itself is stopped.
 
-When a stopped judge continues, its timers are due and the answers that came meanwhile are not read yet. So it looks
-again before it blames anybody.
+When a stopped judge continues, its timers are due and answers that came meanwhile are unread: it must look again.
 """
 
 import asyncio
@@ -36,7 +35,6 @@ class AwakeClock:
 async def wait_awake(
     futures: Iterable["asyncio.Future[Any]"], timeout_s: float | None, clock: AwakeClock | None = None
 ) -> None:
-    """Wait until one of `futures` is done, or for `timeout_s` of this process being awake."""
     clock, waited = clock or AwakeClock(), list(futures)
     until = None if timeout_s is None else clock.now() + timeout_s
     while True:

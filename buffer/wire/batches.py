@@ -26,16 +26,13 @@ TOO_MANY = "batch %d: %d metrics left out, the %d that most samples have are kep
 
 @dataclass
 class LoopTurn:
-    """The work for Takes before other messages are looked at again: a batch of gigabytes must not hold up a
-    heartbeat."""
+    """The work for Takes in one turn: a batch of gigabytes must not hold up a heartbeat."""
 
     seconds: float = math.inf
     """0: no part is made."""
     room: float = math.inf
-    """Bytes of parts that may still be sent."""
     ends: float | None = None
     postponed: bool = False
-    """A part of a formed batch has to wait for the next turn."""
 
     def over(self) -> bool:
         """Whether what is left has to wait. Something is done in each turn that has time at all."""
@@ -47,8 +44,6 @@ class LoopTurn:
 
 
 class UntrainedGroups:
-    """All untrained groups, whether their samples are in memory or on disk."""
-
     def __init__(self, ledger: Ledger, store: Store, limits: Limits, rows: ServedRows) -> None:
         self._ledger, self._store, self._limits, self._rows = ledger, store, limits, rows
         self.turn = LoopTurn()
@@ -58,7 +53,6 @@ class UntrainedGroups:
         self.cache = GroupCache(CACHE_BYTES)
         self._payloads: dict[int, list[bytes]] = {}
         self._figures: dict[int, Sequence[SampleStats]] = {}
-        """By item, for groups whose samples were opened since the start."""
         self._bytes: dict[int, int] = store.untrained_bytes()
         self.bytes_stored = sum(self._bytes.values())
         self._cut: tuple[tuple[int, int, bool, tuple[int, ...]], BatchCut] | None = None
@@ -84,7 +78,6 @@ class UntrainedGroups:
         return {item: payloads[item] for item in changes.sample_stats}
 
     def forget(self, items: Collection[int]) -> None:
-        """The samples of these items are trained or void."""
         self.cache.release(items)
         for item in items:
             self._figures.pop(item, None)

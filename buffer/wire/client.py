@@ -1,5 +1,4 @@
-"""The clients of the samples wire: `RolloutClient` for a rollout server (async), `LearnerClient` for a learner rank
-(blocking)."""
+"""The clients of the samples wire: async for a rollout server, blocking for a learner rank."""
 
 import asyncio
 import logging
@@ -24,13 +23,12 @@ CLOSE_S = 30.0
 
 
 class RolloutClient:
-    """A rollout server's connection to the buffer. `server_version` returns the policy version of the engine."""
+    """`server_version` returns the policy version of the engine."""
 
     def __init__(self, client: Connection, server_version: Callable[[], int]) -> None:
         self.client, self._version = client, server_version
         self.holding: set[int] = set()
         self.nudged = asyncio.Event()
-        """Set it to have `heartbeats` send one at once."""
         self.finished: protocol.Finished | None = None
         self.learner_waits = False
         self.evaluating: int | None = None
@@ -109,20 +107,18 @@ class RolloutClient:
         return self.evaluating
 
     async def evaluated(self, due: int, version: int, sets: Mapping[str, SetResult]) -> protocol.Stored:
-        """Hand over the results; not `accepted`: another server's came first."""
         made = protocol.Evaluated(due=due, version=version, sets=dict(sets))
         stored = await self.client.expect(made, protocol.Stored)
         self.evaluating = None
         return stored
 
     async def leave(self) -> None:
-        """This server ends: what it still has, and what a pending Ask would bring, goes to others."""
+        """What this server still has, and what a pending Ask would bring, goes to others."""
         if self._asking:
             self._asking.cancel()  # else it is repeated, and lets this server in again
         await self.client.expect(protocol.Goodbye(), protocol.Ack)
 
     async def where(self, known: str | None) -> str:
-        """Address of the learner's weights wire; waits until there is one other than `known`."""
         return (await self.client.expect(protocol.Where(known=known), protocol.WeightsAddress)).address
 
 
@@ -132,8 +128,7 @@ async def heartbeats(
     stats: Callable[[], Mapping[str, float]],
     revoke: Callable[[list[int]], None],
 ) -> None:
-    """Send a heartbeat every `every_s`, and at once when `samples.nudged` is set; pass leases that are over to
-    `revoke`."""
+    """Send a heartbeat every `every_s`, and at once when `samples.nudged` is set."""
     while True:
         revoke(await samples.beat(stats()))
         try:
@@ -145,10 +140,7 @@ async def heartbeats(
 
 
 class LearnerClient:
-    """A learner rank's connection to the buffer: blocking calls from any thread.
-
-    Raises RefusedError, and TimeoutError after `timeout_s` (None: never) without an answer.
-    """
+    """Blocking calls from any thread. Raises RefusedError, and TimeoutError after `timeout_s` without an answer."""
 
     def __init__(
         self,
@@ -174,7 +166,7 @@ class LearnerClient:
         self._results: SimpleQueue[EvaluationResult] = SimpleQueue()
         self._fetching: Future[None] | None = None
         self._new = 0
-        """First batch that was not formed when the learner started: to train one again is no progress."""
+        """First new batch: to train an older one again is no progress."""
         self._stopped = asyncio.Event()
 
         async def connect() -> Connection:
@@ -209,12 +201,11 @@ class LearnerClient:
         return answer
 
     def quarantine(self, item: int, reason: str) -> None:
-        """The group of `item` cannot be trained; the batch is to be taken again."""
         reason = " ".join(reason.split())[: protocol.MOST_REASON]
         self._wait(self.client.expect(protocol.Quarantine(item=item, reason=reason), protocol.Ack), "Quarantine")
 
     def try_alone(self, version: int, item: int | None) -> None:
-        """This learner tries the group of `item` by itself; None: it has tried all."""
+        """Item None: this learner has tried all."""
         self._wait(self.client.expect(protocol.Trial(version=version, item=item), protocol.Ack), "Trial")
 
     def stop(self) -> None:
@@ -223,12 +214,8 @@ class LearnerClient:
         self._loop.call_soon_threadsafe(self._stopped.set)
 
     def trained(self, version: int, oldest_kept: int) -> None:
-        """Batches before `oldest_kept` will not be asked for again.
-
-        Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call, or
-        `close`,
-        raises what the buffer refused.
-        """
+        """Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call, or
+        `close`, raises what the buffer refused."""
         if self._trained and self._trained.done():
             self._trained.result()  # raises what the buffer refused
         trained = protocol.Trained(version=version, oldest_kept=oldest_kept)
@@ -237,7 +224,7 @@ class LearnerClient:
         self._trained = asyncio.run_coroutine_threadsafe(self.client.expect(trained, protocol.Ack), self._loop)
 
     def follow_evaluations(self, known: Sequence[int]) -> None:
-        """Fetch the results of evaluations as they come, but for those `known` (when they were due)."""
+        """`known`: when the evaluations were due whose results are not fetched."""
         self._fetching = asyncio.run_coroutine_threadsafe(self._fetch(list(known)), self._loop)
 
     async def _fetch(self, known: list[int]) -> None:
@@ -254,7 +241,6 @@ class LearnerClient:
         return [self._results.get() for _ in range(self._results.qsize())]
 
     def last_evaluations(self) -> list[EvaluationResult]:
-        """`evaluations` once the last one has come."""
         self._wait(self._fetched(), "Results")
         return self.evaluations()
 

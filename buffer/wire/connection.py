@@ -25,9 +25,9 @@ from buffer.wire.protocol import ANSWERS, PROTOCOL, Again, Hello, Later, NotRegi
 
 log = logging.getLogger(__name__)
 MAX_RETRY = 12
-"""In units of `retry_s`: longest time after which an unanswered request is repeated."""
+"""Longest time after which a request is repeated, in units of `retry_s`."""
 ANEW = 6
-"""Repeated Hellos until the socket connects anew. Until then a handshake may be on its way at a busy buffer."""
+"""Repeated Hellos until the socket connects anew: a handshake may be on its way at a busy buffer."""
 Answer = TypeVar("Answer", bound=Message)
 
 # Both ends leave dead networks to the kernel. No ZMQ_HEARTBEAT_IVL at either: libzmq 4.3.5 aborts the buffer where its
@@ -66,7 +66,6 @@ async def broken(socket: zmq.asyncio.Socket) -> AsyncGenerator[int, None]:
 
 
 async def events_of(socket: zmq.asyncio.Socket, kinds: int) -> AsyncGenerator[tuple[int, int], None]:
-    """Kind and file descriptor of each event of these kinds."""
     monitor = socket.get_monitor_socket(kinds)
     try:
         while True:
@@ -86,7 +85,7 @@ class RefusedError(RuntimeError):
 
 
 class ProtocolFault(RuntimeError):
-    """The answer does not fit the request: one of the two ends has a bug or another version."""
+    """The answer does not fit the request."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; install the same Headrace everywhere, or report it")
@@ -105,12 +104,9 @@ class PendingAnswer:
     frame: Frame
     answer: "asyncio.Future[Message]"
     is_put_off: bool = False
-    """It is not repeated before the buffer asks for it."""
 
 
 class Dealer:
-    """The socket of one `identity`, through all connections."""
-
     def __init__(self, identity: str) -> None:
         self.socket = zmq.asyncio.Context().socket(zmq.DEALER)
         for option, value in OPTIONS.items():
@@ -119,7 +115,6 @@ class Dealer:
         self._monitor = self.socket.get_monitor_socket(sum(LOST) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def connect(self, address: str, keys: ClientKeys) -> None:
-        """Connect, now and whenever the connection breaks."""
         self.socket.setsockopt(zmq.IPV6, "[" in address)
         identify(self.socket, keys, address)
         self.socket.connect(endpoint(address, keys.folder))
@@ -152,8 +147,7 @@ class Dealer:
 
 
 class Connection:
-    """An async context manager, entered once the buffer has said Welcome. Raises RefusedError where the buffer refuses
-    the process."""
+    """An async context manager, entered once the buffer has said Welcome. Raises RefusedError."""
 
     def __init__(
         self,
@@ -169,7 +163,7 @@ class Connection:
     ) -> None:
         self.address, self.name, self.retry_s, self.keys = address, name, retry_s, keys
         self.late_s = late_s
-        """Silence before the first warning; each further one comes after twice the time."""
+        """Silence before the first warning; each further one after twice the time."""
         self.welcome: Welcome | None = None
         token = uuid.uuid4().hex
         self._hello = Hello(
@@ -235,7 +229,6 @@ class Connection:
             del self._pending[number]
 
     async def expect(self, message: Message, kind: type[Answer]) -> Answer:
-        """`request` with one kind of answer. Raises ProtocolFault for another kind."""
         answer = await self.request(message)
         if not isinstance(answer, kind):
             raise ProtocolFault.of(message, answer)

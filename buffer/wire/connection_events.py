@@ -1,7 +1,5 @@
-"""Reads from ZeroMQ's monitor which connections of a socket were made and which have ended.
-
-A peer that is killed is missed at once, long before its silence is noticed: see `connections.ConnectionTracker`.
-"""
+"""Reads from ZeroMQ's monitor which connections of a socket were made and which have ended: a peer that is killed is
+missed at once."""
 
 import struct
 
@@ -10,13 +8,12 @@ import zmq.asyncio
 
 
 class ConnectionEvents:
-    """(kind, file descriptor) of each connection that is accepted or ends. `socket` has no other monitor."""
+    """`socket` has no other monitor."""
 
     def __init__(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
         self._socket, address = socket, f"inproc://connections-{id(self)}"
         socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.monitor = context.socket(zmq.PAIR)
-        """Readable while there are events that were not read."""
         self.monitor.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait until there is room for an event
         self.monitor.connect(address)
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self.monitor)
@@ -25,7 +22,6 @@ class ConnectionEvents:
         await self.monitor.poll()
 
     def poll(self, timeout_ms: int) -> bool:
-        """Block for at most `timeout_ms`; returns whether there are events."""
         return bool(self._plain.poll(timeout_ms))
 
     def new(self) -> list[tuple[int, int]]:

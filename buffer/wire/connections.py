@@ -1,8 +1,7 @@
 """What one connection to the buffer may hold: unread bytes, unread answers and an open file.
 
 `ZMQ_MAXMSGSIZE` holds for a whole socket, so half a message of a stranger could reserve as much memory as a group. The
-kernel counts the bytes of each connection (TCP_INFO): one that brings more than its role has to send is closed, before
-its process has said Hello at little.
+kernel counts the bytes of each connection (TCP_INFO); one that brings more than its role may send is closed.
 """
 
 import logging
@@ -24,11 +23,9 @@ UNKNOWN_BYTES = 2**16
 SMALL_BYTES = 2**22
 """Unread bytes of a learner's or an observer's connection."""
 HELLO_S = 60.0
-"""Time in which a process has to say Hello."""
 FRAME_OVERHEAD = 64
 """Most bytes of the wire for a message beside itself, with CURVE."""
 UNSENT_BYTES = 32 * 2**20
-"""Large answers that a process may leave unread."""
 KEPT_FILES = OWN_FILES // 2
 """Open files that are kept for the disk: below, connections without a Hello are closed."""
 REPEAT_S = 10.0
@@ -39,9 +36,9 @@ BYTES_RECEIVED = 128
 class ConnectionLimits:
     """The connections of one ZeroMQ socket, by their file descriptors.
 
-    The kernel may give a descriptor to another socket of the process before ZeroMQ's event is read. So only a socket
-    whose
-    own address is `endpoint` is shut down.
+    The kernel may give a descriptor to another socket before ZeroMQ's event is read. So only a socket whose own address
+    is
+    `endpoint` is shut down.
     """
 
     def __init__(self, files: OpenFiles | None = None) -> None:
@@ -49,9 +46,9 @@ class ConnectionLimits:
         self.endpoint = ""
         """`tcp://127.0.0.1:5600`, `ipc://PATH`."""
         self.unknown: dict[int, float] = {}
-        """Connections without a Hello, the oldest first, and when they were made."""
+        """The oldest first, and when they were made."""
         self._most: dict[int, int] = {}
-        """Unread bytes that a connection may have; it is absent if the socket's own limit is enough."""
+        """Unread bytes; absent if the socket's own limit is enough."""
         self._read: dict[int, int] = {}
         self._closed: Counter[str] = Counter()
         self._logged_at = -inf
@@ -67,7 +64,6 @@ class ConnectionLimits:
             self._read[descriptor] += size + FRAME_OVERHEAD
 
     def admit(self, descriptor: int, large: bool) -> None:
-        """The process has said Hello. `large`: it sends groups."""
         self.unknown.pop(descriptor, None)
         if large:
             self._most.pop(descriptor, None)
@@ -84,12 +80,12 @@ class ConnectionLimits:
         self.log(now)
 
     def close_silent(self, now: float) -> None:
-        """Close connections without a Hello. Call it only while messages are read."""
+        """Call it only while messages are read."""
         for descriptor in [one for one, since in self.unknown.items() if now - since > HELLO_S]:
             self.close(descriptor, f"said no Hello within {HELLO_S:g} s")
 
     def keep_files(self) -> None:
-        """Close the oldest connections without a Hello while few files are left."""
+        """The oldest connections without a Hello make room."""
         if self.unknown and (left := self.files.left()) < KEPT_FILES:
             for descriptor in list(self.unknown)[: int(2 * (KEPT_FILES - left)) + 1]:
                 self.close(descriptor, "said no Hello while open files ran out")
@@ -108,8 +104,6 @@ class ConnectionLimits:
 
 
 class UnsentAnswers:
-    """Bytes of large answers that ZeroMQ has not yet handed to the network, by who asked for them."""
-
     def __init__(self) -> None:
         self.total, self.budget = 0, inf
         """Groups that wait for room share the budget."""
@@ -126,7 +120,7 @@ class UnsentAnswers:
             del self._of[identity]
 
     def too_many(self, identity: bytes) -> bool:
-        """Whether a process gets no large answer before it reads others. The first one is always sent."""
+        """The first large answer is always sent."""
         held = self._of.get(identity, 0)
         return held >= UNSENT_BYTES or (held > 0 and self.total >= self.budget)
 
@@ -134,28 +128,25 @@ class UnsentAnswers:
 class ConnectionTracker:
     """Which process sends over which connection of a ROUTER, and whose connection has ended.
 
-    ZeroMQ names connections by their file descriptors. Such a name is not unique: the kernel gives it to the next
+    ZeroMQ names connections by file descriptors, which are not unique: the kernel gives a descriptor to the next
     connection
     at once; a message may be read long after the end of its connection; and a connection whose process makes another
     one is
     closed without an event. So `ended` is given the messages read and, after them, all events up to then: a connection
     is
-    accepted before it says anything, so its own event is among them. If two identities sent over one descriptor, the
-    later
-    one has it. The next message corrects a wrong guess.
+    accepted before it says anything, so its own event is among them. The next message corrects a wrong guess.
     """
 
     def __init__(self) -> None:
         self._over: dict[bytes, int] = {}
         """The descriptor of the last message, by identity."""
         self._last: dict[int, bytes] = {}
-        """The identity of the last message, by descriptor."""
         self._closed: set[int] = set()
         """Descriptors without a connection."""
 
     def ended(self, heard: Mapping[bytes, int], events: Iterable[tuple[int, int]]) -> list[bytes]:
-        """Identities whose connections have ended since the last call. `heard`: descriptors of the messages read since,
-        in the order of the last ones; `events`: (kind, descriptor), in order."""
+        """`heard`: descriptors of the messages read since the last call, in order; `events`: (kind, descriptor), in
+        order."""
         changed, taken = set(), set()
         for kind, descriptor in events:
             changed.add(descriptor)

@@ -46,22 +46,20 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message, contravariant=True)
 ACCEPTED = Stored(accepted=True)
 HOLD_S = 2.0
-"""An item whose images could not be read is tried again after so long."""
+"""Pause before an item whose images could not be read is tried again."""
 
 
 class AwaitedNews(NamedTuple):
-    """What parked requests wait for: while one request gets no answer, neither do others that wait for the same. Asks
-    are the exception: `AskVerb.admits` decides."""
+    """What parked requests wait for: while one request gets no answer, neither do others that wait for the same; of
+    Asks `AskVerb.admits` decides."""
 
     kind: str
     version: int = -1
-    """The version that an Ask's server runs; the batch of a Take."""
+    """Of an Ask's server, or the batch of a Take."""
     detail: Hashable = None
 
 
 class ParkableVerb(Protocol[M]):
-    """A kind of request that may have to wait."""
-
     def answer(self, peer: Peer, request: M, now: float) -> Message | None:
         """The answer, or None: try again when `Handlers.revision` has moved."""
 
@@ -101,8 +99,7 @@ class AskVerb:
         return Work(items=items)
 
     def admits(self, version: int) -> bool:
-        """Whether an Ask of a server that runs `version` could be answered; if not, then none of an older one
-        either."""
+        """If an Ask of this version cannot be answered, then none of an older one can."""
         if self._ledger.view.finished():
             return True
         return not self._rows.away and self._ledger.view.admits(version) and self._rows.has_next(self._ledger.upcoming)
@@ -115,7 +112,7 @@ class AskVerb:
         return self._rows.why_away or reasons.for_work(self._ledger, peer.key)
 
     def differs_by(self, peer: Peer) -> Hashable:
-        """What may set this server's reason apart from that of others with its version."""
+        """What sets this server's reason apart from that of others with its version."""
         running = self._ledger.evaluations.running()
         return self._ledger.state.pool.num_elsewhere(peer.key), running is not None and running.server == peer.key
 
@@ -199,7 +196,7 @@ class PutVerb:
         return figures
 
     def _refused(self, peer: Peer, put: Put, error: WrongValue, now: float) -> Stored:
-        """The attempt has failed, if the lease is the server's; the server goes on."""
+        """The server goes on."""
         reason = str(error)
         self._ledger.fail(peer.key, put.item, put.lease, reason, now, kind=error.kind)
         self._unfit += 1
@@ -259,7 +256,7 @@ def finished(ledger: Ledger) -> Finished | None:
 
 
 class Handlers:
-    """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
+    """`problems` are the rows of the data set."""
 
     def __init__(self, ledger: Ledger, store: Store, problems: Sequence[Mapping[str, Any]], limits: Limits) -> None:
         self.ledger, self.store, self._limits = ledger, store, limits
@@ -282,10 +279,8 @@ class Handlers:
         }  # fmt: skip
         self.kept: protocol.Kept | None = None
         self._noted: list[Change] = []
-        """To be written with the next commit."""
         self._void_before: int | None = None
         self._ended: str | None = None
-        """As last written; None: unknown after a start."""
         self._next_end: tuple[tuple[int, int], float | None] = (-1, -1), None
         """Revision and next lease at the last `Ledger.expire`, and what it returned."""
 
@@ -302,7 +297,7 @@ class Handlers:
         return self._at_once[type(message)](peer, message, now)
 
     def expire(self, now: float) -> float | None:
-        """End what ends by the clock; returns when to call again."""
+        """Returns when to call again."""
         ledger, (number, due) = self.ledger, self._next_end
         # Ledger.expire looks at every server. It has nothing to do where nothing has moved: heartbeats only put off
         # when the next lease ends, and everything else moves one of two numbers.
@@ -398,7 +393,6 @@ class Handlers:
 
     @property
     def wanted_servers(self) -> int | None:
-        """A person's number, else the launcher's."""
         return self.ledger.wanted.by_person or (self.kept.wanted if self.kept else None)
 
     def _note_kept(self, peer: Peer, kept: protocol.Kept, now: float) -> Message:

@@ -1,9 +1,7 @@
 """What messages are made of: the base model, bounds of fields, tensors, packing and the limits of unpacking.
 
-A message is one ZeroMQ frame of MessagePack: a map with `kind` (the name of the model), `id` (chosen by the client,
-repeated in the answer) and the fields of the model.
-
-The type of each field bounds its value. Texts that explain something to people are cut, not refused: a long
+A message is one ZeroMQ frame of MessagePack: a map with `kind` (the name of the model), `id` (repeated in the answer)
+and the fields of the model. Each field is bounded. Texts that explain something to people are cut, not refused: a long
 explanation must not end the process that gives it.
 """
 
@@ -19,16 +17,14 @@ from buffer.data.servable import MOST_ENTRIES, MOST_KEYS
 
 T = TypeVar("T")
 NAME, TEXT_LENGTH, REPORT = 200, 4000, 100_000
-"""Characters of a name, of a text for people and of a report of many lines."""
 MOST_RANKS = 2**16
-"""A batch is not cut for more: the cut takes memory for each."""
+"""The cut of a batch takes memory for each."""
 MOST_WORKERS = 4096
 MOST_NAMED = 2**14
-"""Servers, sets or figures in one message."""
 MOST_HELD = 2**16
 """Leases that one server holds, and samples of a group."""
 MOST_STATS = 256
-"""Every answer to `Status` repeats the figures of a heartbeat for each server."""
+"""Every answer to `Status` repeats these figures for each server."""
 MOST_RESULTS = 2**18
 LIMITS: dict[str, Any] = {
     "strict_map_key": False,
@@ -36,13 +32,11 @@ LIMITS: dict[str, Any] = {
     "max_map_len": MOST_KEYS,
     "max_ext_len": 16,
 }
-"""Of a message that is unpacked before its kind is known."""
 Frame = bytes | memoryview
 TEXT: dict[str, Any] = {"unicode_errors": "backslashreplace"}
-"""Users' code and policies may write half a surrogate pair, where an escape is good enough. A row with half a pair is
-refused when it is loaded."""
+"""Users' code and policies may write half a surrogate pair, where an escape is good enough."""
 FRAME_BYTES = 2**16
-"""Mean size from which on byte strings travel as frames: smaller ones are copied sooner."""
+"""Mean size of byte strings that travel as frames: smaller ones are copied sooner."""
 
 
 Dtype = Literal["uint8", "uint16", "int32", "int64", "float32", "float64"]
@@ -51,12 +45,11 @@ NAMES: dict[Any, Dtype] = {np.dtype(name): name for name in get_args(Dtype)}
 
 
 def written(text: Any) -> Any:
-    """`text` with half surrogate pairs, which UTF-8 cannot hold, as escapes."""
+    """Half surrogate pairs, which UTF-8 cannot hold, become escapes."""
     return text.encode("utf-8", "backslashreplace").decode() if isinstance(text, str) else text
 
 
 def cut(text: Any, most: int = TEXT_LENGTH) -> Any:
-    """`text` as `written`, cut to `most` characters."""
     return f"{text[: most - 3]}..." if isinstance(text := written(text), str) and len(text) > most else text
 
 
@@ -73,9 +66,7 @@ Text = Annotated[str, BeforeValidator(cut), Field(max_length=TEXT_LENGTH)]
 Report = Annotated[str, BeforeValidator(lambda text: cut(text, REPORT)), Field(max_length=REPORT)]
 """For people, several lines."""
 Label = Annotated[str, BeforeValidator(written), Field(max_length=2**20)]
-"""A text that users' code chose, as the name of a metric."""
 Row = Annotated[dict[str, Any], Field(max_length=MOST_KEYS)]
-"""The size of the message bounds its values."""
 Few = Annotated[list[T], Field(max_length=MOST_NAMED)]
 Held = Annotated[list[T], Field(max_length=MOST_HELD)]
 Known = Annotated[list[T], Field(max_length=MOST_RESULTS)]
@@ -90,7 +81,7 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     FRAMED: ClassVar[str] = ""
-    """Name of the field, a list of byte strings, that may travel as frames."""
+    """Name of the list of byte strings that may travel as frames."""
 
     def size_hint(self) -> int:
         """An upper bound of the packed bytes of megabytes, else 0: the message is packed in place, not grown."""
@@ -98,7 +89,7 @@ class Message(BaseModel):
 
 
 class Array(Message):
-    """A tensor as it travels: little-endian bytes with dtype and shape."""
+    """A tensor: little-endian bytes with dtype and shape."""
 
     dtype: Dtype
     shape: Annotated[list[Count], Field(max_length=8)]
@@ -133,7 +124,7 @@ def pack(number: int, message: Message) -> Frame:
 
 
 def pack_frames(number: int, message: Message) -> list[Frame]:
-    """One frame, or one without its large byte strings and a frame for each of those, which is not copied."""
+    """Large byte strings get frames of their own, which are not copied."""
     name = message.FRAMED
     large: list[bytes] = getattr(message, name) if name else []
     if not large or sum(map(len, large)) < FRAME_BYTES * len(large):
@@ -166,7 +157,7 @@ def validate(fields: dict[str, Any], kinds: dict[str, type[Message]]) -> Message
 
 
 def number_of(data: Frame) -> int:
-    """The `id` of what may be a broken message, so that its refusal reaches the client; else 0."""
+    """The `id` even of a broken message, so that its refusal reaches the client."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(data[:200])
     try:

@@ -18,12 +18,11 @@ log = logging.getLogger(__name__)
 LOOKERS = ("launcher", "observer")
 """Roles of which several processes may have one name, and which need no config of the run."""
 OBSERVER_S = 60
-"""A process of these roles that is silent for so long is forgotten."""
 RECONNECT_GRACE = 0.25
-"""Time to come back after a connection broke, as a share of a lease: more than a heartbeat."""
+"""Time to come back, as a share of a lease: more than a heartbeat."""
 ANONYMOUS_PREFIX = b"\0"
-"""First byte of the identities that ZeroMQ makes, as for a connection whose client has opened another one under the
-same identity."""
+"""First byte of identities that ZeroMQ makes, as for a connection whose client has opened another one under the same
+identity."""
 
 
 @dataclass
@@ -31,40 +30,34 @@ class Peer:
     hello: protocol.Hello
     heard: float
     beat: int = 0
-    """Number of its latest Heartbeat; an older one is ignored."""
+    """An older Heartbeat is ignored."""
     stats: dict[str, float] = field(default_factory=dict)
     broke: float | None = None
-    """When its connection broke, unless it has sent something since."""
     world: int | None = None
-    """Ranks of the learner, by its latest Take."""
     hellos: int = 0
-    """Other names under which its connection has said Hello."""
 
     @cached_property
     def key(self) -> str:
-        """The ledger's name of this start of a server."""
         return f"{self.hello.name}#{self.hello.token}"
 
 
 class Peers:
-    """All processes, by ZeroMQ identity in `known`."""
-
     def __init__(self, ledger: Ledger, limits: Limits) -> None:
         self._ledger, self._limits, self.files = ledger, limits, OpenFiles()
         self.known: dict[bytes, Peer] = {}
         self.left: list[bytes] = []
         """Identities whose requests may be forgotten."""
         self.revision = 0
-        """Moves whenever a parked request may have an answer because of who came or went."""
+        """Moves whenever who came or went may bring an answer."""
         self.weights: str | None = None
         self._named: defaultdict[tuple[str, str], set[bytes]] = defaultdict(set)
         """By name and role."""
         self._roles: Counter[str] = Counter()
         self._replaced: Remembered[str] = Remembered(MOST_RANKS)
         self._starts: defaultdict[str, int] = defaultdict(count().__next__)
-        """Order in which starts of the learner first said Hello, by token."""
+        """A larger number is a newer start of the learner."""
         self.broken: dict[bytes, float] = {}
-        """When the leases of a server with a broken connection end, if it sends nothing until then."""
+        """When the leases of a server with a broken connection end."""
 
     def hello(self, identity: bytes, hello: protocol.Hello, now: float) -> protocol.Welcome:
         """Let a process in, in place of an earlier one of its name. Raises ValueError, which shows a process of another
@@ -114,7 +107,7 @@ class Peers:
         return known is None or known.hello != hello
 
     def _crowded(self, identity: bytes, hello: protocol.Hello) -> str:
-        """Why there is no room; observers make room."""
+        """Observers make room."""
         if known := self.known.get(identity):
             return renamed(hello.name, known.hellos) if known.hello != hello else ""
         number = self._roles[hello.role]
@@ -131,7 +124,7 @@ class Peers:
                 self.broken[identity] = now + RECONNECT_GRACE * self._ledger.terms.lease_s
 
     def expire(self, now: float) -> float | None:
-        """End the leases of servers that did not come back in time; returns when to call again."""
+        """End the leases of servers that did not come back; returns when to call again."""
         for identity in [identity for identity, due in self.broken.items() if now >= due]:
             del self.broken[identity]
             peer = self.known.get(identity)
@@ -167,7 +160,6 @@ class Peers:
         return [who for who in same if self.known[who].hello.token == hello.token]
 
     def _replace(self, hello: protocol.Hello, now: float) -> None:
-        """Forget who had this name and role before, and launchers and observers that are gone."""
         if hello.role in LOOKERS:
             gone = [
                 who

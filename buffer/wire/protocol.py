@@ -43,7 +43,6 @@ from buffer.wire.message import (
 
 PROTOCOL = 14
 OVERHEAD_PER_ROW = 256
-"""More than a row of a `Part` takes."""
 MOST_REASON = 1000
 LAUNCHER: Literal["launcher"] = "launcher"
 OBSERVER: Literal["observer"] = "observer"
@@ -52,12 +51,11 @@ ServerLife = Literal["placing", "started", "failed", "draining", "gave_up", "ref
 
 
 class WorkItem(Message):
-    """A dispatched problem; each dispatch has another `lease`."""
+    """Each dispatch of a problem has another `lease`."""
 
     item: Count
     lease: Count
     version: Count
-    """Version it was dispatched under: the group's age counts from here."""
     problem: Row
     """Its `images` are encoded files."""
 
@@ -78,12 +76,10 @@ class Hello(Message):
     name: Name
     token: Name
     role: Literal["rollout", "learner", "launcher", "observer"]
-    """The role of its key, or `observer`."""
     protocol: Count
     fingerprint: Name
     """Empty for launchers and observers."""
     serves: LongName | None = None
-    """The address of the learner's weights wire."""
 
 
 class Where(Message):
@@ -93,7 +89,7 @@ class Where(Message):
 
 
 class Ask(Message):
-    """Room for `room` groups. Parked until there is work; a repeated `request` gets the same work."""
+    """Parked until there is work; a repeated `request` gets the same work."""
 
     request: Count
     version: Count
@@ -101,8 +97,7 @@ class Ask(Message):
 
 
 class Put(Message):
-    """A finished group: `samples` are `Sample.pack()` each. Parked, or put off (`Later`), while the byte budget is
-    full."""
+    """`samples` are `Sample.pack()` each. Parked, or put off (`Later`), while the byte budget is full."""
 
     item: Count
     lease: Count
@@ -110,13 +105,12 @@ class Put(Message):
 
     @cached_property
     def figures(self) -> list[SampleStats]:
-        """Judged once, however often the Put is tried. A private attribute would take pydantic ten times as long."""
+        """A private attribute would take pydantic ten times as long."""
         return []
 
 
 class Fail(Message):
-    """The item could not become a group. `permanent`: no other attempt can do better. `returned`: the server drains;
-    the attempt does not count. `kind` names the message, so the failure's is `failure_kind`."""
+    """`permanent`: no other attempt can do better. `returned`: the server drains; the attempt does not count."""
 
     item: Count
     lease: Count
@@ -127,17 +121,16 @@ class Fail(Message):
 
 
 class Heartbeat(Message):
-    """The server is alive, runs `version` and works on the leases `holding`."""
+    """The server is alive and works on the leases `holding`."""
 
     version: Count
     holding: Held[Count]
     stats: Stats = Field(default_factory=dict)
     evaluating: Count | None = None
-    """By the version at which it was due."""
 
 
 class Evaluate(Message):
-    """Is the server, which has loaded `version`, to evaluate it before it loads newer ones?"""
+    """Is the server to evaluate `version` before it loads newer ones?"""
 
     version: Count
 
@@ -151,8 +144,6 @@ class SetResult(Message):
 
 
 class Evaluated(Message):
-    """The server has made the evaluation `due`, all of it under `version`."""
-
     due: Count
     version: Count
     sets: ByName[SetResult]
@@ -165,23 +156,23 @@ class Results(Message):
 
 
 class Goodbye(Message):
-    """The server ends: what it still has goes to others, and counts no attempt."""
+    """What the server still has goes to others, and counts no attempt."""
 
 
 class Rewind(Message):
-    """The learner restored `version`: batches from there on are to be served again, the same groups in each."""
+    """Batches from `version` on are to be served again, the same groups in each."""
 
     version: Count
 
 
 class Take(Message):
-    """Part `rank` of `world` of batch `version`. Parked until the batch is ready."""
+    """Parked until the batch is ready."""
 
     version: Count
     rank: Count
     world: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     share_prompts: bool = False
-    """The learner computes each prompt once on a rank, so the parts are to have whole groups."""
+    """Each prompt is computed once on a rank, so the parts are to have whole groups."""
 
 
 class Trained(Message):
@@ -192,7 +183,7 @@ class Trained(Message):
 
 
 class Quarantine(Message):
-    """The group of `item` cannot be trained. Its batch is to be taken again, and is served without it."""
+    """The group of `item` cannot be trained: its batch is to be served without it."""
 
     item: Count
     reason: Annotated[str, BeforeValidator(written), Field(max_length=MOST_REASON)]
@@ -208,8 +199,8 @@ class Trial(Message):
 
 
 class Scale(Message):
-    """So many rollout servers are wanted, also over restarts; null: as many as the run file says. Refused beyond what
-    the launcher can keep. A `rule` changes nothing while a person's number holds."""
+    """Null servers: as many as the run file says. Refused beyond what the launcher can keep. A `rule` changes nothing
+    while a person's number holds."""
 
     servers: Annotated[int, Field(ge=1, lt=2**62)] | None
     by: Literal["person", "rule"] = "person"
@@ -217,8 +208,7 @@ class Scale(Message):
 
 
 class Kept(Message):
-    """The launcher's rollout servers; each message replaces the one before. What servers that have `left` had goes to
-    others, and counts no attempt."""
+    """What servers that have `left` had goes to others, and counts no attempt."""
 
     servers: ByName[ServerLife]
     """Without those that have left."""
@@ -228,7 +218,6 @@ class Kept(Message):
     most: Count
     bound: Text = ""
     advice: Text = ""
-    """What would help where the number of servers does not."""
 
 
 class Status(Message):
@@ -240,7 +229,6 @@ class Status(Message):
 
 class Welcome(Message):
     max_message: Count
-    """Bytes; clients refuse to send a larger message."""
 
 
 class WeightsAddress(Message):
@@ -257,7 +245,7 @@ class Stored(Message):
     accepted: bool
     reason: Text = ""
     unfit: bool = False
-    """Its values cannot be trained: the attempt has failed."""
+    """Its values cannot be trained."""
 
 
 class Later(Message):
@@ -265,7 +253,7 @@ class Later(Message):
 
 
 class Again(Message):
-    """A Put that was answered with `Later` is to be repeated."""
+    pass
 
 
 class Ack(Message):
@@ -274,7 +262,7 @@ class Ack(Message):
 
 class News(Message):
     revoked: Many[Count]
-    """Leases that are over; the server may abort their generations."""
+    """Leases whose generations may be aborted."""
     learner_waits: bool
     """More sequences at a time would bring the next batch sooner."""
     evaluation: Literal["none", "due", "over"] = "none"
@@ -288,7 +276,7 @@ class Due(Message):
 
 
 class EvaluationResult(Message):
-    """An evaluation that ended, or was given up for a `reason`. Example of `figures`: `{"aime": {"mean@8": 0.4}}`."""
+    """Example of `figures`: `{"aime": {"mean@8": 0.4}}`."""
 
     due: Count
     version: Count
@@ -304,61 +292,54 @@ class Rewound(Message):
 
 
 class SampleRows(Message):
-    """Figures of each sample of a batch, as columns of [samples] in the order of the batch: float64 rewards, uint8
-    `truncated`, int64 else."""
+    """Columns of [samples] in the order of the batch: float64 rewards, uint8 `truncated`, int64 else."""
 
     item: Array
     dispatched: Array
-    """Version its group was dispatched under."""
     reward: Array
     tokens: Array
     sampled: Array
     """Trainable tokens."""
     truncated: Array
-    """1 where the answer was cut at `sampling.max_tokens`."""
     metrics: ByLabel[Array]
     """float64, NaN for samples without that metric."""
 
 
 class RowImages(Message):
-    """The images of an item's row, as encoded files, without those that its samples carry."""
+    """Without the images that the samples carry."""
 
     item: Count
     images: Held[bytes]
 
 
 class Part(Message):
-    """The samples of batch `version` that rank `rank` trains, and the figures of all samples of the batch. Counts are
-    of the run so far."""
+    """The samples of a rank, and the figures of all samples of the batch. Counts are of the run so far."""
 
     version: Count
     rank: Count
     world: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     rows: SampleRows
     positions: Array
-    """int64 [len(samples)]: the row of each of `samples`."""
     samples: Many[bytes]
     images: Many[RowImages] = Field(default_factory=list)
-    """Once for each item that has a sample here."""
     failed: Count = 0
     dropped: Count = 0
     retried: Count = 0
     """Groups that were not made at the first attempt."""
     generated: Count = 0
     running: Count = 0
-    """Sequences that all servers ran when the batch was cut; `places`: that they could run."""
+    """Sequences when the batch was cut; `places`: how many could run."""
     places: Count = 0
     restored: Count = 0
     reached: Count = 0
     """A token whose version is above `restored` and at most `reached` may come from a policy that a rewind undid."""
     quarantined: Count = 0
     flat_groups: Count = 0
-    """Groups with equal rewards among `new_groups`."""
     new_groups: Count = 0
     """Groups made since the batch before; 0 if a later batch was formed, or the buffer started, since."""
     problems: ByLabel[Count] = Field(default_factory=dict)
     suspect: bool = False
-    """Starts of the learner ended with this batch without a known reason: its groups are to be tried one by one."""
+    """Starts of the learner ended with this batch: its groups are to be tried one by one."""
     FRAMED: ClassVar[str] = "samples"
 
     def size_hint(self) -> int:
@@ -371,37 +352,32 @@ class Finished(Message):
 
     outcome: Outcome
     why: Report
-    """For people. If nothing could be trained: several lines, with counts by kind and reason, and example rows."""
+    """Several lines for people."""
     last: Count | None = None
-    """The run's last version, where it ends with one."""
 
 
 class State(Message):
     version: Count
     """Next batch to be formed."""
     trained: VersionOrNone
-    """Last batch reported trained; -1 before the first."""
     counts: ByLabel[Count]
-    """Items by state: leased, stored, batched, trained, waiting, dropped."""
+    """By state: leased, stored, batched, trained, waiting, dropped."""
     dropped: ByLabel[Count]
     failed: ByLabel[Count] = Field(default_factory=dict)
     """Attempts by `KIND: REASON`; returned ones do not count."""
     recent_failed: ByLabel[Count] = Field(default_factory=dict)
-    """Since the last batch was formed."""
     recent_groups: ByLabel[Count] = Field(default_factory=dict)
-    """Since the last batch was formed: `varied`, and by reason those that a filter left out."""
+    """Groups since the last batch: `varied`, and by reason those that a filter left out."""
     retried: Count = 0
-    """Groups that were not made at the first attempt."""
     problems: ByLabel[Count] = Field(default_factory=dict)
-    """Rows of the data set by band: `unseen`, `unsolved`, `between`, `solved`; `left_out`, in no band; with
-    `data.difficulty` also how many are `retired`."""
+    """Rows by band: `unseen`, `unsolved`, `between`, `solved`; `left_out`, in no band; with `data.difficulty` also
+    `retired`."""
     left_out: Few[Text] = Field(default_factory=list)
-    """File and line of rows that are left out, and why every attempt at them failed."""
+    """File and line of each row, and why every attempt at it failed."""
     ended: Report = ""
-    """Why no further batch will be formed."""
     lengths: ByLabel[Few[Count]] = Field(default_factory=dict)
     """[groups, samples, tokens, sampled, truncated] by what became of them: `generated`, `trained`, `dropped: REASON`,
-    `discarded: REASON`. Means that differ show a loss of long or short answers."""
+    `discarded: REASON`."""
     ages: Annotated[dict[Count, Count], Field(max_length=MOST_KEYS)]
     """Trained groups by age."""
     bytes_stored: Count
@@ -414,7 +390,7 @@ class State(Message):
     evaluation: Text = ""
     wanted_servers: Count | None = None
     wanted_by_person: bool = False
-    """A person's `Scale` said so, and not the run file or its rule."""
+    """A person's `Scale` said so."""
     kept: Kept | None = None
     launcher_gone_s: FiniteFloat | None = None
 
@@ -426,7 +402,7 @@ class Refused(Message):
 
 
 class NotRegistered(Message):
-    """The buffer does not know the sender: say Hello, then repeat."""
+    """Say Hello, then repeat."""
 
 
 REQUESTS: dict[str, type[Message]] = {

@@ -9,17 +9,13 @@ MOST_OBSERVERS = 256
 """The observer that was silent for longest makes room, and says Hello again if it lives."""
 MOST_PEERS = {"rollout": MOST_NAMED, "learner": MOST_RANKS, "launcher": MOST_OBSERVERS, "observer": MOST_OBSERVERS}
 MOST_HELLOS = 16
-"""Times that one connection may say Hello under another name."""
 MOST_PUTS = 4096
-"""Groups of one process that wait for room."""
 MOST_PENDING = {"Take": 8, "Results": 4, "Where": 64, "Put": MOST_PUTS}
-"""Requests of a kind that wait for one process. The oldest makes room: its client may have given it up."""
+"""Requests of one process. The oldest makes room: its client may have given it up."""
 K = TypeVar("K", bound=Hashable)
 
 
 class Remembered(Generic[K]):
-    """The latest keys that were added, `most` of them."""
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._keys: dict[K, None] = {}
@@ -37,7 +33,7 @@ class Remembered(Generic[K]):
 
 
 def crowded(role: str, number: int) -> str:
-    """Why a further process of a role is refused, or ""."""
+    """Why a further process is refused, or ""."""
     most = MOST_PEERS[role]
     if role == "observer" or number < most:
         return ""

@@ -1,9 +1,7 @@
 """The pending requests: each one is taken to its answer, or parked until something changed that it may wait for.
 
 `server.py` calls `receive` for each message, then `retry`, commits `Handlers.changes`, and only then sends `answers`.
-
-Thousands may be parked, and something changes with every message. So the first of those that wait for the same speaks
-for all of them while it gets no answer, and Asks are tried only if one of them can get work.
+Thousands may be parked: the first of those that wait for the same speaks for all of them while it gets no answer.
 """
 
 import logging
@@ -21,10 +19,9 @@ from configs.flow.capacity import PARKED_BYTES
 
 log = logging.getLogger(__name__)
 ASKED_FOR_S = 10.0
-"""Time to wait for a group that was asked for before others are."""
+"""Time to wait for a group before others are asked for."""
 REPEAT_S = 10.0
 Key = tuple[bytes, str | int]
-"""Identity of the process, and number of the request."""
 
 VERBS: dict[str, tuple[str, ...]] = {
     "rollout": ("Hello", "Status", "Where", "Ask", "Put", "Fail", "Heartbeat", "Evaluate", "Evaluated", "Goodbye"),
@@ -37,7 +34,7 @@ OWNER = {"rollout": "rollout servers", "learner": "the learner", "launcher": "th
 
 
 def refusal(role: str, said: str | None, message: Message) -> str | None:
-    """Why a connection with the key of `role`, whose Hello `said` its role, may not send `message`; None: it may."""
+    """`said`: the role of its Hello."""
     verb = type(message).__name__
     if role not in VERBS:
         return "the key of this connection is of no role that may ask anything"
@@ -54,7 +51,6 @@ def refusal(role: str, said: str | None, message: Message) -> str | None:
 
 
 def table() -> list[str]:
-    """The lines of the table in docs/design/samples-wire.md."""
     verbs = dict.fromkeys(verb for verbs in VERBS.values() for verb in verbs)
     rows = [[f" `{verb}` ", *(" yes " if verb in allowed else " " for allowed in VERBS.values())] for verb in verbs]
     head = [" request ", *(f" `{role}` " for role in VERBS)]
@@ -68,7 +64,6 @@ class PendingRequest:
     message: Message
     since: float
     place: int = 0
-    """Its turn: what came first is tried first."""
     wait: AwaitedNews | None = None
     """None unless it is parked."""
 
@@ -79,24 +74,23 @@ class PendingRequest:
 
 
 class ParkedRequests:
-    """Requests by what they wait for, in the order in which they came."""
+    """In the order in which they came."""
 
     def __init__(self) -> None:
         self.by_key: dict[Key, PendingRequest] = {}
         self._groups: defaultdict[AwaitedNews, dict[Key, PendingRequest]] = defaultdict(dict)
         self._of: defaultdict[tuple[bytes, str], dict[Key, PendingRequest]] = defaultdict(dict)
-        """By process and kind, the oldest first."""
         self._places = count()
 
     def add(self, request: PendingRequest, wait: AwaitedNews) -> None:
-        """A request that is parked, or replaces another of its key, keeps its place."""
+        """A request that is parked, or replaces another, keeps its place."""
         known = self.pop(request.key)
         request.place, request.wait = known.place if known else next(self._places), wait
         for group in self.by_key, self._groups[wait], self._of[request.identity, request.kind]:
             group[request.key] = request
 
     def beyond_quota(self, request: PendingRequest) -> list[PendingRequest]:
-        """The oldest requests of this process and kind, where there are too many."""
+        """The oldest requests, where there are too many."""
         own = self._of.get((request.identity, request.kind), {})
         return list(own.values())[: max(0, len(own) - MOST_PENDING.get(request.kind, len(own)))]
 
@@ -113,7 +107,6 @@ class ParkedRequests:
         return request
 
     def waits(self, kind: str = "", but: str = "") -> list[AwaitedNews]:
-        """News that requests of one kind wait for, or of all kinds but one."""
         return [wait for wait in self._groups if (wait.kind == kind if kind else wait.kind != but)]
 
     def of(self, waits: Iterable[AwaitedNews]) -> list[tuple[AwaitedNews, PendingRequest]]:
@@ -125,15 +118,14 @@ class ParkedRequests:
 
 
 class DelayedPuts:
-    """Puts for which there is no room even to wait: their groups are dropped, and their clients send them again when
-    they are asked to."""
+    """Puts for which there is no room even to wait: their groups are dropped, and asked for later."""
 
     def __init__(self) -> None:
         self.requests: dict[Key, tuple[PendingRequest, int]] = {}
-        """Without their groups, each with the size of its group."""
+        """Each with the size of the dropped group."""
         self._number_of: Counter[bytes] = Counter()
         self.asked_for: dict[Key, tuple[float, int]] = {}
-        """Groups that have not come yet: when they were asked for, and their size."""
+        """When it was asked for, and its size."""
 
     def add(self, request: PendingRequest, put: protocol.Put) -> protocol.Later:
         """Raises ValueError beyond MOST_PUTS."""
@@ -158,7 +150,7 @@ class DelayedPuts:
             yield request
 
     def expire(self, now: float) -> float | None:
-        """Wait no longer for groups that did not come; returns when to call again."""
+        """Returns when to call again."""
         self.asked_for = {key: one for key, one in self.asked_for.items() if now < one[0] + ASKED_FOR_S}
         return now + ASKED_FOR_S
 
@@ -180,7 +172,6 @@ class PendingRequests:
     def __init__(self, handlers: Handlers, max_message: int) -> None:
         self.handlers, self.max_message = handlers, max_message
         self.errors: Counter[str] = Counter()
-        """Refused messages since the start, by kind, or as `malformed`."""
         self._logged_at: dict[str, float] = {}
         self._parked = ParkedRequests()
         self.parked_bytes = 0
@@ -189,11 +180,11 @@ class PendingRequests:
         self._delayed = DelayedPuts()
         self._tried = -1
         self._postponed = False
-        """A part waited for this turn when the last one ended."""
+        """A part waited when the last turn ended."""
         self._out: list[tuple[Frame, ...]] = []
 
     def receive(self, frames: Sequence[Frame], now: float, role: str) -> None:
-        """Apply one message, `[identity, frame]`. Whatever is wrong with it is answered with Refused, and counted."""
+        """Apply one message, `[identity, frame]`. Whatever is wrong with it is answered with Refused."""
         identity, data = bytes(frames[0]), frames[-1]
         try:
             if len(frames) != 2:
@@ -218,12 +209,12 @@ class PendingRequests:
             self._forget_left()
 
     def expire(self, now: float) -> float | None:
-        """End what ends by the clock; returns when to call again."""
+        """Returns when to call again."""
         ends = [self.handlers.expire(now), self._delayed.expire(now) if self._delayed.asked_for else None]
         return min((end for end in ends if end is not None), default=None)
 
     def retry(self, now: float) -> None:
-        """Try the parked requests, oldest first, until none changes anything for the others."""
+        """The oldest first, until none changes anything for the others."""
         again = self._postponed
         while again or self._tried != self.handlers.revision:
             again, self._tried = False, self.handlers.revision
@@ -260,7 +251,7 @@ class PendingRequests:
         return out
 
     def _replace_older(self, request: PendingRequest) -> PendingRequest:
-        """A repeated request keeps its place; a newer Ask replaces the older one, which gets empty Work."""
+        """A repeated request keeps its place; an older Ask gets empty Work."""
         older = self._parked.by_key.get(request.key)
         if older is None:
             return request

@@ -1,4 +1,4 @@
-"""The buffer's ZeroMQ socket: a ROUTER, the events of its connections, and what may be on its way over them."""
+"""The buffer's ZeroMQ socket: a ROUTER, and the events of its connections."""
 
 import asyncio
 import os
@@ -23,7 +23,6 @@ from buffer.wire.peers import Peer
 from configs.flow.capacity import COMMIT_BYTES, IN_FLIGHT_BYTES
 
 MAX_MESSAGES = 1024
-"""Of one commit, which also has at most COMMIT_BYTES."""
 COPY_BELOW = 2**16
 """Bytes; larger answers are sent without a copy."""
 
@@ -43,28 +42,27 @@ CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 class ListenError(ValueError):
-    """The address cannot be listened on; the text names it and the remedy."""
+    pass
 
 
 class Router:
-    """`on_room` is called in the event loop when large answers have left, so that more may be sent."""
+    """`on_room` is called when large answers have left."""
 
     def __init__(self, address: str, max_message: int, keys: ServerKeys, on_room: Callable[[], None]) -> None:
         self.address, self._keys, self._on_room = address, keys, on_room
         context = zmq.asyncio.Context()
         self._socket = context.socket(zmq.ROUTER)
         self.plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        """For calls that do not wait: a future for each message would cost more than the message."""
+        """For calls that do not wait: a future for each message would cost more."""
         self._auth: ThreadAuthenticator | None = None
         self._lock: int | None = None
         """ZeroMQ would take the path of the Unix socket from another buffer."""
         self.unsent, self.limits, self._tracker = UnsentAnswers(), ConnectionLimits(), ConnectionTracker()
         self.strangers = asyncio.Event()
-        """Set while a connection is there whose process has not said Hello."""
+        """A process has not said Hello yet."""
         self.events_read: deque[tuple[int, int]] = deque()
-        """Not yet passed to the tracker."""
         self._heard: dict[bytes, int] = {}
-        """Identities that sent something since the last look, with their file descriptors."""
+        """File descriptors of identities that sent something since the last look."""
         self._socket.monitor("inproc://connections", CONNECTIONS)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait until there is room for an event
@@ -128,7 +126,7 @@ class Router:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> tuple[list[tuple[str, list[Frame]]], bool]:
-        """The messages of one commit, each with the role of its connection's key; and whether there may be more."""
+        """The messages of one commit, each with the role of its key; and whether there may be more."""
         received: list[tuple[str, list[Frame]]] = []
         gathered = 0
         while len(received) < MAX_MESSAGES and gathered < COMMIT_BYTES:
@@ -165,8 +163,8 @@ class Router:
             self.strangers.set()
 
     def send(self, answer: Sequence[Frame]) -> None:
-        """Large frames are not copied, and count until their bytes have left. A process that reads none of its answers
-        loses its connection; on its next one it asks again."""
+        """Large frames are not copied. A process that reads none of its answers loses its connection; on its next one
+        it asks again."""
         identity, size = bytes(answer[0]), sum(map(len, answer))
         try:
             if size < COPY_BELOW:

@@ -1,8 +1,7 @@
 """A sample, and what the ledger needs of one.
 
-Validating each sample through `Sample` would take most of the buffer's time at full load. What `Sample.pack` writes for
-a given number of tokens differs only in the numbers, so `sample_stats` compares a sample with that layout, and only
-what does not match is validated by `Sample`.
+Validating each sample through `Sample` would take most of the buffer's time at full load. So `sample_stats` compares a
+sample with the layout that `Sample.pack` writes for its number of tokens, and validates only what does not match.
 """
 
 from collections.abc import Sequence
@@ -34,18 +33,15 @@ from buffer.wire.values import (
 
 
 class SampleImage(Message):
-    """An image in a sample, whose placeholders run from token `start`."""
-
     start: Count
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of the pixels that the model saw."""
     data: bytes = b""
-    """The encoded file of an image that the task made. Those without data are the row's, in order, counted anew in each
+    """The encoded file of an image that the task made. Those without data are the row's, counted anew in each
     segment."""
 
 
 class TopTeacher(Message):
-    """A teacher that gave its k most probable tokens in place of each sampled one (`teacher.top_k`)."""
+    """A teacher's k most probable tokens in place of each sampled one."""
 
     name: str = ""
     ids: Array
@@ -85,7 +81,7 @@ class Sample(Message):
     """`length`: cut at `sampling.max_tokens`."""
     answer: str = ""
     metrics: dict[str, FiniteFloat] = Field(default_factory=dict)
-    """Further numbers, averaged into the metrics of the batch."""
+    """Averaged into the metrics of the batch."""
     images: list[SampleImage] = Field(default_factory=list)
     starts: list[Count] = Field(default_factory=lambda: [0])
     """Where each segment begins. Its tokens were sampled with those before them in the segment as context, and with no
@@ -93,8 +89,8 @@ class Sample(Message):
     turn_rewards: list[FiniteFloat] = Field(default_factory=list)
     """A reward for each turn, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
     routes: Array | None = None
-    """[tokens, layers, k], uint8, or uint16 of more than 256 experts: the k experts that the server chose in each layer
-    with experts; zeros for a token that it did not compute."""
+    """[tokens, layers, k], uint8 or uint16: the experts that the server chose in each layer with experts; zeros for a
+    token that it did not compute."""
     teacher: Annotated[
         Annotated[str, Tag("name")] | Annotated[TopTeacher, Tag("top")],
         Discriminator(lambda given: "top" if isinstance(given, dict | TopTeacher) else "name"),
@@ -168,12 +164,12 @@ class Sample(Message):
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """Index of the first token of each segment, and the index after its last one."""
+        """First index, and the index after the last one, of each segment."""
         return list(pairwise([*self.starts, self.tokens.shape[0]]))
 
     @property
     def row_images(self) -> list[int | None]:
-        """Index in the row of each image; None for one that the task made."""
+        """Index in the row; None for an image that the task made."""
         found = list[int | None]()
         for start, stop in self.bounds:
             number = count()
@@ -222,12 +218,10 @@ LOGPROB, TAUGHT = "float32", "teacher_logprobs"
 TEACHER = "teacher"
 VARIED = ["reward", "finish", "answer", "metrics", TEACHER]
 NOTHING_SPECIAL = msgpack.packb({"images": [], "starts": [0], "turn_rewards": [], "routes": None, TEACHER: ""})[1:-1]
-"""What stands between the metrics of a usual sample and the name of its teacher."""
 NO_NAME = msgpack.packb("")
 NO_TEACHER = msgpack.packb({TAUGHT: None})[1:]
-"""How a sample without a teacher ends."""
 MOST_OFF = 1e-6
-"""Largest difference of the sum of `turn_rewards` from `reward`: relative, or absolute below 1."""
+"""Relative, or absolute below 1."""
 SIZES = {name: np.dtype(dtype).itemsize for name, dtype in Sample.DTYPES.items()}
 BYTES_PER_TOKEN = sum(SIZES.values())
 Opened = tuple[bytes, int, dict[str, int], int, dict[str, Any]]
@@ -241,7 +235,7 @@ def sample_stats(data: bytes, bounds: Bounds = ANY) -> SampleStats:
 
 
 def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[SampleStats]:
-    """The figures of each sample of a group. Raises WrongValue that names the item and the sample."""
+    """Raises WrongValue that names the item and the sample."""
     if found := _parse_fast(samples, bounds):
         return found
     found = []
@@ -254,8 +248,8 @@ def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[Sample
 
 
 def _parse_fast(samples: Sequence[bytes], bounds: Bounds = ANY) -> list[SampleStats] | None:
-    """The figures of samples in the usual layout, or None. A column of all samples is judged at once: calling NumPy
-    takes longer than its work on one sample."""
+    """None: not the usual layout. A column of all samples is judged at once: calling NumPy takes longer than its work
+    on one sample."""
     opened = [found for data in samples if (found := _opened(data))]
     if bounds.replayed or len(opened) < len(samples) or not opened:
         return None
@@ -340,12 +334,8 @@ def _fits(opened: Sequence[Opened], flags: bytes, versions: np.ndarray, bounds: 
 
 
 def _plausible(logprobs: np.ndarray, sampled: np.ndarray) -> bool:
-    """Whether each log-probability is in its range, and 0 for tokens that were given; `logprobs`: [tokens] UNSIGNED.
-
-    False also within ROUNDING above 0, and for -0. As an integer without a sign, a NaN with the sign is the largest of
-    all;
-    as one with a sign, every log-probability is 0 or less.
-    """
+    """False also within ROUNDING above 0, and for -0. As an integer without a sign, a NaN with the sign is the largest
+    of all; as one with a sign, every log-probability is 0 or less."""
     largest = np.maximum.reduce
     in_range = largest(logprobs) <= LEAST_BITS and largest(logprobs.view(SIGNED)) <= 0
     return bool(in_range and not np.count_nonzero((logprobs != 0) > sampled))

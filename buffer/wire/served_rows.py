@@ -1,4 +1,4 @@
-"""The rows of the data set as they are dispatched and trained: which are ready, and their images.
+"""The rows of the data set as they are dispatched and trained.
 
 Rows of reasoning-gym have to be made first, and image files may be away for a while. Then requests wait, and the buffer
 does not.
@@ -16,24 +16,20 @@ from buffer.wire.protocol import RowImages
 
 log = logging.getLogger(__name__)
 AWAY_S = 1.0
-"""While image files cannot be read, nothing is read for so long."""
+"""Pause before image files are read again."""
 WARN_S = 10.0
 Upcoming = Callable[[int], Sequence[int]]
 
 
 class ServedRows:
-    """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
-
     def __init__(self, problems: Sequence[Mapping[str, Any]]) -> None:
         self._rows, self._problems = problems, problems if isinstance(problems, Problems) else None
         self.away = ""
-        """The fault of an image file that requests wait for."""
         self._away_until = self._warned_at = -math.inf
         self._returns = 0
 
     @property
     def revision(self) -> int:
-        """Moves whenever a row was made, or image files are tried again."""
         return self._returns + (self._problems.num_made if self._problems else 0)
 
     @property
@@ -41,7 +37,7 @@ class ServedRows:
         return f"images cannot be read: {self.away}" if self.away else ""
 
     def expire(self, now: float) -> float | None:
-        """Try image files again when it is time; returns when to call again."""
+        """Returns when to call again."""
         if now < self._away_until:
             return self._away_until
         self.away = ""
@@ -57,7 +53,7 @@ class ServedRows:
             self.away, self._away_until = str(error), now + AWAY_S
 
     def room(self, upcoming: Upcoming, wanted: int) -> int:
-        """How many of `wanted` rows can be dispatched at once. The next ones are made meanwhile."""
+        """The next rows are made meanwhile."""
         if not self._problems:
             return wanted
         self._problems.expect(lambda: upcoming(READ_AHEAD))
@@ -69,19 +65,19 @@ class ServedRows:
         return not self._problems or self._problems.num_ready(lambda: upcoming(1)) != 0
 
     def problem(self, row: int) -> dict[str, Any]:
-        """A row with its images read. Raises ImageError, or ImageUnavailable for an image that may come back."""
+        """Raises ImageError, or ImageUnavailable for an image that may come back."""
         problem = dict(self._rows[row])
         return problem | {IMAGES: list(problem[IMAGES])} if problem.get(IMAGES) else problem
 
     def images_of(self, row: int) -> Sequence[bytes]:
-        """The images, unread. Does not make the row."""
+        """Does not make the row."""
         if self._problems:
             return (self._problems.images and self._problems.images.of(row)) or ()
         files: Sequence[bytes] = self._rows[row].get(IMAGES, ())
         return files
 
     def images_of_item(self, item: int, row: int) -> RowImages | None:
-        """Raises ImageUnavailable, and ImageError for a file that is gone or has changed: its batch waits for it."""
+        """Raises ImageUnavailable, and ImageError for a file that is gone or has changed."""
         try:
             files = list(self.images_of(row))
         except ImageUnavailable:

@@ -1,9 +1,8 @@
 """The buffer's event loop: a socket (`router.py`) in front of `requests.py`.
 
 Each turn reads all messages that are there, commits what they changed in one transaction, and only then sends the
-answers: what is acknowledged is on disk. Then it makes a few parts of a formed batch. The commit runs in the event
-loop:
-a thread of its own was slower, because it holds the GIL between two waits for the disk.
+answers: what is acknowledged is on disk. The commit runs in the event loop: a thread of its own was slower, because it
+holds the GIL between two waits for the disk.
 """
 
 import asyncio
@@ -24,26 +23,20 @@ from configs.flow.capacity import IN_FLIGHT_BYTES, PARKED_BYTES
 
 log = logging.getLogger(__name__)
 TURN_S = 0.005, 0.02
-"""Bounds of the time for parts; within them it is as long as all else took in this turn."""
+"""Bounds of the time for parts; within them it is as long as all else took."""
 RETRY_S = 1.0, 15.0
-"""First and longest wait before a failed commit is tried again."""
 LOOK_S, IDLE_LOOK_S, LOOK_SHARE = 0.02, 0.1, 20
-"""Shortest time between two looks at strangers' connections, the same without strangers, and how many times as long as
-a look."""
+"""Shortest time between two looks at strangers' connections, the same without strangers, and in lengths of a look."""
 
 DEAF_S = 0.5
-"""A longer gap than the announced wait and this is left out of the clock."""
+"""The clock leaves out a gap that is so much longer than the announced wait."""
 TICK_S = 0.5
-"""Longest wait of the event loop: the clock sees a stop only as a gap between two marks."""
+"""The clock sees a stop only as a gap between two marks."""
 
 
 class ListeningClock:
     """The buffer's one clock: it stands still while the process cannot receive, as while a commit waits for the disk or
-    the process is stopped. That time must not end any silence, lease, claim or wait.
-
-    Example: `clock.mark(5.0)` before a wait of at most 5 s, `clock.mark()` after it. If 65 s lie between the two,
-    `clock.now()` has moved by 5.
-    """
+    the process is stopped. That time must not end any silence, lease, claim or wait."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -62,7 +55,7 @@ class ListeningClock:
 
 
 class BufferServer:
-    """Async context manager: bound once entered. `clock` must be the clock with which the ledger was restored."""
+    """`clock` must be the clock with which the ledger was restored."""
 
     def __init__(self, address: str, max_message: int, keys: ServerKeys, clock: ListeningClock | None = None) -> None:
         self.address, self.clock = address, clock or ListeningClock()
@@ -81,7 +74,7 @@ class BufferServer:
         self._router.close()
 
     async def serve(self, requests: PendingRequests) -> None:
-        """Serve until cancelled. Everything received by then is committed and answered, unless the disk is full."""
+        """Everything received by then is committed and answered, unless the disk is full."""
         self._loop = asyncio.get_running_loop()
         tasks = {asyncio.ensure_future(self._serve(requests)), asyncio.ensure_future(self._watch_strangers())}
         try:
@@ -145,7 +138,7 @@ class BufferServer:
         self._news = False
 
     def wake(self) -> None:
-        """Have pending requests tried again, if `revision` has moved. May be called from any thread."""
+        """Try pending requests again. May be called from any thread."""
         if self._loop and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._on_news)
 
@@ -153,7 +146,6 @@ class BufferServer:
         return self._news
 
     async def _watch_strangers(self) -> None:
-        """Runs also while a commit waits for the disk."""
         pause_s = LOOK_S
         while True:
             self._router.strangers.clear()
@@ -174,7 +166,6 @@ class BufferServer:
             self._polling.cancel()
 
     async def _answer(self, requests: PendingRequests, now: float, more: bool) -> None:
-        """`more`: messages wait to be read."""
         requests.retry(now)
         if not more:
             self._due = requests.expire(now)  # what was tried again may wait for the clock too

@@ -15,23 +15,20 @@ from buffer.wire.message import Array
 from buffer.wire.protocol import Part, RowImages, SampleRows
 
 Groups = Sequence[tuple[int, int, Sequence[tuple[bytes, SampleStats]]]]
-"""(item, dispatch version, packed samples with their figures) of each group."""
+"""(item, dispatch version, packed samples with their figures)"""
 
 
 MOST_OF_A_RANK = 0.75
-"""Share of a rank's mean load above which a group may be cut: whole, it would leave another rank waiting."""
+"""Share of a rank's mean load; a larger group may be cut, as it would leave another rank waiting."""
 
 
 MOST_COLUMNS = 1024
-"""A reward function may name a metric for each problem, and each is a column of all samples."""
+"""A reward function may name a metric for each problem."""
 
 
 def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
-    """Positions of samples for each of `world` ranks: longest first, each to the rank with the fewest tokens so far.
-
-    The same input gives every rank the same split. No rank exceeds the mean by more than one sample. Example:
-    `cut([5, 3, 2, 4], 2)` -> `[[0, 2], [1, 3]]`
-    """
+    """Longest first, each to the rank with the fewest tokens so far: every rank gets the same split, and none exceeds
+    the mean by more than one sample. Example: `cut([5, 3, 2, 4], 2)` -> `[[0, 2], [1, 3]]`"""
     ranks: list[list[int]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]
     for position in sorted(range(len(tokens)), key=lambda position: (-tokens[position], position)):
@@ -42,8 +39,8 @@ def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
 
 
 def cut_groups(groups: Sequence[Sequence[SampleStats]], world: int) -> list[list[int]]:
-    """Like `cut`, where a rank computes each prompt of a group only once: of whole groups, or after groups of more than
-    MOST_OF_A_RANK are cut into pieces if that leaves the fullest rank with less."""
+    """Like `cut`, where a rank computes each prompt of a group only once: of whole groups, or of pieces of large ones
+    if that leaves the fullest rank with less."""
     prompt_of = [(group, stats.prompt) for group, members in enumerate(groups) for stats in members]
     answer_of = [stats.tokens - stats.prompt for members in groups for stats in members]
 
@@ -70,7 +67,7 @@ def sample_rows(groups: Groups) -> SampleRows:
 
 
 def rows_of(groups: Sequence[tuple[int, int, Sequence[SampleStats]]]) -> SampleRows:
-    """A row for each sample. Only the MOST_COLUMNS metrics that most samples have are kept."""
+    """Only the MOST_COLUMNS metrics that most samples have are kept."""
     rows = [stats for *_, group in groups for stats in group]
     sizes = np.array([len(group) for *_, group in groups], np.int64)
     named = Counter(chain.from_iterable([stats.metrics for stats in rows]))
@@ -87,7 +84,7 @@ def rows_of(groups: Sequence[tuple[int, int, Sequence[SampleStats]]]) -> SampleR
 
 
 class BatchCut:
-    """A batch cut for `world` ranks, from the figures of its samples. `counts`: further fields of `Part`."""
+    """`counts`: further fields of `Part`."""
 
     def __init__(
         self,
@@ -140,7 +137,6 @@ def parts(
     share_prompts: bool = False,
     images: Mapping[int, RowImages] | None = None,
 ) -> list[Part]:
-    """The parts of a batch, all at once."""
     figures = [(item, dispatched, [stats for _, stats in group]) for item, dispatched, group in groups]
     samples = {item: [data for data, _ in group] for item, _, group in groups}
     made = BatchCut(version, world, figures, counts or {}, share_prompts)

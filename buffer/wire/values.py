@@ -12,31 +12,30 @@ from configs.model_facts import facts_of
 from configs.schema import ModelConfig
 
 ROUNDING = 1e-3
-"""A log-probability may be above 0 by so much: float32 logits of 1,000 are rounded by 1e-4."""
+"""float32 logits of 1,000 are rounded by 1e-4."""
 LEAST_LOGPROB = -1000.0
 """With float32 noise the smallest log-probability that can be drawn is about -100."""
 SIGNED, UNSIGNED = np.dtype("<i4"), np.dtype("<u4")
 LEAST_BITS = int(np.float32(LEAST_LOGPROB).view(UNSIGNED))
 MOST_MASS_OFF = 0.01
-"""The probabilities of a teacher's tokens may sum to so much above 1, by rounding."""
+"""By rounding."""
 MOST_REWARD = 1e6
 LARGEST = 2**31 - 1
 KINDS: dict[str, FailureKind] = {
     **dict.fromkeys(("reward", "turn_rewards", "metrics"), "reward"),
     **dict.fromkeys(("images", "image", "starts", "segment"), "task"),
 }
-"""Whose fault a wrong field is; every other field is vLLM's."""
+"""Every other field is vLLM's."""
 
 
 class WrongValue(ValueError):
-    """A sample cannot be trained. The text is one line, and begins with the field that is wrong."""
+    """A sample cannot be trained. The text begins with the field that is wrong."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name}: {problem}" if name else problem)
         self.kind: FailureKind = KINDS.get((name or problem).replace(".", " ").split()[0], "engine")
 
     def within(self, place: str) -> "WrongValue":
-        """The same error, with the place of its sample before the text."""
         error = WrongValue(place, str(self))
         error.kind = self.kind
         return error
@@ -51,12 +50,11 @@ class Bounds:
     routed: tuple[int, int] | None = None
     """Layers with experts, and the experts that a token takes in each."""
     placeholder: int | None = None
-    """Token that stands for a token of an image."""
     replayed: bool = False
     """Every sample needs routes."""
     teachers: frozenset[str] | None = None
-    """By the `data_source` of their rows; None: unknown. "" is the teacher of all rows that have no other: where there
-    is one, every sample needs a teacher."""
+    """By the `data_source` of their rows. "" is the teacher of all rows that have no other: where there is one, every
+    sample needs a teacher."""
     top_k: int | None = None
 
     @classmethod
@@ -91,7 +89,7 @@ class Columns:
 
 
 def judge_teacher(logprobs: Array | None, name: str, sampled: np.ndarray, bounds: Bounds) -> None:
-    """Raise WrongValue for what the teacher cannot have given, or for a sample that needs a teacher and has none."""
+    """Raise WrongValue, also for a sample that needs a teacher and has none."""
     if logprobs is None:
         if "" in (bounds.teachers or ()):
             raise WrongValue("teacher_logprobs", "there are none; every row of this run has a teacher (teacher.model)")
@@ -124,8 +122,7 @@ def judge_top(top: tuple[np.ndarray, np.ndarray] | None, bounds: Bounds) -> None
 
 
 def judge(columns: Columns, bounds: Bounds, images: Sequence[int], starts: Sequence[int], routes: Any) -> None:
-    """Raise WrongValue for the first wrong value. `images`, `starts`: where each image and segment begins; `routes`:
-    [tokens, layers, k]."""
+    """Raise WrongValue. `images`, `starts`: where each image and segment begins; `routes`: [tokens, layers, k]."""
     _judge_tokens(columns, bounds)
     _judge_logprobs("behaviour_logprobs", columns.logprobs, columns.sampled)
     _judge_versions(columns)
@@ -166,7 +163,6 @@ def _judge_versions(columns: Columns) -> None:
 
 
 def _judge_images(given: np.ndarray, images: np.ndarray, ends: np.ndarray) -> None:
-    """`given`: the placeholders that were given; `ends`: where segments begin, and the last one ends."""
     owners = np.searchsorted(images, given, side="right") - 1
     if given.size and owners[0] < 0:
         raise WrongValue("images", f"the placeholder at token {given[0]} has no image")
