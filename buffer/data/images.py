@@ -59,7 +59,7 @@ class ImageFormat:
     vision_start: int
     vision_end: int
     side: int | None = None
-    """Images are stretched to squares of so many pixels."""
+    """Side of the squares to which images are stretched."""
 
     @classmethod
     def of_run(cls, config: Config) -> "ImageFormat | None":
@@ -188,7 +188,7 @@ class ImageFormat:
         return ((np.arange(256)[:, None] / 255 - self.mean) / self.std).astype(np.float32)
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Of an image before it is resized. Raises ImageError."""
+        """Tokens of an image before it is resized. Raises ImageError."""
         high, wide = self.size(height, width)
         return high * wide // self.factor**2
 

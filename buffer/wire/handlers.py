@@ -55,7 +55,7 @@ class AwaitedNews(NamedTuple):
 
     kind: str
     version: int = -1
-    """Of an Ask's server, or the batch of a Take."""
+    """The version of an Ask's server, or the batch of a Take."""
     detail: Hashable = None
 
 
@@ -297,7 +297,7 @@ class Handlers:
         return self._at_once[type(message)](peer, message, now)
 
     def expire(self, now: float) -> float | None:
-        """Returns when to call again."""
+        """End what ends by the clock; returns when to call again."""
         ledger, (number, due) = self.ledger, self._next_end
         # Ledger.expire looks at every server. It has nothing to do where nothing has moved: heartbeats only put off
         # when the next lease ends, and everything else moves one of two numbers.

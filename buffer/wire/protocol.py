@@ -56,6 +56,7 @@ class WorkItem(Message):
     item: Count
     lease: Count
     version: Count
+    """The group's age counts from here."""
     problem: Row
     """Its `images` are encoded files."""
 
@@ -83,13 +84,13 @@ class Hello(Message):
 
 
 class Where(Message):
-    """Parked until there is a weights wire other than `known`."""
+    """Asks for the learner's weights wire. Parked until there is one other than `known`."""
 
     known: LongName | None = None
 
 
 class Ask(Message):
-    """Parked until there is work; a repeated `request` gets the same work."""
+    """Asks for up to `room` items. Parked until there is work; a repeated `request` gets the same work."""
 
     request: Count
     version: Count
@@ -105,7 +106,7 @@ class Put(Message):
 
     @cached_property
     def figures(self) -> list[SampleStats]:
-        """A private attribute would take pydantic ten times as long."""
+        """Set when the samples are judged. A private attribute would take pydantic ten times as long."""
         return []
 
 
@@ -166,7 +167,7 @@ class Rewind(Message):
 
 
 class Take(Message):
-    """Parked until the batch is ready."""
+    """Asks for part `rank` of `world`. Parked until the batch is ready."""
 
     version: Count
     rank: Count
@@ -306,7 +307,7 @@ class SampleRows(Message):
 
 
 class RowImages(Message):
-    """Without the images that the samples carry."""
+    """The images of an item's row that its samples do not carry."""
 
     item: Count
     images: Held[bytes]
@@ -320,6 +321,7 @@ class Part(Message):
     world: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     rows: SampleRows
     positions: Array
+    """int64 [len(samples)]: the row of each of `samples`."""
     samples: Many[bytes]
     images: Many[RowImages] = Field(default_factory=list)
     failed: Count = 0
@@ -357,9 +359,12 @@ class Finished(Message):
 
 
 class State(Message):
+    """The ledger in numbers and the parked requests."""
+
     version: Count
     """Next batch to be formed."""
     trained: VersionOrNone
+    """-1 before the first batch."""
     counts: ByLabel[Count]
     """By state: leased, stored, batched, trained, waiting, dropped."""
     dropped: ByLabel[Count]

@@ -150,7 +150,7 @@ class DelayedPuts:
             yield request
 
     def expire(self, now: float) -> float | None:
-        """Returns when to call again."""
+        """Give up groups that did not come; returns when to call again."""
         self.asked_for = {key: one for key, one in self.asked_for.items() if now < one[0] + ASKED_FOR_S}
         return now + ASKED_FOR_S
 
@@ -209,7 +209,7 @@ class PendingRequests:
             self._forget_left()
 
     def expire(self, now: float) -> float | None:
-        """Returns when to call again."""
+        """End what ends by the clock; returns when to call again."""
         ends = [self.handlers.expire(now), self._delayed.expire(now) if self._delayed.asked_for else None]
         return min((end for end in ends if end is not None), default=None)
 

@@ -59,7 +59,7 @@ class Router:
         """ZeroMQ would take the path of the Unix socket from another buffer."""
         self.unsent, self.limits, self._tracker = UnsentAnswers(), ConnectionLimits(), ConnectionTracker()
         self.strangers = asyncio.Event()
-        """A process has not said Hello yet."""
+        """Set while a process has not said Hello."""
         self.events_read: deque[tuple[int, int]] = deque()
         self._heard: dict[bytes, int] = {}
         """File descriptors of identities that sent something since the last look."""

@@ -36,7 +36,7 @@ class SampleImage(Message):
     start: Count
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     data: bytes = b""
-    """The encoded file of an image that the task made. Those without data are the row's, counted anew in each
+    """The encoded file of an image that the task made. Images without data are the row's, counted anew in each
     segment."""
 
 
@@ -221,7 +221,7 @@ NOTHING_SPECIAL = msgpack.packb({"images": [], "starts": [0], "turn_rewards": []
 NO_NAME = msgpack.packb("")
 NO_TEACHER = msgpack.packb({TAUGHT: None})[1:]
 MOST_OFF = 1e-6
-"""Relative, or absolute below 1."""
+"""Largest error of the sum of `turn_rewards`: relative, or absolute below 1."""
 SIZES = {name: np.dtype(dtype).itemsize for name, dtype in Sample.DTYPES.items()}
 BYTES_PER_TOKEN = sum(SIZES.values())
 Opened = tuple[bytes, int, dict[str, int], int, dict[str, Any]]

@@ -37,7 +37,7 @@ class ServedRows:
         return f"images cannot be read: {self.away}" if self.away else ""
 
     def expire(self, now: float) -> float | None:
-        """Returns when to call again."""
+        """Try image files again when it is time; returns when to call again."""
         if now < self._away_until:
             return self._away_until
         self.away = ""

@@ -12,20 +12,20 @@ from configs.model_facts import facts_of
 from configs.schema import ModelConfig
 
 ROUNDING = 1e-3
-"""float32 logits of 1,000 are rounded by 1e-4."""
+"""How far a log-probability may be above 0: float32 logits of 1,000 are rounded by 1e-4."""
 LEAST_LOGPROB = -1000.0
 """With float32 noise the smallest log-probability that can be drawn is about -100."""
 SIGNED, UNSIGNED = np.dtype("<i4"), np.dtype("<u4")
 LEAST_BITS = int(np.float32(LEAST_LOGPROB).view(UNSIGNED))
 MOST_MASS_OFF = 0.01
-"""By rounding."""
+"""Rounding error of the sum of a teacher's probabilities."""
 MOST_REWARD = 1e6
 LARGEST = 2**31 - 1
 KINDS: dict[str, FailureKind] = {
     **dict.fromkeys(("reward", "turn_rewards", "metrics"), "reward"),
     **dict.fromkeys(("images", "image", "starts", "segment"), "task"),
 }
-"""Every other field is vLLM's."""
+"""Whose fault a wrong field is; every other field is vLLM's."""
 
 
 class WrongValue(ValueError):
@@ -65,7 +65,7 @@ class Bounds:
         teachers: Iterable[str] | None = None,
         top_k: int | None = None,
     ) -> "Bounds":
-        """Of a hub name only the learner knows the bounds."""
+        """Only the learner knows the bounds of a hub name."""
         facts, known = facts_of(model), None if teachers is None else frozenset(teachers)
         of_model = facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token
         return cls(*of_model, replayed, known, top_k)
