@@ -34,7 +34,7 @@ OWNER = {"rollout": "rollout servers", "learner": "the learner", "launcher": "th
 
 
 def refusal(role: str, said: str | None, message: Message) -> str | None:
-    """`said`: the role of its Hello."""
+    """Why this connection may not send `message`, or None. `said`: the role of its Hello."""
     verb = type(message).__name__
     if role not in VERBS:
         return "the key of this connection is of no role that may ask anything"
@@ -51,6 +51,7 @@ def refusal(role: str, said: str | None, message: Message) -> str | None:
 
 
 def table() -> list[str]:
+    """The table in docs/design/samples-wire.md."""
     verbs = dict.fromkeys(verb for verbs in VERBS.values() for verb in verbs)
     rows = [[f" `{verb}` ", *(" yes " if verb in allowed else " " for allowed in VERBS.values())] for verb in verbs]
     head = [" request ", *(f" `{role}` " for role in VERBS)]
