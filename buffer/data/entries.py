@@ -1,8 +1,8 @@
 """`python -m buffer.data.entries`: makes and scores entries of reasoning-gym; the child of an `EntryMaker`.
 
 Some sets take a second for an entry, which must not stop the buffer. Some make other entries under another hash seed,
-or
-draw from Python's global random numbers: the parent sets PYTHONHASHSEED, and the global seed is set before each entry.
+or draw from Python's global random numbers: the parent sets PYTHONHASHSEED, and the global seed is set before each
+entry.
 """
 
 import copy

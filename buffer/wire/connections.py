@@ -37,8 +37,7 @@ class ConnectionLimits:
     """The connections of one ZeroMQ socket, by their file descriptors.
 
     The kernel may give a descriptor to another socket before ZeroMQ's event is read. So only a socket whose own address
-    is
-    `endpoint` is shut down.
+    is `endpoint` is shut down.
     """
 
     def __init__(self, files: OpenFiles | None = None) -> None:
@@ -129,12 +128,10 @@ class ConnectionTracker:
     """Which process sends over which connection of a ROUTER, and whose connection has ended.
 
     ZeroMQ names connections by file descriptors, which are not unique: the kernel gives a descriptor to the next
-    connection
-    at once; a message may be read long after the end of its connection; and a connection whose process makes another
-    one is
-    closed without an event. So `ended` is given the messages read and, after them, all events up to then: a connection
-    is
-    accepted before it says anything, so its own event is among them. The next message corrects a wrong guess.
+    connection at once; a message may be read long after the end of its connection; and a connection whose process makes
+    another one is closed without an event. So `ended` is given the messages read and, after them, all events up to
+    then: a connection is accepted before it says anything, so its own event is among them. The next message corrects a
+    wrong guess.
     """
 
     def __init__(self) -> None:

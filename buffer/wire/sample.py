@@ -63,9 +63,9 @@ class TopTeacher(Message):
 class Sample(Message):
     """One completion of a problem, prompt included. The first four arrays are [tokens] long.
 
-    Example: prompt of 2 tokens, answer of 2, sampled under versions 6 and 7:
-    `tokens` int32 [5, 9, 12, 2], `sampled` uint8 [0, 0, 1, 1], `behaviour_logprobs` float32 [0, 0, -0.7, -0.1],
-    `versions` int32 [-1, -1, 6, 7], `reward` 1.0, `finish` "stop".
+    Example: prompt of 2 tokens, answer of 2, sampled under versions 6 and 7: `tokens` int32 [5, 9, 12, 2], `sampled`
+    uint8 [0, 0, 1, 1], `behaviour_logprobs` float32 [0, 0, -0.7, -0.1], `versions` int32 [-1, -1, 6, 7], `reward` 1.0,
+    `finish` "stop".
     """
 
     tokens: Array
