@@ -32,6 +32,7 @@ PRINTING = ("status", "report", "doctor")
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run a subcommand; its exit code."""
     if argv and argv[0] not in (*COMMANDS, "-h", "--help"):
         close = difflib.get_close_matches(argv[0], COMMANDS, 1)
         remedy = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(COMMANDS)}"

@@ -37,6 +37,8 @@ class Restarts:
 
 @dataclass(frozen=True)
 class Process:
+    """One process of a run as a plain command."""
+
     name: str
     role: Role
     argv: tuple[str, ...]

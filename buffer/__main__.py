@@ -49,6 +49,7 @@ REMEDY = "Move the run's folder to a sound disk, and start the buffer again."
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`; returns the exit code."""
     configure_logging()
     command = argv[0] if argv else ""
     if command in inspect.COMMANDS:
@@ -82,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_keys(config: Config) -> int:
+    """Make the keys of a run unless they are there, and print their folder; returns the exit code."""
     try:
         print_visible(make_keys(config.run.path / "keys"))
     except KeysError as error:
@@ -91,6 +93,7 @@ def print_keys(config: Config) -> int:
 
 
 async def run(config: Config, loss_accepted: bool = False) -> None:
+    """Listen, read everything back, serve until the first signal."""
     raise_open_files(config)
     keep_memory()
     keys = buffer_keys(config.buffer.address, config.run.path)
@@ -133,6 +136,7 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
 
 
 def advice_for(error: sqlite3.Error | OSError) -> str:
+    """What to do about an error of the ledger's file while it was served."""
     if isinstance(error, StoreGone):
         return ""  # its own text says it
     if is_damage(error):
@@ -172,6 +176,7 @@ def restored(config: Config, store: Store, problems: Problems, clock: ListeningC
 
 
 def limits_of(config: Config) -> Limits:
+    """What the answers depend on."""
     return Limits(
         run=config.run.name,
         fingerprint=resume.fingerprint(config),
@@ -184,6 +189,7 @@ def limits_of(config: Config) -> Limits:
 
 
 def bounds_of(config: Config) -> Bounds:
+    """What the model and the teachers allow."""
     teacher = config.teacher
     return Bounds.of_model(config.model, config.rollout.routing_replay, teacher.teachers, teacher.top_k)
 

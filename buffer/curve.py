@@ -70,6 +70,7 @@ def identify(socket: Any, keys: ClientKeys, address: str) -> None:
 
 
 def endpoint(address: str, folder: Path) -> str:
+    """Where ZeroMQ binds or connects for `address`; `folder` holds the run's keys."""
     if address != LOCAL:
         return address
     path = folder.absolute() / SOCKET
@@ -84,6 +85,7 @@ def _opened(folder: Path) -> int:
 
 
 def is_loopback(address: str) -> bool:
+    """Whether `tcp://host:port`, or LOCAL, is reachable from this machine only."""
     if address == LOCAL:
         return True
     host = split(address)[0]
@@ -109,6 +111,7 @@ def ready(address: str, run: Path) -> Path:
 
 
 def buffer_keys(address: str, run: Path) -> ServerKeys:
+    """The keys with which the buffer listens on `address`; makes those of the run unless they are there."""
     return load_server_keys(make_keys(run / "keys"), "buffer", passwords=address == LOCAL)
 
 

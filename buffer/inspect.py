@@ -63,6 +63,7 @@ DIGITS = 18
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run one of COMMANDS; returns the exit code."""
     parser = CommandParser("python -m buffer")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("tail", help=COMMANDS["tail"])

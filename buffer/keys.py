@@ -41,6 +41,8 @@ class KeysError(ValueError):
 
 
 class NoKeys(KeysError):
+    """A key file does not exist: nothing of the run has been started where this folder is."""
+
     pass
 
 
@@ -53,6 +55,8 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerKeys:
+    """Keys of a process that others connect to: its own pair, and whom it admits."""
+
     folder: Path
     public: bytes
     secret: bytes = field(repr=False)
@@ -95,6 +99,7 @@ def write_keys(folder: Path, pairs: Mapping[Role, Pair], token: str) -> None:
 
 
 def write_key(file: Path, key: bytes) -> None:
+    """Write a new file that only this user can read."""
     with open(file, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
         opened.write(key.strip() + b"\n")
 
@@ -123,6 +128,7 @@ def load_client_keys(folder: Path, role: Role, server: Role = "buffer") -> Clien
 
 
 def load_token(folder: Path) -> str:
+    """The token of the run's reward and teacher servers."""
     return read_key(folder / TOKEN).decode()
 
 

@@ -38,6 +38,8 @@ class ListedProblem(NamedTuple):
 
 
 class Rules(NamedTuple):
+    """What decides the state of a row, by the settings of the last launch."""
+
     attempts: int
     marks: Marks
     pause: int | None
@@ -46,6 +48,7 @@ class Rules(NamedTuple):
 
 
 def listed(db: sqlite3.Connection) -> Iterator[ListedProblem]:
+    """The problems that were drawn, by row."""
     rules = _rules(db)
     for values in db.execute(DRAWN):
         record, (place, item_state) = RowRecord(*values[:FIELDS]), values[FIELDS:]

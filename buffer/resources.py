@@ -26,6 +26,8 @@ LOOK_S = 5.0
 
 
 class OpenFiles:
+    """The process's limit of open files."""
+
     def __init__(self, limit: float | None = None) -> None:
         self.limit = _soft_limit() if limit is None else limit
 
@@ -58,6 +60,7 @@ def raise_open_files(config: Config) -> None:
 
 
 def memory_left() -> int:
+    """Bytes that can still be taken on this machine, or in its container."""
     left = psutil.virtual_memory().available
     try:
         most, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -104,6 +107,7 @@ class MemoryWatch:
 
 
 def memory_in_words(taken: int, left: int, held: dict[str, int]) -> str:
+    """The line of the log."""
     gib = 2**30
     what = ", ".join(f"{name} {size / gib:.2f}" for name, size in held.items())
     short = f"memory gets short: {left / gib:.2f} GiB are left on this machine, the buffer takes {taken / gib:.2f}"

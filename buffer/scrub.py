@@ -30,6 +30,8 @@ STILL = "SELECT 1 FROM samples WHERE item = ? AND idx = ? AND segment = ? AND po
 
 
 class Scrub:
+    """Yields lines about what it read; `damaged` counts those about damage."""
+
     def __init__(self) -> None:
         self.damaged = 0
 
@@ -92,6 +94,7 @@ class Scrub:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`, without `scrub`; returns the exit code."""
     parser = CommandParser(PROG, description=WHAT)
     parser.add_argument("run", nargs="+", help="its folder, or its config files; --section.key=value as elsewhere")
     given, overrides = parser.parse_known_args(argv)

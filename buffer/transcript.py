@@ -27,12 +27,16 @@ SHOWN_CHARS = 2000
 
 
 class Stretch(NamedTuple):
+    """A piece of a passage's text, which may be the call of a tool."""
+
     text: str
     is_call: bool
 
 
 @dataclass(frozen=True)
 class Passage:
+    """What one side says without a break."""
+
     speaker: str
     """As the text names it; "" where it does not."""
     text: str
@@ -82,6 +86,7 @@ class Chapter:
 
 
 def chapters(sample: Sample, tokenizer: "Tokenizer | None") -> list[Chapter]:
+    """The segments of a sample, in order."""
     found, whole, turn = list[Chapter](), list[list[Passage]](), 0
     for number, (start, stop) in enumerate(sample.bounds, 1):
         passages = list(_passages(sample, start, stop, tokenizer, turn))
@@ -96,6 +101,7 @@ def chapters(sample: Sample, tokenizer: "Tokenizer | None") -> list[Chapter]:
 
 
 def lines(read: Sequence[Chapter], full: bool = False) -> Iterator[Text]:
+    """The lines of a sample for a terminal, styled; `full`: no passage is folded."""
     for chapter in read:
         if chapter.title:
             yield Text(f"  {chapter.title}", "bold underline")

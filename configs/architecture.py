@@ -40,6 +40,7 @@ ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the language model, which is nested in a vision-language model's config."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
@@ -51,10 +52,12 @@ def trains_text_alone(config: Mapping[str, Any], wanted: bool = False) -> bool:
 
 
 def reads_images(config: Mapping[str, Any], text_alone: bool = False) -> bool:
+    """Whether config.json is of a model whose images are trained."""
     return config.get("model_type") in SEEING and not text_alone
 
 
 def is_proven(config: Mapping[str, Any]) -> bool:
+    """Whether the tests cover models of this type, so that no trial is needed."""
     return config.get("model_type") in PROVEN and not any(unsupported(config))
 
 
@@ -83,6 +86,7 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def malformed(text: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each size of a text config that is no number."""
     remedy = "correct it or download the model again"
     for key in SIZES:
         if text.get(key) is not None and type(text[key]) is not int:
@@ -116,6 +120,7 @@ def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
+    """Example: `rope_type({"type": "yarn", "factor": 4.0}) == "yarn"`, in the words of transformers 4."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 

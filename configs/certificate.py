@@ -39,6 +39,7 @@ COLUMNS = ("compared", "largest difference", "limit", "", "why")
 
 
 def judged(what: str, figure: float, limit: float, unit: str = "nat", fault: str = "", note: str = "") -> Check:
+    """Return a check that holds if `figure` is at most `limit`; `fault` says why not."""
     if isfinite(figure):
         why = "" if figure <= limit else fault or "the difference is above the limit"
         return Check(what=what, figure=figure, limit=limit, unit=unit, fault=why, note=note)
@@ -46,6 +47,8 @@ def judged(what: str, figure: float, limit: float, unit: str = "nat", fault: str
 
 
 class Certificate(BaseModel):
+    """What was compared of a model, and with which software."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
     model: str
     kind: str
@@ -95,6 +98,7 @@ def read(file: Path) -> Certificate | None:
 
 
 def write(certificate: Certificate, file: Path) -> None:
+    """Write the certificate whole or not at all."""
     draft = file.with_name(f"{file.name}.draft")
     with open(draft, "w", encoding="utf-8", opener=open_private) as made:
         made.write(certificate.model_dump_json(indent=1) + "\n")

@@ -31,10 +31,12 @@ class Listed(NamedTuple):
 
 
 def folder_of(folder: Path, version: int) -> Path:
+    """The folder of the checkpoint of `version`."""
     return folder / f"v{version:06d}"
 
 
 def crc32c_of(file: Path) -> int:
+    """CRC32C of a file's bytes."""
     crc = 0
     with open(file, "rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK_BYTES):
@@ -58,6 +60,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def sum_of(manifest: Mapping[str, Any]) -> int:
+    """CRC32C of what a manifest says, `OWN_SUM` apart."""
     return int(value(json.dumps(manifest, sort_keys=True).encode()))
 
 

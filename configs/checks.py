@@ -129,6 +129,7 @@ def check(
 
 
 def refuse_sft(config: Config) -> None:
+    """Raise ConfigError for a run file of supervised fine-tuning: whoever calls this is of reinforcement learning."""
     if config.sft.rows is not None:
         remedy = "run it with python -m learner sft, or remove the section sft"
         raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
@@ -174,6 +175,7 @@ def _unusable(path: Path | str) -> str:
 
 
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
+    """Raise ConfigError with everything that contradicts supervised fine-tuning, one line each."""
     refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
@@ -204,10 +206,12 @@ def cluster_of(config: Config) -> str:
 
 
 def starts_ray(config: Config) -> bool:
+    """Whether the launcher starts a Ray of its own on this machine."""
     return _address(config) == OWN_RAY
 
 
 def named_by(config: Config) -> str:
+    """What names the cluster of `cluster_of`, for people."""
     return "cluster.address" if config.cluster.address else "RAY_ADDRESS"
 
 
@@ -216,6 +220,7 @@ def _address(config: Config) -> str:
 
 
 def own_hosts(config: Config) -> list[str]:
+    """Hosts of the run's own processes, which are never reached through a proxy."""
     given = [config.buffer.host or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
     given += [config.teacher.host] if config.teacher.served else []
@@ -232,6 +237,7 @@ def max_sample_tokens(config: Config) -> int:
 
 
 def max_group_bytes(config: Config) -> int:
+    """Bytes of the largest possible group, as stored and sent."""
     routes = model_facts(config.model.path).route_bytes if config.rollout.routing_replay else 0
     taught = TEACHER_BYTES + TOP_BYTES * (config.teacher.top_k or 0) if config.teacher.teachers else 0
     return config.batch.samples * _stored_tokens(config) * (TOKEN_BYTES + routes + taught)
@@ -242,10 +248,12 @@ def _stored_tokens(config: Config) -> int:
 
 
 def max_episode_tokens(config: Config) -> int:
+    """Tokens of the longest episode of a task that sends messages, over all its segments."""
     return config.rollout.chat.max_tokens or 4 * max_sample_tokens(config)
 
 
 def existing(path: Path) -> Path:
+    """`path`, or the lowest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 

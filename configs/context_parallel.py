@@ -18,6 +18,7 @@ def parts_of(learner: LearnerConfig) -> int:
 
 
 def contradictions(config: Config) -> Iterator[str]:
+    """Yield why ranks cannot share rows as the run file says."""
     size, shards, facts = config.learner.context_parallel, shards_of(config), facts_of(config.model)
     if size == 1:
         return

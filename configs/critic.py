@@ -13,10 +13,12 @@ STATE_BYTES = 12
 
 
 def keeps_critic(config: Config) -> bool:
+    """Whether the learner trains a critic beside the policy."""
     return config.algorithm.advantage == GAE
 
 
 def rules(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the critic's keys, or with others because there is a critic."""
     algorithm, critic = config.algorithm, config.algorithm.critic
     if not keeps_critic(config):
         for name in critic.model_dump(exclude_defaults=True):

@@ -71,6 +71,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def process_name(text: str) -> str:
+    """`--name` of a process, which stands in names of files."""
     if not PROCESS_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not letters, digits, '.', '_' and '-'")
     return text

@@ -99,6 +99,7 @@ class Key(NamedTuple):
 
 @cache
 def keys() -> dict[str, Key]:
+    """All keys by dotted name, in the order of the schema."""
     schema = Config.model_json_schema()
     table: dict[str, Key] = {}
     forms = schema["$defs"]
@@ -141,10 +142,12 @@ def key_of(place: Sequence[int | str]) -> str:
 
 
 def sections() -> tuple[str, ...]:
+    """Names of the sections, in the order of the schema."""
     return tuple(Config.model_fields)
 
 
 def show(value: Any) -> str:
+    """`value` as YAML on one line, cut when long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -172,6 +175,7 @@ def suggest(wrong: str) -> str:
 
 
 def overview(width: int) -> str:
+    """The names of all keys, grouped by section: what `--help` prints."""
     lines = []
     for section, its_keys in groupby(keys().values(), lambda key: key.name.partition(".")[0]):
         own = ", ".join(_without_groups(key.name.partition(".")[2] for key in its_keys))

@@ -28,10 +28,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def settings() -> dict[str, Any]:
+    """Keywords of `web.AppRunner`."""
     return {"access_log": None, "keepalive_timeout": HEADER_S, "max_headers": MOST_FIELDS, "lingering_time": 5.0}
 
 
 def most_connections(most: int) -> int:
+    """`most`, or fewer where the process may have few files open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else max(16, min(most, int(SHARE_OF_FILES * soft)))
 
@@ -59,12 +61,15 @@ class LimitedSite(web.BaseSite):
 
 
 class Refusal(asyncio.Protocol):
+    """A connection that is closed at once."""
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """A signal for `app.on_response_prepare`: headers that keep browsers from misusing a response."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     response.headers.setdefault("Cache-Control", "no-store")
@@ -91,6 +96,7 @@ def only_for(host: str, others: Collection[str] = ()) -> Any:
 
 
 def name_of(url: str) -> str:
+    """The host of a URL, in lower case and without port and brackets; "" where there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -98,6 +104,7 @@ def name_of(url: str) -> str:
 
 
 def is_loopback_host(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
     name = host.strip("[]")
     try:
         return name == "localhost" or ip_address(name).is_loopback

@@ -129,6 +129,7 @@ def parse(text: str) -> Config:
 
 
 def dump(config: Config) -> str:
+    """The text of `config.yaml`: values from environment variables stand in it as `${oc.env:KEY}`."""
     return OmegaConf.to_yaml(OmegaConf.create(written(config, _literal)))
 
 
@@ -160,6 +161,7 @@ def read(
 
 
 def text_width() -> int:
+    """Columns of a text for the terminal."""
     return min(max(shutil.get_terminal_size().columns, 40), 120)
 
 

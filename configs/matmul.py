@@ -16,6 +16,7 @@ REMEDY = "set learner.matmul: bfloat16"
 
 
 def contradictions(config: Config) -> Iterator[str]:
+    """Yield why linear layers cannot multiply in FP8, or why nobody has shown that they do so right."""
     if config.learner.matmul != "fp8":
         return
     learner, model, facts = config.learner, config.model, facts_of(config.model)
@@ -42,6 +43,7 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def lines(config: Config) -> Iterator[str]:
+    """Yield what `explain` prints of `learner.matmul`; nothing with bfloat16."""
     if config.learner.matmul == "fp8":
         stays = "head, embeddings, norms, attention, and layers with a size that 16 does not divide"
         yield f"matmul: the blocks' linear layers multiply in FP8, forward and both gradients; in bfloat16 stay {stays}"

@@ -150,6 +150,7 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
 
 
 def facts_of(model: ModelConfig) -> ModelFacts:
+    """Facts of the model as it is trained, with images or on text alone."""
     return model_facts(model.path, model.text_alone)
 
 
@@ -179,6 +180,7 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:
+    """Indices of the layers with experts, of a text config in the words of Qwen's."""
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config.get("num_hidden_layers") or 0)
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]

@@ -43,6 +43,8 @@ class Origin(NamedTuple):
 
 
 class Resolving:
+    """One value that is being resolved: from which variables, `seen`, and which of them were `missing`."""
+
     def __init__(self, environment: Mapping[str, str], lenient: bool) -> None:
         self.environment, self.lenient = environment, lenient
         self.seen: list[str] = []
@@ -118,6 +120,7 @@ def _named_variables(config: Config) -> Iterator[str]:
 
 
 def variables(config: Config) -> list[str]:
+    """Environment variables that the run file names, which every process needs."""
     named = (name for origin in config._origins.values() for name in origin.variables)
     return list(dict.fromkeys([*named, *_named_variables(config)]))
 
@@ -139,6 +142,7 @@ def disclosed(config: Config) -> dict[str, Any]:
 
 
 def shared(config: Config) -> str:
+    """The config as JSON for another machine, which has no credentials to make a run of it."""
     tree = masked(config.model_dump(mode="json"))
     for place, _ in _kept(config):
         if may_hold_credentials(place):
@@ -191,6 +195,7 @@ def may_hold_credentials(place: Place) -> bool:
 
 
 def is_credential(name: Any) -> bool:
+    """Whether a key or variable of this name holds a credential."""
     return isinstance(name, str) and bool(CREDENTIAL.search(name.strip("-").lower().replace("-", "_")))
 
 
@@ -224,10 +229,12 @@ def masked(tree: Any) -> Any:
 
 
 def digest(value: Any) -> str:
+    """16 hex digits over a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Everything in `tree` that is no map and no list, with its place."""
     if isinstance(tree, dict | list) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(value, (*place, key))
@@ -236,10 +243,12 @@ def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 def texts(value: Any) -> Iterator[str]:
+    """The texts in a value."""
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, str))
 
 
 def mapped(tree: Any, change: Callable[[str], str]) -> Any:
+    """The tree with `change` of each text, names apart."""
     if isinstance(tree, dict):
         return {key: mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -248,6 +257,7 @@ def mapped(tree: Any, change: Callable[[str], str]) -> Any:
 
 
 def has(tree: Any, place: Sequence[int | str]) -> bool:
+    """Whether there is something at `place`."""
     for part in place:
         inside = part in tree if isinstance(tree, dict) else isinstance(tree, list) and part in range(len(tree))
         if not inside:
@@ -257,12 +267,14 @@ def has(tree: Any, place: Sequence[int | str]) -> bool:
 
 
 def at(tree: Any, place: Sequence[int | str]) -> Any:
+    """The value at `place` in a tree of maps and lists."""
     for part in place:
         tree = tree[part]
     return tree
 
 
 def put(tree: Any, place: Place, value: Any, only: bool = False) -> Any:
+    """Put `value` at `place` of `tree`; `only`: if there is something."""
     if not only or has(tree, place):
         at(tree, place[:-1])[place[-1]] = value
     return tree

@@ -48,6 +48,7 @@ def named_as_called(text: str) -> str:
 
 
 def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
+    """Yield packages and modules in `folders` that have the name of one of PACKAGES and are not Headrace's."""
     for folder in dict.fromkeys(os.path.abspath(folder) for folder in folders):
         for name in () if is_headrace(folder) else PACKAGES:
             if place := place_of(folder, name):
@@ -55,6 +56,7 @@ def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def place_of(folder: str | Path, name: str) -> Path | None:
+    """The file `NAME.py`, or the folder NAME with Python files, in `folder`; None if there is neither."""
     inner, file = Path(folder, name), Path(folder, f"{name}.py")
     if (inner / "__init__.py").is_file():
         return inner
@@ -64,4 +66,5 @@ def place_of(folder: str | Path, name: str) -> Path | None:
 
 
 def is_headrace(folder: str | Path) -> bool:
+    """Whether Headrace's packages are in `folder`: these, or those of another copy."""
     return Path(folder, "configs", Path(__file__).name).is_file()

@@ -49,10 +49,12 @@ def conceal(table: Mapping[str, str]) -> None:
 
 
 def concealed() -> dict[str, str]:
+    """What `conceal` was given, without the forms that it made: for another process, or for this one again."""
     return dict(_GIVEN)
 
 
 def without_credentials(text: str) -> str:
+    """Return `text` without the texts that `conceal` was given, and without user and password in URLs."""
     for secrets in _SECRETS:
         text = secrets.sub(lambda found: _CONCEALED[found[0]], text)
     return USER_OF_URL.sub("***", text) if "://" in text else text
@@ -133,10 +135,12 @@ def lost_output() -> OSError | None:
 
 
 def colourless(text: str) -> str:
+    """Remove the escape sequences of colours from `text`."""
     return COLOUR.sub("", text)
 
 
 def folded(text: str, most: int) -> str:
+    """Shorten `text` to `most` characters: a note replaces its middle."""
     if len(text) <= most:
         return text
     said = f" [... {len(text) - most:,} or more characters left out ...] "
@@ -145,6 +149,7 @@ def folded(text: str, most: int) -> str:
 
 
 def all_visible(data: Any, most: int = MOST_CHARS) -> Any:
+    """Make each text of a JSON value visible, its keys included."""
     if isinstance(data, str):
         return visible(data, most)
     if isinstance(data, dict):

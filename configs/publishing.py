@@ -44,6 +44,7 @@ def _may_publish_rows(config: Config, shards: int) -> bool:
 
 
 def choice(config: Config, shards: int) -> str:
+    """What `weights.publish: auto` takes, and why, for a learner with servers; empty if it is not `auto`."""
     if config.weights.publish != "auto":
         return ""
     if publishes_rows(config, shards):
@@ -96,11 +97,13 @@ def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
 
 
 def held(config: Config) -> str:
+    """What a rank holds for the servers."""
     rows = publishes_rows(config, shards_of(config))
     return "two copies of its rows of trained weights" if rows else "two copies of trained weights"
 
 
 def remedy(config: Config, shards: int) -> str:
+    """What makes the copies smaller, or room for them."""
     smaller = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
     if publishes_rows(config, shards):
         return f"raise learner.ranks or learner.shard, {smaller}"
@@ -116,6 +119,7 @@ def is_loopback(host: str) -> bool:
 
 
 def contradictions(config: Config) -> Iterator[str]:
+    """What of `weights.publish` cannot be."""
     why = _rank_0_alone(config, shards_of(config))
     if config.weights.publish == "rows" and why:
         yield f"weights.publish: rows, but {why}; change that, or leave weights.publish out"

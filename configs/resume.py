@@ -47,6 +47,8 @@ Settings = dict[str, Any]
 
 
 class Change(NamedTuple):
+    """A key whose value differs from that of the launch before, as `run.versions: 100 -> 200`."""
+
     key: str
     old: Any
     new: Any
@@ -71,6 +73,7 @@ def settings(config: Config) -> Settings:
 
 
 def is_changeable(key: str) -> bool:
+    """Whether the value may differ from that of the launch before."""
     return any(fnmatch(key, pattern) for pattern in CHANGEABLE)
 
 
@@ -103,6 +106,7 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
 
 
 def written(run: Path) -> Settings | None:
+    """The settings in the `config.yaml` of a run's folder, None without one."""
     file = run / "config.yaml"
     return settings(load([str(file)], lenient=True)) if file.exists() else None
 

@@ -26,6 +26,8 @@ PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 1.0
 
 
 class Section(BaseModel):
+    """One section of the run file."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
@@ -45,6 +47,8 @@ class RunConfig(Section):
 
 
 class LoraConfig(Section):
+    """Train an adapter beside linear layers of the text model, in place of the weights themselves."""
+
     rank: Annotated[int, Field(ge=1, le=512)] = 32
     """Rank of each layer's change."""
     alpha: Annotated[float, Field(gt=0)] | None = None
@@ -82,6 +86,8 @@ class ModelConfig(Section):
 
 
 class MixedSource(Section):
+    """A source of problems beside others."""
+
     path: Path
     """A file, folder, glob or set of reasoning-gym, as for `data.train`."""
     weight: Annotated[float, Field(gt=0)] | None = None
@@ -91,6 +97,8 @@ class MixedSource(Section):
 
 
 class EvalSet(Section):
+    """One set of problems to evaluate on; `data.eval` has them by name."""
+
     path: Path
     """Problems kept out of training, named as in `data.train`."""
     samples: Positive = 1
@@ -109,6 +117,8 @@ class EvalSet(Section):
 
 
 class DifficultyConfig(Section):
+    """Draw problems by the share of their samples that were solved so far; docs/difficulty.md says more."""
+
     unseen: Weight = 0.3
     """Share of draws for problems without a group yet."""
     unsolved: Weight = 0.1
@@ -134,6 +144,8 @@ class DifficultyConfig(Section):
 
 
 class DemonstrationsConfig(Section):
+    """Demonstrations that are trained beside the samples of each batch; docs/sft.md says more."""
+
     path: Path | Annotated[list[MixedSource], Field(min_length=1)]
     """Rows as for `python -m learner sft`: prompt and answer, or messages."""
     share: Annotated[float, Field(gt=0, le=0.9)] = 0.1
@@ -203,6 +215,8 @@ class DataConfig(Section):
 
 
 class RewardPart(Section):
+    """A reward function beside others."""
+
     function: str
     """A built-in reward or your own, as `path/to/file.py:function`."""
     weight: float = 1.0
@@ -267,6 +281,8 @@ class RewardConfig(Section):
 
 
 class TeacherModel(Section):
+    """A fixed model whose log-probabilities of the sampled tokens the policy learns from."""
+
     model: str | None = None
     """The teacher's folder in Hugging Face format, such as an earlier export of the policy, or its name on the hub.
     With `url`, the name under which that server knows it."""
@@ -296,6 +312,8 @@ class TeacherModel(Section):
 
 
 class SourceTeacher(TeacherModel):
+    """The teacher of some rows of the data."""
+
     data_source: Annotated[str, Field(pattern=r"^[!-~][ -~]{0,199}$", examples=["openai/gsm8k"])]
     """The rows whose column `data_source` has this value."""
 
@@ -577,6 +595,8 @@ class ChatConfig(Section):
 
 
 class AgentConfig(Section):
+    """A program that knows an OpenAI base URL and nothing else."""
+
     command: list[str] = []
     """The program with its arguments, for `rollout.task: agent`. It gets the row as JSON on its standard input, and
     `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment. Its last line is `{"score": ...}` or a number."""
@@ -595,6 +615,8 @@ class EnvironmentConfig(Section):
 
 
 class ServerRange(Section):
+    """A number of servers that follows from who waits for whom."""
+
     min: Positive = 1
     """Fewest servers, with which the run starts."""
     max: Positive
@@ -758,6 +780,8 @@ class LogConfig(Section):
 
 
 class Config(Section):
+    """A whole run."""
+
     run: RunConfig = RunConfig()
     model: ModelConfig
     data: DataConfig

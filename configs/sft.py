@@ -31,6 +31,7 @@ LONGEST = 32768
 
 
 def rules(config: Config, rows: int | None = None) -> Iterator[str]:
+    """Yield what is wrong; `rows` of data.train, where known."""
     batch, ranks = config.sft.rows, config.learner.ranks
     if batch is None:
         yield "sft.rows: null; set it to the rows of a batch, e.g. sft.rows: 32, and let data.train name demonstrations"
@@ -50,6 +51,7 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
 
 
 def beside(config: Config) -> Iterator[str]:
+    """Yield what is wrong with `data.demonstrations` in a run of reinforcement learning."""
     given, facts, path = config.data.demonstrations, facts_of(config.model), config.model.path
     if given is None:
         return

@@ -42,6 +42,7 @@ def room(config: Config) -> Room | None:
 
 
 def contradictions(config: Config) -> Iterator[str]:
+    """What of `weights.staging` cannot be."""
     if config.weights.staging != "slices":
         return
     quantized = config.rollout.engine.get("quantization")
@@ -57,6 +58,7 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def lines(config: Config) -> Iterator[str]:
+    """What a worker of a server needs beside vLLM for the next version, in a line for people."""
     needs, wanted = room(config), config.weights.staging
     if needs is None or config.rollout.device == "cpu":
         return

@@ -16,6 +16,7 @@ SET_REWARD = "set reward.function"
 
 
 def rules(config: Config, longest: int) -> Iterator[str]:
+    """Yield what is wrong; `longest`: tokens of the longest sample."""
     if config.reward.function == NO_REWARD:
         yield from _without_reward(config)
     teacher = config.teacher
@@ -32,6 +33,7 @@ def rules(config: Config, longest: int) -> Iterator[str]:
 
 
 def key_of(teacher: TeacherConfig, source: str) -> str:
+    """The key of the run file below which the teacher of a `data_source` stands."""
     for number, each in enumerate(teacher.by_source):
         if each.data_source == source:
             return f"teacher.by_source.{number}"
@@ -39,6 +41,7 @@ def key_of(teacher: TeacherConfig, source: str) -> str:
 
 
 def tokenizer_of(teacher: TeacherModel) -> str | None:
+    """Folder or hub name of a teacher's tokenizer."""
     return teacher.tokenizer or teacher.model
 
 

@@ -58,6 +58,7 @@ def module_of(file: str) -> ModuleType:
 
 
 def loaded(spec: ModuleSpec) -> ModuleType:
+    """Run the module of `spec`; it is in `sys.modules` meanwhile, as in Python."""
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
     assert spec.loader is not None
@@ -79,6 +80,7 @@ def package_of(path: Path) -> tuple[Path, list[str]]:
 
 
 def is_taken(top: Path) -> bool:
+    """Whether another module has the name of this file or package."""
     if top.stem in sys.modules:
         known = getattr(sys.modules[top.stem], "__file__", None)
         return known is None or not same(known, top)
@@ -92,6 +94,7 @@ def is_folder(found: ModuleSpec) -> bool:
 
 
 def same(known: str, top: Path) -> bool:
+    """Whether the module's file `known` is the file or package `top`."""
     file = top if top.is_file() else top / INIT
     return os.path.realpath(known) == os.path.realpath(file)
 
@@ -110,6 +113,7 @@ def make_importable(folder: Path, top: Path, taken: bool) -> None:
 
 
 def quoted(path: Path) -> str:
+    """Quote the path for a module's name, which has no dots."""
     return quote(str(path)).replace(".", "%2E")
 
 
@@ -205,6 +209,7 @@ class OwnNames:
 
 
 def is_ours(module: Mapping[str, Any]) -> bool:
+    """Whether these are the names of a module of Headrace, and not of a user's under PREFIX."""
     name = str(module.get("__name__"))
     if name == "__main__":  # `python -m learner`
         name = str(module.get("__package__"))
@@ -212,6 +217,7 @@ def is_ours(module: Mapping[str, Any]) -> bool:
 
 
 def place_of_inner(package: Path, name: str) -> Path | None:
+    """The module or package `name` in `package`; None if there is none, or if `package` is a file."""
     return next((path for path in (package / f"{name}.py", package / name) if path.exists()), None)
 
 

@@ -49,6 +49,7 @@ def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> d
 
 
 def has_place(name: str) -> bool:
+    """Whether a variable is one of PLACE."""
     return any(fnmatch(name, pattern) for pattern in PLACE)
 
 
@@ -104,6 +105,7 @@ def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | Non
 
 
 def is_loopback(host: str) -> bool:
+    """Whether `host` is a loopback name or address."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -136,6 +138,7 @@ def user(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a writable folder for Unix sockets, of at most `longest` bytes; None if there is none."""
     for folder in (temporary(), environment.get("XDG_RUNTIME_DIR"), *SHORT):
         if folder and len(os.fsencode(folder)) <= longest and can_write(folder):
             return folder
@@ -143,6 +146,7 @@ def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def temporary() -> str | None:
+    """Return Python's folder for temporary files; None if no folder is writable."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -150,6 +154,7 @@ def temporary() -> str | None:
 
 
 def can_write(folder: str | Path) -> bool:
+    """Whether this process can create a file in `folder`."""
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
@@ -173,15 +178,18 @@ def apply_umask(folder: Path) -> None:
 
 
 def run_umask(environment: Mapping[str, str] = os.environ) -> int:
+    """The umask of a run's own files: 077, unless RUN_UMASK is set."""
     value = environment.get(RUN_UMASK, "")
     return int(value, 8) & 0o077 if MASK.fullmatch(value) else 0o077
 
 
 def open_private(path: str | Path, flags: int) -> int:
+    """An `opener` for a run's own files."""
     return os.open(path, flags, 0o666 & ~run_umask())
 
 
 def private_folder(path: Path) -> None:
+    """Make a folder for a run's own files, unless it is there."""
     _make_folder(path, 0o777 & ~run_umask())
 
 
@@ -259,6 +267,7 @@ def _threads(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def has_host(url: str) -> bool:
+    """Whether `url` names a host and, if any, a port that there can be."""
     try:
         at = urlsplit(url)
         return bool(at.hostname) and at.port != 0
@@ -267,6 +276,7 @@ def has_host(url: str) -> bool:
 
 
 def is_http(url: str) -> bool:
+    """Whether `url` is the address of an HTTP server."""
     return url.startswith(("http://", "https://")) and has_host(url)
 
 

@@ -60,11 +60,13 @@ def module_of(argv: Sequence[str]) -> tuple[str, list[str]] | None:
 
 
 def usage() -> str:
+    """The page of `headrace --help`."""
     lines = {name: what for name, (_, what) in COMMANDS.items()} | PACKAGES
     return "\n".join(["usage: headrace COMMAND ...", *(f"  {name:<10} {what}" for name, what in lines.items())])
 
 
 def run(argv: Sequence[str]) -> int:
+    """Run the command line; the exit code, unless the command ends the process itself."""
     if not argv or argv[0] in ("-h", "--help"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `headrace --help | head` ends quietly
         print(usage(), file=sys.stdout if argv else sys.stderr)

@@ -92,6 +92,7 @@ LAST_PUBLISH_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`; returns the exit code."""
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
     if other := OTHERS.get(argv[0] if argv else ""):
         return other(argv[1:])
@@ -182,6 +183,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
 def build(
     config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None, beside: Beside | None = None
 ) -> tuple[Policy, Algorithm]:
+    """The policy, and its algorithm with optimizer and, if the loss needs one, reference model."""
     temperature, entropy_gradient = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
     seed, replay = config.run.seed, config.rollout.routing_replay
     policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient, seed=seed, replay=replay)
@@ -205,6 +207,7 @@ def build(
 
 
 def build_critic(config: Config, mesh: DeviceMesh) -> Critic:
+    """The critic, a copy of the initial model with a value head, and its optimizer."""
     body = Policy(config.model, config.learner, mesh, valued=True)
     log.info("critic: %.1f M parameters, trained beside the policy", body.model.num_parameters() / 1e6)
     given = config.algorithm.critic

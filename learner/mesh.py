@@ -95,6 +95,7 @@ def ranks_of_node(learner: LearnerConfig, world: int, environment: Mapping[str, 
 
 
 def make_mesh(device_type: str, shard: int) -> DeviceMesh:
+    """The mesh of all ranks, `shard` of which share one copy of the model."""
     world = dist.get_world_size()
     if shard == world:  # (1, world): over groups of one rank NCCL's mean may be wrong
         return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))

@@ -112,6 +112,7 @@ def bounds_of(
 
 
 def judged(part: Part, bounds: Bounds) -> Found:
+    """The groups of which a sample in this part has a value that cannot be."""
     newest, found = max(part.version, part.reached), dict[int, str]()
     rows = part.positions.numpy().tolist()
     for row, data in zip(rows, part.samples, strict=True):

@@ -89,4 +89,5 @@ def all_errors(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_error(error: BaseException) -> BaseException:
+    """The first exception that is no group: the cause, for people."""
     return next(all_errors(error))

@@ -115,6 +115,7 @@ def served(config: Config, models: Sequence[Path]) -> Config:
 async def evaluate(
     config: Config, setup: RolloutSetup, sets: Sequence[ProblemSet], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
+    """Start an engine, evaluate each model, close the engine."""
     from rollout.engine.vllm_engine import Engine
 
     async with setup:
@@ -128,6 +129,7 @@ async def evaluate(
 async def evaluate_models(
     config: Config, setup: RolloutSetup, engine: "Engine", sets: Sequence[ProblemSet], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
+    """One record for each model and set, printed as soon as it is known."""
     at_once = config.rollout.sequences
     places = Places(max_sequences(config, on_cpu(config)) if at_once == "auto" else at_once, samples=1)
     table = Table(sets, models)
@@ -144,6 +146,7 @@ async def evaluate_models(
 
 
 def record_of(model: str, problems: ProblemSet, played: Played) -> dict[str, Any]:
+    """What the report has of a model and a set."""
     samples, figures = problems.given.samples, dict(played.figures)
     counts = {name: int(figures.pop(name)) for name in ("problems", "failed")}
     return {

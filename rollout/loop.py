@@ -38,6 +38,7 @@ async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, places: Plac
 
 
 async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes, held: GroupPlaces) -> None:
+    """Deliver the item's group, or report its failure."""
     outcome = await episodes.run(item, held.free_one)
     await outcome.deliver(buffer, item)
 

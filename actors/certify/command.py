@@ -24,6 +24,7 @@ WIDE = 140
 
 
 def main(argv: Sequence[str]) -> int:
+    """Make and print a certificate; the exit code."""
     given = parser().parse_args(argv)
     quiet_hub()
     model = ModelConfig(path=given.model, trust_remote_code=given.trust_remote_code)
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> CommandParser:
+    """The command line."""
     made = CommandParser(PROG, description="Prove that a model is trained and served exactly.")
     made.add_argument("model", metavar="MODEL", help="a folder with config.json, or a name on the hub")
     made.add_argument("--server", action="store_true", help="also start vLLM on the CPU and push policies to it")
@@ -58,6 +60,7 @@ def parser() -> CommandParser:
 
 
 def show(certificate: Certificate, console: Console | None = None) -> None:
+    """Print the table, the summary and the faults."""
     width = None if sys.stdout.isatty() else WIDE
     console = console or Console(file=output(), highlight=False, markup=False, width=width)
     if certificate.checks:

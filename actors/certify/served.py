@@ -70,11 +70,13 @@ def with_server(certificate: Certificate, model: ModelConfig) -> Certificate:
 
 
 def vllm_version() -> dict[str, str]:
+    """Return the version of the package that brings vLLM, by its name."""
     names = packages_distributions().get("vllm", ())
     return {name: version(name) for name in dict.fromkeys(names)}
 
 
 def run_config(model: ModelConfig, folder: Path) -> Config:
+    """Return the part of a run file that matters here."""
     longest = 2 * max(LENGTHS)
     return Config.model_validate(
         {
@@ -94,6 +96,7 @@ def run_config(model: ModelConfig, folder: Path) -> Config:
 
 
 async def compare_server(config: Config, mesh: DeviceMesh) -> list[Check]:
+    """Push versions, load an export, and push the same weights once more; compare each."""
     draw, checks = np.random.default_rng(5), []
     texts = [draw.integers(2, VOCABULARY, length) for length in LENGTHS]
     policy = Policy(config.model, OPTIONS, mesh)
@@ -123,6 +126,7 @@ async def compare_server(config: Config, mesh: DeviceMesh) -> list[Check]:
 
 
 async def compare_texts(what: str, engine: Engine, policy: Policy, texts: Sequence[np.ndarray]) -> Check:
+    """Compare the log-probabilities of texts that the server scores at the same time with the learner's packed row."""
     found = await asyncio.gather(*(engine.probe(text.tolist()) for text in texts))
     row = packed_row(texts)
     ours = policy.score(policy.place(row), 1.0)[row.scored]

@@ -44,6 +44,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
+    """One line of the report, with its remedy if there is trouble."""
+
     state: Literal["ok", "warn", "fail"]
     what: str
     says: str

@@ -179,6 +179,7 @@ def server_misfit(config: Config, card: Card, weights: int, room: KvRoom) -> Ite
 
 
 def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Speed | None:
+    """The estimated speed; None where nothing is known to estimate it by."""
     facts = facts_of(config.model)
     if not (card.peak and card.bandwidth and facts.kv_numbers) or settled.learner.cpu_offload:
         return None
@@ -191,6 +192,7 @@ def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Spee
 
 
 def mean_answer(config: Config) -> float:
+    """Sampled tokens of a sample, as assumed in `configs/flow/sequences.py`."""
     return MEAN_SHARE * (max_sample_tokens(config) - config.data.max_prompt_tokens)
 
 
@@ -211,6 +213,7 @@ def train_seconds(config: Config, peak: float, settled: Settled) -> float:
 
 
 def server_step(config: Config, peak: float, bandwidth: float, kv_numbers: int) -> StepTime:
+    """A decode step of one server, its sequences of mean length."""
     sizes, width = sizes_of(config.model), BYTES[config.model.dtype]
     read = sizes.blocks + sizes.output
     idle = sizes.parameters - sizes.active

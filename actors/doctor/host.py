@@ -74,6 +74,7 @@ class Machine:
 
 
 def read_machine(folder: Path) -> Machine:
+    """The facts of this machine; `folder` is where the run will write."""
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     shm = Path("/dev/shm")
     installed = dict(_installed())
@@ -95,6 +96,7 @@ def read_machine(folder: Path) -> Machine:
 
 
 def probe(code: str = PROBE, timeout_s: float = PROBE_S) -> Torch:
+    """Import torch, or torchvision, in a subprocess."""
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -131,6 +133,7 @@ def gpu_names() -> list[str]:
 
 
 def list_gpus() -> list[Gpu]:
+    """All GPUs that the driver lists."""
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.used", "--format=csv,noheader,nounits"]

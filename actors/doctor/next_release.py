@@ -30,6 +30,7 @@ DOWNLOAD = ("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":
 
 
 def main(argv: Sequence[str]) -> int:
+    """Judge one release; returns the exit code."""
     if {"-h", "--help"} & {*argv}:
         print_visible((__doc__ or "").strip())
         return DONE

@@ -31,6 +31,7 @@ PRICE, ESTIMATED, GIB = "log.price_per_gpu_hour", "estimated", 1 << 30
 
 
 def main(argv: Sequence[str]) -> int:
+    """Exit code: 0, or 2 for a run that does not fit the card."""
     variables.prepare()
     quiet_hub()
     flags, rest = split_flags(argv, PROG, gpu={})
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def judge_price(config: Config, named: Card | None) -> Judgement:
+    """What the run takes on the card `named`, or on that of this machine."""
     judgement = Judgement()
     if config.learner.device == "cpu":
         return judgement

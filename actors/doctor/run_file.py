@@ -148,6 +148,7 @@ def _judge_data(config: Config, judgement: Judgement) -> tuple[Rows, list[str]]:
 
 
 def plain_credentials(config: Config) -> Iterator[str]:
+    """A line for each credential that the run file holds as plain text."""
     for place, _ in credentials(config):
         problem = "the run file holds a credential, and so will the run's config.yaml"
         yield f"{'.'.join(map(str, place))}: {problem}; export it, and write ${{oc.env:NAME}} here"
@@ -177,6 +178,7 @@ def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:
 
 
 def shares(source: Source, weighted: Sequence[tuple[int, float]]) -> Iterator[str]:
+    """What weights mean, a line for each source."""
     rows, weights = sum(rows for rows, _ in weighted), sum(weight for _, weight in weighted)
     for part, (number, weight) in zip(parts_of(source) if weighted else (), weighted, strict=True):
         share = weight / weights
@@ -205,6 +207,7 @@ def hosts(config: Config) -> dict[str, str]:
 
 
 def unreachable(config: Config) -> dict[str, str]:
+    """A line for each of `hosts` that only this machine can reach, by key."""
     found = {key: (value, value if "://" in value else f"tcp://{value}:0") for key, value in hosts(config).items()}
     local = {key: value for key, (value, address) in found.items() if is_loopback(address)}
     return {key: f"{key}: {value} is reached from this machine only" for key, value in local.items()}
@@ -241,6 +244,7 @@ def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
 
 
 def disk_space(config: Config, free: int) -> Iterator[str]:
+    """Whether the checkpoints of the whole run fit, those that it has already included."""
     folder = config.run.path / "checkpoints"
     have = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     needed = (disk_bytes(config) or 0) - have + SPARE_BYTES
@@ -274,6 +278,7 @@ def gpus_missing(config: Config, available: int, where: str) -> str | None:
 
 
 def misfits(config: Config, gpus: int) -> Iterator[str]:
+    """What keeps a launch from this machine alone, which has so many GPUs."""
     cluster = "name a Ray cluster in cluster.address or RAY_ADDRESS"
     if config.learner.nodes > 1:
         yield f"learner.nodes: {config.learner.nodes} take a machine each; {cluster}, or set learner.nodes 1"

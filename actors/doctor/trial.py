@@ -79,6 +79,7 @@ def try_out(parts: Iterable[str], config: Config, rows: Rows, number: int | None
 
 
 def import_s(config: Config) -> float:
+    """Time limit of the import of a user's file."""
     return max(IMPORT_S, 0.7 * config.reward.timeout_s)
 
 
@@ -200,6 +201,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
+    """Load the tokenizer, and make prompts of rows until ROWS_S are over."""
     if not config.model.trust_remote_code:
         sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and it is 5 s of imports
     import transformers
@@ -268,6 +270,7 @@ def judge_template(found: Judgement, config: Config, made: "Prompts", first: str
 
 
 def judge_parsers(found: Judgement, config: Config, made: "Prompts") -> None:
+    """Name what `rollout.chat` switches and chooses for this model."""
     from rollout.episodes.parser_choice import settled_chat
 
     given = config.rollout.chat
@@ -290,6 +293,7 @@ def judge_parsers(found: Judgement, config: Config, made: "Prompts") -> None:
 
 
 def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
+    """Let the learner compute a small copy of a model whose type the tests do not cover."""
     from buffer.data.images import read_model_file
 
     if is_proven(read_model_file(config.model.path, "config.json") or {}):
@@ -306,6 +310,7 @@ def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def algorithm(trial: Trial, config: Config, rows: Rows, _: int) -> None:
+    """Let the learner try a loss and an advantage of the user on a tiny batch."""
     from learner.algorithms.own_trial import check_alone, check_own  # imports torch
 
     chosen = config.algorithm
@@ -317,6 +322,7 @@ def algorithm(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def judge_failures(found: Judgement, config: Config, failed: dict[int, str], others: int) -> None:
+    """Rows that cannot be made a prompt: refused if all of them."""
     example = next(f"row {number}: {reason}" for number, reason in failed.items())
     if others:
         share = f"{len(failed):,} of {len(failed) + others:,} rows looked at make no prompt and are dropped"
@@ -329,6 +335,7 @@ def judge_failures(found: Judgement, config: Config, failed: dict[int, str], oth
 
 
 def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> None:
+    """Prompts that are too long: refused if all of them."""
     limit, longest = config.data.max_prompt_tokens, max(lengths.values())
     long = sum(length > limit for length in lengths.values())
     key = f"data.max_prompt_tokens: {limit}"
@@ -358,6 +365,7 @@ def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
 
 
 def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
+    """Import the reward function with this number and call it with an empty answer to three rows."""
     from rollout.episodes.prompts import without_images
     from rollout.rewards import load_reward
 
@@ -372,6 +380,7 @@ def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
 
 
 def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Rows) -> Rows:
+    """Return the rows whose ground truth a built-in reward can use; refuses if there are none."""
     from buffer.data.entry_maker import EntryError
     from rollout.errors import TruthError
     from rollout.rewards import REWARDS
@@ -460,6 +469,7 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
 
 
 def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
+    """Import the task and look at its signature: calling it takes an engine."""
     from rollout.rewards.convention import is_async
     from rollout.tasks import load_task
     from rollout.tasks.environment import start_host
@@ -479,6 +489,7 @@ def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def teacher(trial: Trial, config: Config, rows: Rows, number: int) -> None:
+    """Compare the vocabulary of each teacher with the policy's, and count the rows that have no teacher."""
     from rollout.episodes.prompts import load_tokenizer
     from rollout.teachers.scoring import Teachers
     from rollout.teachers.vocabulary import other_vocabularies
@@ -530,6 +541,7 @@ def shortened(text: str) -> str:
 
 
 def both_ends(text: str) -> str:
+    """Shorten the middle of a prompt: both its beginning and its end matter."""
     return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
 
 

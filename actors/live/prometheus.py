@@ -27,6 +27,7 @@ class Figure(NamedTuple):
 
 
 def exposition(records: Records, state: State | None, overview: Overview) -> str:
+    """The whole answer; ends with a newline."""
     families: dict[str, list[Figure]] = {}
     for figure in figures(records, state, overview):
         family = families.setdefault(figure.name, [])
@@ -41,6 +42,7 @@ def exposition(records: Records, state: State | None, overview: Overview) -> str
 
 
 def figures(records: Records, state: State | None, overview: Overview) -> Iterator[Figure]:
+    """All of them."""
     yield Figure("headrace_version", {}, overview.version)
     yield Figure("headrace_versions", {}, overview.versions)
     yield Figure("headrace_buffer_up", {}, state is not None)

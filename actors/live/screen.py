@@ -45,6 +45,7 @@ async def show(watcher: Watcher) -> None:
 
 
 def screen(overview: Overview, records: Records) -> Group:
+    """The whole screen."""
     shown = [
         Text.assemble((visible_line(value), "bold"), (f"\n{name}", "dim")) for name, value in overview.figures.items()
     ]

@@ -62,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def until_stopped(work: Awaitable[None]) -> None:
+    """Run `work` until the first signal."""
     task = asyncio.ensure_future(work)
     with StopSignals(lambda number: task.cancel()):
         await asyncio.wait([task])
@@ -99,6 +100,7 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> None:
 
 
 def application(watcher: Watcher, host: str) -> web.Application:
+    """The paths."""
     pages = Pages(watcher)
     app = web.Application(middlewares=[only_for(host)], client_max_size=MOST_BODY)
     app.on_response_prepare.append(add_headers)
@@ -115,6 +117,8 @@ def application(watcher: Watcher, host: str) -> web.Application:
 
 
 class Pages:
+    """What is served of `watcher`'s run."""
+
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
 

@@ -17,6 +17,8 @@ SELECT MIN(batch), MIN(batch) FILTER (WHERE bytes > 0), MAX(batch) FILTER (WHERE
 
 @dataclass(frozen=True)
 class Comparison:
+    """The samples that are compared, and the reason why nothing older is."""
+
     title: str = ""
     note: str = ""
     examples: dict[str, list[Example]] = field(default_factory=dict)

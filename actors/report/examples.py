@@ -39,6 +39,8 @@ WHERE idx < ? AND segment IS NOT NULL ORDER BY item, idx
 
 @dataclass(frozen=True)
 class Example:
+    """One answer."""
+
     prompt: str
     answer: str
     reward: float

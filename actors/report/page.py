@@ -26,6 +26,7 @@ POLICY = (
 
 
 def render(data: dict[str, Any]) -> str:
+    """The HTML file."""
     scripts = [_text("vendor/uPlot.iife.min.js"), _text("page.js")]
     return _template().render(
         title=visible(data["name"]),

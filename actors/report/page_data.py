@@ -63,6 +63,7 @@ def page_data(config: Config, run: Path, records: Records, overview: Overview, l
 
 
 def certificate_data(file: Path) -> dict[str, Any]:
+    """The certificate of the model: its summary, and a table; both empty for a run without one."""
     found = read_certificate(file)
     if found is None:
         return {"summary": "", "columns": COLUMNS, "rows": []}
@@ -97,6 +98,7 @@ def answers(config: Config, run: Path, frozen: bool) -> dict[str, Any]:
 def samples_data(
     config: Config, file: Path, batch: int, groups: int = GROUPS, samples: int = SAMPLES
 ) -> list[dict[str, Any]]:
+    """Answers of `batch` for the page."""
     return list(map(example_data, batch_examples(file, config.model.path, batch, groups, samples)))
 
 
@@ -117,6 +119,7 @@ def example_data(example: Example) -> dict[str, Any]:
 
 
 def overview_data(overview: Overview) -> dict[str, Any]:
+    """The overview, with the heads of its tables."""
     return asdict(overview) | {
         "alerts": [list(alert) for alert in overview.alerts],
         "server_columns": SERVER_COLUMNS,
@@ -131,15 +134,18 @@ def evaluation_row(record: Record) -> dict[str, Any]:
 
 
 def drawn_look(look: Record) -> Record:
+    """What the page draws of a look at the servers."""
     few = short_look(look)
     return {key: figure_of(few, key) for key in few}
 
 
 def version_row(record: Record) -> Record:
+    """A record as it is sent to a live page."""
     return {key: figure_of(record, key) for key in record}
 
 
 def rows_of(models: Iterable[EvaluatedModel]) -> list[list[str]]:
+    """Rows of the table of `evaluation.json`: name of the model, reward, share solved."""
     return [[f"{model.name} {model.set}".strip(), model.reward, model.solved] for model in models]
 
 
@@ -151,6 +157,7 @@ def spread(values: Sequence[Any], most: int) -> list[Any]:
 
 
 def thinned(looks: Sequence[Record]) -> list[Record]:
+    """At most MOST_LOOKS of them."""
     return spread(looks, MOST_LOOKS)
 
 
@@ -169,6 +176,7 @@ def short(value: object) -> object:
 
 
 def folded(text: str) -> str:
+    """`text` with its middle left out where it is long."""
     if len(text) <= MOST_CHARS:
         return text
     return f"{text[: MOST_CHARS // 2]}\n[... {len(text) - MOST_CHARS:,} characters ...]\n{text[-MOST_CHARS // 2 :]}"

@@ -32,6 +32,8 @@ from configs.variables import open_private
 
 @dataclass(frozen=True)
 class Report:
+    """What the terminal shows, and the overview that the page begins with."""
+
     config: Config
     records: Records
     models: list[EvaluatedModel]
@@ -41,6 +43,7 @@ class Report:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Write the page and print a summary."""
     config, run = find_run(argv, "python -m actors report")
     records = Records(run / "metrics.jsonl")
     try:
@@ -76,11 +79,13 @@ def read_report(config: Config, run: Path, records: Records) -> Report:
 
 
 def spaced(line: str) -> str:
+    """The line made visible."""
     words = line.lstrip("\n")
     return line[: len(line) - len(words)] + visible_line(words)
 
 
 def summary(report: Report) -> Iterator[str | Text]:
+    """The report on the terminal."""
     yield f"\n{report.overview.advice}"
     if rewards := report.records.column("reward/mean")[1]:
         first, last = rewards[:5], rewards[-20:]
@@ -125,6 +130,7 @@ def summary(report: Report) -> Iterator[str | Text]:
 
 
 def outputs(run: Path) -> Iterator[str]:
+    """Where the last checkpoint and the report are."""
     checkpoints = sorted(path for path in (run / "checkpoints").glob("v*") if path.is_dir())
     exported = [path / "huggingface" for path in checkpoints if (path / "huggingface" / "config.json").exists()]
     adapters = [path / "adapter" for path in checkpoints if (path / "adapter" / "adapter_config.json").exists()]

@@ -84,6 +84,7 @@ async def launchers_word(connection: Connection) -> Kept | None:
 
 
 def prospect(config: Config, kept: Kept, servers: int | None) -> list[str]:
+    """What will happen, in lines: from how many to how many, which are drained; or that nothing changes."""
     own = config.rollout.servers
     if servers is None and isinstance(own, ServerRange):
         rule = f"the rule decides from here, between {own.min} and {own.max} (rollout.servers)"

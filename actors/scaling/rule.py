@@ -18,6 +18,8 @@ SPARE_UP, SPARE_DOWN = 1.05, 1.15
 
 @dataclass(frozen=True)
 class Look:
+    """The run at one moment."""
+
     at: float
     """Monotonic seconds."""
     version: int
@@ -32,12 +34,16 @@ class Look:
 
 @dataclass(frozen=True)
 class Wish:
+    """So many servers, and why in one line."""
+
     servers: int
     why: str
 
 
 @dataclass(frozen=True)
 class Window:
+    """What was seen between two looks."""
+
     seconds: float
     versions: int
     waits: float

@@ -139,6 +139,7 @@ def _shapes(model: str) -> dict[str, int]:
 
 
 def copy(source: Source, run: Path) -> None:
+    """Make `source` the only checkpoint of the new `run`; files are linked where the file system allows it."""
     final = folder_of(run / "checkpoints", source.version)
     partial = final.with_suffix(".tmp")
     shutil.rmtree(partial, ignore_errors=True)

@@ -55,6 +55,7 @@ def model_folder(path: str) -> Path:
 
 
 def tried(config: Config, folder: Path) -> Config:
+    """The run with the first rows of its training data as its only set of evaluation."""
     train, columns = config.data.train, config.data.columns
     if not isinstance(train, Path):
         first: MixedSource = train[0]
@@ -66,6 +67,7 @@ def tried(config: Config, folder: Path) -> Config:
 
 
 def lines(record: dict[str, Any]) -> Iterator[str]:
+    """The answers and what became of them, for people."""
     for example in record["examples"]:
         yield f"problem: {json.dumps(example['problem'], ensure_ascii=False)[:SHOWN_CHARS]}"
         yield f"answer: {example['answer'][:SHOWN_CHARS]}"

@@ -48,6 +48,8 @@ class KeptNode(Protocol):
 
 
 class GenerationEnd(NamedTuple):
+    """How a member's process ended in a generation."""
+
     code: int
     why: str
     """Empty unless a node is lost."""

@@ -159,6 +159,7 @@ def send(end: socket.socket, message: object) -> None:
 
 
 def receive(end: socket.socket, at_end: Any) -> Any:
+    """The next JSON value, or `at_end` when the other end is closed or dead."""
     with contextlib.suppress(OSError):
         if message := end.recv(MESSAGE_BYTES):
             return json.loads(message)
@@ -166,6 +167,7 @@ def receive(end: socket.socket, at_end: Any) -> Any:
 
 
 def descendants() -> list[psutil.Process]:
+    """All descendants of this process that still run."""
     running = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -175,6 +177,7 @@ def descendants() -> list[psutil.Process]:
 
 
 def send_to_descendants(number: int, spare: str) -> None:
+    """Send a signal to all descendants but those with `spare` in their command line."""
     for process in descendants():
         with contextlib.suppress(psutil.Error):
             if not spare or spare not in " ".join(process.cmdline()):

@@ -209,6 +209,7 @@ class Ends:
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:
+    """What a process said at its end, from the line on that names its command."""
     starts = [at for at, line in enumerate(lines) if line.startswith(("python -m ", "headrace "))]
     return list(lines)[starts[-1] :] if starts else list(lines)
 

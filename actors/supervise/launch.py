@@ -92,6 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def dry(config: Config) -> int:
+    """Judge the run file, then try model and reward on a few problems."""
     from actors.supervise import dry_run  # slow
 
     try:
@@ -130,12 +131,14 @@ def processes(config: Config, servers: int | None = None) -> list[Process]:
 
 
 def teacher_server(config: Config, number: int) -> Process:
+    """Teacher server `number`."""
     source, name = config.teacher.served[number], f"teacher-{number}"
     gpus = 0 if config.rollout.device == "cpu" else config.teacher.teachers[source].gpus
     return replace(_process(config, name, "teacher", ["--name", name], gpus), pool=source)
 
 
 def server(config: Config, number: int) -> Process:
+    """Rollout server `number`."""
     rollout, name = config.rollout, f"rollout-{number}"
     gpus = 0 if rollout.device == "cpu" else rollout.tensor_parallel
     return _process(config, name, "rollout", ["--name", name], gpus, rollout.drain_s + REPORT_S)

@@ -38,6 +38,8 @@ class ClusterNode(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeNews:
+    """What became of a node."""
+
     kind: Literal["lost", "joined", "leaving"]
     node: str
     address: str
@@ -175,6 +177,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def needs(process: Process) -> str:
+    """The nodes that a process takes, in words."""
     share = process.gpus // process.nodes
     with_ = f" with {share} free GPU{'s' * (share > 1)}" if share else ""
     return f"{process.nodes} nodes{with_}{' each' * bool(share)}" if process.nodes > 1 else f"a node{with_}"

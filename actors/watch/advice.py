@@ -39,6 +39,8 @@ STALLED_S = 120.0
 
 
 class Alert(NamedTuple):
+    """Example: `Alert("warn", "length/truncated is 0.4: answers are truncated; raise sampling.max_tokens, ...")`."""
+
     level: str
     """`bad`: something is broken; `warn`: something could be better."""
     text: str
@@ -72,6 +74,7 @@ class Situation:
 
 
 def situation(config: Config, records: Records, state: State | None, waiting: str = "") -> Situation:
+    """Return the present situation of the run."""
     recent = figures.recent(records)
 
     def mean(key: str) -> float | None:

@@ -32,6 +32,8 @@ VLLM_ROUTINE = re.compile(
 
 
 class Display:
+    """What a person sees during the run."""
+
     def __init__(self, config: Config, console: Console | None = None) -> None:
         self.config = config
         self.console = console or Console(file=output(reported=False), highlight=False, soft_wrap=True)
@@ -168,6 +170,7 @@ class Display:
 
 
 def number(record: Record, key: str, form: str) -> str:
+    """The value of `key`, or `?` where the record has none."""
     value = record.get(key)
     return figure(value, form) if isinstance(value, int | float) else "?"
 

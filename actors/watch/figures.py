@@ -53,6 +53,7 @@ def in_launches(records: Records, key: str) -> list[float | None]:
 
 
 def pace_s(records: Records) -> float | None:
+    """Seconds that one of the last versions took in the mean; None without a record of it."""
     values = [float(one["time/version_s"]) for one in recent(records) if "time/version_s" in one]
     return fmean(values) if values else None
 
@@ -97,6 +98,7 @@ def parked_share(looks: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def without_effect(records: Records) -> list[str]:
+    """Describe the steps that changed nothing, one line for each cause."""
     lines, ordered = [], records.ordered()
     for key, what in WITHOUT_EFFECT.items():
         versions = [int(one["version"]) for one in ordered if one.get(key)]
@@ -114,12 +116,14 @@ def in_row(records: Records, key: str) -> int:
 
 
 def rewards(records: Records, number: int = LAST) -> tuple[float | None, float | None]:
+    """Mean reward of the last versions, and of as many before them."""
     values = records.column("reward/mean")[1]
     now, before = values[-number:], values[-2 * number : -number]
     return (fmean(now) if now else None), (fmean(before) if before else None)
 
 
 def tokens_per_s(versions: Sequence[Record]) -> float | None:
+    """Tokens trained per second of all time."""
     timed = [one for one in versions if "tokens" in one and one.get("time/version_s")]
     seconds = sum(one["time/version_s"] for one in timed)
     return sum(one["tokens"] for one in timed) / seconds if seconds else None
@@ -147,16 +151,19 @@ def seconds_stalled(records: Records, now: float, launched: float, every_s: floa
 
 
 def seconds_left(records: Records, versions: int) -> float | None:
+    """To the last version, at the pace of the last ones; None without a record of it."""
     each_s = pace_s(records)
     return None if each_s is None else each_s * max(0, versions - max(records.by_version))
 
 
 def time_left(records: Records, versions: int) -> str:
+    """`seconds_left` as `h:mm:ss`; nothing without a record of it."""
     seconds = seconds_left(records, versions)
     return "" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 def gpu_hours(looks: Looks) -> float | None:
+    """GPU hours that the run has taken; None without GPUs."""
     return looks.gpu_s / 3600 if any(look.get("gpus") for look in looks.values()) else None
 
 

@@ -51,6 +51,7 @@ def read_after(path: Path, position: Position) -> tuple[list[Record], Position, 
 
 
 def bytes_after(path: Path, position: Position) -> int:
+    """What `read_after` would read, 0 where there is no file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -173,6 +174,7 @@ def shares(figures: Mapping[str, float]) -> list[str]:
 
 
 def evaluation_lines(record: Record) -> list[str]:
+    """An evaluation in words, a line for each set."""
     lines = []
     for name, figures in sets_of(record).items():
         words = [f"{key} {figure(figures[key], '.3f')}" for key in shares(figures)]
@@ -185,6 +187,7 @@ def evaluation_lines(record: Record) -> list[str]:
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and up to `window` - 1 values before it."""
     return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 

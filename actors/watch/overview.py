@@ -25,6 +25,8 @@ WAIT_COLUMNS = ("who", "for whom", "since", "why")
 
 @dataclass(frozen=True)
 class Overview:
+    """What is worth knowing at a glance."""
+
     status: str
     """`running`, `silent` (nobody answers, and not ended), `ended`, or `waiting` (no record yet)."""
     summary: str

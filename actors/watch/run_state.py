@@ -179,6 +179,7 @@ def waiting_rows(state: State, config: Config) -> list[Wait]:
 
 
 def waits(state: State, config: Config) -> list[str]:
+    """`waiting_rows` as lines."""
     return [f"{who} for {whom}, {seconds:.1f} s: {why}" for who, whom, seconds, why in waiting_rows(state, config)]
 
 
@@ -248,6 +249,7 @@ def servers_lines(state: State, config: Config) -> Iterator[str]:
 
 
 def failures(state: State) -> str:
+    """Failed attempts and dropped items of the run in one line, nothing if there are none."""
     made = state.lengths.get("generated", [0])[0]
     attempts = made + sum(state.failed.values())
     by_kind: dict[str, dict[str, int]] = defaultdict(dict)
@@ -300,6 +302,7 @@ def _most_frequent(counts: dict[str, int]) -> str:
 
 
 def ledger_lines(state: State) -> Iterator[str]:
+    """What became of the run's problems so far: failures, batches, items, ages, lengths."""
     if line := failures(state):
         yield line
     yield (

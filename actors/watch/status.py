@@ -122,6 +122,7 @@ def _tuned(config: Config, run: Path, show: Callable[..., None]) -> int:
 
 
 def teacher_lines(config: Config) -> Iterator[str]:
+    """Whether the run's own teacher servers answer, a line each."""
     teacher = config.teacher
     for number, source in enumerate(teacher.served):
         url, name = f"http://{teacher.host}:{teacher.port + number}", teacher.teachers[source].model
@@ -130,6 +131,7 @@ def teacher_lines(config: Config) -> Iterator[str]:
 
 
 def is_well(url: str) -> bool:
+    """Whether a reward or teacher server answers within REWARD_S that it is well."""
     try:
         with build_opener(ProxyHandler({})).open(f"{url}/health", timeout=REWARD_S) as response:  # without a proxy
             return bool(response.status == 200)

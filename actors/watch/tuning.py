@@ -14,6 +14,7 @@ OVERFIT = 1.02
 
 
 def is_tuned(config: Config) -> bool:
+    """Whether the run is one of supervised fine-tuning."""
     return config.sft.rows is not None
 
 
@@ -23,6 +24,7 @@ def tuner(config: Config, run: Path) -> str:
 
 
 def go_on(config: Config) -> str:
+    """What to do about a run that nobody trains."""
     path = config.run.path / "config.yaml"
     return f"No process of this machine trains it. Go on with: {GO_ON} {path}"
 

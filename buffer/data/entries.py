@@ -29,6 +29,8 @@ ENTRY_S = 30
 
 
 class RequestError(ValueError):
+    """A request that cannot be answered; one line."""
+
     pass
 
 
@@ -38,6 +40,7 @@ class TakesTooLong(BaseException):
 
 @lru_cache(maxsize=64)
 def data_set(name: str, config: str) -> Any:
+    """The set of that name and config (JSON)."""
     from reasoning_gym import create_dataset
     from reasoning_gym.factory import DATASETS
 
@@ -61,6 +64,7 @@ def data_set(name: str, config: str) -> Any:
 
 @lru_cache(maxsize=256)
 def entry(name: str, config: str, index: int) -> dict[str, Any]:
+    """An entry of a set."""
     made = data_set(name, config)
     random.seed(index)
     if "numpy" in sys.modules:
@@ -78,10 +82,12 @@ def about(name: str, config: str) -> dict[str, Any]:
 
 
 def sha256(text: str) -> str:
+    """The SHA-256 of a text, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def row(name: str, config: str, index: int) -> dict[str, Any]:
+    """What is shown of an entry: its question, and its answer where it has one that is text."""
     made = entry(name, config, index)
     question, answer = str(made["question"]), made.get("answer")
     return {"question": question, "sha256": sha256(question)} | ({"answer": answer} if isinstance(answer, str) else {})
@@ -109,6 +115,7 @@ def score(name: str, config: str, index: int, question: str, text: str, longest_
 
 
 def start() -> dict[str, Any]:
+    """Import the package, which takes a second."""
     importlib.import_module("reasoning_gym.factory")
     return {}
 
@@ -117,6 +124,7 @@ VERBS: dict[str, Callable[..., dict[str, Any]]] = {"start": start, "about": abou
 
 
 def answered(verb: str, arguments: list[Any]) -> dict[str, Any]:
+    """The answer to a request, or the error as `{"error": ...}`."""
     signal.alarm(ENTRY_S)
     try:
         return VERBS[verb](*arguments)
@@ -130,10 +138,12 @@ def answered(verb: str, arguments: list[Any]) -> dict[str, Any]:
 
 
 def late(number: int, frame: object) -> None:
+    """Ends what takes too long."""
     raise TakesTooLong
 
 
 def main() -> None:
+    """Answer requests until stdin ends, what is asked ahead of its need last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C reaches the whole terminal: the parent decides
     signal.signal(signal.SIGALRM, late)
     asked: queue.PriorityQueue[list[Any]] = queue.PriorityQueue()

@@ -26,10 +26,14 @@ HASH_SEED = "0"
 
 
 class EntryError(ValueError):
+    """An entry cannot be made or scored; one line."""
+
     pass
 
 
 class MakerEnded(EntryError):
+    """The process ended before it answered, with this exit code."""
+
     def __init__(self, code: int) -> None:
         super().__init__(f"the process that makes entries ended with exit code {code}")
         self.code = code
@@ -99,6 +103,7 @@ class EntryMaker:
 
 @cache
 def entry_maker() -> EntryMaker:
+    """The one of this process."""
     maker = EntryMaker()
     atexit.register(maker.close)
     return maker

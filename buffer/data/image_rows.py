@@ -187,6 +187,7 @@ def num_slots(text: Any) -> int:
 
 
 def described(image: Any) -> str:
+    """What stands where an image should, in words."""
     if isinstance(image, Mapping) and not {"bytes", "path"} & set(image):
         return f"a struct of {', '.join(map(str, image)) or 'nothing'}"
     return "empty" if image is None or isinstance(image, Mapping | str | bytes) else type(image).__name__

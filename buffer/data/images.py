@@ -195,6 +195,8 @@ class ImageFormat:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
+    """An image as the model sees it."""
+
     pixels: np.ndarray
     """uint8 [height, width, 3]; multiples of `format.factor`."""
     format: ImageFormat
@@ -239,6 +241,8 @@ class Picture:
 
 
 class SeenImage(NamedTuple):
+    """An image among tokens; its placeholders are those from `start` on."""
+
     start: int
     picture: Picture
 
@@ -290,6 +294,7 @@ def _unlike_squares(config: dict[str, Any], given: dict[str, Any], merge: int) -
 
 
 def counted(number: int, noun: str) -> str:
+    """Example: `counted(1, "image")` is `1 image`, `counted(1000, "row")` is `1,000 rows`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -323,6 +328,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def read_model_file(model_path: str, name: str) -> dict[str, Any] | None:
+    """A JSON file of a model; None if the model has none of that name."""
     try:
         file = _file(model_path, name)
         found = json.loads(file.read_text(encoding="utf-8")) if file else None

@@ -17,6 +17,8 @@ from configs.schema import DataConfig, MixedSource
 
 
 class SourcePart(NamedTuple):
+    """One file, or one generated set."""
+
     path: Path
     where: str
     """Introduces errors. Example: `data.train a.parquet`"""
@@ -81,11 +83,14 @@ def _require_alike(first: SourcePart, part: SourcePart) -> None:
 
 
 def digest_of(parts: Sequence[SourcePart]) -> str:
+    """The digest of a single part, or the SHA-256 of the digests of all parts in order."""
     digests = [part.digest for part in parts]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 class JoinedRows:
+    """The rows of several parts, numbered on from one to the next."""
+
     def __init__(self, parts: Sequence[SourcePart]) -> None:
         self.parts = parts
         self.starts = list(accumulate((part.rows.number for part in parts), initial=0))

@@ -111,12 +111,15 @@ class Trend:
 
 
 def remember(memory: dict[int, T], number: int, what: T, most: int = REMEMBERED) -> None:
+    """Note `what` under its number; the oldest makes room."""
     memory[number] = what
     if len(memory) > most:
         del memory[next(iter(memory))]
 
 
 class Marks(NamedTuple):
+    """When a sample is solved, and when a row is always or never solved."""
+
     solved_at: float = 1.0
     streak: int = 2
     """After so many equal groups in a row, older groups do not count."""

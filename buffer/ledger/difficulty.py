@@ -24,12 +24,16 @@ OPEN_OR_WAITING = ("waiting", "leased", "stored")
 
 
 class Shares(NamedTuple):
+    """`data.difficulty`; `bands` has the weight of each of BANDS."""
+
     bands: Mapping[str, float]
     rest: int = 2
     return_after: int = 50
 
 
 class RowPlace(NamedTuple):
+    """Where a row stands."""
+
     kind: str
     """A band, if the row may be drawn; or `busy`, `resting`, `retired`."""
     last_item: int

@@ -19,6 +19,8 @@ Standing = Literal["none", "due", "over"]
 
 @dataclass
 class EvaluationState:
+    """The evaluation due at version `due`."""
+
     due: int
     state: Literal["running", "lost", "done", "failed"]
     version: int

@@ -51,6 +51,7 @@ def ordering(problems: int, seed: int | str, epoch: int, shuffle: bool) -> Steps
 
 
 def mixed(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool) -> "array[int]":
+    """Rows of one epoch of several sources in the order of their dispatch."""
     return Drawing(mixing(parts, seed, epoch, shuffle)).rows()
 
 

@@ -53,6 +53,8 @@ class Suspicion:
 
 
 class Batches:
+    """`find` returns an item, also one that has left memory; `take_back_too_old` is that of `Attempts`."""
+
     def __init__(
         self,
         terms: Terms,

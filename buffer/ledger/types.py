@@ -19,6 +19,8 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True)
 class Terms:
+    """What the rules depend on of the run file."""
+
     problems: int
     groups: int
     max_staleness: int
@@ -76,6 +78,8 @@ class FormedBatch:
 
 
 class Lengths(NamedTuple):
+    """How much text: of a group, or summed over groups."""
+
     groups: int = 0
     samples: int = 0
     tokens: int = 0
@@ -194,6 +198,8 @@ class Changes:
 
 @dataclass(frozen=True)
 class Transaction:
+    """What the store writes at once, or not at all."""
+
     changes: Changes
     payloads: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
     """Packed samples of newly accepted groups, by item."""

@@ -18,6 +18,8 @@ LEAST_QUARANTINED = 10
 
 
 class LedgerView:
+    """`ledger.view`; changes nothing."""
+
     def __init__(self, terms: Terms, state: LedgerState, order: Order) -> None:
         self._terms, self._state, self._order = terms, state, order
         self.most_flat = max(LEAST_FLAT, LEAST_FLAT_BATCHES * terms.groups)

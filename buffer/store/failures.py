@@ -15,6 +15,7 @@ SYSTEM_FILES = "this machine has no open file left (fs.file-max): end what holds
 
 
 def remedy(error: sqlite3.Error | OSError) -> str:
+    """Return what ends a transient failure, in words; "" for a failure that is not transient."""
     if isinstance(error, OSError):
         if error.errno in DISK_FULL:
             return MAKE_ROOM
@@ -28,4 +29,5 @@ def remedy(error: sqlite3.Error | OSError) -> str:
 
 
 def out_of_files(error: OSError) -> bool:
+    """Whether the process or the machine has no open file left."""
     return error.errno in NO_FILES

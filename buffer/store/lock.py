@@ -10,6 +10,7 @@ class InUse(OSError):
 
 
 def lock_of(path: Path) -> Path:
+    """The file that is locked for the ledger's file `path`."""
     return path.with_name(path.name + ".lock")
 
 

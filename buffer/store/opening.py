@@ -74,11 +74,13 @@ def _make(db: sqlite3.Connection, statements: str) -> None:
 
 
 def require_ledger(db: sqlite3.Connection, refusal: str) -> None:
+    """Raise StoreError, with the text `refusal`, for another program's file."""
     if db.execute("PRAGMA application_id").fetchone()[0] != sql.APPLICATION:
         raise StoreError(refusal)
 
 
 def require_schema(schema: int, path: Path | None) -> None:
+    """Raise StoreError for a file of a schema that this release does not read."""
     if schema not in sql.READABLE:
         raise StoreError(
             f"buffer.path {path}: written with schema {schema}, this Headrace has {sql.SCHEMA}; finish that run with "
@@ -106,6 +108,7 @@ NOT_OPENED = (sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTO
 
 @contextmanager
 def explained(path: Path | None) -> Iterator[None]:
+    """Turn SQLite's errors about a file into a StoreError with the remedy."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -127,6 +130,7 @@ def _code(error: BaseException) -> int:
 
 
 def damaged(path: Path | None, problem: str) -> StoreError:
+    """The error for a file with damaged bytes."""
     remedy = "bring back a copy of it, or begin anew with another run.name"
     return StoreError(f"buffer.path {path}: the file is damaged: {problem}; {remedy}")
 

@@ -34,6 +34,7 @@ class Past(NamedTuple):
 
 
 def store_path(config: Config) -> Path | None:
+    """The ledger's file; None: in memory."""
     return config.buffer.path and config.run.path / config.buffer.path
 
 
@@ -91,6 +92,7 @@ def begin_with(run: Path, version: int) -> None:
 
 
 def begins_with(run: Path) -> int:
+    """The version of the checkpoint with which the ledger of `run` may begin; 0: with the initial model."""
     try:
         return int(json.loads((run / BEGINS).read_text(encoding="utf-8"))["version"])
     except FileNotFoundError:
@@ -107,6 +109,7 @@ def _counted(file: Path) -> witness.Commits | None:
 
 
 def history(db: sqlite3.Connection) -> Iterator[tuple[int, Change]]:
+    """The settings that were changed while the run went on, and the version at which."""
     if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'changes'").fetchone():
         for version, key, old, new in db.execute("SELECT version, key, old, new FROM changes ORDER BY rowid"):
             yield version, Change(key, json.loads(old), json.loads(new))

@@ -34,6 +34,8 @@ Groups = Mapping[int, Sequence[bytes]]
 
 
 class Place(NamedTuple):
+    """Where a group begins."""
+
     segment: int
     position: int
 
@@ -199,10 +201,12 @@ class InMemory:
 
 
 def folder_of(file: Path) -> Path:
+    """The folder of the segments that belong to an SQLite file."""
     return file.with_name(f"{file.name}-samples")
 
 
 def path_of(folder: Path, number: int) -> Path:
+    """The file of a segment."""
     return folder / f"{number:06}.samples"
 
 

@@ -31,6 +31,8 @@ NONE = "-" * 8
 
 
 class Commits(NamedTuple):
+    """The name of a ledger, and how often it was committed."""
+
     ledger: str
     number: int
     file: str = NONE
@@ -94,6 +96,7 @@ def identity(file: Path | str | int) -> tuple[int, int] | None:
 
 
 def file_of(path: Path) -> Path:
+    """The witness of the ledger's file `path`."""
     return path.with_name(f"{path.name}-commits")
 
 
@@ -114,6 +117,7 @@ def noted(path: Path) -> Commits | None:
 
 
 def counted(db: sqlite3.Connection) -> Commits | None:
+    """How often the ledger that `db` reads was committed; None for the file of an earlier release."""
     row = db.execute(sql.COMMITS).fetchone()
     return Commits(*row) if row else None
 

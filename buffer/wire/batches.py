@@ -44,6 +44,8 @@ class LoopTurn:
 
 
 class UntrainedGroups:
+    """All untrained groups, whether their samples are in memory or on disk."""
+
     def __init__(self, ledger: Ledger, store: Store, limits: Limits, rows: ServedRows) -> None:
         self._ledger, self._store, self._limits, self._rows = ledger, store, limits, rows
         self.turn = LoopTurn()

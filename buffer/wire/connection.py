@@ -66,6 +66,7 @@ async def broken(socket: zmq.asyncio.Socket) -> AsyncGenerator[int, None]:
 
 
 async def events_of(socket: zmq.asyncio.Socket, kinds: int) -> AsyncGenerator[tuple[int, int], None]:
+    """Kind and file descriptor of each event of these kinds at a connection of `socket`, until cancelled."""
     monitor = socket.get_monitor_socket(kinds)
     try:
         while True:
@@ -101,12 +102,16 @@ class MessageTooLarge(RefusedError):
 
 @dataclass
 class PendingAnswer:
+    """A request that was sent, and its answer."""
+
     frame: Frame
     answer: "asyncio.Future[Message]"
     is_put_off: bool = False
 
 
 class Dealer:
+    """The socket: one process, one `identity`, through all connections."""
+
     def __init__(self, identity: str) -> None:
         self.socket = zmq.asyncio.Context().socket(zmq.DEALER)
         for option, value in OPTIONS.items():

@@ -103,6 +103,8 @@ class ConnectionLimits:
 
 
 class UnsentAnswers:
+    """Bytes of large answers that ZeroMQ has not yet handed to the network, by who asked for them."""
+
     def __init__(self) -> None:
         self.total, self.budget = 0, inf
         """Groups that wait for room share the budget."""
@@ -181,12 +183,14 @@ def bytes_received(descriptor: int) -> int:
 
 
 def end(descriptor: int, endpoint: str) -> None:
+    """Shut down a connection that was accepted at `endpoint`; its owner closes it."""
     with suppress(OSError), _borrowed(descriptor) as connection:
         if accepted_at(connection, endpoint):
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def accepted_at(connection: socket.socket, endpoint: str) -> bool:
+    """Whether the socket's own address is the path, or has the port, of `endpoint`."""
     own = connection.getsockname()
     if connection.family == socket.AF_UNIX:
         return endpoint == f"ipc://{own}"

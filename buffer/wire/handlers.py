@@ -60,6 +60,8 @@ class AwaitedNews(NamedTuple):
 
 
 class ParkableVerb(Protocol[M]):
+    """A kind of request that may have to wait."""
+
     def answer(self, peer: Peer, request: M, now: float) -> Message | None:
         """The answer, or None: try again when `Handlers.revision` has moved."""
 
@@ -71,6 +73,8 @@ class ParkableVerb(Protocol[M]):
 
 
 class AskVerb:
+    """A server asks for work: parked until there is an item for it."""
+
     def __init__(self, ledger: Ledger, rows: ServedRows) -> None:
         self._ledger, self._rows = ledger, rows
 
@@ -165,6 +169,8 @@ class TakeVerb:
 
 
 class PutVerb:
+    """A server hands over a group: parked while the byte budget is full."""
+
     def __init__(self, ledger: Ledger, groups: UntrainedGroups, rows: ServedRows, limits: Limits) -> None:
         self._ledger, self._groups, self._rows, self._limits = ledger, groups, rows, limits
         self._unfit, self._logged_at = 0, -math.inf
@@ -215,6 +221,8 @@ class PutVerb:
 
 
 class WhereVerb:
+    """A server asks for the learner's weights wire: parked until there is another one than it knows."""
+
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
@@ -251,6 +259,7 @@ class ResultsVerb:
 
 
 def finished(ledger: Ledger) -> Finished | None:
+    """The answer to a request that waits for work or for a batch, once there will be none."""
     outcome = ledger.view.outcome()
     return Finished(outcome=outcome, why=reasons.ended(ledger), last=ledger.view.reach.last) if outcome else None
 

@@ -50,6 +50,7 @@ def written(text: Any) -> Any:
 
 
 def cut(text: Any, most: int = TEXT_LENGTH) -> Any:
+    """`text` as `written`, without what is beyond `most` characters; anything else as it is."""
     return f"{text[: most - 3]}..." if isinstance(text := written(text), str) and len(text) > most else text
 
 
@@ -78,6 +79,8 @@ ByLabel = Annotated[dict[Label, T], Field(max_length=MOST_KEYS)]
 
 
 class Message(BaseModel):
+    """Frozen, no unknown fields, numbers as numbers and bytes as bytes."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     FRAMED: ClassVar[str] = ""
@@ -114,6 +117,7 @@ class Array(Message):
 
 
 def pack(number: int, message: Message) -> Frame:
+    """One message as one frame."""
     fields = {"kind": type(message).__name__, "id": number, **message.model_dump()}
     size = message.size_hint()
     if not size:
@@ -147,6 +151,7 @@ def unpack(data: Frame, kinds: dict[str, type[Message]], large: Sequence[bytes] 
 
 
 def validate(fields: dict[str, Any], kinds: dict[str, type[Message]]) -> Message:
+    """The message that `fields` describe, `kind` among them."""
     kind = fields.pop("kind", None)
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"not a message of this wire: kind {str(kind)[:40]!r}")
@@ -180,6 +185,7 @@ def open_map(data: Frame) -> dict[str, Any]:
 
 
 def in_words(error: ValidationError) -> str:
+    """The first thing that is wrong, in one line: where, and what."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))[:80]
     return f"{where}: {first['msg'][:200]}".replace("\n", " ")

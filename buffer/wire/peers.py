@@ -27,6 +27,8 @@ identity."""
 
 @dataclass
 class Peer:
+    """A process that said Hello."""
+
     hello: protocol.Hello
     heard: float
     beat: int = 0
@@ -42,6 +44,8 @@ class Peer:
 
 
 class Peers:
+    """All processes, by ZeroMQ identity in `known`."""
+
     def __init__(self, ledger: Ledger, limits: Limits) -> None:
         self._ledger, self._limits, self.files = ledger, limits, OpenFiles()
         self.known: dict[bytes, Peer] = {}

@@ -62,6 +62,8 @@ class WorkItem(Message):
 
 
 class Waiter(Message):
+    """Who waits in the buffer, for what, and for how long."""
+
     who: Name
     kind: Name
     why: Text
@@ -137,6 +139,8 @@ class Evaluate(Message):
 
 
 class SetResult(Message):
+    """What came of one set."""
+
     figures: Figures
     """By name, as in `mean@8`."""
     reasons: Few[Text] = Field(default_factory=list)
@@ -145,6 +149,8 @@ class SetResult(Message):
 
 
 class Evaluated(Message):
+    """The server has made the evaluation `due`, all of it under `version`."""
+
     due: Count
     version: Count
     sets: ByName[SetResult]
@@ -254,6 +260,8 @@ class Later(Message):
 
 
 class Again(Message):
+    """A Put that was answered with `Later` is to be repeated."""
+
     pass
 
 
@@ -262,6 +270,8 @@ class Ack(Message):
 
 
 class News(Message):
+    """What a server should know by now."""
+
     revoked: Many[Count]
     """Leases whose generations may be aborted."""
     learner_waits: bool

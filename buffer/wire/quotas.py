@@ -16,6 +16,8 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Remembered(Generic[K]):
+    """The latest keys that were added, `most` of them."""
+
     def __init__(self, most: int) -> None:
         self._most = most
         self._keys: dict[K, None] = {}
@@ -49,4 +51,5 @@ def renamed(name: str, hellos: int) -> str:
 
 
 def longest_silent(heard: Iterable[tuple[float, bytes]], number: int) -> list[bytes]:
+    """The `number` identities whose last message is the oldest."""
     return [identity for _, identity in sorted(heard)[:number]]

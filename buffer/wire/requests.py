@@ -60,6 +60,8 @@ def table() -> list[str]:
 
 @dataclass
 class PendingRequest:
+    """A request without an answer yet, and whom to give it to."""
+
     identity: bytes
     number: int
     message: Message
@@ -170,6 +172,8 @@ class DelayedPuts:
 
 
 class PendingRequests:
+    """All requests of one buffer that have no answer yet, and the answers that are to be sent."""
+
     def __init__(self, handlers: Handlers, max_message: int) -> None:
         self.handlers, self.max_message = handlers, max_message
         self.errors: Counter[str] = Counter()

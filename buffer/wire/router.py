@@ -42,6 +42,8 @@ CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 class ListenError(ValueError):
+    """The address cannot be listened on; the text names it and the remedy."""
+
     pass
 
 

@@ -33,6 +33,8 @@ from buffer.wire.values import (
 
 
 class SampleImage(Message):
+    """An image in a sample."""
+
     start: Count
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     data: bytes = b""
@@ -199,6 +201,7 @@ def wrong_segments(starts: list[int], sampled: np.ndarray) -> str:
 
 
 def wrong_routes(routes: Array, tokens: int) -> str:
+    """Why `routes` are none of so many tokens; "" where they are."""
     shape = routes.shape
     if routes.dtype not in ROUTE_DTYPES or len(shape) != 3 or shape[0] != tokens or 0 in shape:
         needed = f"must be {' or '.join(ROUTE_DTYPES)} [{tokens} tokens, layers, k]"

@@ -22,6 +22,8 @@ Upcoming = Callable[[int], Sequence[int]]
 
 
 class ServedRows:
+    """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
+
     def __init__(self, problems: Sequence[Mapping[str, Any]]) -> None:
         self._rows, self._problems = problems, problems if isinstance(problems, Problems) else None
         self.away = ""

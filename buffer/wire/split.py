@@ -63,6 +63,7 @@ def cut_groups(groups: Sequence[Sequence[SampleStats]], world: int) -> list[list
 
 
 def sample_rows(groups: Groups) -> SampleRows:
+    """A row for each sample of a batch, in its order."""
     return rows_of([(item, dispatched, [stats for _, stats in group]) for item, dispatched, group in groups])
 
 
@@ -137,6 +138,7 @@ def parts(
     share_prompts: bool = False,
     images: Mapping[int, RowImages] | None = None,
 ) -> list[Part]:
+    """The parts of batch `version`, all at once; `share_prompts` as in `Take`; `images` by item."""
     figures = [(item, dispatched, [stats for _, stats in group]) for item, dispatched, group in groups]
     samples = {item: [data for data, _ in group] for item, _, group in groups}
     made = BatchCut(version, world, figures, counts or {}, share_prompts)

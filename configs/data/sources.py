@@ -37,6 +37,8 @@ class SourceError(ValueError):
 
 
 class GeneratedSet(NamedTuple):
+    """A set of reasoning-gym: its name and its config, `size` and `seed` among it."""
+
     name: str
     config: dict[str, Any]
 
@@ -49,6 +51,7 @@ class GeneratedSet(NamedTuple):
 
 
 def parts_of(source: Source) -> list[MixedSource]:
+    """The parts of a source, in order: one without weight for a path or a name."""
     parts = [MixedSource(path=Path(source))] if isinstance(source, Path | str) else list(source)
     unweighted = [part for part in parts if part.weight is None]
     if unweighted and len(unweighted) < len(parts):
@@ -57,6 +60,7 @@ def parts_of(source: Source) -> list[MixedSource]:
 
 
 def source_name(source: Source) -> str:
+    """A source in a few words."""
     parts = [source] if isinstance(source, Path | str) else [part.path for part in source]
     return f"{parts[0]}{f' and {len(parts) - 1} more' if len(parts) > 1 else ''}"
 
@@ -201,6 +205,7 @@ def the_list(value: Any) -> list[Any]:
 
 
 def kind_of(file: Path) -> str:
+    """The suffix by which a data file is read, without .gz; nothing for any other file."""
     packed = file.suffix == GZIPPED
     suffix = file.with_suffix("").suffix if packed else file.suffix
     return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""

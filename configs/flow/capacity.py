@@ -25,10 +25,12 @@ RECORD_BYTES, PLACE_BYTES = 320, 320
 
 
 def connections(config: Config) -> int:
+    """Processes that are connected to the buffer at a time."""
     return config.rollout.most_servers + config.learner.ranks + WATCHERS
 
 
 def open_files(config: Config) -> int:
+    """Files that the buffer has open then; a connection is one."""
     return connections(config) + OWN_FILES
 
 

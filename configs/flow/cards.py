@@ -16,6 +16,8 @@ UNUSABLE = 1 << 30
 
 @dataclass(frozen=True)
 class Card:
+    """One kind of GPU."""
+
     name: str
     total: int
     """Bytes, as `nvidia-smi` lists them."""

@@ -27,6 +27,7 @@ def max_sequences(config: Config, cpu: bool) -> int:
 
 
 def places(config: Config) -> int:
+    """Sequences that one server has places for; with `auto`, at most."""
     most = max_sequences(config, config.rollout.device == "cpu")
     return most if config.rollout.sequences == "auto" else config.rollout.sequences
 
@@ -37,9 +38,11 @@ def mean_tokens(config: Config) -> float:
 
 
 def admitted_staleness(config: Config) -> int:
+    """The bound that admission keeps."""
     target = config.batch.target_staleness
     return config.batch.max_staleness if target is None else target
 
 
 def open_groups(config: Config) -> int:
+    """How many groups may be leased or stored at once: admission lets (staleness + 1) batches be open."""
     return (admitted_staleness(config) + 1) * config.batch.groups

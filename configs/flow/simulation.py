@@ -32,6 +32,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class Flow:
+    """A run in steady state."""
+
     running: float
     """Mean number of sequences that run on all servers."""
     age: float
@@ -41,6 +43,7 @@ class Flow:
 
 
 def most_running(config: Config) -> int:
+    """Sequences that one server can run at a time: its places, or vLLM's `max_num_seqs` if that is fewer."""
     return min(places(config), max_sequences(config, config.rollout.device == "cpu"))
 
 

@@ -14,6 +14,8 @@ UNUSED = "= it is for a critic, which only algorithm.advantage: gae has"
 
 
 class CriticNames(NamedTuple):
+    """The names of one system's settings."""
+
     lr: str
     lr_default: float
     clip: str

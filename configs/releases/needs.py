@@ -36,6 +36,7 @@ class Need:
 
 
 def moved(needs: Iterable[Need], source: Source) -> Iterator[str]:
+    """Yield a line for each need that the release does not meet."""
     for need in needs:
         found = source.find(need.path)
         if not need.concerns(source):
@@ -52,6 +53,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def problems(need: Need, found: Found, source: Source) -> Iterator[str]:
+    """Yield what a symbol lacks, as clauses."""
     names = source.attributes(found) if isinstance(found.node, ast.ClassDef) else set[str]()
     for wanted in need.has.split():
         either = wanted.split("|")
@@ -68,6 +70,7 @@ def problems(need: Need, found: Found, source: Source) -> Iterator[str]:
 
 
 def differences(form: str, need: Need, found: Found, source: Source, exact: bool) -> Iterator[str]:
+    """Yield how a function differs from the form in which Headrace calls it, or, if `exact`, replaces it."""
     call = ast.parse(form, mode="eval").body
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     name, itself = call.func.id, call.func.id == need.path.rpartition(".")[2]
@@ -85,6 +88,7 @@ def differences(form: str, need: Need, found: Found, source: Source, exact: bool
 def unequal(
     name: str, parameters: Parameters, given: list[str], named: set[str], open_ended: bool, exact: bool
 ) -> Iterator[str]:
+    """Yield the first difference between parameters and a form."""
     places = list(parameters.positional)
     if places[: len(given)] != given and not (parameters.extra_positional and not places):
         yield f"has {name} with parameters {', '.join(places) or 'none'}, not {', '.join(given)}"
@@ -97,6 +101,7 @@ def unequal(
 
 
 def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[str]:
+    """Yield a unified diff of each function that Headrace follows or replaces and that differs between two releases."""
     for need in needs:
         for name in dict.fromkeys([*need.follows.split(), *(form.partition("(")[0] for form in need.replaces)]):
             path = need.path if name == need.path.rpartition(".")[2] else f"{need.path}.{name}"
@@ -107,12 +112,14 @@ def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[
 
 
 def body(found: Found | None) -> list[str]:
+    """The lines of a definition without comments and docstrings; none of one that is not there."""
     if found is None:
         return []
     return ast.unparse(without_docstrings(found.node)).splitlines()
 
 
 def without_docstrings(node: Definition) -> Definition:
+    """The definition again, without the texts in it that do nothing."""
     again = ast.parse(ast.unparse(node))
     for each in ast.walk(again):
         lines = getattr(each, "body", None)

@@ -14,6 +14,8 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Found:
+    """A definition, with the module that it stands in."""
+
     module: str
     node: Definition
 
@@ -165,6 +167,7 @@ class Source:
 
 
 def has_version(distribution: str) -> bool:
+    """Whether a distribution is installed."""
     try:
         return bool(version(distribution))
     except PackageNotFoundError:
@@ -182,6 +185,7 @@ def statements(tree: ast.AST) -> Iterator[ast.stmt]:
 
 
 def names_of(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement defines."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -202,6 +206,7 @@ def last(tree: ast.AST, name: str) -> Definition | None:
 
 
 def attributes_of(node: ast.AST) -> Iterator[str]:
+    """Names in a class's body, and what its methods set on `self`."""
     for statement in statements(node):
         yield from names_of(statement)
         for each in ast.walk(statement) if isinstance(statement, FUNCTIONS) else ():
@@ -211,14 +216,17 @@ def attributes_of(node: ast.AST) -> Iterator[str]:
 
 
 def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """The last names of a function's decorators."""
     return {getattr(each, "attr", getattr(each, "id", "")) for each in node.decorator_list}
 
 
 def is_abstract(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a subclass has to implement the method."""
     return "abstractmethod" in decorators(node)
 
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
+    """The parameters of a function, without `self` or `cls`."""
     given = node.args
     by_place = [each.arg for each in (*given.posonlyargs, *given.args)]
     needed = by_place[: len(by_place) - len(given.defaults)]

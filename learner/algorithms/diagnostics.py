@@ -109,10 +109,12 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def is_max(key: str) -> bool:
+    """Whether sums of this key combine by maximum."""
     return key.endswith("_max")
 
 
 def combine(microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The sums of several microbatches, added up."""
     columns = {key: torch.stack([sums[key] for sums in microbatches]) for key in microbatches[0]}
     totals = {key: column.amax(0) if is_max(key) else column.sum(0) for key, column in columns.items()}
     of_samples = [totals.pop(name) for name in BY_SAMPLE if name in totals]
@@ -120,6 +122,7 @@ def combine(microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def summary(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """Metrics of a version from the sums of its whole batch, by the names of docs/reference/metrics.md."""
     get = {key: float(value) for key, value in sums.items()}
     metrics = {key: value for key, value in get.items() if key.startswith("loss/")}
     for name, (over, under) in MEANS.items():

@@ -178,8 +178,10 @@ def needs_first_pass(config: AlgorithmConfig) -> bool:
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:
+    """Whether the loss needs a frozen copy of the initial model."""
     return config.reference_kl > 0
 
 
 def needs_entropy_gradient(config: AlgorithmConfig) -> bool:
+    """Whether `LossInputs.entropy` must carry a gradient."""
     return config.entropy_bonus > 0

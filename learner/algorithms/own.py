@@ -33,6 +33,7 @@ def loss_of(config: AlgorithmConfig) -> Loss:
 
 
 def advantage_of(config: AlgorithmConfig) -> Advantage:
+    """The function that `algorithm.advantage` names."""
     if config.advantage in ADVANTAGES:
         return ADVANTAGES[config.advantage]
     return OwnAdvantage(config.advantage, load_function("algorithm.advantage", config.advantage))
@@ -74,6 +75,7 @@ class OwnAdvantage:
 
 
 def spread(rewards: Tensor) -> str:
+    """Describe the rewards of a group whose advantages are not finite, and say what to do."""
     least, most = float(rewards.min()), float(rewards.max())
     if least == most:
         return f"of a group whose rewards are all {least:g}; divide by no spread without adding a small number to it"

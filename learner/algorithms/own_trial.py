@@ -52,6 +52,7 @@ def check_own(config: AlgorithmConfig, answer: int, has_segments: bool) -> Itera
 
 
 def check_advantage(config: AlgorithmConfig) -> None:
+    """Raise ValueError if `algorithm.advantage` cannot be trained with."""
     function, order = advantage_of(config), torch.tensor([8, 2, 5, 0, 7, 1, 4, 6, 3])
     rewards, groups, lengths = rewards_of(REWARDS), torch.tensor(GROUPS), torch.tensor(LENGTHS)
     found = function(rewards, groups, lengths)
@@ -71,10 +72,12 @@ def check_advantage(config: AlgorithmConfig) -> None:
 
 
 def rewards_of(values: Sequence[float]) -> Tensor:
+    """Rewards as a batch has them: [samples] float64."""
     return torch.tensor(values, dtype=torch.float64)
 
 
 def check_loss(config: AlgorithmConfig, has_segments: bool) -> None:
+    """Raise ValueError if `algorithm.loss` cannot be trained with."""
     loss, whole, samples = loss_of(config), batch(config), range(len(LENGTHS))
     every = torch.arange(len(whole.sequence))
     value, gradient = backward(config, loss, [(every, whole)])
@@ -92,6 +95,7 @@ def check_loss(config: AlgorithmConfig, has_segments: bool) -> None:
 
 
 def not_added(what: str, total: Tensor, value: Tensor) -> str:
+    """Return what is wrong with a loss that depends on how its batch is cut."""
     problem = f"a batch cut into {what} has the loss {total:.6g}, or another gradient, and the whole batch {value:.6g}"
     if "segment" in what:
         return f"{problem}; use inputs.sample_log_ratio() and inputs.sequence_tokens in place of sums over a sample"
@@ -154,23 +158,27 @@ def batch(config: AlgorithmConfig, far: float = 0.0) -> LossInputs:
 
 
 def part(whole: LossInputs, samples: Sequence[int]) -> Part:
+    """A microbatch of whole samples, which are numbered anew in it."""
     tokens = torch.isin(whole.sequence, torch.tensor(samples)).nonzero().flatten()
     chosen = of_tokens(whole, tokens)
     return tokens, replace(chosen, sequence=chosen.sequence.unique(return_inverse=True)[1])
 
 
 def unsampled(whole: LossInputs) -> Part:
+    """A microbatch without a sampled token, as a rank gets one that has fewer microbatches than others."""
     tokens, first = part(whole, [0])
     return tokens, replace(first, sampled=torch.zeros_like(first.sampled))
 
 
 def halves(whole: LossInputs) -> list[Part]:
+    """Two microbatches with every second token of each sample; the log-ratios of whole samples are known."""
     known = replace(whole, scattered=True, sequence_log_ratio=whole.per_sequence(whole.log_ratio)[whole.sequence])
     places = torch.arange(len(whole.sequence))
     return [(tokens, of_tokens(known, tokens)) for tokens in (places[::2], places[1::2])]
 
 
 def of_tokens(whole: LossInputs, tokens: Tensor) -> LossInputs:
+    """The same of these tokens; counts stay those of the whole batch."""
     values: dict[str, Any] = {field.name: getattr(whole, field.name) for field in fields(whole)}
     of_these: dict[str, Any] = {name: x[tokens] if isinstance(x, Tensor) else x for name, x in values.items()}
     return LossInputs(**of_these)

@@ -32,6 +32,7 @@ def kl_sums(kl: Mapping[str, tuple[float, int]], names: Iterable[str]) -> dict[s
 
 
 def kl_metrics(sums: Mapping[str, float], names: Collection[str], sampled: float) -> dict[str, float]:
+    """Metrics from the sums of the whole batch, with `sampled` tokens."""
     if not names:
         return {}
     tokens = {name: sums[_key(name, "tokens")] for name in names}

@@ -29,6 +29,7 @@ LEAST = 100 * LIMIT
 def compare_copies(
     policy: Policy, reference: PreTrainedModel, model: ModelConfig, case: Case, folder: Path
 ) -> list[Check]:
+    """Change the policy's weights, and compare what a server and a reader of the export compute with them."""
     change(policy)
     with torch.no_grad():
         ours = policy.score(policy.place(case.row), 1.0)[case.row.scored]
@@ -65,6 +66,7 @@ def change(policy: Policy) -> None:
 
 
 def as_received(policy: Policy) -> dict[str, Tensor]:
+    """Return the weights by name as a server sees them in its buckets."""
     plan = Plan.of(policy.weight_specs(), BUCKET_BYTES, policy.frozen_names())
     buckets = Buckets(plan, policy.device)
     buckets.fill(policy.full_weights())
@@ -72,6 +74,7 @@ def as_received(policy: Policy) -> dict[str, Tensor]:
 
 
 def write_pushed(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:
+    """Write weights under the names that they are sent with, beside the model's other files."""
     folder.mkdir()
     for file in Path(model.path).iterdir():
         if file.is_file() and not file.name.endswith(export.WEIGHT_FILES):

@@ -34,6 +34,7 @@ ANSWERS: tuple[tuple[Part, ...], ...] = ((4,), (1,), (3, (4, 2, 2), 5))
 
 
 def image_cases(config: PreTrainedConfig) -> Iterator[Case]:
+    """Yield the rows of a small copy with this config."""
     form, draw = form_of(config), np.random.default_rng(3)
     texts, seen = zip(*(_written(form, draw, parts) for parts in DOCUMENTS), strict=True)
     yield _packed("images, one document = eager", texts[1:2], seen[1:2])
@@ -68,6 +69,7 @@ def shown_row(texts: Sequence[np.ndarray], seen: Sequence[Seen], groups: Sequenc
 
 
 def form_of(config: PreTrainedConfig) -> ImageFormat:
+    """How a model of this config sees images."""
     vision, mutual = config.vision_config, config.model_type in MUTUAL
     side = vision.image_size if mutual else None
     merge = side // vision.patch_size // isqrt(config.mm_tokens_per_image) if side else vision.spatial_merge_size
@@ -103,6 +105,7 @@ def _written(form: ImageFormat, draw: np.random.Generator, parts: Sequence[Part]
 
 
 def given_images(text: np.ndarray, seen: Seen) -> Mapping[str, Tensor]:
+    """What transformers' processor would give a model with the images of a document."""
     if not seen:
         return {}
     pictures = [picture for _, picture in seen]
@@ -119,6 +122,7 @@ def given_images(text: np.ndarray, seen: Seen) -> Mapping[str, Tensor]:
 
 
 def placed(policy: Policy, row: Microbatch) -> Microbatch:
+    """`row` on the policy's device, its prompts shared or copied as they are."""
     if policy.sight is not None and row.images is not None:
         row = replace(row, images=policy.sight.lay_out(row.images))
     return row.to(policy.device)

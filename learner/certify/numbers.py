@@ -34,6 +34,7 @@ def attempt(what: str, compared: Callable[[], Sequence[Check]]) -> list[Check]:
 
 
 def compare(policy: Policy, reference: PreTrainedModel, case: Case) -> list[Check]:
+    """Compare log-probabilities and gradients of a row."""
     return attempt(case.what, lambda: [_logprobs(policy, reference, case), gradient(policy, reference, case)])
 
 
@@ -49,6 +50,7 @@ def _logprobs(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
 
 
 def gradient(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
+    """Compare the gradients of a weighted sum of a row's log-probabilities."""
     weights = coefficients(case)
     policy.zero_grad()
     (policy(placed(policy, case.row), 1.0)[0][case.row.scored] * weights).sum().backward()
@@ -56,6 +58,7 @@ def gradient(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
 
 
 def gradients(reference: PreTrainedModel, case: Case) -> dict[str, Tensor]:
+    """Return the reference's gradients of the same sum."""
     reference.zero_grad()
     (expected(reference, case) * coefficients(case)).sum().backward()
     return {name: x.grad for name, x in reference.named_parameters() if x.grad is not None}

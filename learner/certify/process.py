@@ -94,6 +94,7 @@ def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, .
 
 @contextmanager
 def one_rank() -> Iterator[DeviceMesh]:
+    """Yield the mesh of a process group of one rank, which is gone afterwards."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=LIMIT_S))
     try:
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))

@@ -123,6 +123,7 @@ class Pair:
 
 
 def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], None]) -> None:
+    """Be rank `rank` until the caller closes its end."""
     prepare()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)  # a forked process must not use its parent's pool of threads

@@ -29,6 +29,7 @@ class Case(NamedTuple):
 
 
 def cases(vocabulary: int) -> Iterator[Case]:
+    """Yield the rows, with random tokens."""
     draw = np.random.default_rng(0)
 
     def made(lengths: tuple[int, ...]) -> list[np.ndarray]:

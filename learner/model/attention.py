@@ -53,6 +53,7 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 
 def registered(name: str) -> str:
+    """The attention's name in transformers' registry."""
     return PREFIX + NAMES[name]
 
 
@@ -133,6 +134,7 @@ def most_copied(config: PreTrainedConfig) -> float:
 
 
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
+    """Why attention `name` cannot compute a prompt once for several samples of this model; None if it can."""
     text = config.get_text_config()
     if config.model_type in MUTUAL and sees(config):
         return "the tokens of an image see each other, and only causal attention can share a prompt"
@@ -187,6 +189,8 @@ def _key_room(config: Any, width: int, layers: int) -> float:
 
 
 def adapt(name: str) -> Attention:
+    """The kernel `name` as an attention for transformers: exactly one call of it where no prompt is shared."""
+
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:

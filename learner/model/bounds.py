@@ -20,6 +20,8 @@ RowBounds = tuple[Tensor, int, SharedPrompts | CopiedPrompts | None, str | None]
 
 
 class Bounds:
+    """The bounds of the row that a block computes; None before its first row."""
+
     def __init__(self) -> None:
         self.row: RowBounds | None = None
 

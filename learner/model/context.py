@@ -22,6 +22,8 @@ from learner.model.microbatch import Microbatch, RowSlice
 
 
 class ContextGroup(NamedTuple):
+    """The ranks that share rows with this one."""
+
     size: int
     rank: int
     group: Any
@@ -44,6 +46,7 @@ def join(size: int, timeout: timedelta) -> str:
 
 
 def planned(size: int) -> str:
+    """Name a group of `size` ranks that need not exist, for passes on the meta device."""
     name = f"planned-{size}"
     GROUPS[name] = ContextGroup(size, 0, None, None)
     return name
@@ -64,6 +67,7 @@ def scattered(out: Tensor, heads: int, name: str) -> Tensor:
 
 
 def own_heads(values: Tensor, name: str) -> Tensor:
+    """`values` [heads] of this rank's heads; other ranks' have no gradient here."""
     size, rank = size_and_rank(name)
     share = len(values) // size
     return values[rank * share : (rank + 1) * share]
@@ -71,6 +75,7 @@ def own_heads(values: Tensor, name: str) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler would make the numbers symbols
 def size_and_rank(name: str) -> tuple[int, int]:
+    """`ContextGroup.size` and `ContextGroup.rank`."""
     return GROUPS[name].size, GROUPS[name].rank
 
 

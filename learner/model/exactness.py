@@ -70,6 +70,7 @@ def check_in_own_process(model: ModelConfig, share: bool, ranks: int) -> None:
 
 
 def check_adapter(model: ModelConfig, config: PreTrainedConfig) -> None:
+    """Raise ConfigError if `model.lora` is set and the model cannot be trained by an adapter."""
     if model.lora and (problem := _no_adapter(config, model.trust_remote_code)):
         kind = config.model_type
         raise ConfigError([f"model.lora: {model.path} ({kind}) {problem}; set it to null"])
@@ -118,6 +119,7 @@ def _not_shareable(config: PreTrainedConfig, trusted: bool) -> str | None:
 
 
 def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
+    """Raise Inexact if a small copy of the model is not computed exactly."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs, ours = _built(config, trusted)
@@ -254,6 +256,8 @@ def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
 
 
 def forest_row(texts: Sequence[tuple[np.ndarray, int]]) -> Microbatch:
+    """Lay out `texts`, each with how many tokens it has from the one before it."""
+
     def text(tokens: np.ndarray, joined: int, row: int) -> Text:
         zeros = np.zeros(len(tokens))
         return Text(tokens, np.arange(len(tokens)) > 0, zeros, zeros, zeros - 1, None, row, joined)
@@ -280,6 +284,7 @@ Parts = dict[str, list[Tensor]]
 
 @contextmanager
 def block_outputs(model: PreTrainedModel) -> Iterator[Parts]:
+    """Collect the outputs of the parts of each block during the `with` statement."""
     found: Parts = {}
 
     def collect(name: str, module: nn.Module, given: Any, output: Any) -> None:

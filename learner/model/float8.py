@@ -32,6 +32,8 @@ FAST_SUMS = True
 
 
 class Float8Linear(nn.Linear):
+    """A linear layer whose products are in FP8."""
+
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Products.apply(x.reshape(-1, self.in_features), self.weight)  # type: ignore[no-untyped-call]
         out = out.view(*x.shape[:-1], self.out_features)
@@ -101,6 +103,7 @@ def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def convert(model: PreTrainedModel) -> int:
+    """Have the linear layers of the blocks of `model`, on meta, multiply in FP8; returns their number."""
     if problem := why_not(model):
         raise ConfigError([f"{KEY}: {problem}; {REMEDY}"])
     layers = list(layers_of(model))

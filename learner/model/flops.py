@@ -22,6 +22,8 @@ from learner.model.towers import tower_parts
 
 @dataclass(frozen=True)
 class TowerCosts:
+    """FLOPs of a tower's forward pass and, where it is trained, backward pass."""
+
     per_patch: float
     per_pair: float
     """Attention, per squared patch of a whole image."""
@@ -96,6 +98,7 @@ def _width(config: Any, number: int) -> int:
 
 
 def active_parameters(model: PreTrainedModel) -> int:
+    """Parameters that a token meets: of a mixture of experts those of the experts it takes, else all."""
     return int(model.num_parameters()) - _idle(model, _matrices)
 
 
@@ -118,5 +121,6 @@ def _idle(model: PreTrainedModel, size: Callable[[nn.Module], int]) -> int:
 
 
 def peak(name: str) -> float | None:
+    """Peak FLOP/s of the GPU called `name`, e.g."""
     card = card_of(name)
     return card.peak if card else None

@@ -37,6 +37,7 @@ class Text(NamedTuple):
 
 
 def lay_out_forest(texts: Sequence[Text]) -> Microbatch:
+    """The microbatch of `texts`."""
     places = places_of(texts)
     pieces = [(text, at) for text, at in zip(texts, places, strict=True) if text.length > text.joined]
     lengths = [text.length - text.joined for text, _ in pieces]

@@ -20,6 +20,8 @@ where several samples train a token."""
 
 
 class ChunkGradients(NamedTuple):
+    """What the gradient at a chunk's logits is computed from."""
+
     norms: Tensor
     entropy: Tensor
     of_logprob: Tensor
@@ -34,10 +36,13 @@ CHUNK_ON_CPU = 1024
 
 
 def chunk_tokens(learner: LearnerConfig) -> int:
+    """Return `learner.head_chunk_tokens`; for an undecided `auto` the smaller of its two values."""
     return CHUNK_ON_CPU if learner.head_chunk_tokens == "auto" else learner.head_chunk_tokens
 
 
 class HeadOptions(NamedTuple):
+    """How the head computes."""
+
     temperature: float = 1.0
     chunk_size: int = 1024
     """Tokens whose logits exist at a time."""

@@ -20,6 +20,8 @@ INPUTS_HELD = 3
 
 @dataclass
 class HostCopy:
+    """One block's input in pinned memory."""
+
     host: Tensor
     device: torch.device
     before: "weakref.ref[HostCopy] | None"
@@ -28,6 +30,8 @@ class HostCopy:
 
 
 class HostCopies:
+    """The copies of one model's blocks."""
+
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._last: weakref.ref[HostCopy] | None = None

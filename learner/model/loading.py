@@ -37,6 +37,7 @@ WRONG_VALUES = (StrictDataclassError, ArithmeticError, AttributeError, LookupErr
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
+    """Read the model's config."""
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
@@ -55,6 +56,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
+    """Build the model without storage, in fp32 and training mode."""
     return build(read_config(model), attention, torch.device("meta"), model.trust_remote_code)
 
 
@@ -95,6 +97,7 @@ def _attentions(config: PreTrainedConfig, attention: str) -> str | dict[str, str
 
 
 def auto_class(config: Any) -> Any:
+    """Return the class of transformers that builds a model of `config`, with all of its parts."""
     if getattr(config, "vision_config", None) is not None:
         return AutoModelForImageTextToText
     multimodal = (
@@ -104,6 +107,7 @@ def auto_class(config: Any) -> Any:
 
 
 def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """The buffers that the model's files hold, by name; most models have none."""
     return [
         (f"{name}.{key}".removeprefix("."), buffer)
         for name, module in model.named_modules()
@@ -113,10 +117,12 @@ def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def has_blocks(model: PreTrainedModel) -> bool:
+    """Whether the model's decoder lists its blocks as `layers`."""
     return isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList)  # type: ignore[no-untyped-call]
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The transformer blocks."""
     if not has_blocks(model):
         raise ValueError(
             f"model.path: {type(model).__name__} has no decoder.layers; take a model that lists its blocks there"

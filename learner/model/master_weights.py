@@ -29,6 +29,7 @@ SLOTS = 3
 
 
 def device_bytes(numbers: int, portion: int) -> int:
+    """GPU memory of an optimizer's step over so many numbers of this rank."""
     return 4 * KINDS * SLOTS * min(numbers, portion)
 
 
@@ -87,6 +88,7 @@ def unlock(memory: Tensor, device: torch.device, portion: int = PORTION) -> None
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have the trained parameters of `model`, on meta, be of `dtype`."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -137,6 +139,7 @@ class MasterWeights:
 
 
 def rows_of(parameter: Tensor) -> Tensor:
+    """This rank's rows of a parameter or gradient: a view."""
     found = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return found.detach()
 

@@ -96,6 +96,7 @@ class Estimate:
 
 
 def gpu_memory(device: torch.device) -> int | None:
+    """Bytes of the GPU that no other process holds, None on CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -188,6 +189,7 @@ def budget_in(
 
 
 def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
+    """Pinned host memory of a rank that `activation_checkpointing: offload` fills with microbatches of `tokens`."""
     if learner.activation_checkpointing != "offload":
         return 0
     text = sizes_of(model, learner.context_parallel).text

@@ -219,5 +219,6 @@ def _shared(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts:
 
 
 def one_document(tokens: Sequence[int]) -> Microbatch:
+    """A single document of which every token but the first is trainable."""
     size = len(tokens)
     return lay_out([tokens], [np.ones(size)], [np.zeros(size)], [np.full(size, -1)], [0])

@@ -290,6 +290,7 @@ def apply_head(
     loss: ChunkLoss | None = None,
     top: TopTokens | None = None,
 ) -> tuple[Tensor, ...]:
+    """Compute the result of `Policy.forward` from the row's hidden states."""
     own, scored, targets = microbatch.own, microbatch.predicted, microbatch.targets
     predictor = microbatch.predictor if own is None else own.predictor
     tokens, shared = microbatch.tokens if targets is None else targets.tokens, microbatch.shared is not None

@@ -16,6 +16,8 @@ from learner.model.speed import choose, fastest_first
 
 @dataclass(frozen=True)
 class RankMemory:
+    """One rank: what it will hold, and the tokens of its microbatches."""
+
     estimate: Estimate
     tokens: int
     least: int
@@ -33,6 +35,8 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Settled:
+    """The learner with every `auto` decided, and its ranks."""
+
     learner: LearnerConfig
     first: RankMemory
     others: RankMemory | None
@@ -49,6 +53,7 @@ def settle(config: Config, memory: int, patches: int = 0) -> Settled:
 
 
 def settle_speed(config: Config, memory: int, patches: int) -> Config:
+    """As `decide_speed` of the learner does: all ranks take what fits the fullest."""
     ways = fastest_first(config.learner, True, config.run.versions)
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
     taken = max(choose(config.model, ways, *sizes, sends, keeps_critic(config)) for sends in roles(config))
@@ -56,6 +61,7 @@ def settle_speed(config: Config, memory: int, patches: int) -> Config:
 
 
 def settle_gather(config: Config, memory: int, patches: int) -> Config:
+    """As `decide_gather` of the learner does: `batch` only if every rank has room for it."""
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
     own = [choose_gather(config.model, config.learner, *sizes, sends, keeps_critic(config)) for sends in roles(config)]
     return config.model_copy(update={"learner": next((way for way in own if way.gather == "pass"), own[0])})
@@ -68,6 +74,7 @@ def roles(config: Config) -> list[int]:
 
 
 def shards_of(learner: LearnerConfig) -> int:
+    """Ranks that share one copy of the model."""
     return learner.shard or max(1, learner.ranks // learner.nodes)
 
 

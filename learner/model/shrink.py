@@ -199,6 +199,7 @@ def _shrink_idle(part: Any, narrowed: bool) -> None:
 
 
 def size_of(config: PreTrainedConfig, trusted: bool) -> int:
+    """Return the number of parameters of a model of this config."""
     with torch.device("meta"):
         made = loading.auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trusted)
     return int(made.num_parameters())

@@ -41,6 +41,7 @@ class Divergence(NamedTuple):
 
 
 def divergence(teacher: Tensor, policy: Tensor) -> Divergence:
+    """D of the log-probabilities of the same tokens, [tokens, k] each."""
     p, ratios = policy.exp(), policy - teacher
     rest, own = ((1 - each.exp().sum(-1)).clamp(min=0) for each in (teacher, policy))
     of_tail = own.clamp(min=LEAST_TAIL).log() - rest.clamp(min=LEAST_TAIL).log()

@@ -57,6 +57,8 @@ class PackedImages:
 
 
 class TowerParts(NamedTuple):
+    """The parts of a model that see images."""
+
     tower: Any
     blocks: list[nn.Module]
     projectors: list[nn.Module]

@@ -63,6 +63,7 @@ def is_sharded(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def own_rows(parameter: Tensor) -> Tensor:
+    """This rank's rows of `parameter`, or all of it where each rank has all: a view."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 

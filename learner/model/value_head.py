@@ -24,6 +24,7 @@ class ValueHead(nn.Module):
 
 
 def replace_head(model: PreTrainedModel) -> None:
+    """Make `model`, on the meta device, a critic: it gives up its output embedding for a value head."""
     width = model.get_output_embeddings().weight.shape[1]  # type: ignore[no-untyped-call]
     with torch.device("meta"):
         model.set_output_embeddings(ValueHead(width))  # type: ignore[arg-type]

@@ -64,6 +64,8 @@ class SummedStream:
 
 
 class SummedFiles(FileSystem):
+    """The file system, with a note of its CRC32C beside each shard that was written."""
+
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         with super().create_stream(path, mode) as stream:

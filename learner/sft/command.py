@@ -51,6 +51,7 @@ PROG = "python -m learner sft"
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`, without the word `sft`; returns the exit code."""
     config = read(argv, PROG, lambda config: check_sft(config, rows=count_rows(config.data.train)))
     try:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))

@@ -32,4 +32,5 @@ def laid_out(texts: Sequence[TrainedText]) -> Microbatch:
 
 
 def num_trained(texts: Sequence[TrainedText]) -> int:
+    """Trained tokens of all texts."""
     return sum(int(text.trained.sum()) for text in texts)

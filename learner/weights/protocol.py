@@ -64,6 +64,8 @@ class Join(Message):
 
 
 class Ready(Message):
+    """All workers are idle and wait for Go."""
+
     round: Count
 
 
@@ -77,6 +79,8 @@ class Release(Message): ...
 
 
 class Received(Message):
+    """All buckets have arrived, and their checksums agree with the learner's."""
+
     round: Count
     span_s: Seconds
 
@@ -131,10 +135,14 @@ class Joined(Message): ...
 
 
 class Offer(Message):
+    """A version can be sent in this round."""
+
     round: Count
 
 
 class Checksums(Message):
+    """The learner's checksum of each bucket."""
+
     round: Count
     checksums: Many[Checksum]
 
@@ -193,6 +201,8 @@ class Rejoin(Message):
 
 
 class JoinRefused(Message):
+    """Final: the server exits with `reason`, which is one line for people."""
+
     reason: Text
 
 

@@ -83,6 +83,7 @@ async def run_apart(how: Apart, program: Program) -> bytes:
 
 
 def heard(name: str, said: bytes) -> bytes:
+    """What the guard said."""
     try:
         origin, text = msgpack.unpackb(said)
     except BAD_BYTES:
@@ -93,6 +94,7 @@ def heard(name: str, said: bytes) -> bytes:
 
 
 def close_all_but(kept: set[int]) -> None:
+    """Close the files that this process has of its parent."""
     for fd in set(map(int, os.listdir("/proc/self/fd"))) - kept:
         with suppress(OSError):
             os.close(fd)
@@ -199,6 +201,7 @@ def _become_program(guard: int, program: Program, said_fd: int) -> NoReturn:
 
 
 def write_all(fd: int, data: bytes) -> None:
+    """Write all of it, however long that takes."""
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]

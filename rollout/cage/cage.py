@@ -265,4 +265,5 @@ class Cage:
 
 
 def detail(trace: str, output: str) -> str:
+    """A failure's note: the traceback and what was printed last."""
     return f"{trace.rstrip()}\n--- last output ---\n{output}" if output and trace else trace or output

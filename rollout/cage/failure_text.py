@@ -18,6 +18,7 @@ class ToldError(Exception):
 
 
 def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
+    """Origin, reason and traceback of what the function `name` raised."""
     if isinstance(error, ToldError):
         return error.origin, one_line(error.reason), error.trace
     if isinstance(error, SystemExit):
@@ -36,6 +37,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def describe_load_error(name: str, error: BaseException) -> tuple[str, str]:
+    """Reason and traceback of a loader that failed; its ValueError says what is wrong by itself."""
     how = _text(error) if type(error) is ValueError else f"{name} cannot be loaded: {exception_text(error)}"
     return one_line(how), user_frames(error)
 

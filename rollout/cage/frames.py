@@ -23,6 +23,7 @@ def encode(message: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
+    """A plain value for one of numpy, or a number of another kind."""
     if isinstance(value, int):
         raise OverflowError("an integer of more than 64 bits")
     if isinstance(value, Number) and not isinstance(value, complex) and not hasattr(value, "tolist"):
@@ -33,4 +34,5 @@ def plain(value: Any) -> Any:
 
 
 def unpacker(unicode_errors: str = "strict") -> msgpack.Unpacker:
+    """Takes bytes with `feed`, and yields the messages that are complete."""
     return msgpack.Unpacker(strict_map_key=False, max_buffer_size=2 * MAX_BYTES, unicode_errors=unicode_errors)

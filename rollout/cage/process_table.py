@@ -18,6 +18,7 @@ def kill_below(root: int, children: dict[int, list[int]]) -> None:
 
 
 def children_of_all() -> dict[int, list[int]]:
+    """All processes by their parents, from /proc; those that ended but were not waited for do not count."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -28,6 +29,7 @@ def children_of_all() -> dict[int, list[int]]:
 
 
 def below(root: int, children: dict[int, list[int]]) -> list[int]:
+    """The processes below `root`."""
     found = list(children.get(root, []))
     for pid in found:  # grows meanwhile
         found += children.get(pid, [])

@@ -98,6 +98,7 @@ class UserTask:
 
 
 def caged_task(config: Config, log: Path | None) -> CagedFunction:
+    """How the workers of `rollout.task` get it, and their limits."""
     rollout, agent, environment = config.rollout, config.rollout.agent, config.rollout.environment
     memory = f"rollout.task_memory_gib ({rollout.task_memory_gib:g} GiB)"
     plain = config.model_dump(mode="json")
@@ -156,6 +157,8 @@ def trajectory_of(name: str, values: Any) -> Trajectory:
 
 
 def load_conversation(task: Callable[..., Awaitable[Any]]) -> Plain:
+    """In a worker: a task that sends messages, as a function of plain values."""
+
     async def converse(values: dict[str, Any], call: Plain) -> Any:
         async def chat(messages: Any, tools: Any = None, max_tokens: int | None = None) -> dict[str, Any]:
             return await call(messages, tools=tools, max_tokens=max_tokens)
@@ -182,6 +185,8 @@ def open_files() -> frozenset[int]:
 
 
 def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], data: dict[str, Any]) -> Plain:
+    """In a worker: a task that makes a trajectory, as a function of plain values."""
+
     @cache
     def tokenizer() -> Any:
         from rollout.episodes.prompts import load_tokenizer
@@ -218,9 +223,11 @@ def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], dat
 
 
 def images_of(problem: Problem) -> list[PlacedImage]:
+    """The images of the prompt, from the row's files."""
     form = problem.format
     return place(problem.prompt, [decode(data, form) for data in problem.row.get("images", ())]) if form else []
 
 
 def files(images: Sequence[PlacedImage]) -> list[tuple[int, bytes]]:
+    """What travels of images that the task shows."""
     return [(image.start, image.data) for image in images]

@@ -242,6 +242,7 @@ def shown(printed: bytes) -> str:
 
 
 def exit_text(ended: os.waitid_result | None) -> str:
+    """How a process ended."""
     code = ended.si_status if ended else 0
     if ended and ended.si_code == os.CLD_EXITED:
         return f"ended its process (exit code {code})"
@@ -265,6 +266,7 @@ def kill_all(group: int) -> None:
 
 
 def memory_limit(function: CagedFunction) -> str:
+    """The limit with its key."""
     return f"{function.prefix}memory_gib ({function.memory_gib:g} GiB)"
 
 

@@ -39,6 +39,7 @@ _number: ContextVar[int] = ContextVar("number", default=0)
 
 
 def work(function: CagedFunction, control: socket.socket, state: CallState) -> None:
+    """Serve one worker process from loading to its end."""
     faulthandler.enable(2)
     faulthandler.register(DUMP_SIGNAL, 2, all_threads=True)
     home = os.getpid()
@@ -80,6 +81,7 @@ def serve_calls(function: CagedFunction, control: socket.socket, state: CallStat
 
 
 def value_message(name: str, number: int, value: Any) -> bytes:
+    """The end of a call that returned `value`."""
     try:
         return encode(["ended", number, "value", value, "", False, 0])
     except BaseException as error:  # users' own classes run here
@@ -88,6 +90,7 @@ def value_message(name: str, number: int, value: Any) -> bytes:
 
 
 def failure_message(name: str, number: int, error: BaseException) -> bytes:
+    """The end of a call that raised `error`."""
     cause = first_error(error)
     permanent, request = (attribute(cause, each) for each in ("permanent", "refused_request"))
     known = permanent is True, request if type(request) is int else 0
@@ -265,6 +268,8 @@ class RecordedSteps:
 def serve_episodes(
     function: CagedFunction, control: socket.socket, state: CallState, loaded: Callable[..., Awaitable[Any]]
 ) -> None:
+    """Run episodes, or calls of an `async` function, until the server closes the connection."""
+
     def new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         number = (options.get("context") or copy_context()).get(_number, 0)
         recorded: Any = RecordedSteps(coroutine, state, number) if number else coroutine

@@ -237,6 +237,7 @@ class ChatServer:
 
 
 async def deliver(request: web.Request, requested: Requested, reply: Reply) -> web.StreamResponse:
+    """The reply as one JSON body."""
     response = web.json_response(completion(requested, reply))
     await response.prepare(request)
     await response.write_eof()
@@ -244,6 +245,7 @@ async def deliver(request: web.Request, requested: Requested, reply: Reply) -> w
 
 
 async def deliver_events(request: web.Request, requested: Requested, reply: Reply) -> web.StreamResponse:
+    """The reply as server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     events = [*map(json.dumps, chunks(requested, reply)), "[DONE]"]
@@ -253,6 +255,7 @@ async def deliver_events(request: web.Request, requested: Requested, reply: Repl
 
 
 def refused_body(error: Exception) -> dict[str, Any]:
+    """The body of a 400."""
     if isinstance(error, ChatRefused):
         limit, param = error.code.endswith("_exceeded"), getattr(error, "param", None)
         code = "context_length_exceeded" if limit else error.code  # the code that clients know

@@ -107,6 +107,7 @@ def digests(tools: Any, messages: list[Message]) -> Iterator[bytes]:
 
 
 def extended(digest: bytes, message: Message) -> bytes:
+    """The digest of those messages and one more."""
     calls = [
         [call["id"], call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())
     ]

@@ -88,21 +88,25 @@ class Ignored:
 
 
 def refused(key: str, what: str) -> ChatRefused:
+    """A refusal that names the key."""
     error = ChatRefused(f"{key}: {what}")
     error.param = key  # type: ignore[attr-defined]
     return error
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's client reads it."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def completion(requested: Requested, reply: Reply) -> dict[str, Any]:
+    """The body of an answer."""
     choice = {"index": 0, "message": reply.message, "finish_reason": reply.finish_reason, "logprobs": None}
     return head(requested, "chat.completion") | {"choices": [choice], "usage": usage(reply)}
 
 
 def chunks(requested: Requested, reply: Reply) -> Iterator[dict[str, Any]]:
+    """The same as a stream: all of the message, why it ended, and the tokens if asked for."""
     start = head(requested, "chat.completion.chunk")
     delta = dict(reply.message)
     if calls := delta.get("tool_calls"):
@@ -114,9 +118,11 @@ def chunks(requested: Requested, reply: Reply) -> Iterator[dict[str, Any]]:
 
 
 def head(requested: Requested, kind: str) -> dict[str, Any]:
+    """What all parts of an answer begin with."""
     return {"id": requested.id, "object": kind, "created": requested.created, "model": MODEL}
 
 
 def usage(reply: Reply) -> dict[str, int]:
+    """Tokens of the answer."""
     given, sampled = reply.prompt_tokens, reply.completion_tokens
     return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}

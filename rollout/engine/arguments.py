@@ -85,12 +85,14 @@ def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
 
 
 def unknown_parsers(config: Config) -> Iterator[str]:
+    """A line for each parser of `rollout.chat` that the installed vLLM does not have; none without vLLM."""
     for key in PARSERS:
         if (name := getattr(config.rollout.chat, key)) not in (None, AUTO):
             yield from unknown_parser(key, name)
 
 
 def unknown_parser(key: str, name: str) -> Iterator[str]:
+    """A line if the installed vLLM has no parser of this name for `rollout.chat.KEY`."""
     parsers = sorted(registered(*PARSERS[key]))
     if parsers and name not in parsers:
         close = difflib.get_close_matches(name, parsers, 1)
@@ -158,6 +160,7 @@ def cliffs(config: Config) -> Iterator[str]:
 
 
 def largest_graph(arguments: Mapping[str, Any]) -> int:
+    """Tokens of the largest step that vLLM captures as a CUDA graph."""
     inside = arguments.get("compilation_config")
     said = {**arguments, **(inside if isinstance(inside, Mapping) else {})}
     size = said.get("max_cudagraph_capture_size") or min(2 * arguments["max_num_seqs"], 512)
@@ -238,6 +241,7 @@ def text_arguments() -> dict[str, Any]:
 
 
 def longest_sample(config: Config) -> int:
+    """Tokens of the longest sample that is trained on or evaluated."""
     answers = [each.max_tokens or 0 for each in config.data.eval.values()]
     return max([max_sample_tokens(config), *(config.data.max_prompt_tokens + answer for answer in answers)])
 
@@ -264,6 +268,7 @@ def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str,
 
 
 def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:
+    """For a model that sees images: they come decoded, resized and normalised, as the learner sees them."""
     sizes: dict[str, Any] = {"size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels}}
     if form.side is not None:
         sizes = {"size": {"height": form.side, "width": form.side}, "do_pan_and_scan": False}

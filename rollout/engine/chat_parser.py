@@ -85,6 +85,7 @@ def tool_call(call: Any) -> dict[str, Any]:
 
 
 def is_object(text: str) -> bool:
+    """Whether this is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except ValueError:

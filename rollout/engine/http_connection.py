@@ -17,6 +17,8 @@ MOST_CONNECTIONS = 4096
 
 
 class LimitedConnection(H11Protocol):
+    """A connection of uvicorn with these limits."""
+
     _late: asyncio.TimerHandle | None = None
     """Closes the connection unless a head is there before."""
 
@@ -48,4 +50,5 @@ class LimitedConnection(H11Protocol):
 
 
 def limit_connections() -> None:
+    """Have each HTTP server of uvicorn that this process starts limit its connections."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{LimitedConnection.__name__}"

@@ -41,6 +41,8 @@ ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
 class ModelLoad:
+    """Loads weights into `model`, a worker's part of vLLM's model on `device`."""
+
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.model: Any = model
         self.vllm_config, self.device = vllm_config, device
@@ -175,6 +177,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of `files` by name."""
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict

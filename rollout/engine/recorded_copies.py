@@ -23,6 +23,8 @@ FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.ate
 
 @dataclass(frozen=True)
 class Recording:
+    """The copies from one staging copy into a model whose parameters lie at `addresses`."""
+
     source: torch.Tensor
     """Keeps the staging copy in memory, so that nothing else comes to lie at its address."""
     addresses: list[int]
@@ -128,10 +130,12 @@ def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:
 
 
 def storage(tensor: torch.Tensor) -> int:
+    """Address of the memory that `tensor` is a view of."""
     return tensor.untyped_storage().data_ptr()
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte and of the one behind its last."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 

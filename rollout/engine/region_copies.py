@@ -21,6 +21,8 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 @dataclass
 class Loading:
+    """How regions get into a model whose parameters lie at `addresses`."""
+
     addresses: list[int]
     targets: dict[Region, list[torch.Tensor]]
     fills: list[Callable[[], object]]

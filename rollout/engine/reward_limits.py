@@ -65,6 +65,8 @@ class BodyRefused(Exception):
 
 
 class LimitedBody:
+    """The body of a request as it arrives."""
+
     def __init__(self, receive: Receive) -> None:
         self._receive, self._size, self._whole = receive, 0, False
         self._until = asyncio.get_running_loop().time() + BODY_S
@@ -85,6 +87,8 @@ class LimitedBody:
 
 
 class MarkedResponse:
+    """A response as it is sent, with headers for browsers."""
+
     def __init__(self, send: Send) -> None:
         self._send, self.begun = send, False
 
@@ -96,6 +100,7 @@ class MarkedResponse:
 
 
 async def refuse(send: Send, status: int, reason: str) -> None:
+    """Answer with an error, in words."""
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), *ADDED]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": reason.encode()})

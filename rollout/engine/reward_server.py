@@ -35,6 +35,7 @@ LEVEL = "warning"
 
 
 def main(argv: Sequence[str]) -> int:
+    """Serve until a signal comes; returns the exit code."""
     flags, rest = split_flags(argv, PROG, name={"default": "reward-0"})
     config = read(rest, f"{PROG} [--name reward-0]", check_reward_server)
     number = flags.name.rpartition("-")[2]
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
+    """Run vLLM's API server in this process, with these arguments, until a signal comes."""
     os.environ[KEYS_VARIABLE] = str(keys.absolute())
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
@@ -85,6 +87,7 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of vLLM's server as words."""
     found = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -128,6 +131,7 @@ class TokenGate:
 
 
 async def refuse(scope: dict[str, Any], send: Callable[..., Any]) -> None:
+    """Answer a request without the token: status 401, or the end of a web socket."""
     if scope["type"] != "http":
         await send({"type": "websocket.close", "code": 1008})
         return

@@ -44,6 +44,8 @@ def report_final_failures() -> None:
 
 
 class ReasonFile(logging.Handler):
+    """Writes the first logged exception that is final to a file."""
+
     def __init__(self, name: str) -> None:
         super().__init__(logging.ERROR)
         self._name, self._written = name, False

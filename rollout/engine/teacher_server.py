@@ -26,6 +26,7 @@ PROG = "python -m rollout teacher"
 
 
 def main(argv: Sequence[str]) -> int:
+    """Serve until a signal comes; returns the exit code."""
     flags, rest = split_flags(argv, PROG, name={"default": "teacher-0"})
     config = read(rest, f"{PROG} [--name teacher-0]", check_teacher_server)
     number, last = flags.name.rpartition("-")[2], len(config.teacher.served) - 1
@@ -46,6 +47,7 @@ def check_teacher_server(config: Config) -> None:
 
 
 def unknown_arguments(config: Config) -> list[str]:
+    """A line for each engine argument of a teacher that the installed vLLM does not have."""
     lines = []
     for source, each in config.teacher.teachers.items():
         key = key_of(config.teacher, source)

@@ -274,6 +274,7 @@ class Engine:
 
 
 def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> SamplingParams:
+    """How vLLM samples a completion: asking for log-probabilities makes our scheduler keep them until the end."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -287,6 +288,7 @@ def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Seq
 
 @contextmanager
 def translate_engine_errors() -> Iterator[None]:
+    """Turn vLLM's exceptions into EngineDead and EngineError."""
     try:
         yield
     except EngineDeadError as error:

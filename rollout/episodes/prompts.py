@@ -241,6 +241,7 @@ class Prompts:
 
 
 def without_images(row: dict[str, Any]) -> dict[str, Any]:
+    """The row for rewards and reports, which take no image files."""
     return {name: value for name, value in row.items() if name != IMAGES}
 
 

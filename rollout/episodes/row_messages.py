@@ -41,6 +41,7 @@ def message_of(number: int, message: Any, template: str, images: bool) -> dict[s
 
 
 def text_of(place: str, content: Any, images: bool) -> str:
+    """Return the text of a content, with MARK for each image."""
     if isinstance(content, str):
         return whole(place, content)
     if not isinstance(content, list) or not content:

@@ -100,6 +100,7 @@ async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, ke
 
 
 def attempt_of(group: Group, version: int) -> Attempt:
+    """The only sample of `group` in numbers; all of it was sampled under `version`."""
     (sample,) = group.samples
     sampled = sample.sampled.numpy() == 1
     versions = set(sample.versions.numpy()[sampled].tolist())
@@ -108,6 +109,7 @@ def attempt_of(group: Group, version: int) -> Attempt:
 
 
 def example_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
+    """The only sample of `group`, for people."""
     (sample,) = group.samples
     answer = sample.answer[:MOST_CHARS]
     return {"problem": without_images(row), "answer": answer, "reward": sample.reward, "finish": sample.finish}

@@ -181,6 +181,8 @@ def note_errors(rubric: Any) -> None:
 
 
 def noting(function: Any) -> Any:
+    """The function, with the same signature."""
+
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -213,21 +215,25 @@ def load(name: str, arguments: dict[str, Any]) -> Environment:
 
 
 def is_classic(name: str) -> bool:
+    """Whether the environment's module has the function of the older API."""
     from verifiers.utils.env_utils import import_env_module
 
     return hasattr(import_env_module(name), "load_environment")
 
 
 def numbers(metrics: Any) -> dict[str, float]:
+    """What of an environment's metrics are numbers."""
     return {str(key): float(value) for key, value in (metrics or {}).items() if isinstance(value, int | float)}
 
 
 def text_of(error: Any) -> str:
+    """An environment's error in one line."""
     chain = error.get("error_chain_repr") or error.get("error") if isinstance(error, dict) else error
     return " ".join(str(chain).split())[:500]
 
 
 def shown(prompt: Any) -> str:
+    """The text of a problem: its last message."""
     content = prompt[-1].get("content", "") if isinstance(prompt, list) and prompt else prompt or ""
     return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
 

@@ -102,6 +102,7 @@ def digits_of_power(numbers: list[int]) -> float:
 
 
 def start() -> None:
+    """Load math-verify, which takes a second, before the first call."""
     _judge()
 
 

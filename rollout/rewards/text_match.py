@@ -23,6 +23,7 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def fits(pattern: re.Pattern[str], text: str, whole: bool) -> bool:
+    """Whether the text, or all of it, matches."""
     return bool(pattern.fullmatch(text) if whole else pattern.search(text))
 
 

@@ -50,6 +50,7 @@ def load_environment(environment: dict[str, Any]) -> Play:
 
 
 def environment_name(environment: dict[str, Any]) -> str:
+    """What an environment is called in errors."""
     return f"environment {environment['id']}"
 
 

@@ -81,10 +81,12 @@ def load_command(command: list[str], memory: str) -> Play:
 
 
 def command_name(command: Sequence[str]) -> str:
+    """What a program is called in errors."""
     return " ".join(command)[:200]
 
 
 def as_text(value: Any) -> Any:
+    """What JSON has no words for: the bytes of an image, as Base64."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value.tolist()
 
 

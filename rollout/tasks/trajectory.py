@@ -227,6 +227,7 @@ class Recorded:
 
 
 def png(image: "Image") -> bytes:
+    """The image as a file, without loss."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

@@ -122,6 +122,7 @@ class Text(NamedTuple):
 
 
 def segments(trajectory: Trajectory) -> list[Text]:
+    """The texts of a sample: usually one."""
     columns = columns_of(trajectory)
     tokens, sampled = columns["tokens"].tolist(), columns["sampled"].astype(bool)
     bounds = pairwise([*trajectory.starts, len(tokens)])
@@ -129,6 +130,7 @@ def segments(trajectory: Trajectory) -> list[Text]:
 
 
 def joined(opinions: Sequence[Opinion]) -> Opinion:
+    """What a teacher gave for a sample, from that of its segments."""
     ids = [each.ids for each in opinions if each.ids is not None]
     top = [each.top for each in opinions if each.top is not None]
     tops = (np.concatenate(ids), np.concatenate(top)) if ids and top else ()

@@ -62,6 +62,7 @@ def chat_environment() -> jinja2.Environment:
 
 
 def text_environment(keep_last_line_break: bool) -> jinja2.Environment:
+    """For templates of texts, in which a name that is not there is an error."""
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=keep_last_line_break)
 
 
@@ -74,6 +75,7 @@ ENVIRONMENTS: Mapping[str, jinja2.Environment] = {
 
 @lru_cache(CACHED)
 def compiled(kind: str, source: str) -> jinja2.Template:
+    """The template `source`, compiled once."""
     return ENVIRONMENTS[kind].from_string(source)
 
 

@@ -90,6 +90,7 @@ def _installed(package: str) -> str | None:
 
 
 def differences(wanted: Mapping[str, str]) -> list[str]:
+    """A line for each of `versions` in which this node differs from the launcher's, `wanted`."""
     here = versions()
     return [
         f"{name} is {here[name]} here and {value} where the run was launched; install the same"
@@ -99,6 +100,7 @@ def differences(wanted: Mapping[str, str]) -> list[str]:
 
 
 def handed_over(environment: Mapping[str, str], further: list[str]) -> dict[str, str]:
+    """The variables of `environment` that processes on a cluster get; `further`: more names and patterns."""
     wanted = (*HANDED_OVER, *further)
     return {key: value for key, value in environment.items() if any(fnmatch(key, pattern) for pattern in wanted)}
 

@@ -18,6 +18,8 @@ ONCE = Restarts(failures=1)
 
 
 class GangMember:
+    """Keeps the learner's process of one node through each generation."""
+
     def __init__(self, process: Process, delivery: Delivery | None, node: str = "", address: str = "") -> None:
         self._node, self._address = (node, address) if node else here()
         self._keeper: Keeper | None = None

@@ -56,6 +56,7 @@ class NodeKeeper:
 
 
 def here() -> tuple[str, str]:
+    """Id and address of this node in Ray."""
     import ray
 
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()

@@ -30,10 +30,12 @@ class Experts(NamedTuple):
 
 
 def has_experts(config: Any) -> bool:
+    """Whether a model's config, as transformers has it, is of a mixture of experts."""
     return num_experts(config.get_text_config().to_dict()) > 0
 
 
 def check_experts(config: Any, path: str, replay: bool) -> None:
+    """Raise ConfigError if routes are to be replayed (`replay`) by a model that cannot."""
     kind = config.get_text_config().model_type
     if replay and not has_experts(config):
         problem = f"rollout.routing_replay: true, and model.path {path} has no experts"
@@ -51,12 +53,15 @@ def experts_of(block: nn.Module) -> nn.Module | None:
 
 
 def share_taken(experts: nn.Module, config: Any) -> float:
+    """Share of the experts of a block that a token takes, by a text config."""
     number = next(len(parameter) for parameter in experts.parameters() if parameter.dim() > 2)
     taken = next((k for key in TAKEN if isinstance(k := getattr(config, key, None), int)), number)
     return taken / number
 
 
 class Mixture:
+    """The routers of a model."""
+
     def __init__(self, sizes: Experts) -> None:
         self.sizes = sizes
         self.tally = torch.zeros(0)

@@ -31,6 +31,8 @@ class Routing:
 
 
 class Router(nn.Module):
+    """A linear layer with the weight of transformers' `theirs`, under its name, and a softmax."""
+
     def __init__(self, theirs: Any) -> None:
         super().__init__()
         self.weight: nn.Parameter = theirs.weight

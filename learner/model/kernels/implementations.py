@@ -19,12 +19,15 @@ aten = torch.ops.aten
 
 
 class Kernel(NamedTuple):
+    """How one library computes it."""
+
     forward: Callable[[Tensor, Tensor, Tensor, Sequences], Pair]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequences], Triple]
     """(gradient of the output, query, key, value, output, log-sum-exp, sequences) -> gradients."""
 
 
 def empty_results(q: Tensor, v: Tensor) -> Pair:
+    """Room for output and log-sum-exp, which is float32 whatever the inputs are (float64 in float64 tests)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=dtype)
 

@@ -59,6 +59,7 @@ def attend_backward(
     copied: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; `grad` is that of `out`."""
     at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window, softcap)
     dq, dk, dv = KERNELS[kernel].backward(grad.contiguous(), q, *_copies(k, v, copied), out, lse.contiguous(), at)
     if copied is not None:

@@ -21,6 +21,8 @@ from learner.weights.plan import LORA_A, LORA_B
 
 
 class Adapted(nn.Linear):
+    """A linear layer with an adapter beside its frozen weight."""
+
     lora_A: nn.Parameter
     """[rank, in_features]"""
     lora_B: nn.Parameter
@@ -71,6 +73,7 @@ def _last_word(name: str) -> str:
 
 
 def factors(model: nn.Module) -> Iterator[Factor]:
+    """The adapter's matrices in the order of the layers, A before B; none of a model without one."""
     for name, layer in model.named_modules():
         if isinstance(layer, Adapted):
             yield Factor(name + LORA_A, layer.lora_A, 1.0)
@@ -89,6 +92,7 @@ def initial(parameter: str, shape: torch.Size, seed: int) -> Tensor:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Within it, `model` is its base."""
     layers = [module for module in model.modules() if isinstance(module, Adapted)]
     for layer in layers:
         layer.on = False

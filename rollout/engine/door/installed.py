@@ -10,6 +10,7 @@ from rollout.engine.door.leant_on import installed
 
 
 def vllm_fields() -> Iterator[str]:
+    """The fields of AsyncEngineArgs."""
     source = installed()
     found = source.find("vllm.engine.arg_utils.AsyncEngineArgs") if source is not None else None
     if source is not None and found is not None:
@@ -17,12 +18,14 @@ def vllm_fields() -> Iterator[str]:
 
 
 def registered(package: str, table: str) -> Iterator[str]:
+    """The names in a table of parsers, a dict literal."""
     node = definition(f"vllm.{package}.{table}")
     if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
         yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
 
 
 def cpu_head_sizes() -> Iterator[int]:
+    """The sizes of heads of vLLM's attention for CPU."""
     node = definition("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")
     for line in statements(node) if node is not None else ():
         if isinstance(line, ast.Return) and isinstance(line.value, ast.List):
@@ -30,10 +33,12 @@ def cpu_head_sizes() -> Iterator[int]:
 
 
 def attention_of_cohere() -> ast.AST | None:
+    """The attention of Cohere's models, which makes windows of its own; None without vLLM."""
     return definition("vllm.model_executor.models.commandr.CohereAttention")
 
 
 def definition(path: str) -> ast.AST | None:
+    """A definition in the installed vLLM; None if there is none, or no vLLM."""
     source = installed()
     found = source.find(path) if source is not None else None
     return found.node if found is not None else None

