@@ -29,8 +29,9 @@ LAYERS = ("GatedDeltaNet", "DeltaAttention", "ShortConv")
 """Ends of the names of the layers that consist of such functions."""
 TRIED_BOUNDS = (0, 1, 70, 192)
 """Bounds of the documents in `check`: shorter than a kernel's chunk of 64 tokens, and longer."""
-TOLERANCE = 0.02
-"""Largest difference in `check`, relative to the norm. bfloat16 alone makes .004, neighbours that are seen make .3."""
+TOLERANCES = {"output": 0.02, "gradient": 0.05}
+"""Largest differences in `check`, relative to the norm. In bfloat16 an output is .004 off by rounding, and .035 or more
+where a document sees its neighbour (`benchmarks/lab/delta_rules.py`)."""
 REMEDY = "uninstall flash-linear-attention: document by document, transformers' torch functions need none"
 Function = Callable[..., Any]
 
@@ -108,7 +109,7 @@ def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *
 def check(layer: nn.Module, forward: Function, hidden: Tensor) -> None:
     """Compare kernels that are given bounds with transformers' torch functions, which see one document each: the
     output, and its gradient by the input. `hidden`: [1, tokens, width], a real row. Raises ConfigError if they differ
-    by more than TOLERANCE, or cannot run on this GPU."""
+    by more than TOLERANCES, or cannot run on this GPU."""
     tried = hidden[:, : TRIED_BOUNDS[-1]].detach()
     edges = [edge for edge in TRIED_BOUNDS if edge < tried.shape[1]] + [tried.shape[1]]
     starts = torch.tensor(edges, dtype=torch.int32, device=hidden.device)
@@ -126,9 +127,9 @@ def check(layer: nn.Module, forward: Function, hidden: Tensor) -> None:
 
     with replaced(layer, in_torch(layer)):
         wanted = _with_gradient(alone, tried)
-    for what, a, b in zip(("output", "gradient"), ours, wanted, strict=True):
+    for (what, tolerance), a, b in zip(TOLERANCES.items(), ours, wanted, strict=True):
         difference = float((a - b).norm() / b.norm())
-        if not difference <= TOLERANCE:
+        if not difference <= tolerance:
             problem = f"the {what} of {kernels} differs by {difference:.3f} of its norm from each document alone"
             raise ConfigError([f"model.path: {problem}; update flash-linear-attention, or {REMEDY}"])
 
