@@ -56,7 +56,7 @@ from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.critic.critic import Critic
 from learner.drain import Stopping
 from learner.mesh import default_store, process_group, replica, shards
-from learner.model import flops
+from learner.model import flops, state
 from learner.model.lora.base import Base
 from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory, memory_budget
 from learner.model.policy import Policy
@@ -197,6 +197,7 @@ def build(
     if mesh.ndim == 2:
         placed += f", {mesh.size(0)} copies over {mesh.size(1)} ranks each"
     log.info("%s: %.1f M parameters on %s", config.model.path, parameters, placed)
+    state.report(policy.model, policy.device)
     critic = build_critic(config, mesh) if keeps_critic(config) else None
     held = config.algorithm.critic.warmup_versions if critic else 0
     optimizer = Optimizer(policy, config.learner, config.run.versions, held)

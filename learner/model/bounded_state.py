@@ -7,9 +7,11 @@ on a GPU is compared with transformers' torch functions, one document after the 
 which computes document by document what takes no bounds.
 """
 
+import importlib
 import inspect
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from types import FunctionType
@@ -27,6 +29,8 @@ RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 """transformers' names of delta rules over whole documents."""
 LAYERS = ("GatedDeltaNet", "DeltaAttention", "ShortConv")
 """Ends of the names of the layers that consist of such functions."""
+SCANS = re.compile(r"chunk|_scan$")
+"""transformers' functions over whole documents that are slow in torch."""
 TRIED_BOUNDS = (0, 1, 70, 192)
 """Bounds of the documents in `check`: shorter than a kernel's chunk of 64 tokens, and longer."""
 TOLERANCES = {"output": 0.02, "gradient": 0.05}
@@ -49,6 +53,26 @@ def chosen(code: Mapping[str, Any]) -> dict[str, tuple[Function, Function]]:
             inner = inspect.getclosurevars(function).nonlocals  # of `use_kernel_func_from_hub_with_fallback`
             pairs[name] = inner["torch_function"], inner["implementation"]
     return pairs
+
+
+def slow_because(layers: Iterable[nn.Module]) -> str | None:
+    """Why transformers' torch functions compute delta rules and state spaces of `layers`; None where kernels do."""
+    missing = {}
+    for layer in layers:
+        for name, (torch_function, run) in chosen(namespace(layer)).items():
+            if run is torch_function and SCANS.search(name):
+                wrapper = namespace(layer)[name]
+                missing[type(layer).__name__] = inspect.getclosurevars(wrapper).nonlocals["package"]
+    lines = [f"{package} {_import_error(package)}" for package in sorted({*missing.values()})]
+    return f"{', '.join(sorted(missing))}: {'; '.join(lines)}" if missing else None
+
+
+def _import_error(package: str) -> str:
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # a package for GPUs may raise anything while it is imported
+        return f"cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
+    return "has no such kernel"
 
 
 @contextmanager

@@ -8,6 +8,7 @@ tried (`exactness.py`), and a layer of another class is refused by that trial. U
 `flops.py`; document by document it waits for the GPU, because it reads the bounds.
 """
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from configs.load import ConfigError
 from learner.model import bounds
-from learner.model.bounded_state import check, in_torch, replaced, takes_bounds, within
+from learner.model.bounded_state import check, in_torch, replaced, slow_because, takes_bounds, within
 from learner.model.bounds import BOUNDS
 
+log = logging.getLogger(__name__)
 KEEPS_STATE = re.compile(
     r"(GatedDeltaNet|DeltaAttention|ShortConv|Mamba2?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|RecurrentBlock)$"
 )
@@ -52,6 +54,14 @@ def layers_of(block: nn.Module) -> list[nn.Module]:
 def kinds(model: nn.Module) -> list[str]:
     """Names of the classes of layers that keep a state, in order. Example: `["Lfm2ShortConv"]`"""
     return sorted({type(layer).__name__ for layer in layers_of(model)})
+
+
+def report(model: nn.Module, device: torch.device) -> None:
+    """Warn where a GPU computes such layers without kernels for GPUs, and say why."""
+    if device.type == "cuda" and (why := slow_because(layers_of(model))):
+        log.warning(
+            "layers that keep a state take transformers' torch functions, several times slower than kernels: %s", why
+        )
 
 
 def attends(block: nn.Module) -> bool:

@@ -1,5 +1,7 @@
 """Layers whose kernels are given the bounds of documents: each document as if it stood alone, or a refusal by name."""
 
+import re
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -163,6 +165,20 @@ def test_a_check_within_a_recomputed_block_leaves_its_gradient_right() -> None:
 
     got = torch.autograd.grad(checkpoint(checked, given, use_reentrant=False).sum(), given)
     torch.testing.assert_close(got, torch.autograd.grad(layer(given).sum(), given))
+
+
+def test_layers_without_kernels_are_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A package that is installed and cannot be imported is no missing package, as transformers calls it."""
+    layer = delta_net()
+    monkeypatch.setitem(sys.modules, "fla", None)
+    state.report(layer, torch.device("cpu"))
+    assert not caplog.records
+    state.report(layer, torch.device("cuda"))
+    assert re.search(r"Qwen3_5GatedDeltaNet: fla cannot be imported \(ModuleNotFoundError: .*fla", caplog.text)
+    with bounded_state.replaced(layer, {RULE: installed(bounded)}):
+        assert bounded_state.slow_because([layer]) is None
 
 
 def test_only_layers_whose_kernels_know_bounds_are_given_them() -> None:
