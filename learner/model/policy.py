@@ -87,14 +87,7 @@ class Policy(nn.Module):
         if valued:
             replace_head(self.model)
         self.form = FileForm(self.model)
-        self.model.requires_grad_(not frozen)
-        if model.lora:
-            adapt(self.model, model.lora, self.dtype)
-        if learner.matmul == "fp8":
-            layers = float8.convert(self.model)
-            log.info("learner.matmul: fp8: %d linear layers of the blocks multiply in FP8", layers)
-        if not frozen:
-            vision.freeze(self.model, model.freeze)
+        self._choose_trained(model, learner, frozen)
         self.mixture = Mixture.of(self.model)
         self.replayed = self.mixture.sizes if self.mixture and replay else None
         seeing = sees(self.model.config)
@@ -122,6 +115,17 @@ class Policy(nn.Module):
         if self.masters:
             assert isinstance(self, FSDPModule), "fully_shard made it one"
             keep_wide_gradients(self, self.masters.parameters)
+
+    def _choose_trained(self, model: ModelConfig, learner: LearnerConfig, frozen: bool) -> None:
+        """Adapters, FP8 and frozen parts: they change the layers, so they come before all that looks at these."""
+        self.model.requires_grad_(not frozen)
+        if model.lora:
+            adapt(self.model, model.lora, self.dtype)
+        if learner.matmul == "fp8":
+            layers = float8.convert(self.model)
+            log.info("learner.matmul: fp8: %d linear layers of the blocks multiply in FP8", layers)
+        if not frozen:
+            vision.freeze(self.model, model.freeze)
 
     def _sharing(self, learner: LearnerConfig) -> PrefixSharing:
         other = None
