@@ -195,7 +195,7 @@ READERS = {
     "config": ("buffer", "learner"),
 }
 """Processes that read a file of a run when they start."""
-WATCH_S, MANY = 45.0, 3
+WATCH_S, MANY = 120.0, 3  # on a busy machine a refused buffer is started eight times, 5 s each, before the run ends
 
 
 def until_there_is(session: Session, file: str) -> None:
