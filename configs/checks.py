@@ -616,6 +616,8 @@ def _files(config: Config, files: Collection[str]) -> Iterator[str]:
             if not path.is_file():
                 problem = "not a file" if path.exists() else "no such file"
                 yield f"{key}: {path}: {problem} (from {Path.cwd()}); correct the path"
+            elif unreadable := _unreadable_text(path):
+                yield f"{key}: {path}: {unreadable}"
             elif key == "data.format_prompt":
                 yield from _template(path)
     folder = data.image_dir
@@ -653,6 +655,15 @@ def _model(key: str, path: str, weights: bool = True) -> Iterator[str]:
         yield f"{key}: {path}: no such folder (from {Path.cwd()}); {remedy}"
 
 
+def _unreadable_text(path: Path) -> str:
+    """Why `path` is not a text in UTF-8, or ""."""
+    try:
+        path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        return f"cannot be read as text: {error}; write it as UTF-8"
+    return ""
+
+
 def _template(path: Path) -> Iterator[str]:
     """Runs nothing of the template: even to compile one would compute its constants."""
     from jinja2 import TemplateSyntaxError, nodes
@@ -670,5 +681,3 @@ def _template(path: Path) -> Iterator[str]:
                 yield f"data.format_prompt: {path}:{node.lineno}: No {kind} named {node.name!r}."
     except TemplateSyntaxError as error:
         yield f"data.format_prompt: {path}:{error.lineno}: {error.message}"
-    except (OSError, UnicodeDecodeError) as error:
-        yield f"data.format_prompt: {path}: cannot be read as text: {error}"

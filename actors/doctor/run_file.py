@@ -25,7 +25,7 @@ from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
 from configs import variables
 from configs.checks import check, cluster_of, existing, named_by, refuse_paths, refuse_sft
-from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, source_name
+from configs.data.sources import Source, SourceError, needs_truth, parts_of, problems_with, shared_entries, source_name
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.flow.capacity import open_files
@@ -36,7 +36,7 @@ from configs.model_facts import SPARE_BYTES, model_facts
 from configs.origins import credentials
 from configs.plain_text import print_visible, visible_line
 from configs.publishing import unpublishable
-from configs.schema import NO_REWARD, BufferConfig, Config, RewardConfig, TeacherConfig, WeightsConfig
+from configs.schema import NO_REWARD, BufferConfig, Config, DataConfig, RewardConfig, TeacherConfig, WeightsConfig
 from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers, unserved_shapes
 from rollout.engine.arguments import problems as engine_problems
 from rollout.engine.teacher_server import unknown_arguments
@@ -144,7 +144,20 @@ def _judge_data(config: Config, judgement: Judgement) -> tuple[Rows, list[str]]:
             judgement.facts += shares(source, problems.shares)
         elif judgement.rows:
             judgement.warnings += [f"data.{key}: {line}" for line in shared_entries(config.data.train, source)]
-    return rows, further
+    return rows, further + list(demonstration_faults(config.data))
+
+
+def demonstration_faults(data: DataConfig) -> Iterator[str]:
+    """A line for a row of `data.demonstrations` that the learner would refuse unread."""
+    if data.demonstrations is None or list(problems_with(data.demonstrations.path)):  # `check` says so
+        return
+    from buffer.data.parts import open_source  # imports pyarrow
+
+    try:
+        for part in parts_of(data.demonstrations.path):
+            open_source(part, data, "data.demonstrations", False, None, demonstrations=True)
+    except (ConfigError, SourceError) as error:
+        yield from error.problems if isinstance(error, ConfigError) else [f"data.demonstrations: {error}"]
 
 
 def plain_credentials(config: Config) -> Iterator[str]:

@@ -289,6 +289,15 @@ def test_a_model_too_small_for_the_run(model: Path) -> None:
     assert heads == f"rollout.tensor_parallel: 4 does not divide the 6 attention heads of {model}; lower it"
 
 
+@pytest.mark.parametrize("key", ["data.chat_template", "data.format_prompt"])
+def test_a_template_that_is_no_text_is_refused_by_its_key_and_file(tmp_path: Path, key: str) -> None:
+    """A chat template once gave the bare words of the decoder."""
+    (tmp_path / "t.jinja").write_bytes(b"{{ content }} \xff")
+    (line,) = refused(f"{key}={tmp_path}/t.jinja", files=(key,))
+    assert line.startswith(f"{key}: {tmp_path}/t.jinja: cannot be read as text: 'utf-8' codec can't decode byte 0xff")
+    assert line.endswith("; write it as UTF-8")
+
+
 def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()

@@ -37,6 +37,18 @@ def test_a_mixture_is_judged_as_a_whole(tmp_path: Path) -> None:
     assert any(line.startswith("answers end at <|endoftext|> (tokenizer) or after") for line in judgement.facts)
 
 
+def test_demonstrations_with_a_row_that_no_rank_can_read_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    """`configs` once said valid, and the learner refused the row after all processes had started."""
+    make_tokenizer().save_pretrained(tmp_path)
+    (add_weights(tmp_path) / "config.json").write_text('{"model_type": "qwen2"}')
+    rows = [json.dumps({"problem": "8 6 4=2", "answer": answer}) + "\n" for answer in ("a", "\ud83d", "b")]
+    (tmp_path / "d.jsonl").write_text(rows[0])
+    (tmp_path / "shown.jsonl").write_text("".join(rows))
+    given = [f"data.train={tmp_path}/d.jsonl", f"data.demonstrations={{path: {tmp_path}/shown.jsonl, share: 0.5}}"]
+    (line,) = judge(config(tmp_path, *given), live=True).refused
+    assert line.startswith(f"data.demonstrations {tmp_path}/shown.jsonl: line 2: answer has half a surrogate pair")
+
+
 def test_how_many_prompts_of_all_are_too_long(tmp_path: Path) -> None:
     found = Judgement(rows=8000)
     judge_lengths(found, config(tmp_path, "data.max_prompt_tokens=10"), {0: 10, 1: 11, 2: 40, 3: 3})
