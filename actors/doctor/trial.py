@@ -29,7 +29,7 @@ from configs.inner_command import inner_words
 from configs.load import ConfigError, dump, parse
 from configs.own_packages import command
 from configs.parent_death import adopt_orphans, end_with_parent
-from configs.schema import NO_REWARD, Config
+from configs.schema import NO_REWARD, Config, RewardPart
 from rollout.cage.warden import kill_all
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ Rows = Sequence[tuple[int, dict[str, Any]]]
 IMPORT_S = 7.0
 TOKENIZER_S = 6.0
 TEACHER_S = 120.0
+TOKEN = re.compile(r"[<>|/\w-]+")
+"""Tokens in which only `|` has a meaning in a pattern."""
 ROWS_S = 3.0
 START_S = 180.0
 """For a machine on which Python itself starts slowly."""
@@ -257,16 +259,37 @@ def judge_template(found: Judgement, config: Config, made: "Prompts", first: str
         if made.plain or name not in made.template_text:
             found.warnings.append(f"rollout.chat.template_kwargs.{name}: the chat template has no such argument")
     judge_parsers(found, config, made)
+    judge_special_tokens(found, config, made)
     opened = re.search(r"<(\w+)>\s*$", first)
     if opened is None:
         return
     tag = f"<{opened[1]}>"
     found.facts.append(f"note: prompts end with {tag}: the answer begins after it, and rewards do not see it")
     for part in config.reward.parts:
-        pattern = str(part.kwargs.get("pattern", "")) if part.function in ("regex", "exact_match") else ""
+        pattern = pattern_of(part)
+        if part.function == "countdown" and tag == "<answer>":
+            never = f"countdown needs {tag} in an answer, but prompts already end with it"
+            found.warnings.append(f"reward.function: {never}; leave it out there")
         if tag in pattern and not re.search(rf"\((\?:)?{tag}\)\?", pattern):
             never = f"needs {tag} in an answer, but prompts already end with it"
             found.warnings.append(f"reward.function: the pattern of {part.metric} {never}; write ({tag})? there")
+
+
+def pattern_of(part: RewardPart) -> str:
+    """The pattern of a built-in reward, or ""."""
+    return str(part.kwargs.get("pattern", "")) if part.function in ("regex", "exact_match") else ""
+
+
+def judge_special_tokens(found: Judgement, config: Config, made: "Prompts") -> None:
+    """Warn of patterns that need a special token: built-in rewards read answers without them."""
+    special = {str(token) for token in made.tokenizer.added_tokens_decoder.values() if token.special}
+    for part in config.reward.parts:
+        pattern = pattern_of(part)
+        for token in sorted(special):
+            written = {re.escape(token)} | ({token.replace("|", r"\|")} if TOKEN.fullmatch(token) else set())
+            if any(re.search(rf"(?<!\|){re.escape(text)}(?!\||\)[?*])", pattern) for text in written):
+                never = f"needs {token}, but rewards read answers without special tokens; remove it there"
+                found.warnings.append(f"reward.function: the pattern of {part.metric} {never}")
 
 
 def judge_parsers(found: Judgement, config: Config, made: "Prompts") -> None:

@@ -152,6 +152,27 @@ def test_a_pattern_that_can_never_match_is_warned_of(pattern: str, warned: bool)
     assert judged("qwen3", f"--reward.function=[{part}, {{function: countdown}}]").warnings == []
 
 
+@pytest.mark.parametrize(
+    ("pattern", "warned"),
+    [
+        (r"</answer><\|im_end\|>$", True),
+        (r"</answer>(<\|im_end\|>)?$", False),
+        (r"a(<\|im_end\|>|$)", False),
+        ("</answer>$", False),
+    ],
+)
+def test_a_pattern_that_needs_a_special_token_is_warned_of(pattern: str, warned: bool):
+    part = f"{{function: regex, kwargs: {{pattern: '{pattern}'}}, name: format}}"
+    never = "needs <|im_end|>, but rewards read answers without special tokens; remove it there"
+    found = judged("qwen3", f"--reward.function=[{part}, {{function: countdown}}]")
+    assert found.warnings == [f"reward.function: the pattern of format {never}"] * warned
+
+
+def test_a_built_in_reward_whose_tag_ends_the_prompt_is_warned_of():
+    (line,) = judged("chatml", first="Name a vowel.<answer>").warnings
+    assert line.startswith("reward.function: countdown needs <answer> in an answer, but prompts already end with it")
+
+
 def page(name: str) -> str:
     return " ".join((Path(__file__).parents[3] / "docs" / name).read_text(encoding="utf-8").split())
 
