@@ -28,6 +28,7 @@ NO_PROXY = ("no_proxy", "NO_PROXY")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+LOOPBACK_INTERFACE = "lo"
 SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
 RAY_BYTES = 23
@@ -112,6 +113,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def gloo_here(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo listen on loopback, for processes of one machine. It has no authentication.
+
+    Left alone, it listens where the machine's own name leads, often its network.
+    """
+    if LOOPBACK_INTERFACE in (name for _, name in socket.if_nameindex()):
+        environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
 
 
 def _is_named(host: str, port: int | None, word: str) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig
+from configs.variables import gloo_here
 from learner import watchdog
 from learner.weights.channel import own_address
 
@@ -43,6 +44,8 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
     local = ranks_of_node(config.learner, world, os.environ)
     if local < world:
         choose_interface(os.environ)
+    else:
+        gloo_here()
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     yield make_mesh(device.type, config.learner.shard or local)
     dist.destroy_process_group()

@@ -23,7 +23,7 @@ from configs.certificate import FILE, Certificate, read, write
 from configs.entrypoint import PARENT, die_with_parent
 from configs.load import ConfigError
 from configs.schema import Config, ModelConfig
-from configs.variables import run_folder
+from configs.variables import gloo_here, run_folder
 from learner.certify.certifier import certify, key_of
 from learner.certify.ranks import Pair
 from learner.model import loading, state
@@ -95,6 +95,7 @@ def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, .
 @contextmanager
 def one_rank() -> Iterator[DeviceMesh]:
     """Yield the mesh of a process group of one rank, which is gone afterwards."""
+    gloo_here()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=LIMIT_S))
     try:
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))

@@ -27,6 +27,7 @@ from buffer.data.images import SeenImage
 from configs.entrypoint import die_with_parent
 from configs.load import ConfigError
 from configs.schema import LearnerConfig, ModelConfig
+from configs.variables import gloo_here
 from learner.certify.images import shown_row
 from learner.certify.numbers import gradients_of
 from learner.model.exactness import FOREIGN, named
@@ -125,6 +126,7 @@ class Pair:
 def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], None]) -> None:
     """Be rank `rank` until the caller closes its end."""
     prepare()
+    gloo_here()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)  # a forked process must not use its parent's pool of threads
     limit = timedelta(seconds=LIMIT_S / 2)

@@ -16,7 +16,7 @@ from configs.flow.sequences import max_sequences, places
 from configs.load import ConfigError
 from configs.model_facts import facts_of, model_facts
 from configs.schema import Config, ModelConfig
-from configs.variables import RPC_PATH, VLLM_BYTES, socket_folder
+from configs.variables import RPC_PATH, VLLM_BYTES, gloo_here, socket_folder
 from rollout.engine.door.installed import cpu_head_sizes, registered, vllm_fields
 from rollout.templates.parsers import AUTO
 
@@ -193,6 +193,7 @@ def can_fp8() -> bool:
 def environment(cpu: bool) -> dict[str, str]:
     """Variables that are set already keep their value."""
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
+    gloo_here(common)
     if folder := socket_folder(VLLM_BYTES):
         common[RPC_PATH] = folder
     gpu = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork of a process that asked for GPUs cannot use them
