@@ -111,6 +111,8 @@ def explained(path: Path | None) -> Iterator[None]:
     """Turn SQLite's errors about a file into a StoreError with the remedy."""
     try:
         yield
+    except UnicodeDecodeError:  # SQLite quotes the bytes in its error
+        raise damaged(path, "the definition of a table is no text") from None
     except sqlite3.DatabaseError as error:
         if _code(error) == sqlite3.SQLITE_CORRUPT:
             raise damaged(path, str(error)) from None
