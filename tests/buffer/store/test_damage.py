@@ -215,7 +215,7 @@ def test_a_table_whose_definition_is_no_text_any_more_is_refused(tmp_path: Path)
     file_of(path).unlink()  # a killed buffer leaves no CRC32C of the file
     data = path.read_bytes()
     path.write_bytes(data.replace(b"CREATE TABLE items", b"CREATE TABLE\xd5items", 1))
-    with pytest.raises(StoreError, match="the file is damaged: .*bring back a copy of it") as error:
+    with pytest.raises(StoreError, match=r"the file is damaged: .*bring back a copy of it") as error:
         Store(path)
     assert "\n" not in str(error.value)
 
