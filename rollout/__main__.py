@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rollout")
 PROG = "python -m rollout"
+COMMANDS = {each.PROG.split()[-1]: (each.PROG, each.main) for each in (evaluate, reward_server, teacher_server)}
+"""By word: the command's name in messages, and what runs it."""
 ALIVE_EVERY_S = 5.0
 REVOKED = Failure("the buffer took the lease back")
 
@@ -62,26 +64,24 @@ REVOKED = Failure("the buffer took the lease back")
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`."""
     configure_logging()
+    prog, command = COMMANDS.get(argv[0] if argv else "", (PROG, None))
     try:
-        command = {"evaluate": evaluate.main, "reward": reward_server.main, "teacher": teacher_server.main}.get(
-            argv[0] if argv else ""
-        )
         return command(argv[1:]) if command else run_server(argv)
     except (ValueError, KeysError) as error:
-        print_visible(f"{PROG}: {error}", sys.stderr)
+        print_visible(f"{prog}: {error}", sys.stderr)
         return BAD_INPUT
     except Exception as error:
-        return explain_failure(error)
+        return explain_failure(error, prog)
 
 
-def explain_failure(error: Exception) -> int:
-    """Report what ended the server: BAD_INPUT if a restart would end in the same way."""
+def explain_failure(error: Exception, prog: str = PROG) -> int:
+    """Report what ended the command `prog`: BAD_INPUT if a restart would end in the same way."""
     cause = first_error(error)
     if isinstance(cause, RefusedError):
-        print_visible(f"{PROG}: the buffer refuses this server: {cause}", sys.stderr)
+        print_visible(f"{prog}: the buffer refuses this server: {cause}", sys.stderr)
         return BAD_INPUT
     if getattr(cause, "final", False):  # importing WeightsError imports torch
-        print_visible(f"{PROG}: {cause}", sys.stderr)
+        print_visible(f"{prog}: {cause}", sys.stderr)
         return BAD_INPUT
     log.error("%s: %s", type(cause).__name__, cause, exc_info=None if isinstance(cause, EngineDead) else error)
     return FAILED

@@ -22,6 +22,7 @@ from configs.checks import OWN_RAY, named_by
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, split_flags
 from configs.flow.capacity import memory_bytes, open_files
 from configs.flow.cards import Card, checked_card
+from configs.hub_reach import skip_hub_out_of_reach
 from configs.load import read
 from configs.model_facts import facts_of
 from configs.plain_text import print_visible
@@ -64,6 +65,8 @@ def main(argv: Sequence[str], machine: Machine | None = None) -> int:
         print_visible(f"{PROG}: --gpu: {card.name}: name a run file too, whose price on that card you want", sys.stderr)
         return BAD_INPUT
     config = read(rest, f"{PROG} [--gpu NAME]") if rest else None
+    if config:
+        skip_hub_out_of_reach(config)
     findings = doctor(config, machine, lambda config: judge_with_price(config, card))
     print_visible("\n".join(map(str, findings)))
     failed = [finding.what for finding in findings if finding.state == "fail"]

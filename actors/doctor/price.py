@@ -16,6 +16,7 @@ from configs.checks import cluster_of
 from configs.entrypoint import BAD_INPUT, DONE, quiet_hub, split_flags
 from configs.flow.cards import CARDS, MIB, Card, card_of, checked_card
 from configs.flow.sequences import mean_tokens
+from configs.hub_reach import skip_hub_out_of_reach
 from configs.load import ConfigError, parse
 from configs.model_facts import facts_of
 from configs.plain_text import print_visible, visible_line
@@ -44,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
         )
         return BAD_INPUT
     card = checked_card(flags.gpu, PROG)
-    judgement = judge_price(parse(sys.stdin.buffer.read().decode()), card)
+    config = parse(sys.stdin.buffer.read().decode())
+    skip_hub_out_of_reach(config)
+    judgement = judge_price(config, card)
     for lines, stream in ((judgement.lines(), sys.stdout), (judgement.refused, sys.stderr)):
         print_visible("\n".join(map(visible_line, lines)), stream, end="\n" * bool(lines))
     return BAD_INPUT if judgement.refused else DONE
@@ -80,7 +83,7 @@ def judge_price(config: Config, named: Card | None) -> Judgement:
 
 def _memory(found: "Forecast") -> Iterator[str]:
     card, learner, settled = found.card, found.settled.learner, found.settled
-    measured = "measured peaks were within 5 %, up to 11 % lower where blocks are recomputed"
+    measured = "measured peaks were within 5 %, up to 17 % lower where blocks are recomputed"
     near = measured if card.name in MEASURED else "no run was measured on this card"
     yield f"on {card.name}: {card.total / GIB:.1f} GiB, of which {card.free / GIB:.1f} can be used; {ESTIMATED}, {near}"
     taken = ", ".join(f"{key} {str(getattr(learner, key)).lower()}" for key in SETTINGS)

@@ -30,6 +30,7 @@ from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.flow.capacity import open_files
 from configs.flow.kv_room import gpu_bytes
+from configs.hub_reach import skip_hub_out_of_reach
 from configs.inner_command import inner_words
 from configs.load import ConfigError, parse
 from configs.model_facts import SPARE_BYTES, model_facts
@@ -58,7 +59,9 @@ IMAGE_BYTES = 32 * 2**20
 def main() -> int:
     """Facts and warnings go to stdout, refusals to stderr."""
     variables.prepare()
-    judgement = judge(parse(sys.stdin.buffer.read().decode()))
+    config = parse(sys.stdin.buffer.read().decode())
+    skip_hub_out_of_reach(config)
+    judgement = judge(config)
     for lines, stream in ((judgement.lines(), sys.stdout), (judgement.refused, sys.stderr)):
         print_visible("\n".join(map(visible_line, lines)), stream, end="\n" * bool(lines))
     return BAD_INPUT if judgement.refused else DONE

@@ -25,6 +25,7 @@ import msgpack
 from buffer.data.image_rows import IMAGES
 from configs.architecture import is_proven
 from configs.data.sources import source_name
+from configs.hub_reach import is_skipped
 from configs.inner_command import inner_words
 from configs.load import ConfigError, dump, parse
 from configs.own_packages import command
@@ -204,6 +205,10 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Load the tokenizer, and make prompts of rows until ROWS_S are over."""
+    if is_skipped(config.model.path):
+        why = "is not on this machine, and the hub cannot be reached"
+        trial.found.warnings.append(f"model.path: {config.model.path} {why}: prompts are not judged")
+        return
     if not config.model.trust_remote_code:
         sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and it is 5 s of imports
     import transformers

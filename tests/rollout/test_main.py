@@ -14,7 +14,7 @@ from buffer.wire.protocol import WorkItem
 from configs.entrypoint import NOTICE, StopSignals
 from examples.countdown.make_model import make_tokenizer
 from learner.weights.receiver.staged import WeightsError
-from rollout.__main__ import explain_failure, main
+from rollout.__main__ import COMMANDS, explain_failure, main
 from rollout.concurrency import Places
 from rollout.drain import RETURNED, Drain
 from rollout.episodes.episode import Episodes, Group
@@ -54,6 +54,22 @@ def draining(episodes: Episodes, drain_s: float = 30.0) -> Drain:
     drain = Drain(drain_s)
     drain.episodes = episodes
     return drain
+
+
+def test_an_error_names_the_command_that_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n')
+    needed = [
+        "--model.path=own/model",
+        f"--data.train={tmp_path / 'rows.jsonl'}",
+        "--reward.function=exact_match",
+    ]
+    assert main(["evaluate", *needed, "--models", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("python -m rollout evaluate: data.eval: null; ")
+    assert {word: name for word, (name, _) in COMMANDS.items()} == {
+        word: f"python -m rollout {word}" for word in ("evaluate", "reward", "teacher")
+    }
+    assert explain_failure(WeightsError("the probe differs", final=True), COMMANDS["reward"][0]) == 2
+    assert capsys.readouterr().err == "python -m rollout reward: the probe differs\n"
 
 
 async def test_events_are_set_once_the_first_policy_and_the_last_one_are_loaded():
