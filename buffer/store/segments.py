@@ -9,11 +9,10 @@ takes the file system 50 ms.
 import errno
 import os
 import resource
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,14 +135,11 @@ class Segments:
             with suppress(OSError):  # the write itself will raise
                 os.posix_fallocate(descriptor, position, self.end - position + AHEAD_BYTES)
             self._allocated = self.end + AHEAD_BYTES
-        rest = deque([memoryview(sample) for sample in samples])
-        while rest:
-            number = os.pwritev(descriptor, list(islice(rest, BUFFERS)), position)
-            position += number
-            while rest and number >= len(rest[0]):
-                number -= len(rest.popleft())
-            if number:
-                rest[0] = rest[0][number:]
+        for first in range(0, len(samples), BUFFERS):
+            buffers = samples[first : first + BUFFERS]
+            end = position + sum(map(len, buffers))
+            if (position := position + os.pwritev(descriptor, buffers, position)) < end:
+                position = _write_rest(descriptor, b"".join(buffers)[position - end :], position)
         if self._fsync:
             os.fdatasync(descriptor)
 
@@ -245,6 +241,15 @@ def reserve() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _write_rest(descriptor: int, data: bytes, position: int) -> int:
+    """Write what the system left over of a call, as on a nearly full disk; returns the position after it."""
+    rest = memoryview(data)
+    while rest:
+        number = os.pwrite(descriptor, rest, position)
+        rest, position = rest[number:], position + number
+    return position
 
 
 def _sync_folder(folder: Path) -> None:

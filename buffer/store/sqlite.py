@@ -12,7 +12,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from configs.variables import open_private, run_folder
 
 log = logging.getLogger(__name__)
 SAMPLES_FIELD = 11
+as_json = json.JSONEncoder(ensure_ascii=False, default=repr).encode
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
 """Errors that mean that a sample's bytes are lost."""
 
@@ -164,16 +164,13 @@ class Store:
         rows, ends, sizes = list[tuple[Any, ...]](), list[tuple[int, int, int]](), list[tuple[int, int]]()
         for item, samples in groups.items():
             segment, position = places[item]
-            lengths = [len(data) for data in samples]
-            starts, crcs = accumulate(lengths[:-1], initial=position), map(crc32c, samples)
-            known = zip(changes.sample_stats[item], starts, lengths, crcs, strict=True)
-            rows += [
-                (item, index, stats.tokens, stats.sampled, stats.reward, stats.truncated, segment, start, length, crc)
-                for index, (stats, start, length, crc) in enumerate(known)
-            ]
-            size = sum(lengths)
-            ends.append((segment, position + size, size))
-            sizes.append((size, item))
+            start = position
+            for index, (stats, data) in enumerate(zip(changes.sample_stats[item], samples, strict=True)):
+                counts = stats.tokens, stats.sampled, stats.reward, stats.truncated
+                rows.append((item, index, *counts, segment, start, len(data), crc32c(data)))
+                start += len(data)
+            ends.append((segment, start, start - position))
+            sizes.append((start - position, item))
         db.executemany(sql.SAMPLE, rows)
         db.executemany(sql.SEGMENT, ends)
         db.executemany("UPDATE items SET bytes = ? WHERE item = ?", sizes)
@@ -245,7 +242,7 @@ class Store:
             return []
         rows = {int(row[1]) for row in changes.items.values()} - self._known_rows
         rows = {row for row in rows if not self._db.execute(sql.KNOWN, [row]).fetchone()}
-        texts = [json.dumps(self._problems[row], ensure_ascii=False, default=repr) for row in rows]
+        texts = [as_json(self._problems[row]) for row in rows]
         return [(row, text, self._place(row)) for row, text in zip(rows, texts, strict=True)]
 
     @contextmanager

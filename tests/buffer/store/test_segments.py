@@ -1,6 +1,14 @@
-"""What is cached: the latest groups, within a bound, and never an earlier group of an item."""
+"""Segments hold what was appended; the cache holds the latest groups, within a bound, and never an earlier group of an
+item."""
 
-from buffer.store.segments import GroupCache
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from buffer.store import segments
+from buffer.store.segments import BUFFERS, GroupCache, Segments
 
 
 def group(size: int) -> list[bytes]:
@@ -32,3 +40,25 @@ def test_what_is_released_is_forgotten() -> None:
     assert [cache.get(item) is not None for item in range(3)] == [False, True, False] and cache.bytes == 20
     cache.forget(0)
     assert cache.bytes == 20
+
+
+@pytest.mark.parametrize("most", [1, 700, 10**9])
+def test_what_one_call_of_the_system_leaves_over_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    pwritev, pwrite = os.pwritev, os.pwrite
+
+    def short(descriptor: int, buffers: Sequence[bytes], position: int) -> int:
+        return pwritev(descriptor, [b"".join(buffers)[:most]], position)
+
+    monkeypatch.setattr(segments.os, "pwritev", short)
+    monkeypatch.setattr(segments.os, "pwrite", lambda descriptor, data, at: pwrite(descriptor, data[:most], at))
+    samples = [bytes([number % 256]) * 3 for number in range(2 * BUFFERS + 1)]
+    store = Segments(tmp_path / "samples", 1, 0, fsync=False)
+    try:
+        with store.appended({7: samples, 8: [b"next"]}) as places:
+            pass
+        assert store.read(places[7], [3] * len(samples)) == samples
+        assert store.read(places[8], [4]) == [b"next"]
+    finally:
+        store.close()
