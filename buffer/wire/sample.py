@@ -296,9 +296,13 @@ def _opened(data: bytes) -> Opened | None:
         and finish in ("stop", "length")
         and type(answer) is type(teacher) is str
         and type(metrics) is dict
-        and all([type(name) is str and type(value) is float and isfinite(value) for name, value in metrics.items()])
+        and (not metrics or _are_finite(metrics))
     )
     return (data, number, places, last, rest) if is_sound else None
+
+
+def _are_finite(metrics: dict[Any, Any]) -> bool:
+    return all([type(name) is str and type(value) is float and isfinite(value) for name, value in metrics.items()])
 
 
 def _places(data: bytes) -> tuple[int, dict[str, int], int, int] | None:
@@ -346,16 +350,21 @@ def _plausible(logprobs: np.ndarray, sampled: np.ndarray) -> bool:
 
 
 def _teachers_fit(opened: Sequence[Opened], sampled: np.ndarray, bounds: Bounds) -> bool:
-    columns, is_taught = list[bytes](), False
-    for data, number, _, last, rest in opened:
+    is_taught = False
+    for data, _, _, last, rest in opened:
         has_teacher = len(data) - last > len(NO_TEACHER)
         if has_teacher and (bounds.top_k or not bounds.has_teacher(rest[TEACHER])):  # most probable tokens lack
             return False
         if not has_teacher and (rest[TEACHER] or "" in (bounds.teachers or ())):
             return False
-        columns.append(data[-4 * number :] if has_teacher else bytes(4 * number))
         is_taught |= has_teacher
-    return not is_taught or _plausible(np.frombuffer(b"".join(columns), UNSIGNED), sampled)
+    if not is_taught:
+        return True
+    columns = [
+        data[-4 * number :] if len(data) - last > len(NO_TEACHER) else bytes(4 * number)
+        for data, number, _, last, _ in opened
+    ]
+    return _plausible(np.frombuffer(b"".join(columns), UNSIGNED), sampled)
 
 
 def _parse_checked(data: bytes, bounds: Bounds = ANY) -> SampleStats:
@@ -401,12 +410,12 @@ def _array_header(name: str, dtype: str, number: int) -> bytes:
 
 @lru_cache(4096)
 def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
-    places, position = dict[str, int](), 1
-    headers = [(0, msgpack.Packer().pack_map_header(len(Sample.model_fields)))]
+    places, position = dict[str, int](), 0
+    headers, head = list[tuple[int, bytes]](), msgpack.Packer().pack_map_header(len(Sample.model_fields))
     for name, dtype in Sample.DTYPES.items():
-        before = _array_header(name, dtype, number)
+        before = head + _array_header(name, dtype, number)
         headers.append((position, before))
-        places[name] = position + len(before)
+        places[name], head = position + len(before), b""
         position = places[name] + number * np.dtype(dtype).itemsize
     return headers, places, position
 
