@@ -190,7 +190,7 @@ class Rows:
         """Count a group. A row that was left out is drawn again."""
         if self.left_out.pop(row, None) is not None:
             self._count(self.records[row], 1)
-        solved = sum(reward >= self.marks.solved_at for reward in rewards)
+        solved = sum([reward >= self.marks.solved_at for reward in rewards])
         record = self._edited(row)
         record.groups, record.samples = record.groups + 1, record.samples + len(rewards)
         record.solved += solved
