@@ -80,6 +80,12 @@ def test_a_scope_is_a_group_or_a_file(nodeid: str, scope: str) -> None:
     assert scope_of(nodeid) == scope
 
 
+@pytest.mark.parametrize("text", ["a" * 10**6, b"\xff" * 10**6, "short"])
+def test_a_long_parameter_makes_no_long_id(text: str | bytes, request: pytest.FixtureRequest) -> None:
+    """Ids of 18 MB once took seconds of the fast lane."""
+    assert len(request.node.name) < 500 and ("short]" in request.node.name) == (text == "short")
+
+
 @pytest.mark.parametrize("shard", ["", "3", "0/5", "6/5", "a/b", "1/2/3", "-1/5"])
 def test_a_wrong_shard_is_refused(shard: str) -> None:
     with pytest.raises(pytest.UsageError, match="such as 2/5"):

@@ -22,6 +22,7 @@ from xdist.scheduler import LoadGroupScheduling
 
 RECORD = Path(__file__).parents[1] / "durations.json"
 UNKNOWN_S = 1.0
+LONGEST_IN_ID = 100
 T = TypeVar("T")
 
 
@@ -105,6 +106,12 @@ def recorded(lane: str | None) -> dict[str, float]:
 def in_lane(item: pytest.Item, lane: str | None) -> bool:
     is_long = item.get_closest_marker("long") is not None
     return lane is None or (item.get_closest_marker("gpu") is None and is_long == (lane == "long"))
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Shorten a long text in a test's id: each id is sent about ten times between the workers and the first process."""
+    long = isinstance(val, str | bytes) and len(val) > LONGEST_IN_ID
+    return f"{val[:LONGEST_IN_ID]!a} of {len(val)}" if long else None
 
 
 @pytest.hookimpl(wrapper=True)
