@@ -28,7 +28,7 @@ PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 1.0
 class Section(BaseModel):
     """One section of the run file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RunConfig(Section):

@@ -1,5 +1,6 @@
 """The run file: merging, overrides, what is refused and in which words, and the way back to YAML."""
 
+import inspect
 import logging
 import os
 import re
@@ -218,6 +219,14 @@ def test_keys_of_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.startswith("python -m configs --keys bath: no section of the run file; the sections are run, model, ")
 
 
+def docstring(section: type[Section], field: str) -> str:
+    """The text below `field` in the source of the class, or of the base class that has the field."""
+    lines = "".join(inspect.getsource(each) for each in section.__mro__ if issubclass(each, Section))
+    found = re.search(rf'^    {field}: (?:(?!^    \w+:).)*?^    """(.*?)"""', lines, re.DOTALL | re.MULTILINE)
+    assert found, f"{section.__name__}.{field} has no docstring"
+    return " ".join(found[1].split())
+
+
 @pytest.mark.parametrize("columns", ["60", "200"])
 def test_keys_are_listed_with_type_default_and_meaning(
     columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -231,14 +240,14 @@ def test_keys_are_listed_with_type_default_and_meaning(
         model = field.annotation
         assert isinstance(model, type)
         assert issubclass(model, Section)
-        fields = dict(model.model_fields)
+        owners = {name: (model, name) for name in model.model_fields}
         inside_of = {"rollout": ("chat", "agent", "environment"), "algorithm": ("critic",)}  # sections in a section
         for inside in inside_of.get(section, ()):
-            keys = fields.pop(inside).annotation.model_fields  # type: ignore[union-attr]
-            fields |= {f"{inside}.{name}": inner for name, inner in keys.items()}
-        for name, inner in fields.items():
+            owner = model.model_fields[owners.pop(inside)[1]].annotation
+            owners |= {f"{inside}.{name}": (owner, name) for name in owner.model_fields}  # type: ignore[misc, union-attr]
+        for name, (owner, leaf) in owners.items():
             assert f"--{section}.{name} " in words
-            assert " ".join((inner.description or "missing").split()) in words
+            assert docstring(owner, leaf) in words
     assert "--batch.samples a whole number >= 2; default 8" in words
     assert "--model.path text; required" in words
     assert '--learner.tokens_per_microbatch a whole number >= 1 or auto; default "auto"' in words
