@@ -6,9 +6,11 @@ Child processes can import the module by its name too. It is the file's own name
 
 import builtins
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, NamespaceLoader, PathFinder
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -22,6 +24,13 @@ from configs.own_packages import PACKAGES, ROOT, is_headrace, place_of
 PREFIX = f"{__name__}."
 INIT = "__init__.py"
 __path__: list[str] = []  # makes Python look for modules "within" this one, by its finders
+
+
+def is_async(function: Any) -> bool:
+    """Whether a function is `async`, also in a `functools.partial`."""
+    while isinstance(function, partial):
+        function = function.func
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:

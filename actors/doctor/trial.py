@@ -498,7 +498,7 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
 
 def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Import the task and look at its signature: calling it takes an engine."""
-    from rollout.rewards.convention import is_async
+    from configs.user_file import is_async
     from rollout.tasks import load_task
     from rollout.tasks.environment import start_host
 

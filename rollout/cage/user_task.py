@@ -1,10 +1,9 @@
 """A user's task in worker processes: problems, completions and trajectories travel as plain values, images as files.
 
-`UserTask` is the server's end; `load` and what it returns run in a worker.
+`UserTask` is the server's end. `load_episode` and what it returns run in a worker (`worker_task.py`).
 """
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cache, cached_property
@@ -17,8 +16,7 @@ from configs.schema import Config, DataConfig, ModelConfig
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from rollout.errors import ChatRefused, EpisodeError
-from rollout.tasks import convention, load_task
-from rollout.tasks.programs import agent_of, command_name
+from rollout.tasks.programs import command_name
 from rollout.tasks.trajectory import CUT_SCORE, Completion, Generate, PlacedImage, Problem, Recorded, Trajectory, place
 
 if TYPE_CHECKING:
@@ -113,7 +111,7 @@ def caged_task(config: Config, log: Path | None) -> CagedFunction:
     }.get(rollout.task, (rollout.task, "", [rollout.task, plain["model"], plain["data"], memory]))
     return CagedFunction(
         name=name,
-        loader=f"rollout.tasks.{loader}" if loader else "rollout.cage.user_task:load",
+        loader=f"rollout.tasks.{loader}" if loader else "rollout.cage.worker_task:load",
         arguments=arguments,
         timeout_s=rollout.task_timeout_s,
         memory_gib=rollout.task_memory_gib,
@@ -154,34 +152,6 @@ def trajectory_of(name: str, values: Any) -> Trajectory:
     trajectory = Trajectory([])
     vars(trajectory).update(values)
     return trajectory
-
-
-def load_conversation(task: Callable[..., Awaitable[Any]]) -> Plain:
-    """In a worker: a task that sends messages, as a function of plain values."""
-
-    async def converse(values: dict[str, Any], call: Plain) -> Any:
-        async def chat(messages: Any, tools: Any = None, max_tokens: int | None = None) -> dict[str, Any]:
-            return await call(messages, tools=tools, max_tokens=max_tokens)
-
-        return await task(row=values["row"], chat=chat)
-
-    return converse
-
-
-def load(name: str, model: dict[str, Any], data: dict[str, Any], memory: str) -> Plain:
-    """In a worker: the task `name`, as a function of plain values. Raises ValueError."""
-    before = open_files()
-    task = load_task(name)
-    how = convention(name, task)
-    if how == "base_url":
-        return agent_of(name, task, memory, open_files() - before)
-    play = load_conversation(task) if how == "chat" else load_episode(task, model, data)
-    play.about = {"convention": how}  # type: ignore[attr-defined]
-    return play
-
-
-def open_files() -> frozenset[int]:
-    return frozenset(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}"))
 
 
 def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], data: dict[str, Any]) -> Plain:

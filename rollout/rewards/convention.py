@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypedDict
 
 from pydantic import ValidationError
 
 from configs.schema import Section
+from configs.user_file import is_async
 from rollout.errors import RewardError, TruthError
 
 
@@ -207,13 +207,6 @@ def misnamed(metrics: Mapping[Any, object]) -> str:
         if isinstance(name, str) and not 0 < len(name) <= LONGEST_NAME:
             return f"a metric named {name!r:.60}; a name has 1 to {LONGEST_NAME} characters"
     return ""
-
-
-def is_async(function: Any) -> bool:
-    """Whether a function is `async`, also in a `functools.partial`."""
-    while isinstance(function, partial):
-        function = function.func
-    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def shown(value: Any) -> str:

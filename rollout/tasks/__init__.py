@@ -3,11 +3,14 @@ Users' tasks import from here."""
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from configs.user_file import load_function
 from rollout.errors import ChatRefused, EpisodeError
-from rollout.tasks.trajectory import Completion, Generate, Problem, Recorded, Task, Trajectory, single_turn
+
+if TYPE_CHECKING:
+    from rollout.tasks.trajectory import TASKS, Completion, Generate, Problem, Recorded, Task, Trajectory
 
 __all__ = [
     "CONVENTIONS",
@@ -23,7 +26,6 @@ __all__ = [
     "convention",
     "load_task",
 ]
-TASKS: dict[str, Task] = {"single_turn": single_turn}
 CONVENTIONS = {
     "generate": ("problem", "generate"),
     "chat": ("row", "chat"),
@@ -32,9 +34,18 @@ CONVENTIONS = {
 """The key is the parameter that shows the convention. The first argument is also passed by position."""
 
 
+def __getattr__(name: str) -> Any:
+    """Import names of `trajectory.py` on demand: workers of chat functions and programs start in a fifth of the time
+    without NumPy, Pillow and pydantic."""
+    if name in __all__:
+        return getattr(import_module("rollout.tasks.trajectory"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def load_task(name: str) -> Callable[..., Any]:
     """Find the function that `rollout.task` names. Raises ValueError."""
-    function = TASKS[name] if name in TASKS else load_function("rollout.task", name)
+    built_in = {} if ":" in name else __getattr__("TASKS")
+    function = built_in[name] if name in built_in else load_function("rollout.task", name)
     convention(name, function)
     return function
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import msgpack
 
+from configs.user_file import is_async
 from rollout.cage.apart import TAIL_BYTES, Apart, run_apart, write_all
 from rollout.cage.failure_text import ToldError
 from rollout.cage.frames import BAD_BYTES
 from rollout.cage.worker_loop import failure_message, leave_fork, value_message
-from rollout.rewards.convention import is_async
 
 SHOWN = 200
 Play = Callable[..., Awaitable[Any]]
 
 
 def timed_by_server(play: Any, apart: bool) -> Play:
-    """Mark a loaded function for `worker_loop.py` and `user_task.py`."""
+    """Mark a loaded function for `worker_loop.py` and `worker_task.py`."""
     play.timed, play.apart, play.about = False, apart, {"convention": "base_url", "apart": apart}
     return play  # type: ignore[no-any-return]
 

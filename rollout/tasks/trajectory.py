@@ -256,3 +256,6 @@ async def single_turn(problem: Problem, generate: Generate) -> Trajectory:
     trajectory = Trajectory(problem.prompt)
     trajectory.take(await generate(trajectory.tokens))
     return trajectory
+
+
+TASKS: dict[str, Task] = {"single_turn": single_turn}
