@@ -237,7 +237,7 @@ def test_every_command_names_all_that_is_wrong_at_once(
 def command_of(process: str) -> str:
     """The command line of a process by its number; empty if there is none."""
     try:
-        return Path("/proc", process, "cmdline").read_text()
+        return Path("/proc", process, "cmdline").read_text(errors="replace")
     except OSError:
         return ""
 
