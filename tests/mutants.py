@@ -20,6 +20,11 @@ ROOT = Path(__file__).parents[1]
 REACHED = ROOT / "tests/harness/reached.py"
 LARGEST = 2000
 """More mutants than any function has."""
+PLAIN_SETTINGS = (
+    "on_dependency_change = ignore",
+    "use_git_change_detection = false",
+    "process_isolation = forkserver",  # a process that has run torch has threads, and tests in its forks crash
+)
 ARGUMENTS = (
     *("-p", "no:cacheprovider", "-p", "reached"),
     *("-m", "not gpu and not vllm", "--timeout", "100"),  # an engine takes tens of seconds for each mutant
@@ -75,7 +80,7 @@ def settings(area: Area, lane: str | None) -> str:
         "timeout_multiplier": ["3"],
     }
     rows = (f"{name} =\n" + "\n".join(f"    {value}" for value in values) for name, values in lists.items())
-    return "[mutmut]\n" + "\n".join(rows) + "\non_dependency_change = ignore\nuse_git_change_detection = false\n"
+    return "[mutmut]\n" + "\n".join([*rows, *PLAIN_SETTINGS, ""])
 
 
 def tracked() -> list[str]:
