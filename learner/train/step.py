@@ -355,7 +355,7 @@ def problem_metrics(part: Part) -> dict[str, float]:
     """Problems in each band of solved share."""
     metrics = {f"problems/{name}": float(number) for name, number in part.problems.items()}
     if rows := sum(part.problems.values()) - part.problems.get("retired", 0):
-        metrics["problems/left_out_share"] = part.problems.get("left_out", 0) / rows
+        metrics["problems/left_out_share"] = part.problems["left_out"] / rows
     if part.new_groups:
         metrics["groups/flat"] = part.flat_groups / part.new_groups
     return metrics

@@ -1,14 +1,17 @@
 """The trial of `learner.cpu_offload: optimizer` lets a right step pass and refuses, in one line, whatever differs."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
 
 from configs.load import ConfigError
+from learner.model.master_weights import MasterWeights
 from learner.train.offload_trial import check_offload, try_offload
 from learner.train.offloaded_adam import OffloadedAdamW
 from tests.harness.world import LEARNER
@@ -34,10 +37,45 @@ class ForgetsMoments(OffloadedAdamW):
         super().step(closure)
 
 
+class NotesPlacements(OffloadedAdamW):
+    """Notes how the parameters that it is given lie on the ranks."""
+
+    seen: ClassVar[set[Any]] = set()
+
+    def __init__(self, masters: MasterWeights, **options: Any) -> None:
+        super().__init__(masters, **options)
+        self.seen.update(p.placements if isinstance(p, DTensor) else None for p in masters.parameters)
+
+
+class NotesDevices(TorchFunctionMode):
+    """Notes on which devices random numbers are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.device | None] = set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if function is torch.randn:
+            self.seen.add(options.get("device"))
+        return function(*args, **options)
+
+
 def test_a_step_that_is_right_passes(mesh: Any) -> None:
     before = torch.random.get_rng_state()
     try_offload(mesh, CPU, width=128)
     assert torch.equal(before, torch.random.get_rng_state()), "the run draws as without the trial"
+
+
+def test_the_trial_s_weights_are_sharded_as_the_run_s_are(mesh: Any) -> None:
+    try_offload(mesh, CPU, NotesPlacements, width=128)
+    assert NotesPlacements.seen == {(Shard(0),)}
+
+
+def test_weights_and_inputs_are_drawn_on_the_run_s_device(mesh: Any) -> None:
+    with NotesDevices() as noted:
+        try_offload(mesh, CPU, width=128)
+    assert noted.seen == {CPU}
 
 
 @pytest.mark.parametrize("broken", [SkipsLast, ForgetsMoments])

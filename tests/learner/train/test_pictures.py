@@ -1,6 +1,7 @@
 """Images of a part: decoded and compared with what the server saw, packed by tokens and patches, trained and saved."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from learner.model.vision import PATCHES_PER_TOKEN
 from learner.saved import export
 from learner.train import collectives
 from learner.train.batch import Batch, documents_of, first_fit, shared_units
-from learner.train.pictures import PictureMismatch, num_patches, open_images
+from learner.train.pictures import PictureMismatch, Placed, _blocks, num_patches, open_images
 from tests.harness import world
 from tests.harness.covered import covered
 from tests.harness.pictured import form_of, make_pictured, own_logprobs, seeing_model
@@ -136,6 +137,13 @@ def test_samples_that_share_a_prompt_are_parted_by_patches_too(seeing: ModelConf
             patches = num_patches(image for document in unit.documents for image in document.images)
             assert number == 1 or (unit.tokens <= budget and patches <= PATCHES_PER_TOKEN * budget)
     assert sizes == {1, 2, 3}
+
+
+def test_a_block_of_an_image_sees_its_document_up_to_its_own_end() -> None:
+    placed = [Placed(3, SimpleNamespace(num_tokens=2), 1), Placed(7, SimpleNamespace(num_tokens=3), 6)]
+    blocks = [part.tolist() if isinstance(part, torch.Tensor) else part for part in _blocks(placed)]
+    assert blocks[:3] == [[3, 4, 7, 8, 9], [0, 2, 5], 3]
+    assert blocks[3:] == [[1, 2, 3, 4, 6, 7, 8, 9], [0, 4, 8], 4]
 
 
 def test_patches_count_once_for_a_picture() -> None:

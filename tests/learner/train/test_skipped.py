@@ -60,6 +60,20 @@ def test_a_norm_that_overflows_though_its_parts_are_finite(tmp_path: Path, mesh)
         assert (figures["gradient/skipped"], figures["gradient/overflowed"]) == (1.0, overflowed), value
 
 
+@pytest.mark.parametrize(("value", "skipped", "zero"), [(0.25, 0, 0), (0.0, 0, 1), (torch.inf, 1, 0)])
+def test_a_version_that_is_held_changes_no_weight(tmp_path: Path, mesh, value: float, skipped: int, zero: int) -> None:
+    """Its metrics tell of the gradient as those of a step do."""
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    optimizer, before = algorithm_of(policy, 64).optimizer, world.weights(policy)
+    for parameter in policy.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    norm = value * sum(parameter.numel() for parameter in policy.parameters()) ** 0.5
+    told = {"lr": 0, "gradient/skipped": skipped, "gradient/overflowed": 0, "gradient/zero": zero}
+    assert optimizer.hold() == pytest.approx(told | ({} if skipped else {"gradient/norm": norm}))
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in world.weights(policy).items())
+
+
 @pytest.mark.parametrize(
     ("metrics", "sums", "cause"),
     [
@@ -76,6 +90,27 @@ def test_each_cause_is_named(mesh, caplog, metrics, sums, cause: str) -> None:
     SkippedSteps().note(7, (-2.0, 1e41), metrics, sums)
     (line,) = lines(caplog)
     assert line.startswith("version 7: ") and cause in line and "; " in line
+
+
+@pytest.mark.parametrize(
+    ("metrics", "cause"), [(SKIPPED, "a part of the gradient is not finite"), (ZERO, "the model gives every trained")]
+)
+def test_each_cause_of_a_step_on_demonstrations_is_named(mesh, caplog, metrics, cause: str) -> None:
+    SkippedSteps().note_supervised(7, metrics)
+    (line,) = lines(caplog)
+    assert line.startswith("version 7: ") and cause in line and "; " in line
+
+
+def test_a_step_with_a_gradient_is_not_logged_and_ends_a_row_without(mesh, caplog) -> None:
+    steps = SkippedSteps()
+    for version, metrics in enumerate((FINE, ZERO, ZERO, FINE, ZERO), 1):
+        steps.note(version, (0.0, 1.0), metrics, TEACHES)
+    counted = [line.partition(": the gradient is zero, ")[::2] for line in lines(caplog)]
+    assert [(version, many.partition(":")[0]) for version, many in counted] == [
+        ("version 2", "the first one"),
+        ("version 3", "2 in a row"),
+        ("version 5", "the first one"),
+    ]
 
 
 def test_a_long_row_without_gradient_is_logged_ever_more_rarely(mesh, caplog) -> None:
