@@ -13,6 +13,7 @@ import pytest
 from actors.doctor.findings import main as doctor_main
 from actors.doctor.forecast import MFU, Forecast, forecast, patches_of
 from actors.doctor.price import judge_price
+from benchmarks.weights.shapes import folder_of
 from configs.__main__ import main
 from configs.flow.cards import CARDS, MIB, card_named, card_of
 from configs.flow.decoding import ServedModel, step_time
@@ -86,6 +87,13 @@ def test_memory_of_a_run_that_sees_is_within_5_percent(
     given = {"activation_checkpointing": "block", "gather": gather, "head_chunk_tokens": 4096}
     expected = estimate(model, LearnerConfig.model_validate(given), 1, sends=True).total(16384)
     assert expected / GIB == pytest.approx(measured(file, "learner's peak memory"), rel=0.05)
+
+
+def test_memory_of_gemma_3_with_images_is_within_5_percent(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(folder_of("Gemma-3-4B-images", tmp_path)), freeze=["vision", "projector"])
+    given = {"activation_checkpointing": "block", "gather": "batch", "head_chunk_tokens": 4096}
+    expected = estimate(model, LearnerConfig.model_validate(given), 1, sends=True).total(8192)
+    assert expected / GIB == pytest.approx(measured("vision-gemma3", "learner's peak memory"), rel=0.05)
 
 
 def test_memory_with_experts_is_within_5_percent(folders: dict[str, str]) -> None:
