@@ -1,6 +1,6 @@
 """`python -m buffer scrub RUN`: reads every byte that a run keeps, and prints what is damaged. Changes nothing.
 
-What is without a checksum, because an earlier release wrote it, is counted.
+Samples that an earlier release wrote without a checksum are counted.
 """
 
 import sqlite3

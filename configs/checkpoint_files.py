@@ -74,7 +74,7 @@ def listed(checkpoint: Path) -> Listed:
 
 
 def fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None if all files have their sizes."""
+    """Name the fault of a checkpoint; None if all files have their sizes."""
     try:
         files = listed(checkpoint).sizes.items()
     except (OSError, ValueError) as error:

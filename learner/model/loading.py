@@ -131,7 +131,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def all_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """What is sharded block by block: a tower's blocks too."""
+    """All modules that are sharded by themselves: the blocks of the model and of a tower."""
     seeing = tower_parts(model)
     return [*(seeing.blocks if seeing else ()), *blocks(model)]
 

@@ -200,7 +200,7 @@ class Policy(nn.Module):
         `weight_specs`. With `model.lora` the adapter's matrices, B times the scale. Persistent buffers come last, in
         their own dtype.
 
-        A collective, which all ranks must iterate to the end. What is yielded must not be written to (`unshard.py`).
+        A collective: all ranks must iterate to the end. Do not write to the tensors, which may share memory.
         """
         for name, weight in unshard(self._published(without), self.device, self.dtype):
             yield from self.form.tensors(name, weight)
@@ -208,8 +208,8 @@ class Policy(nn.Module):
             yield from self.form.tensors(name, buffer)
 
     def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """This rank's own rows, maybe none, times their scale, not rounded. No communication. What is yielded must not
-        be written to."""
+        """This rank's own rows (there may be none), multiplied by their scale and not rounded. No communication. Do not
+        write to the tensors."""
         for name, parameter, scale in self._published(without):
             local = own_rows(parameter)
             yield name, local if scale == 1.0 else local * scale

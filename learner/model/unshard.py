@@ -19,8 +19,8 @@ GATHER_BYTES = 512 << 20
 def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole weight, scaled and then rounded to `dtype`; in order. Weights are sharded by rows.
 
-    A collective, which all ranks must iterate to the end, on a GPU without changing the current stream. What is yielded
-    may share memory: copy it or only read it.
+    A collective: all ranks must iterate to the end, and on a GPU must not change the current stream. The tensors may
+    share memory: copy them, or only read them.
     """
     together: list[Factor] = []
     gathered = 0

@@ -318,7 +318,7 @@ def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
 
 
 def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:
-    """What is known of a microbatch's tokens before its forward pass."""
+    """Values of a microbatch's tokens that are known before its forward pass."""
     known = {name: x[microbatch.sequence] if name in PER_SAMPLE else x for name, x in shared.items()}
     weights, own = known.pop(TEACHER_WEIGHTS)[microbatch.turn], microbatch.advantages
     known["advantages"] = shared["advantages"][microbatch.turn] if own is None else own

@@ -68,8 +68,8 @@ def test_a_version_that_is_held_changes_no_weight(tmp_path: Path, mesh, value: f
     for parameter in policy.parameters():
         parameter.grad = torch.full_like(parameter, value)
     norm = value * sum(parameter.numel() for parameter in policy.parameters()) ** 0.5
-    told = {"lr": 0, "gradient/skipped": skipped, "gradient/overflowed": 0, "gradient/zero": zero}
-    assert optimizer.hold() == pytest.approx(told | ({} if skipped else {"gradient/norm": norm}))
+    metrics = {"lr": 0, "gradient/skipped": skipped, "gradient/overflowed": 0, "gradient/zero": zero}
+    assert optimizer.hold() == pytest.approx(metrics | ({} if skipped else {"gradient/norm": norm}))
     assert all(parameter.grad is None for parameter in policy.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in world.weights(policy).items())
 
