@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from types import FunctionType
 from typing import Any
@@ -47,12 +48,21 @@ def namespace(layer: nn.Module) -> dict[str, Any]:
 
 def chosen(code: Mapping[str, Any]) -> dict[str, tuple[Function, Function]]:
     """transformers' torch functions of a module that may have been replaced by a package's kernel, and what is run."""
-    pairs = {}
-    for name, function in code.items():
-        if isinstance(function, FunctionType) and "torch_function" in function.__code__.co_freevars:
-            inner = inspect.getclosurevars(function).nonlocals  # of `use_kernel_func_from_hub_with_fallback`
-            pairs[name] = inner["torch_function"], inner["implementation"]
-    return pairs
+    wrapped = {name: _enclosed(function) for name, function in code.items() if isinstance(function, FunctionType)}
+    return {name: (inner["torch_function"], inner["implementation"]) for name, inner in wrapped.items() if inner}
+
+
+@cache  # each layer of each pass asks again
+def _enclosed(function: FunctionType) -> dict[str, Any]:
+    """Variables of transformers' `use_kernel_func_from_hub_with_fallback` around a wrapper that it made; else empty."""
+    if "torch_function" not in function.__code__.co_freevars:
+        return {}
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
+@cache
+def _knows_bounds(rule: Function) -> bool:
+    return "cu_seqlens" in inspect.signature(rule).parameters
 
 
 def slow_because(layers: Iterable[nn.Module]) -> str | None:
@@ -61,8 +71,7 @@ def slow_because(layers: Iterable[nn.Module]) -> str | None:
     for layer in layers:
         for name, (torch_function, run) in chosen(namespace(layer)).items():
             if run is torch_function and SCANS.search(name):
-                wrapper = namespace(layer)[name]
-                missing[type(layer).__name__] = inspect.getclosurevars(wrapper).nonlocals["package"]
+                missing[type(layer).__name__] = _enclosed(namespace(layer)[name])["package"]
     lines = [f"{package} {_import_error(package)}" for package in sorted({*missing.values()})]
     return f"{', '.join(sorted(missing))}: {'; '.join(lines)}" if missing else None
 
@@ -99,9 +108,7 @@ def takes_bounds(layer: nn.Module) -> bool:
         return False
     found = chosen(code)
     rules = [found[name][1] for name in RULES if name in code and name in found]
-    return all("cu_seqlens" in inspect.signature(rule).parameters for rule in rules) and (
-        bool(rules) or type(layer).__name__.endswith("ShortConv")
-    )
+    return all(map(_knows_bounds, rules)) and (bool(rules) or type(layer).__name__.endswith("ShortConv"))
 
 
 def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
