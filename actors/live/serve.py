@@ -117,7 +117,7 @@ def application(watcher: Watcher, host: str) -> web.Application:
 
 
 class Pages:
-    """What is served of `watcher`'s run."""
+    """Answers the requests for the page of `watcher`'s run."""
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher

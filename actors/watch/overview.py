@@ -25,7 +25,7 @@ WAIT_COLUMNS = ("who", "for whom", "since", "why")
 
 @dataclass(frozen=True)
 class Overview:
-    """What is worth knowing at a glance."""
+    """The most important figures of a run, in a few lines."""
 
     status: str
     """`running`, `silent` (nobody answers, and not ended), `ended`, or `waiting` (no record yet)."""

@@ -87,7 +87,7 @@ def sha256(text: str) -> str:
 
 
 def row(name: str, config: str, index: int) -> dict[str, Any]:
-    """What is shown of an entry: its question, and its answer where it has one that is text."""
+    """The question of an entry, and its answer where that is text."""
     made = entry(name, config, index)
     question, answer = str(made["question"]), made.get("answer")
     return {"question": question, "sha256": sha256(question)} | ({"answer": answer} if isinstance(answer, str) else {})
