@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.calculator.problems import Problem, steps
 from examples.calculator.task import calculate
+from examples.kept import end_on_ctrl_c
 from examples.warm_start import BATCH, END, character_tokenizer, make_model
 
 TAGS = ["<calc>", "</calc>", "<answer>", "</answer>", "<|user|>", "<|assistant|>"]
@@ -92,6 +93,7 @@ def write(args: argparse.Namespace) -> str:
 
 def main() -> None:
     """Run by `python -m examples.calculator.make_model`."""
+    end_on_ctrl_c()
     print(write(parse()))
 
 

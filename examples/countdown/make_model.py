@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.countdown.make_problems import render
 from examples.countdown.solver import expressions, solutions
+from examples.kept import end_on_ctrl_c
 from examples.warm_start import BATCH, END, character_tokenizer, make_model
 
 TAGS = ["<answer>", "</answer>", "<think>", "</think>"]
@@ -81,6 +82,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Run by `python -m examples.countdown.make_model`."""
+    end_on_ctrl_c()
     print(write(parse()))
 
 

@@ -2,6 +2,9 @@
 
 import json
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -204,3 +207,16 @@ def test_the_quickstart_with_a_teacher_differs_in_the_teacher_only():
     check(taught, files=())
     assert list(taught.teacher.teachers) == [""] and taught.teacher.served == [""]
     assert taught.model_copy(update={"teacher": plain.teacher}) == plain
+
+
+def test_ctrl_c_ends_the_warm_start_without_a_traceback(tmp_path: Path) -> None:
+    make_problems.write(make_problems.parse(["--out", str(tmp_path)]))
+    words = ["--problems", str(tmp_path / "train.parquet"), "--out", str(tmp_path / "model"), "--steps", "1000000"]
+    command = [sys.executable, "-m", "examples.countdown.make_model", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout
+        assert "step 0 of" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in process.stdout.read()
+    assert process.returncode == -signal.SIGINT
+    assert not (tmp_path / "model").exists()
