@@ -21,6 +21,18 @@ PLACE = (
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
 )
 """A process's place in a job of torchrun, PyTorchJob or vLLM, of which ours must not become members."""
+OTHERS_TRAINING = ("ACCELERATE_*", "FSDP_*")
+"""`accelerate launch` sets these for transformers, which with two of them makes all weights zero on every rank but the
+one with LOCAL_RANK 0, and expects them from that rank later."""
+READ_BY_LIBRARIES = (
+    *("TORCH*", "PYTORCH_*", "TRITON_*", "TRANSFORMERS_*", "HF_*", "HUGGINGFACE_*", "TQDM_*"),
+    *("PYTHONOPTIMIZE", "PYTHONWARNINGS"),
+)
+"""torch and transformers read some of these while they are imported."""
+NEVER_REFUSED = (
+    *("TORCHELASTIC_*", "TORCH_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"),
+    *("TRANSFORMERS_OFFLINE", "TRITON_CACHE_DIR"),
+)
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """torchrun forwards signals to its ranks and kills ranks that do not end."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -45,7 +57,8 @@ MASK = re.compile("0?[0-7]{3}")
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
     """The environment of processes that the launcher starts."""
-    kept = {key: value for key, value in environment.items() if not has_place(key) and key != "PYTHONIOENCODING"}
+    left_out = {key for key in environment if has_place(key) or is_others(key) or key == "PYTHONIOENCODING"}
+    kept = {key: value for key, value in environment.items() if key not in left_out}
     return kept | {"PYTHONUTF8": "1"} | around_proxy(kept, hosts) | user(kept)
 
 
@@ -54,13 +67,28 @@ def has_place(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in PLACE)
 
 
+def is_others(name: str) -> bool:
+    """Whether a variable is one of OTHERS_TRAINING."""
+    return any(fnmatch(name, pattern) for pattern in OTHERS_TRAINING)
+
+
+def given_to_libraries(environment: Mapping[str, str]) -> list[str]:
+    """The variables with which torch or transformers may fail to be imported."""
+
+    def matches(name: str, patterns: Iterable[str]) -> bool:
+        return any(fnmatch(name, pattern) for pattern in patterns)
+
+    return [name for name in environment if matches(name, READ_BY_LIBRARIES) and not matches(name, NEVER_REFUSED)]
+
+
 def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let output work in any locale and with closed streams, reach this machine without a proxy, and keep exit codes of
-    children even if a shell ignores SIGCHLD. `is_rank`: keep PLACE."""
+    """Let output work in any locale and with closed streams, reach this machine without a proxy, keep exit codes of
+    children even if a shell ignores SIGCHLD, and take nothing from another program's training. `is_rank`: keep
+    PLACE."""
     open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for name in [] if is_rank else list(filter(has_place, environment)):
+    for name in [name for name in environment if is_others(name) or (has_place(name) and not is_rank)]:
         del environment[name]
     environment.update(around_proxy(environment) | user(environment))
 

@@ -18,6 +18,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from learner import first as first
+
+# isort: split
 import torch
 import transformers
 from torch.distributed.device_mesh import DeviceMesh

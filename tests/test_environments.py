@@ -29,6 +29,7 @@ from configs.entrypoint import ABOVE
 from configs.load import load
 from examples.countdown.make_model import make_tokenizer
 from rollout.engine.arguments import environment
+from rollout.engine.vllm_variables import unreadable_variables
 from tests.harness.lanes import long_but
 from tests.harness.ports import free_port
 from tests.harness.weightless import add_weights
@@ -105,6 +106,7 @@ CASES: list[tuple[dict[str, str], dict[str, Callable[[Sequence[str]], int]], str
     ({"VLLM_RPC_BASE_PATH": "/no/such"}, EVERY, "VLLM_RPC_BASE_PATH: /no/such is not a writable folder"),
     ({"VLLM_PORT": "tcp://10.0.0.7:80"}, JUDGES | SERVERS, "VLLM_PORT: vLLM cannot read 'tcp://10.0.0.7:80'"),
     ({"VLLM_CPU_KVCACHE_SPACE": "much"}, JUDGES | SERVERS, "VLLM_CPU_KVCACHE_SPACE: vLLM cannot read 'much' (invalid"),
+    ({"TORCH_LOGS": "nosuch"}, {"configs": judged}, "TORCH_LOGS: torch cannot be imported (ValueError: Invalid log"),
     ({"RANK": "0", "WORLD_SIZE": "4"}, LEARNER, "learner.ranks: 1, but WORLD_SIZE is 4; set learner.ranks to 4, or un"),
     ({"RANK": "0"}, LEARNER, "WORLD_SIZE: not set; set it to learner.ranks (1), or unset RANK and WORLD_SIZE if a pod"),
     ({"RANK": "x", "WORLD_SIZE": "1"}, LEARNER, "RANK: 'x' is not one of 0 to 0"),
@@ -185,6 +187,16 @@ def test_only_a_learner_started_by_hand_keeps_its_place() -> None:
     variables.prepare(environment=by_hand)
     variables.prepare(is_rank=True, environment=rank)
     assert not JOB.keys() & by_hand.keys() and rank == JOB
+
+
+def test_no_process_takes_part_in_the_training_of_another_program() -> None:
+    """With these two, transformers gave a learner of one rank a model whose weights were all zero."""
+    others = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    by_hand, rank = dict(others), JOB | others
+    variables.prepare(environment=by_hand)
+    variables.prepare(is_rank=True, environment=rank)
+    assert not others.keys() & (by_hand.keys() | rank.keys() | variables.for_children(others).keys())
+    assert rank == JOB
 
 
 @pytest.mark.parametrize(
@@ -279,6 +291,11 @@ def test_no_folder_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with tempfile.TemporaryDirectory(prefix="z" * 30, dir="/tmp") as short:
         monkeypatch.setattr(tempfile, "tempdir", short)
         assert variables.problems({"TMPDIR": short}) == []
+
+
+def test_a_variable_of_vllm_that_reads_its_own_module_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DP_RANK_LOCAL", "1")
+    assert list(unreadable_variables()) == []
 
 
 def test_caches_that_cannot_be_written_are_warned_of(tmp_path: Path) -> None:

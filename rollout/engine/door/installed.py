@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def variable_readers() -> dict[str, Callable[[], object]]:
     spec = importlib.util.spec_from_file_location("vllm_envs_alone", Path(str(source.root)) / "vllm" / "envs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # a reader looks its own module up there
     spec.loader.exec_module(module)
     readers: dict[str, Callable[[], object]] = module.environment_variables
     return readers

@@ -1,0 +1,75 @@
+"""Variables with which torch or transformers cannot be imported are refused in one line."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs import libraries
+from configs.load import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A library that reads TORCH_NUMBER while it is imported."""
+    (tmp_path / "picky_library.py").write_text("import os\nint(os.environ['TORCH_NUMBER'])\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "picky_library"
+
+
+def test_the_variable_in_the_traceback_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"TORCH_NUMBER": "abc", "TORCH_OTHER": "1", "HOME": "/home/ann"}
+    monkeypatch.setenv("TORCH_NUMBER", "abc")
+    with pytest.raises(ConfigError) as caught:
+        libraries.import_all([module], given)
+    line = "picky_library cannot be imported (ValueError: invalid literal for int() with base 10: 'abc')"
+    assert str(caught.value) == f"TORCH_NUMBER: {line}; unset it, or correct it"
+    with pytest.raises(ConfigError, match=r"^HF_ONE, TQDM_TWO: .*; unset them, or correct them$"):
+        libraries.import_all([module], {"HF_ONE": "1", "TQDM_TWO": "2"})
+
+
+def test_a_library_that_is_broken_by_itself_is_no_fault_of_a_variable(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NUMBER", "abc")
+    with pytest.raises(ValueError, match=r"^invalid literal"):
+        libraries.import_all([module], {"HOME": "/home/ann", "HF_HOME": "/hub", "TORCHELASTIC_RUN_ID": "1"})
+    monkeypatch.setenv("TORCH_NUMBER", "1")
+    libraries.import_all([module], {"TORCH_NUMBER": "1"})
+
+
+def test_python_without_docstrings_is_refused() -> None:
+    line = [sys.executable, "-m", "configs.libraries"]
+    env = os.environ | {"PYTHONOPTIMIZE": "2"}
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 2 and done.stderr.startswith("PYTHONOPTIMIZE: 2 (python -OO) leaves out docstrings")
+
+
+def test_the_learner_imports_torch_by_them() -> None:
+    """Any import before them would end in a traceback."""
+    text = (ROOT / "learner" / "__main__.py").read_text(encoding="utf-8")
+    imports = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [getattr(node, "module", None) or node.names[0].name for node in imports]
+    own = names.index("learner")
+    assert imports[own].names[0].name == "first" and own < names.index("torch")
+    assert all(name.partition(".")[0] in sys.stdlib_module_names for name in names[:own])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("process", ["learner", "checks"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("TORCH_LOGS", "nosuch"), ("PYTHONOPTIMIZE", "2"), ("HF_HUB_DOWNLOAD_TIMEOUT", "abc"), ("TQDM_MININTERVAL", "x")],
+)
+def test_a_process_started_by_hand_says_so_in_one_line(process: str, name: str, value: str, tmp_path: Path) -> None:
+    words = ["learner", "/no/such.yaml"] if process == "learner" else ["configs.libraries"]
+    line = [sys.executable, "-m", *words]
+    done = subprocess.run(line, cwd=ROOT, env=os.environ | {name: value}, capture_output=True, text=True, timeout=180)
+    (said,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert f"{name}: " in said and ("cannot be imported (" in said or "which transformers reads" in said)
