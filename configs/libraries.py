@@ -50,9 +50,9 @@ def unimportable(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
     """The line of `import_all` in a process of its own, which takes seconds if such variables are set."""
     if not given_to_libraries(environment):
         return
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with suppress(subprocess.TimeoutExpired):  # a busy machine, of which the processes themselves may say more
-        done = subprocess.run(command("configs.libraries"), env=dict(environment), timeout=IMPORT_S, **streams)
+    line, env, none = command("configs.libraries"), dict(environment), subprocess.DEVNULL
+    with suppress(subprocess.TimeoutExpired):  # on a busy machine; the processes themselves refuse it later
+        done = subprocess.run(line, stdin=none, stdout=none, stderr=subprocess.PIPE, env=env, timeout=IMPORT_S)
         if done.returncode == BAD_INPUT:
             yield done.stderr.decode(errors="replace").splitlines()[-1]
 

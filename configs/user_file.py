@@ -28,9 +28,14 @@ __path__: list[str] = []  # makes Python look for modules "within" this one, by 
 
 def is_async(function: Any) -> bool:
     """Whether a function is `async`, also in a `functools.partial`."""
+    return is_of_kind(function, inspect.iscoroutinefunction)
+
+
+def is_of_kind(function: Any, kind: Callable[[Any], bool]) -> bool:
+    """Whether `kind` holds of a function, of what a `functools.partial` calls, or of an object's `__call__`."""
     while isinstance(function, partial):
         function = function.func
-    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    return any(map(kind, (function, type(function).__call__)))
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:

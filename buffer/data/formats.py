@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from math import isinf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +36,11 @@ MEND = "correct it, or leave the row out"
 TOO_DEEP = f"it is nested more than {MOST_NESTED} levels deep"
 TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},]')
 """JSON strings, brackets and commas."""
-TEXTS = ("prompt", "problem", "answer")
+TEXTS = ("prompt", "problem", "answer", "data_source")
 """Text whatever is in them: `007` stays `007`."""
+EXACT = 2.0**53
+"""From here on a float may be another number than the digits that were written."""
+MOST_BLOCK = 2**30
 
 Found = Iterable[tuple[Any, Any]]
 """Images and text of each row."""
@@ -259,7 +263,13 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_int=_whole)
+def _finite(digits: str) -> float:
+    if isinf(number := float(digits)):
+        raise RefusedValue(f"the number {digits[:20]}, and the largest is 1.8e308; write it as a text")
+    return number
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_once, parse_int=_whole, parse_float=_finite)
 
 
 def _decoded(data: bytes) -> Any:
@@ -291,7 +301,8 @@ def _json(data: bytes, rules: ColumnRules, where: str) -> FileRows:
             _object(text.encode(errors="surrogatepass"), rules, f"{where}: row {number}", form)  # finds the row
         raise ProblemsError(f"{where}: not JSON with rows: {error}") from None
     except ValueError as error:
-        raise ProblemsError(f"{where}: not JSON with rows: {error}") from None
+        remedy = "" if "; write" in str(error) else f"; write {form}"
+        raise ProblemsError(f"{where}: not JSON with rows: {error}{remedy}") from None
     for number, row in enumerate(rows):
         if is_deep(row):
             raise ProblemsError(f"{where}: row {number}: {TOO_DEEP}; {MEND}")
@@ -315,19 +326,39 @@ def _elements(text: str) -> Iterator[str]:
             opened.pop()
 
 
+def _csv_table(data: bytes, delimiter: str, texts: Sequence[str]) -> pa.Table:
+    """One block, so that types are those of all rows and no cell is too long. `texts`: columns that stay as written."""
+    return pc_csv.read_csv(
+        pa.BufferReader(data),
+        read_options=pc_csv.ReadOptions(block_size=min(len(data) + 1, MOST_BLOCK)),
+        parse_options=pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        convert_options=pc_csv.ConvertOptions(
+            column_types=dict.fromkeys(texts, pa.string()),
+            null_values=[""],
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+        ),
+    )
+
+
+def _is_changed(numbers: pa.ChunkedArray, texts: pa.ChunkedArray) -> bool:
+    """Whether a column of numbers is not what was written: `007`, or more digits than a float has."""
+    if pa.types.is_integer(numbers.type):
+        return bool(pc.any(pc.not_equal(pc.cast(numbers, pa.string()), texts)).as_py())
+    return pa.types.is_floating(numbers.type) and bool(pc.any(pc.greater_equal(pc.abs(numbers), EXACT)).as_py())
+
+
 def _csv(data: bytes, delimiter: str, rules: ColumnRules, where: str) -> pa.Table:
     try:
         header = next(csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), delimiter=delimiter), [])
         if IMAGES in rules.names(header, where):
             raise ProblemsError(f"{where}: a table of text has no images; write the rows as parquet or JSON lines")
-        texts = {name: pa.string() for name in header if rules.ours(name) in TEXTS}
-        return pc_csv.read_csv(
-            pa.BufferReader(data),
-            parse_options=pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-            convert_options=pc_csv.ConvertOptions(
-                column_types=texts, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
-            ),
-        )
+        texts = [name for name in header if rules.ours(name) in TEXTS]
+        found, written = (_csv_table(data, delimiter, names) for names in (texts, header))
+        changed = [name for name in found.column_names if _is_changed(found.column(name), written.column(name))]
+        for name in changed:
+            found = found.set_column(found.column_names.index(name), name, written.column(name))
+        return found
     except UnicodeDecodeError as error:
         raise ProblemsError(f"{where}: not UTF-8 ({error.reason} at byte {error.start:,}); write it again") from None
     except (pa.ArrowException, csv.Error) as error:

@@ -7,6 +7,7 @@ import ast
 import glob
 import gzip
 import importlib.util
+import io
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -183,7 +184,8 @@ def _count(file: Path) -> int:
         return int(parquet.ParquetFile(file).metadata.num_rows)
     with opened(file, "rb") as data:
         if kind_of(file) in (".jsonl", ".ndjson"):
-            return sum(1 for line in data if line.strip())
+            with io.TextIOWrapper(data, "latin-1", newline=None) as lines:  # a lone CR ends a line too
+                return sum(1 for line in lines if line.strip(" \t\n\v\f"))
         if kind_of(file) == ".json":
             return len(the_list(json.load(data)))
         from pyarrow import csv

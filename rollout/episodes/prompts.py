@@ -206,8 +206,8 @@ class Prompts:
         images = row.get(IMAGES)
         if images and not self.form:
             raise PromptError("the row has images, and the model of model.path sees none")
-        if unmade := row.get("unmade"):
-            raise PromptError(str(unmade))
+        if "unmade" in row and not row.keys() & {"prompt", "problem"}:  # a file may have such a column too
+            raise PromptError(str(row["unmade"]))
         chat = messages_of(row, self.template_text)
         if self._format and chat and chat[-1]["role"] == "user":
             chat[-1]["content"] = self._formatted(chat[-1]["content"])

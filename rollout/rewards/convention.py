@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 from pydantic import ValidationError
 
 from configs.schema import Section
-from configs.user_file import is_async
+from configs.user_file import is_async, is_of_kind
 from rollout.errors import RewardError, TruthError
 
 
@@ -121,6 +121,10 @@ class Reward:
             raise ValueError(f"{self._place}: takes none of {known}; name its parameters as verl or EasyR1 do")
         self.batch = self.convention in ("solution_strs", "reward_inputs")
         self.is_async = is_async(self.function)
+        if is_of_kind(self.function, inspect.isasyncgenfunction) or (
+            not self.batch and is_of_kind(self.function, inspect.isgeneratorfunction)
+        ):
+            raise ValueError(f"{self._place}: it yields; let it return a number, or a dict with score")
         self.asks = [field for field, names in ASKED.items() if names & self.accepted]
         self._check_arguments(parameters)
 

@@ -175,6 +175,7 @@ LINES = {
     b'{"problem": "?", "answer": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "nested more than 100 levels",
     b'{"problem": "?", "answer": ' + b"9" * 5000 + b"}": "a number of 5,000 digits, and Python reads 4,300; write it "
     "as a text",
+    b'{"problem": "?", "answer": [-1e999]}': "the number -1e999, and the largest is 1.8e308; write it as a text",
     b'{"problem": "?", "answer": "\xff"}': "not JSON ('utf-8' codec can't decode byte 0xff in position 28: invalid "
     "start byte); write the file as UTF-8",
     b"{}": "needs the columns",

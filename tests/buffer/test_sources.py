@@ -76,6 +76,38 @@ def test_a_table_of_text_has_texts_numbers_and_nulls(tmp_path: Path) -> None:
     assert msgpack.unpackb(msgpack.packb(load(str(path))[0]))["level"] == 3
 
 
+@pytest.mark.parametrize(
+    ("cells", "read"),
+    [
+        (["001", "1"], ["001", "1"]),
+        (["9007199254740993", "0.5"], ["9007199254740993", "0.5"]),
+        (["99999999999999999999999", "3"], ["99999999999999999999999", "3"]),
+        (["1e400", "3"], ["1e400", "3"]),
+        (["-7", "12"], [-7, 12]),
+        (["1.50", "12"], [1.5, 12.0]),
+        (["18446744073709551615", ""], ["18446744073709551615", None]),
+    ],
+)
+def test_no_number_of_a_table_of_text_is_changed(tmp_path: Path, cells: list[str], read: list[object]) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("problem,answer,level,data_source\n" + "".join(f"q,a,{cell},01\n" for cell in cells))
+    assert [(row["level"], row["data_source"]) for row in load(str(path))] == [(each, "01") for each in read]
+
+
+def test_a_table_of_text_may_have_long_cells_and_texts_among_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("problem,answer,level\n" + "q,a,1\n" * 200_000 + f"{'x' * 2**21},a,hard\n")
+    problems = load(str(path))
+    assert (problems[0]["level"], problems[-1]["level"], len(problems[-1]["problem"])) == ("1", "hard", 2**21)
+
+
+def test_lines_of_each_system_are_counted_as_they_are_read(tmp_path: Path) -> None:
+    for end in ("\n", "\r\n", "\r"):
+        path = tmp_path / "t.jsonl"
+        path.write_bytes(f'{{"problem": "a\u2028b\u0085", "answer": "1"}}{end}'.encode() * 3)
+        assert count_rows(path) == len(load(str(path))) == 3
+
+
 def test_columns_are_renamed_in_every_format(tmp_path: Path) -> None:
     rows = [{"question": "q", "solution": "s", "problem": "another"}]
     for kind in KINDS:

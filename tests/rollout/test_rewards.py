@@ -304,6 +304,31 @@ def test_a_function_that_returns_a_coroutine_is_told_to_be_async():
         Reward("wrapper", wrapper, {}).score(ANSWERS[:1])
 
 
+async def yields_later(solution_str):
+    yield 1.0
+
+
+class Yields:
+    def __call__(self, solution_str):
+        yield 1.0
+
+
+@pytest.mark.parametrize(
+    "made", [yields_later, Yields(), functools.partial(Yields())], ids=["async", "object", "partial"]
+)
+def test_a_function_that_yields_is_refused(made: object):
+    line = r"^reward.function mine: it yields; let it return a number, or a dict with score$"
+    with pytest.raises(ValueError, match=line):
+        Reward("mine", made, {})  # type: ignore[arg-type]
+
+
+def test_a_batch_function_may_yield_its_rewards():
+    def mine(solution_strs):
+        yield from map(float, range(len(solution_strs)))
+
+    assert [score.reward for score in Reward("mine", mine, {}).score(ANSWERS)] == [0.0, 1.0]
+
+
 def test_a_function_without_known_parameters_is_refused_with_its_key():
     line = r"^reward.function max: its parameters are unknown: no signature found .*; call it in a `def`$"
     with pytest.raises(ValueError, match=line):

@@ -97,6 +97,10 @@ def test_a_row_that_was_not_made_says_why():
         prompts().tokens({"data_source": "reasoning_gym/x", "unmade": "list_functions cannot make entry 7"})
 
 
+def test_a_column_of_a_file_may_have_the_name_of_our_mark_of_such_a_row():
+    assert prompts().tokens({"problem": "8 6 4", "unmade": True}) == prompts().tokens({"problem": "8 6 4"})
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
