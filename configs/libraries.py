@@ -1,18 +1,21 @@
-"""Imports torch and transformers, and refuses environment variables with which that fails.
+"""Tries torch and transformers in a process of its own, and names environment variables with which they fail.
 
-Learner and rollout servers import them by `import_all`. The checks before a start run it in a process of its own,
-`python -m configs.libraries`.
+Such a process takes seconds, so there is one only if such a variable is set: in the checks before a start, and in a
+learner or rollout server that somebody starts by hand. It runs `python -m configs.libraries`.
 """
 
 import importlib
+import logging
 import os
+import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
-from configs.entrypoint import BAD_INPUT
+from configs.entrypoint import ABOVE, BAD_INPUT, DONE, run_and_exit
 from configs.inner_command import inner_words
 from configs.load import ConfigError
 from configs.own_packages import command
@@ -20,53 +23,68 @@ from configs.plain_text import print_visible
 from configs.variables import given_to_libraries
 
 MODULES = ("torch", "torch.distributed", "torch._dynamo.config", "torch._inductor.config", "transformers.utils")
-IMPORT_S = 180.0
+TRIAL_S, GROUP_S = 180.0, 30
 
 
-def import_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError if the import fails and variables of the libraries are set, or if docstrings are left out."""
+def refuse(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError. A launched process has an environment that the launcher has tried."""
+    if ABOVE not in environment and (lines := list(unusable(environment))):
+        raise ConfigError(lines)
+
+
+def unusable(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """A line if the libraries fail with their variables in `environment`."""
+    if not (given := given_to_libraries(environment)):
+        return
+    line, env, none = command("configs.libraries"), dict(environment), subprocess.DEVNULL
+    with suppress(subprocess.TimeoutExpired):  # on a busy machine
+        done = subprocess.run(line, stdin=none, stdout=none, stderr=subprocess.PIPE, env=env, timeout=TRIAL_S)
+        said = done.stderr.decode(errors="replace").splitlines()
+        if done.returncode == BAD_INPUT:
+            yield said[-1]
+        elif done.returncode < 0:
+            aborts = f"the process that tried it was ended by signal {-done.returncode}"
+            why = "it hangs" if done.returncode == -signal.SIGALRM else aborts
+            yield in_words(given, f"torch or transformers cannot be used ({why})")
+
+
+def use_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = os.environ) -> None:
+    """Import the libraries and form a group of one rank. Raises ConfigError where variables of them are set."""
     if sys.flags.optimize > 1:
         problem = f"PYTHONOPTIMIZE: {sys.flags.optimize} (python -OO) leaves out docstrings, which transformers reads"
         raise ConfigError([f"{problem}; unset it, or set 1"])
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # a library may raise anything; without such a variable it is a broken one
-            if not (given := given_to_libraries(environment)):
-                raise
-            raise ConfigError([refusal(name.partition(".")[0], given, error)]) from None
-
-
-def refusal(library: str, given: Sequence[str], error: Exception) -> str:
-    """Name the variables that the traceback shows, or else all that are set."""
-    trace = "".join(traceback.format_exception(error))
-    names = [name for name in given if name in trace] or given
-    why = " ".join(str(error).split())[:200]
-    remedy = f"unset {'it, or correct it' if len(names) == 1 else 'them, or correct them'}"
-    return f"{', '.join(names)}: {library} cannot be imported ({type(error).__name__}: {why}); {remedy}"
-
-
-def unimportable(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """The line of `import_all` in a process of its own, which takes seconds if such variables are set."""
-    if not given_to_libraries(environment):
-        return
-    line, env, none = command("configs.libraries"), dict(environment), subprocess.DEVNULL
-    with suppress(subprocess.TimeoutExpired):  # on a busy machine; the processes themselves refuse it later
-        done = subprocess.run(line, stdin=none, stdout=none, stderr=subprocess.PIPE, env=env, timeout=IMPORT_S)
-        if done.returncode == BAD_INPUT:
-            yield done.stderr.decode(errors="replace").splitlines()[-1]
-
-
-def main() -> int:
-    """Import the libraries."""
     try:
-        import_all()
+        for name in modules:
+            importlib.import_module(name)
+        if "torch.distributed" in modules:
+            distributed: Any = sys.modules["torch.distributed"]
+            signal.alarm(GROUP_S)  # ends this process if C++ never returns
+            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    except Exception as error:  # a library may raise anything; without such a variable it is a broken one
+        if not (given := given_to_libraries(environment)):
+            raise
+        trace = "".join(traceback.format_exception(error))
+        names = [name for name in given if name in trace] or given
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError([in_words(names, f"torch or transformers cannot be used ({why})")]) from None
+
+
+def in_words(names: Sequence[str], problem: str) -> str:
+    """The refusal of variables."""
+    remedy = "unset it, or correct it" if len(names) == 1 else "unset them, or correct them"
+    return f"{', '.join(names)}: {problem}; {remedy}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Use the libraries once."""
+    try:
+        use_all()
     except ConfigError as error:
         print_visible(str(error), sys.stderr)
         return BAD_INPUT
-    return 0
+    return DONE
 
 
 if __name__ == "__main__":
     inner_words()
-    sys.exit(main())
+    run_and_exit(main, logging.getLogger("configs"))

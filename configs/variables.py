@@ -24,15 +24,11 @@ PLACE = (
 OTHERS_TRAINING = ("ACCELERATE_*", "FSDP_*")
 """`accelerate launch` sets these for transformers, which with two of them makes all weights zero on every rank but the
 one with LOCAL_RANK 0, and expects them from that rank later."""
-READ_BY_LIBRARIES = (
-    *("TORCH*", "PYTORCH_*", "TRITON_*", "TRANSFORMERS_*", "HF_*", "HUGGINGFACE_*", "TQDM_*"),
-    *("PYTHONOPTIMIZE", "PYTHONWARNINGS"),
-)
-"""torch and transformers read some of these while they are imported."""
-NEVER_REFUSED = (
-    *("TORCHELASTIC_*", "TORCH_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"),
-    *("TRANSFORMERS_OFFLINE", "TRITON_CACHE_DIR"),
-)
+READ_BY_LIBRARIES = ("TORCH*", "TRITON_*", "HF_HUB_*_TIMEOUT", "TQDM_*", "PYTHONOPTIMIZE", "PYTHONWARNINGS")
+"""torch and transformers fail with some values of these."""
+SWITCHES = ("", "0", "1")
+INSPECT = "PYTHONINSPECT"
+"""With it, Python ends with a traceback and exit code 1, or waits for its user, where a process exits by `sys.exit`."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """torchrun forwards signals to its ranks and kills ranks that do not end."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -57,7 +53,7 @@ MASK = re.compile("0?[0-7]{3}")
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
     """The environment of processes that the launcher starts."""
-    left_out = {key for key in environment if has_place(key) or is_others(key) or key == "PYTHONIOENCODING"}
+    left_out = {key for key in environment if has_place(key) or is_others(key)} | {"PYTHONIOENCODING", INSPECT}
     kept = {key: value for key, value in environment.items() if key not in left_out}
     return kept | {"PYTHONUTF8": "1"} | around_proxy(kept, hosts) | user(kept)
 
@@ -73,12 +69,13 @@ def is_others(name: str) -> bool:
 
 
 def given_to_libraries(environment: Mapping[str, str]) -> list[str]:
-    """The variables with which torch or transformers may fail to be imported."""
-
-    def matches(name: str, patterns: Iterable[str]) -> bool:
-        return any(fnmatch(name, pattern) for pattern in patterns)
-
-    return [name for name in environment if matches(name, READ_BY_LIBRARIES) and not matches(name, NEVER_REFUSED)]
+    """The variables with which torch or transformers may fail. They take any switch and any path."""
+    return [
+        name
+        for name, value in environment.items()
+        if any(fnmatch(name, pattern) for pattern in READ_BY_LIBRARIES)
+        and not (has_place(name) or value in SWITCHES or value.startswith("/"))
+    ]
 
 
 def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -88,6 +85,7 @@ def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.en
     open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    environment.pop(INSPECT, None)
     for name in [name for name in environment if is_others(name) or (has_place(name) and not is_rank)]:
         del environment[name]
     environment.update(around_proxy(environment) | user(environment))

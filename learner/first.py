@@ -1,14 +1,23 @@
 """Imported by `python -m learner` before torch: variables that torch refuses end the process in one line."""
 
+import logging
 import sys
+from collections.abc import Sequence
 
-from configs.entrypoint import BAD_INPUT
-from configs.libraries import import_all
+from configs.entrypoint import BAD_INPUT, run_and_exit
+from configs.libraries import refuse
 from configs.load import ConfigError
 from configs.plain_text import print_visible
 
+
+def main(argv: Sequence[str]) -> int:
+    """Say why the libraries cannot be imported."""
+    print_visible(f"python -m learner: {refused}", sys.stderr)
+    return BAD_INPUT
+
+
 try:
-    import_all()
+    refuse()
 except ConfigError as error:
-    print_visible(f"python -m learner: {error}", sys.stderr)
-    sys.exit(BAD_INPUT)
+    refused = error
+    run_and_exit(main, logging.getLogger("learner"))

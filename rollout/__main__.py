@@ -32,7 +32,7 @@ from configs.entrypoint import (
     split_flags,
     tie_children,
 )
-from configs.libraries import import_all
+from configs.libraries import refuse
 from configs.load import read
 from configs.plain_text import print_visible
 from configs.resume import fingerprint
@@ -93,7 +93,7 @@ def run_server(argv: Sequence[str]) -> int:
     flags, rest = split_flags(argv, PROG, name={"default": "rollout-0", "type": process_name})
     config = read(rest, f"{PROG} [--name rollout-0]", check_server)
     os.environ.update(around_proxy(os.environ, own_hosts(config)))
-    import_all()
+    refuse()
     sets = load_sets(config) if config.eval.every else []
     setup = RolloutSetup.load(config, flags.name).with_teachers(config)
     return uvloop.run(serve(config, flags.name, setup, sets))

@@ -106,7 +106,11 @@ CASES: list[tuple[dict[str, str], dict[str, Callable[[Sequence[str]], int]], str
     ({"VLLM_RPC_BASE_PATH": "/no/such"}, EVERY, "VLLM_RPC_BASE_PATH: /no/such is not a writable folder"),
     ({"VLLM_PORT": "tcp://10.0.0.7:80"}, JUDGES | SERVERS, "VLLM_PORT: vLLM cannot read 'tcp://10.0.0.7:80'"),
     ({"VLLM_CPU_KVCACHE_SPACE": "much"}, JUDGES | SERVERS, "VLLM_CPU_KVCACHE_SPACE: vLLM cannot read 'much' (invalid"),
-    ({"TORCH_LOGS": "nosuch"}, {"configs": judged}, "TORCH_LOGS: torch cannot be imported (ValueError: Invalid log"),
+    (
+        {"TORCH_LOGS": "nosuch"},
+        {"configs": judged},
+        "TORCH_LOGS: torch or transformers cannot be used (Value",
+    ),
     ({"RANK": "0", "WORLD_SIZE": "4"}, LEARNER, "learner.ranks: 1, but WORLD_SIZE is 4; set learner.ranks to 4, or un"),
     ({"RANK": "0"}, LEARNER, "WORLD_SIZE: not set; set it to learner.ranks (1), or unset RANK and WORLD_SIZE if a pod"),
     ({"RANK": "x", "WORLD_SIZE": "1"}, LEARNER, "RANK: 'x' is not one of 0 to 0"),
@@ -167,14 +171,14 @@ def test_valid_variables_are_not_refused(given: dict[str, str]) -> None:
 
 def test_a_launch_gives_no_process_a_place_in_another_job(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once they did, and the learner tried for 615 s to join the ranks at MASTER_ADDR."""
-    for name, value in (JOB | PROXIED | {"PYTHONIOENCODING": "ascii", "MINE": "1"}).items():
+    for name, value in (JOB | PROXIED | {"PYTHONIOENCODING": "ascii", "PYTHONINSPECT": "1", "MINE": "1"}).items():
         monkeypatch.setenv(name, value)
     config = load([*words, "--weights.host=10.1.2.3"])
     made = launch.processes(config)
     assert {process.role for process in made} == {"buffer", "learner", "rollout"}
     for process in made:
         env = keeper.environment(process)
-        assert not JOB.keys() & env.keys() and "PYTHONIOENCODING" not in env
+        assert not (JOB.keys() | {"PYTHONIOENCODING", "PYTHONINSPECT"}) & env.keys()
         assert env["MINE"] == env["PYTHONUTF8"] == "1" and env["http_proxy"] == PROXIED["http_proxy"]
         assert env["no_proxy"] == env["NO_PROXY"] == "lan.test,localhost,127.0.0.1,::1,10.1.2.3"
     given = Process("learner", "learner", (), Path(), env={"MASTER_ADDR": "10.1.2.3", "NODE_RANK": "1"})
@@ -353,6 +357,7 @@ def test_too_few_open_files_are_refused(words: list[str]) -> None:
 
 ODD = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "0", "TZ": "Nowhere/Else", "PYTHONIOENCODING": "ascii", "LANG": "C"}
 ODD |= {"PYTHONSTARTUP": "/no/such", "PYTHONPATH": f"{ROOT}:/no/such::", "XDG_CACHE_HOME": "/no/such", "RANK": "x"}
+ODD |= {"PYTHONINSPECT": "1"}
 
 
 @pytest.mark.parametrize(("shut", "said"), long_but([("<&-", True), ("<&- >&- 2>&-", False)], 1))

@@ -32,7 +32,7 @@ from configs.flow.capacity import open_files
 from configs.flow.kv_room import gpu_bytes
 from configs.hub_reach import skip_hub_out_of_reach
 from configs.inner_command import inner_words
-from configs.libraries import unimportable
+from configs.libraries import unusable
 from configs.load import ConfigError, parse
 from configs.model_facts import SPARE_BYTES, model_facts
 from configs.origins import credentials
@@ -102,7 +102,7 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
         further += without_fp8(config, gpus, compute_capabilities())
     further += unknown_fields(config.reward.engine, "reward") + unknown_arguments(config)
     further += unknown_parsers(config)
-    further += [*unreadable_variables(), *unimportable()]
+    further += [*unreadable_variables(), *unusable()]
     most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], open_files(config)
     if 0 <= most < needed:
         further.append(f"ulimit -n: {most} files may be open, but the buffer of this run needs {needed}; {REMEDY}")

@@ -256,6 +256,16 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
         judge_lengths(trial.found, config, lengths)
     judge_ends(trial.found, config, made)
     judge_template(trial.found, config, made, first)
+    judge_tools(trial.found, config, rows)
+
+
+def judge_tools(found: Judgement, config: Config, rows: Rows) -> None:
+    """Warn of tools that the model is not told of."""
+    having = [number for number, row in rows if row.get("tools")]
+    if having and config.rollout.task == "single_turn":
+        share = f"{len(having):,} of {len(rows):,} rows looked at have tools, such as row {having[0]}"
+        remedy = "the model does not see them; write them into the system message, or name a rollout.task that has them"
+        found.warnings.append(f"data.train: {source_name(config.data.train)}: {share}: {remedy}")
 
 
 def judge_template(found: Judgement, config: Config, made: "Prompts", first: str) -> None:

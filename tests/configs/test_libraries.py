@@ -1,4 +1,4 @@
-"""Variables with which torch or transformers cannot be imported are refused in one line."""
+"""Variables with which torch or transformers fail are refused in one line."""
 
 import ast
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs import libraries
+from configs.entrypoint import ABOVE
 from configs.load import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -23,14 +24,14 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_variable_in_the_traceback_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"TORCH_NUMBER": "abc", "TORCH_OTHER": "1", "HOME": "/home/ann"}
+    given = {"TORCH_NUMBER": "abc", "TORCH_OTHER": "b", "HOME": "/home/ann"}
     monkeypatch.setenv("TORCH_NUMBER", "abc")
     with pytest.raises(ConfigError) as caught:
-        libraries.import_all([module], given)
-    line = "picky_library cannot be imported (ValueError: invalid literal for int() with base 10: 'abc')"
+        libraries.use_all([module], given)
+    line = "torch or transformers cannot be used (ValueError: invalid literal for int() with base 10: 'abc')"
     assert str(caught.value) == f"TORCH_NUMBER: {line}; unset it, or correct it"
-    with pytest.raises(ConfigError, match=r"^HF_ONE, TQDM_TWO: .*; unset them, or correct them$"):
-        libraries.import_all([module], {"HF_ONE": "1", "TQDM_TWO": "2"})
+    with pytest.raises(ConfigError, match=r"^TORCH_ONE, TQDM_TWO: .*; unset them, or correct them$"):
+        libraries.use_all([module], {"TORCH_ONE": "a", "TQDM_TWO": "b"})
 
 
 def test_a_library_that_is_broken_by_itself_is_no_fault_of_a_variable(
@@ -38,9 +39,9 @@ def test_a_library_that_is_broken_by_itself_is_no_fault_of_a_variable(
 ) -> None:
     monkeypatch.setenv("TORCH_NUMBER", "abc")
     with pytest.raises(ValueError, match=r"^invalid literal"):
-        libraries.import_all([module], {"HOME": "/home/ann", "HF_HOME": "/hub", "TORCHELASTIC_RUN_ID": "1"})
+        libraries.use_all([module], {"TORCH_HOME": "/hub", "TORCH_SWITCH": "1", "TORCHELASTIC_RUN_ID": "a"})
     monkeypatch.setenv("TORCH_NUMBER", "1")
-    libraries.import_all([module], {"TORCH_NUMBER": "1"})
+    libraries.use_all([module], {"TORCH_NUMBER": "1"})
 
 
 def test_python_without_docstrings_is_refused() -> None:
@@ -61,15 +62,23 @@ def test_the_learner_imports_torch_by_them() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("process", ["learner", "checks"])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("TORCH_LOGS", "nosuch"), ("PYTHONOPTIMIZE", "2"), ("HF_HUB_DOWNLOAD_TIMEOUT", "abc"), ("TQDM_MININTERVAL", "x")],
+    [
+        *(("TORCH_LOGS", "nosuch"), ("PYTHONOPTIMIZE", "2"), ("HF_HUB_DOWNLOAD_TIMEOUT", "abc")),
+        *(("TQDM_MININTERVAL", "x"), ("TORCH_FR_BUFFER_SIZE", "abc"), ("TORCH_GLOO_LAZY_INIT", "abc")),
+    ],
 )
-def test_a_process_started_by_hand_says_so_in_one_line(process: str, name: str, value: str, tmp_path: Path) -> None:
-    words = ["learner", "/no/such.yaml"] if process == "learner" else ["configs.libraries"]
-    line = [sys.executable, "-m", *words]
+def test_a_process_started_by_hand_says_so_in_one_line(name: str, value: str) -> None:
+    line = [sys.executable, "-m", "learner", "/no/such.yaml"]
     done = subprocess.run(line, cwd=ROOT, env=os.environ | {name: value}, capture_output=True, text=True, timeout=180)
     (said,) = done.stderr.splitlines()
     assert done.returncode == 2
-    assert f"{name}: " in said and ("cannot be imported (" in said or "which transformers reads" in said)
+    assert said.startswith(f"python -m learner: {name}: ")
+    assert "cannot be used (" in said or "which transformers reads" in said
+
+
+def test_a_launched_process_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    libraries.refuse({"TORCH_LOGS": "nosuch", ABOVE: "1"})
+    libraries.refuse({"HF_HOME": "/hub"})

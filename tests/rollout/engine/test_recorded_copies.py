@@ -320,6 +320,19 @@ def test_it_records_again_where_something_moved():
     assert [load(), load()] == [4, 4]
 
 
+def test_a_worker_lets_the_old_staging_copy_go_before_it_prepares_a_new_one():
+    """A recording keeps its copy in memory, so for a moment there would be two."""
+    from rollout.engine.worker import WorkerExtension
+
+    worker, copies, seen = WorkerExtension(), RecordedCopies(Tiny(put)), []
+    copies.load(policy(SPECS, 0).views())
+    worker.__dict__["rl_model"] = SimpleNamespace(forget_staged=copies.forget, frozen=None)
+    worker.rl_staging = SimpleNamespace(prepare=lambda *_: seen.append(copies.recording), frozen=frozenset())
+    assert copies.recording is not None
+    worker.rl_prepare(b"", "auto")
+    assert seen == [None]
+
+
 def test_strided_slices_do_not_keep_the_rest_from_one_fused_copy():
     def of_shard(parameter, tensor, model):
         parameter.data.copy_(tensor if parameter is model.one else tensor.t())

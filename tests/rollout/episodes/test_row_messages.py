@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from actors.doctor.trial import Judgement, judge_ends, judge_template
+from actors.doctor.trial import Judgement, Rows, judge_ends, judge_template, judge_tools
 from configs.load import load
 from rollout.episodes.prompts import Prompts
 from rollout.errors import PromptError
@@ -166,6 +166,16 @@ def test_a_pattern_that_needs_a_special_token_is_warned_of(pattern: str, warned:
     never = "needs <|im_end|>, but rewards read answers without special tokens; remove it there"
     found = judged("qwen3", f"--reward.function=[{part}, {{function: countdown}}]")
     assert found.warnings == [f"reward.function: the pattern of format {never}"] * warned
+
+
+def test_tools_of_rows_that_the_model_does_not_see_are_warned_of():
+    rows: Rows = [(0, {"problem": "?"}), (4, {"problem": "?", "tools": [{"type": "function"}]}), (9, {"tools": []})]
+    for task, warned in (("single_turn", True), ("agent", False)):
+        found = Judgement()
+        judge_tools(found, load([*NEEDED, f"--rollout.task={task}", "--rollout.agent.command=[python]"]), rows)
+        assert [line.partition(": the model")[0] for line in found.warnings] == [
+            "data.train: d.jsonl: 1 of 3 rows looked at have tools, such as row 4"
+        ] * warned
 
 
 def test_a_built_in_reward_whose_tag_ends_the_prompt_is_warned_of():
