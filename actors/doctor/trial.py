@@ -520,9 +520,7 @@ def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
         return
     with trial.importing("rollout.task", name, import_s(config)):
         function = load_task(name)
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        trial.found.refused.append(f"rollout.task: {name} yields; let it return one Trajectory, or its score")
-    elif "base_url" not in inspect.signature(function).parameters and not is_async(function):
+    if "base_url" not in inspect.signature(function).parameters and not is_async(function):
         trial.found.warnings.append(f"rollout.task: {name} is no `async def`; it must return an awaitable")
 
 

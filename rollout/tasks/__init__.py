@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from configs.user_file import load_function
+from configs.user_file import is_of_kind, load_function
 from rollout.errors import ChatRefused, EpisodeError
 
 if TYPE_CHECKING:
@@ -52,7 +52,12 @@ def load_task(name: str) -> Callable[..., Any]:
 
 def convention(name: str, function: Callable[..., Any]) -> str:
     """The task's key of CONVENTIONS. Raises ValueError."""
-    signature = inspect.signature(function)
+    if is_of_kind(function, inspect.isgeneratorfunction) or is_of_kind(function, inspect.isasyncgenfunction):
+        raise ValueError(f"rollout.task: {name} yields; let it return one Trajectory, or its score")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rollout.task: {name}: its parameters are unknown: {error}; call it in a `def`") from None
     told = next((key for key in CONVENTIONS if key in signature.parameters), "generate")
     try:
         if told == "generate":

@@ -13,7 +13,7 @@ from examples.countdown.make_model import make_tokenizer
 from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.errors import PromptError
 from rollout.rewards.models.http_model import AnswerTemplate
-from rollout.tasks import load_task
+from rollout.tasks import convention, load_task
 from rollout.tasks.trajectory import single_turn
 
 CHAT = [{"role": "user", "content": "8 6 4=2\n"}]
@@ -90,6 +90,17 @@ def test_a_plain_prompt_stays_open():
     row = {"problem": "8 6 4"}
     assert closing.tokens(row) == made.tokens(row) and closing.tokens(row)[-1] not in closing.ends
     assert closing.stops == closing.ends
+
+
+def test_a_task_that_yields_or_has_unknown_parameters_is_refused():
+    class Plays:
+        async def __call__(self, problem, generate):
+            yield problem
+
+    with pytest.raises(ValueError, match=r"^rollout.task: mine yields; let it return one Trajectory, or its score$"):
+        convention("mine", Plays())
+    with pytest.raises(ValueError, match=r"^rollout.task: mine: its parameters are unknown: .*; call it in a `def`$"):
+        convention("mine", max)
 
 
 def test_a_row_that_was_not_made_says_why():
