@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import shutil
+import stat
 import symtable
 from collections.abc import Collection, Iterable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -158,7 +159,9 @@ def _paths(config: Config) -> Iterator[tuple[str, Path | str | None]]:
         parts = [source] if isinstance(source, Path | str) else [part.path for part in source]
         yield from ((f"data.{key}", part) for part in parts if not str(part).startswith(GENERATED))
     yield from (("reward.function", part.function.rpartition(":")[0]) for part in config.reward.parts)
-    yield "rollout.task", rollout.task.rpartition(":")[0]
+    named = {"rollout.task": rollout.task, "algorithm.loss": config.algorithm.loss}
+    named["algorithm.advantage"] = config.algorithm.advantage
+    yield from ((key, name.rpartition(":")[0]) for key, name in named.items())
     yield from (("reward.model", config.reward.model), ("rollout.environment.python", rollout.environment.python))
     for rows, teacher in config.teacher.teachers.items():
         yield f"{teachers.key_of(config.teacher, rows)}.model", teacher.model
@@ -166,12 +169,14 @@ def _paths(config: Config) -> Iterator[tuple[str, Path | str | None]]:
 
 def _unusable(path: Path | str) -> str:
     try:
-        os.stat(path)
+        mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except (OSError, ValueError) as error:  # ValueError: it holds a NUL
         return f"{path}: {getattr(error, 'strerror', None) or error}; correct the path"
-    return ""
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return ""
+    return f"{path}: neither a file nor a folder, but a device, pipe or socket; name another"  # reading may never end
 
 
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:

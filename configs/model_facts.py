@@ -102,6 +102,8 @@ class ModelFacts:
 def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
     folder = Path(path)
     try:
+        if not all(file.is_file() for file in (folder / "config.json", *weight_files(folder))):  # a pipe would not end
+            return ModelFacts()
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         every = [one for file in weight_files(folder) for one in header_of(file).shapes.items()]
     except (OSError, ValueError, RecursionError):

@@ -40,7 +40,9 @@ class ColumnRules:
         self._given = {given: ours for ours, given in self.renamed.items()}
 
     def ours(self, name: str) -> str | None:
-        """None for a column whose name another one takes."""
+        """None for a column whose name another one takes, and for `reward_model` beside an `answer` that is named."""
+        if name == "reward_model" and "answer" in self.renamed and name not in self.renamed:
+            return self._given.get(name)
         return self._given.get(name, None if name in self.renamed else name)
 
     def row(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -58,18 +58,25 @@ class Answer:
         return self.turns or [{"text": self.text, "sampled": True}]
 
     def shown_truth(self) -> str:
-        model = self.row.get("reward_model")
-        truth = model.get("ground_truth") if isinstance(model, Mapping) else self.row.get("answer")
+        truth = None if self._lacks_truth() else self.truth()
         return "none" if truth is None else repr(truth)
 
+    def _lacks_truth(self) -> bool:
+        model = self.row.get("reward_model")
+        known = isinstance(model, Mapping) and "ground_truth" in model
+        return "reward_model" in self.row and not known and "answer" not in self.row
+
     def truth(self) -> Any:
-        """`reward_model.ground_truth` of verl's rows, `answer` of EasyR1's. Raises TruthError."""
-        if "reward_model" not in self.row:
-            return self.row.get("answer")
-        model = self.row["reward_model"]
-        if not isinstance(model, Mapping) or "ground_truth" not in model:
+        """`reward_model.ground_truth` of verl's rows, `answer` of EasyR1's: their `reward_model` may be anything.
+
+        Raises TruthError.
+        """
+        model = self.row.get("reward_model")
+        if self._lacks_truth():
             raise TruthError(f"the row's reward_model is {model!r:.80}, without a ground_truth")
-        return model["ground_truth"]
+        return (
+            model["ground_truth"] if isinstance(model, Mapping) and "ground_truth" in model else self.row.get("answer")
+        )
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,15 @@ def test_lines_of_each_system_are_counted_as_they_are_read(tmp_path: Path) -> No
         assert count_rows(path) == len(load(str(path))) == 3
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("model", ["rm", {"style": "rule"}, {"ground_truth": "8"}])
+def test_an_answer_that_is_named_takes_the_place_of_reward_model(tmp_path: Path, kind: str, model: object) -> None:
+    """The refusal of a `reward_model` without ground truth gives this remedy."""
+    path = write(tmp_path / f"t.{kind}", [{"prompt": "q", "reward_model": model, "label": "7", "answer": "9"}], kind)
+    assert list(load(str(path), columns={"answer": "label"})) == [{"prompt": "q", "answer": "7"}]
+    assert load(str(path), columns={"answer": "answer"})[0]["answer"] == "9"
+
+
 def test_columns_are_renamed_in_every_format(tmp_path: Path) -> None:
     rows = [{"question": "q", "solution": "s", "problem": "another"}]
     for kind in KINDS:

@@ -3,6 +3,7 @@
 import ast
 import codecs
 import json
+import os
 import re
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from configs.checks import (
 from configs.data.sources import needs_truth
 from configs.help import keys
 from configs.load import ConfigError, load
-from configs.model_facts import model_facts
+from configs.model_facts import ModelFacts, model_facts
 from configs.schema import Config
 
 ROOT = Path(__file__).parents[2]
@@ -557,6 +558,28 @@ def test_a_path_that_the_system_cannot_look_at_is_one_line(key: str, tmp_path: P
     assert line.startswith(f"{key}: {long}") and line.endswith(": File name too long; correct the path")
     (line,) = refused(f"{key}={circle}")
     assert line.startswith(f"{key}: {circle}") and "Too many levels of symbolic links" in line
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["data.train", "data.chat_template", "reward.function", "rollout.task", "algorithm.loss", "algorithm.advantage"],
+)
+def test_a_pipe_or_device_is_refused_unread(key: str, tmp_path: Path) -> None:
+    """To read one may take for ever."""
+    os.mkfifo(pipe := tmp_path / "pipe.py")
+    for path in (pipe, Path("/dev/zero")):
+        if key.startswith("algorithm") and path.suffix != ".py":  # refused by its form
+            continue
+        function = ":play" if key.partition(".")[0] in ("reward", "rollout", "algorithm") else ""
+        (line,) = refused(f"{key}={path}{function}")
+        assert line == f"{key}: {path}: neither a file nor a folder, but a device, pipe or socket; name another"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_in_a_model_s_folder_is_not_read(name: str, model: Path) -> None:
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    assert model_facts(str(model)) == ModelFacts()
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '"a"', "null"])

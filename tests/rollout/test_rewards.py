@@ -131,6 +131,13 @@ def test_math(text: str, truth: object, reward: float):
 ANSWERS = [Answer("one", 3, ROW), Answer("two", 4, {"problem": "?", "answer": "42"})]
 
 
+@pytest.mark.parametrize("model", ["rm", {"style": "rule"}, None, 7])
+def test_the_answer_is_the_truth_beside_a_reward_model_of_another_meaning(model: object):
+    """Loading accepts such rows."""
+    answer = Answer("7", 1, {"problem": "?", "answer": "7", "reward_model": model})
+    assert (answer.truth(), answer.shown_truth()) == ("7", "'7'")
+
+
 def test_verl_functions_get_the_arguments_they_name():
     def whole(data_source, solution_str, ground_truth, extra_info=None):
         return len(solution_str) + (data_source == "countdown") + extra_info.get("index", 0)
