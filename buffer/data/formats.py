@@ -341,11 +341,14 @@ def _csv_table(data: bytes, delimiter: str, texts: Sequence[str]) -> pa.Table:
     )
 
 
-def _is_changed(numbers: pa.ChunkedArray, texts: pa.ChunkedArray) -> bool:
-    """Whether a column of numbers is not what was written: `007`, or more digits than a float has."""
-    if pa.types.is_integer(numbers.type):
-        return bool(pc.any(pc.not_equal(pc.cast(numbers, pa.string()), texts)).as_py())
-    return pa.types.is_floating(numbers.type) and bool(pc.any(pc.greater_equal(pc.abs(numbers), EXACT)).as_py())
+def _is_changed(column: pa.ChunkedArray, texts: pa.ChunkedArray) -> bool:
+    """Whether a column is not what was written: `007`, more digits than a float has, times."""
+    types, kind = pa.types, column.type
+    if types.is_integer(kind):
+        return bool(pc.any(pc.not_equal(pc.cast(column, pa.string()), pc.utf8_trim_whitespace(texts))).as_py())
+    if types.is_floating(kind):
+        return bool(pc.any(pc.greater_equal(pc.abs(column), EXACT)).as_py())
+    return not (types.is_boolean(kind) or types.is_null(kind))
 
 
 def _csv(data: bytes, delimiter: str, rules: ColumnRules, where: str) -> pa.Table:
