@@ -260,7 +260,7 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def judge_tools(found: Judgement, config: Config, rows: Rows) -> None:
-    """Warn of tools that the model is not told of."""
+    """Warn of tools that the model does not see."""
     having = [number for number, row in rows if row.get("tools")]
     if having and config.rollout.task == "single_turn":
         share = f"{len(having):,} of {len(rows):,} rows looked at have tools, such as row {having[0]}"
