@@ -20,7 +20,7 @@ from configs.inner_command import inner_words
 from configs.load import ConfigError
 from configs.own_packages import command
 from configs.plain_text import print_visible
-from configs.variables import given_to_libraries
+from configs.variables import given_to_libraries, gloo_here
 
 MODULES = ("torch", "torch.distributed", "torch._dynamo.config", "torch._inductor.config", "transformers.utils")
 TRIAL_S, GROUP_S = 180.0, 30
@@ -58,6 +58,7 @@ def use_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = o
             importlib.import_module(name)
         if "torch.distributed" in modules:
             distributed: Any = sys.modules["torch.distributed"]
+            gloo_here()
             signal.alarm(GROUP_S)  # ends this process if C++ never returns
             distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     except Exception as error:  # a library may raise anything; without such a variable it is a broken one
