@@ -1,19 +1,22 @@
 """Opens the ledger's SQLite file: makes it, brings an older one to this schema, and refuses what is not sound.
 
-`PRAGMA quick_check` reads every page once; RULES compare what SQLite does not. Nothing here reads the samples.
+Every page must have its checksum (`pages.py`). `PRAGMA quick_check` reads every page once more, for what was written
+wrong; RULES compare what SQLite does not. Nothing here reads the samples.
 """
 
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from buffer.store import sql
+from buffer.store import pages, sql, witness
 from buffer.store.faults import StoreError
+from buffer.store.write_ahead import PAGE, Log
 
 LOG_PAGES = 4096
 """Pages of the write-ahead log after which it is begun anew."""
+FOREIGN = "an SQLite file of another program; name another file"
 LOADED = "(batch = -1 OR batch >= COALESCE((SELECT value FROM meta WHERE name = 'oldest'), 0))"
 """What a start reads; millions of other items are not needed any more."""
 RULES = {
@@ -36,15 +39,48 @@ RULES = {
 """By what is wrong: a query that names where."""
 
 
+def require_whole(path: Path, known: witness.Commits | None) -> None:
+    """Raise StoreError unless the ledger has all commits `known` to its witness, and each page its checksum.
+
+    Reads all of the file, also beside a live buffer.
+    """
+    if not path.is_file():
+        return witness.require_all(path, known, None)
+    with open(path, "rb") as stream, explained(path):  # outlives the connection: closing it would end SQLite's locks
+        if _is_new(path):
+            return
+        with closing(_connected(path)) as db:
+            require_ledger(db, f"buffer.path {path}: {FOREIGN}")
+            db.execute("BEGIN")
+            (schema,) = db.execute("PRAGMA user_version").fetchone()
+            require_schema(schema, path)
+            witness.require_all(path, known, witness.counted(db))
+            if schema == sql.SCHEMA or pages.file_of(path).exists():
+                pages.require_same(path, stream)
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+
+
+def _is_new(path: Path) -> bool:
+    """Whether the ledger has no table yet: SQLite writes the first page before it makes the log."""
+    size = path.stat().st_size
+    return not size or (size <= PAGE and not Log(path).pages)
+
+
 def opened(path: Path | None, fsync: bool) -> sqlite3.Connection:
     """Open the ledger `path` for writing. Raises StoreError or sqlite3.Error."""
+    if path and path.is_file() and (_is_new(path) or not pages.file_of(path).exists()):
+        pages.begin(path)
     db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
     try:
         (schema,) = db.execute("PRAGMA user_version").fetchone()
         new = not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
         if not new:
-            require_ledger(db, f"buffer.path {path}: an SQLite file of another program; name another file")
+            require_ledger(db, f"buffer.path {path}: {FOREIGN}")
             require_schema(schema, path)
+            require_page_size(db, path)
             require_sound(db, path)
         _configure(db, fsync)
         if new or schema != sql.SCHEMA:
@@ -57,6 +93,7 @@ def opened(path: Path | None, fsync: bool) -> sqlite3.Connection:
 
 
 def _configure(db: sqlite3.Connection, fsync: bool) -> None:
+    db.execute(f"PRAGMA page_size = {PAGE}")  # has an effect on a new file only
     db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would overwrite deleted content with zeros
     db.execute("PRAGMA journal_mode = WAL")
     db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
@@ -86,6 +123,13 @@ def require_schema(schema: int, path: Path | None) -> None:
             f"buffer.path {path}: written with schema {schema}, this Headrace has {sql.SCHEMA}; finish that run with "
             "the Headrace that wrote it, or choose another run.name"
         )
+
+
+def require_page_size(db: sqlite3.Connection, path: Path | None) -> None:
+    """Raise StoreError for a file that an SQLite with another page size wrote."""
+    if path and (size := db.execute("PRAGMA page_size").fetchone()[0]) != PAGE:
+        remedy = "finish that run with the Headrace that wrote it, or choose another run.name"
+        raise StoreError(f"buffer.path {path}: its pages have {size} bytes, this Headrace reads {PAGE}; {remedy}")
 
 
 def require_sound(db: sqlite3.Connection, path: Path | None) -> None:
@@ -119,7 +163,7 @@ def explained(path: Path | None) -> Iterator[None]:
         remedy = "is it the buffer's file, on a sound disk? Move it away to begin the run anew"
         if _code(error) in NOT_OPENED:
             remedy = "it must be a file that this user may read and write, in a folder that it may write to"
-        raise StoreError(f"buffer.path {path}: {error}; {remedy}") from None
+        raise StoreError(f"buffer.path {path}: {' '.join(str(error).split())}; {remedy}") from None
 
 
 def is_damage(error: BaseException) -> bool:
@@ -134,7 +178,7 @@ def _code(error: BaseException) -> int:
 def damaged(path: Path | None, problem: str) -> StoreError:
     """The error for a file with damaged bytes."""
     remedy = "bring back a copy of it, or begin anew with another run.name"
-    return StoreError(f"buffer.path {path}: the file is damaged: {problem}; {remedy}")
+    return StoreError(f"buffer.path {path}: the file is damaged: {' '.join(problem.split())}; {remedy}")
 
 
 def read_only(path: Path) -> sqlite3.Connection:
@@ -142,7 +186,7 @@ def read_only(path: Path) -> sqlite3.Connection:
     if not path.is_file():
         raise StoreError(f"{path}: no such file; a buffer writes it from its start on, unless buffer.path is null")
     with explained(path):
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        db = _connected(path)
         try:
             require_ledger(db, f"{path}: not the file of a Headrace buffer")
             (schema,) = db.execute("PRAGMA user_version").fetchone()

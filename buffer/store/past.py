@@ -7,9 +7,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from buffer.store import witness
+from buffer.store import pages, witness
 from buffer.store.faults import ACCEPT, LostCommits
-from buffer.store.opening import explained
+from buffer.store.opening import explained, require_whole
 from buffer.store.sqlite import reading
 from configs.checkpoint_files import newest
 from configs.load import ConfigError
@@ -61,9 +61,8 @@ def losses(config: Config) -> list[str]:
         return []
     found = list[str]()
     with suppress(ValueError):  # the buffer reports a damaged witness
-        known = witness.noted(file)
         try:
-            witness.require_all(file, known, _counted(file))
+            require_whole(file, witness.noted(file))
         except LostCommits as error:
             found.append(str(error))
     checkpoints = config.run.path / "checkpoints"
@@ -81,6 +80,7 @@ def accept_loss(config: Config) -> None:
         return
     if commits := _counted(file):
         witness.Witness(file, commits).close()
+        pages.begin(file)
     else:
         witness.file_of(file).unlink(missing_ok=True)
     if not file.exists() and (version := newest(config.run.path / "checkpoints")):

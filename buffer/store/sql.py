@@ -30,10 +30,12 @@ Readable with any SQLite tool, also while the buffer runs:
     evaluations  due, state, version, server   version when due; running, lost, done, failed; what was evaluated, where
               attempts, reason, results, samples, changed_at   claims; why given up; JSON by set: figures, answers
     changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
+
+`pages.py` keeps a CRC32C of each page of the file. After a change by hand a start needs `--accept-loss`.
 """
 
-APPLICATION, SCHEMA = 0x48445243, 7
-READABLE = (3, 4, 5, 6, SCHEMA)
+APPLICATION, SCHEMA = 0x48445243, 8
+READABLE = (3, 4, 5, 6, 7, SCHEMA)
 ROWS = """
 CREATE TABLE rows (
     row INTEGER PRIMARY KEY, drawn INTEGER NOT NULL, groups INTEGER NOT NULL, samples INTEGER NOT NULL,
@@ -75,8 +77,10 @@ MIGRATIONS = {
     """,
     5: "",
     6: "",
+    7: "",
 }
-"""Schemas 6 and 7 only keep older releases from samples that they cannot read."""
+"""Schemas 6 and 7 only keep older releases from samples that they cannot read, schema 8 from pages whose checksums they
+would not note."""
 NO_PLACES = "CREATE TEMP VIEW problems AS SELECT *, NULL AS place FROM main.problems"
 NO_ROWS = ROWS.replace("CREATE TABLE", "CREATE TEMP TABLE")
 AS_NOW = {

@@ -1,7 +1,7 @@
 """The store: the ledger in one SQLite file, a transaction for each commit, the samples beside it in segments.
 
-No byte is believed unchecked: a sample has its CRC32C, pages and rows are compared (`opening.py`), and so are the
-number of commits and the files themselves (`witness.py`).
+No byte is believed unchecked: a sample has its CRC32C, and so has each page (`pages.py`); rows are compared
+(`opening.py`), and so are the number of commits and the files themselves (`witness.py`).
 """
 
 import errno
@@ -19,11 +19,12 @@ from google_crc32c import value as crc32c
 
 from buffer.ledger.counts import EXAMPLES
 from buffer.ledger.types import Changes, EvaluationRow, ItemState, Lengths, Saved, Transaction
-from buffer.store import segments, sql, witness
+from buffer.store import pages, segments, sql, witness
 from buffer.store.faults import DamagedSample, StoreError
 from buffer.store.lock import InUse, lock_of, locked
-from buffer.store.opening import explained, opened, read_only
+from buffer.store.opening import LOG_PAGES, explained, opened, read_only, require_whole
 from buffer.store.segments import Groups, InMemory, Place, Segments
+from buffer.store.write_ahead import log_of
 from configs.resume import Change, Settings
 from configs.variables import open_private, run_folder
 
@@ -51,19 +52,24 @@ class Store:
     ) -> None:
         self.path, self._problems, self._place = path, problems, place
         self._witness: witness.Witness | None = None
+        self._sums: pages.PageSums | None = None
         with ExitStack() as ends, explained(path):
             if path:
                 ends.callback(os.close, _locked(path))
                 ends.callback(self._close_witness)
             known = _witnessed(path) if path else None
-            if path and not path.exists():
+            if path and path.exists():
+                require_whole(path, known)
+            elif path:
                 os.close(open_private(path, os.O_CREAT | os.O_RDWR))  # SQLite gives its other files the same mode
             self._db = opened(path, fsync)
             ends.callback(self._db.close)
             self._require_same_problems(digest)
             if path:
                 self._open_witness(path, known)
-            self.files = witness.SameFiles([path, path.with_name(f"{path.name}-wal")] if path else [])
+                self._sums = pages.PageSums(path, fsync, LOG_PAGES)
+                ends.callback(self._sums.close)
+            self.files = witness.SameFiles([path, log_of(path), pages.file_of(path)] if path else [])
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
             self._known_rows: set[int] = set()
@@ -251,11 +257,15 @@ class Store:
         try:
             yield
             self._db.execute(sql.NEXT_COMMIT)
+            if self._sums:
+                self._sums.reserve(self._db.execute("PRAGMA page_count").fetchone()[0])
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+        if self._sums:
+            self._sums.note()
         if self._witness:
             self._witness.note()
 

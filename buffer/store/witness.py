@@ -1,12 +1,12 @@
-"""Notices whether the ledger lacks commits, has other bytes, or was deleted or replaced while it is open.
+"""Notices whether the ledger lacks commits, or was deleted or replaced while it is open.
 
 SQLite silently drops what it cannot read of its log, and an older copy of the file is a sound database too. So each
 transaction counts itself in the ledger, and the number is written to the witness, a small file beside it, after the
 commit and before anything is acknowledged. The witness is not synced: after a power cut it may be older than the
 ledger, never newer, unless the disk broke its promise or `buffer.fsync` is false.
 
-SQLite has no checksums of its pages, so a clean end leaves the CRC32C of the ledger's file here. The witness is one
-line: name of the ledger, number of commits, CRC32C of the file or dashes, and CRC32C of these three.
+The witness is one line: name of the ledger, number of commits, dashes, and CRC32C of these three. In place of dashes
+an earlier release, which had no checksums of pages, left the CRC32C of the ledger's file at a clean end.
 
 Linux lets a file be deleted while it is written. Such bytes are lost with the process, so `SameFiles` looks before each
 commit.
@@ -24,6 +24,7 @@ from google_crc32c import value as crc32c
 
 from buffer.store import sql
 from buffer.store.faults import ACCEPT, LostCommits, StoreGone
+from buffer.store.write_ahead import log_of
 from configs.checkpoint_files import crc32c_of
 from configs.variables import open_private
 
@@ -43,8 +44,8 @@ class Witness:
     the disk's journal."""
 
     def __init__(self, path: Path, commits: Commits) -> None:
-        self._path, (self.ledger, self.number, _) = path, commits
-        self._size = len(_line(commits))
+        self.ledger, self.number, _ = commits
+        self._size = len(line_of(Commits(self.ledger, self.number)))
         self._descriptor = open_private(file_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             os.posix_fallocate(self._descriptor, 0, self._size)
@@ -55,10 +56,10 @@ class Witness:
             os.close(self._descriptor)
             raise
 
-    def _write(self, file: str = NONE) -> None:
+    def _write(self) -> None:
         if os.fstat(self._descriptor).st_size < self._size:  # somebody cut it: what lies beyond its end has no memory
             os.ftruncate(self._descriptor, self._size)
-        self._memory[:] = _line(Commits(self.ledger, self.number, file))
+        self._memory[:] = line_of(Commits(self.ledger, self.number))
 
     def note(self) -> None:
         self.number += 1
@@ -67,7 +68,6 @@ class Witness:
 
     def close(self) -> None:
         with suppress(OSError):  # the ledger is complete without it
-            self._write(NONE if _has_log(self._path) else f"{crc32c_of(self._path):08x}")
             self._memory.flush()
         self._memory.close()
         os.close(self._descriptor)
@@ -111,7 +111,7 @@ def noted(path: Path) -> Commits | None:
     found = text.split()
     with suppress(ValueError, UnicodeDecodeError):
         words = [word.decode("ascii") for word in found]
-        if len(words) == 4 and text == _line(commits := Commits(words[0], int(words[1]), words[2])):
+        if len(words) == 4 and text == line_of(commits := Commits(words[0], int(words[1]), words[2])):
             return commits
     raise ValueError(f"{file_of(path)} is damaged: it does not say how often the ledger was committed")
 
@@ -139,7 +139,7 @@ def require_all(path: Path, known: Commits | None, found: Commits | None) -> Non
 
 
 def require_same_bytes(path: Path, known: Commits | None) -> None:
-    """Raise StoreError if a cleanly closed ledger has other bytes now. Reads all of it."""
+    """Raise LostCommits if a ledger that an earlier release closed has other bytes now."""
     if known is None or known.file == NONE or not path.exists() or _has_log(path):
         return
     if (found := f"{crc32c_of(path):08x}") != known.file:
@@ -149,10 +149,10 @@ def require_same_bytes(path: Path, known: Commits | None) -> None:
 
 
 def _has_log(path: Path) -> bool:
-    log = path.with_name(f"{path.name}-wal")
+    log = log_of(path)
     return log.exists() and log.stat().st_size > 0
 
 
-def _line(commits: Commits) -> bytes:
+def line_of(commits: Commits) -> bytes:
     text = b"%b %012d %b" % (commits.ledger.encode("ascii"), commits.number, commits.file.encode("ascii"))
     return b"%b %08x\n" % (text, crc32c(text))

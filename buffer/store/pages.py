@@ -1,0 +1,137 @@
+"""CRC32C of each page of the ledger, in a file beside it: SQLite has checksums in its log only.
+
+A commit appends the pages that it changes to the log. There `PageSums` reads them after the commit, and notes the
+CRC32C of each. SQLite copies pages from the log into the ledger's file when it likes, as does any tool that opens the
+file. So at a start every page of the file must have its checksum, but those that SQLite reads from the log.
+
+The file of checksums has 4 bytes for each page: its CRC32C, exclusive or that of a page of zeros. So a page that was
+never written, and that the ledger's file lacks or has a hole for, has 0. It is written through memory, as the witness
+is, and synced before SQLite can begin the log anew.
+"""
+
+import os
+from contextlib import suppress
+from mmap import mmap
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from google_crc32c import value as crc32c
+
+from buffer.store.faults import ACCEPT, LostCommits
+from buffer.store.write_ahead import PAGE, Log
+from configs.variables import open_private
+
+ZEROS = crc32c(bytes(PAGE))
+ENTRY, AHEAD = 4, 2**16
+"""Bytes of a checksum, and by how many bytes their file grows at once."""
+AT_ONCE = 256
+"""Pages read at a time."""
+Entries = npt.NDArray[np.uint32]
+
+
+class PageSums:
+    """The open file of checksums, while SQLite writes to the ledger `path` and nobody else does."""
+
+    def __init__(self, path: Path, fsync: bool, log_pages: int) -> None:
+        self._fsync, self._log_pages, self._log = fsync, log_pages, Log(path)
+        self._descriptor = os.open(file_of(path), os.O_RDWR | os.O_CLOEXEC)
+        self._memory: mmap | None = None
+        try:
+            self._log.follow()
+            self.reserve(max(self._log.pages, default=1))
+            for page, crc in self._log.pages.items():
+                self._note(page, crc)
+            self._sync()
+        except BaseException:
+            self.close()
+            raise
+
+    def reserve(self, pages: int) -> None:
+        """Make room for so many pages. Raises OSError: a write to memory for which the disk has no room ends the
+        process."""
+        size = os.fstat(self._descriptor).st_size
+        if self._memory is not None and len(self._memory) == size >= ENTRY * pages:
+            return
+        size = max(size, ENTRY * pages)
+        size += -size % AHEAD
+        os.posix_fallocate(self._descriptor, 0, size)
+        self._unmap()
+        self._memory = mmap(self._descriptor, size)
+
+    def note(self) -> None:
+        """Note the pages of the commit that SQLite has just made."""
+        with suppress(OSError):  # the commit is done
+            for page, crc in self._log.next_commit():
+                self._note(page, crc)
+        if self._log.size >= self._log_pages:
+            self._sync()
+
+    def _note(self, page: int, crc: int) -> None:
+        assert self._memory
+        self._memory[ENTRY * (page - 1) : ENTRY * page] = (crc ^ ZEROS).to_bytes(ENTRY, "little")
+
+    def _sync(self) -> None:
+        if self._fsync and self._memory is not None:
+            self._memory.flush()
+
+    def _unmap(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._sync()
+        self._unmap()
+        self._log.close()
+        os.close(self._descriptor)
+
+
+def file_of(path: Path) -> Path:
+    """The file of checksums of the ledger's file `path`."""
+    return path.with_name(f"{path.name}-sums")
+
+
+def require_same(path: Path, stream: BinaryIO) -> None:
+    """Raise LostCommits unless the pages of the ledger `path`, open as `stream`, have their checksums.
+
+    If a buffer may write to it meanwhile, the caller must be in a read transaction. Then SQLite only writes pages to
+    the file that the log has, so the file is read first, and the log last.
+    """
+    remedy = f"bring back a copy of both files, or go on with the ledger as it is with {ACCEPT}"
+    found = _entries(stream)
+    try:
+        known = np.fromfile(file_of(path), "<u4")
+    except FileNotFoundError:
+        problem = f"{file_of(path).name}, which has the checksums of its pages, is gone"
+        raise LostCommits(f"buffer.path {path}: {problem}; {remedy}") from None
+    count = max(found.size, known.size)
+    differing = {*(1 + np.flatnonzero(_padded(found, count) != _padded(known, count))).tolist()}
+    if other := differing - Log(path).pages.keys():
+        problem = f"page {min(other)} has not the checksum that {file_of(path).name} has"
+        raise LostCommits(f"buffer.path {path}: the file is damaged, or was changed by hand: {problem}; {remedy}")
+
+
+def _padded(entries: Entries, count: int) -> Entries:
+    return np.pad(entries, (0, count - entries.size))
+
+
+def _entries(stream: BinaryIO) -> Entries:
+    found = list[int]()
+    while data := stream.read(AT_ONCE * PAGE):
+        found += [crc32c(data[at : at + PAGE]) ^ ZEROS for at in range(0, len(data), PAGE)]
+    return np.array(found, "<u4")
+
+
+def begin(path: Path) -> None:
+    """Write the checksums of the ledger's file as it is. No connection of this process may be open."""
+    with open(path, "rb") as stream:
+        entries = _entries(stream)
+    draft = path.with_name(f"{file_of(path).name}.tmp")
+    with open(draft, "wb", opener=open_private) as made:
+        made.write(entries.tobytes())
+        made.flush()
+        os.fsync(made.fileno())
+    draft.replace(file_of(path))
