@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
+from errno import EADDRINUSE
 from ipaddress import ip_address
 
 import psutil
@@ -39,21 +40,21 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.timeout_s + watchdog.TORCH_LATER_S)
     watchdog.enable_flight_recorder()
-    store, rank, world = meet(os.environ) if "RANK" in os.environ else (HashStore(), 0, 1)
-    store.set_timeout(timeout)
+    world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     local = ranks_of_node(config.learner, world, os.environ)
     if local < world:
-        choose_interface(os.environ)
+        choose_interface(os.environ)  # refuses an address at which the other nodes' ranks would wait in vain
     else:
         gloo_here()
+    store, rank = meet(os.environ) if "RANK" in os.environ else (HashStore(), 0)
+    store.set_timeout(timeout)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     yield make_mesh(device.type, config.learner.shard or local)
     dist.destroy_process_group()
 
 
-def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store, int, int]:
-    """Wait for all ranks; returns the store, this rank and the number of ranks. Raises ConfigError if one is
-    missing."""
+def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store, int]:
+    """Wait for all ranks; returns the store and this rank. Raises ConfigError if one is missing."""
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port, timeout = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=limit_s)
     hosts = rank == 0 and environment.get(THERE_IS_A_STORE) != "True"
@@ -62,7 +63,7 @@ def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store
         problem = f"MASTER_ADDR: no store of rank 0 at {host}:{port} in {limit_s:g} s ({why})"
         raise ConfigError([f"{problem}; start rank 0 there, or {UNSET}"])
     try:
-        store: Store = TCPStore(host, port, None, hosts, timeout, wait_for_workers=False)
+        store: Store = open_store(host, port) if hosts else TCPStore(host, port, None, False, timeout, False)
     except dist.DistError as error:
         why = str(error).splitlines()[0][:200]
         raise ConfigError(
@@ -77,7 +78,23 @@ def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store
         missing = ", ".join(str(number) for number, key in enumerate(come) if not store.check([key]))
         problem = f"WORLD_SIZE: {world}, but rank {missing} did not come to {host}:{port} in {limit_s:g} s"
         raise ConfigError([f"{problem}; start every rank, or {UNSET}"]) from None
-    return store, rank, world
+    return store, rank
+
+
+def open_store(host: str, port: int) -> TCPStore:
+    """The store in which all ranks meet. It listens at `host` only; torch alone would listen at all addresses of the
+    machine. Raises ConfigError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        name = "MASTER_PORT" if error.errno == EADDRINUSE else "MASTER_ADDR"
+        remedy = "choose a free one" if name == "MASTER_PORT" else "name an address of this machine, the first node"
+        raise ConfigError([f"{name}: the ranks' store cannot listen on {host}:{port} ({error}); {remedy}"]) from None
+    listener.setblocking(False)
+    port = int(listener.getsockname()[1])
+    descriptor, timeout = listener.detach(), timedelta(seconds=MEET_S)
+    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def wait_for(host: str, port: int, limit_s: float) -> str:

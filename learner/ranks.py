@@ -26,7 +26,7 @@ from configs.own_packages import command
 from configs.plain_text import print_visible
 from configs.schema import LearnerConfig
 from configs.variables import RANK, TORCHRUN
-from learner.mesh import MEET_S, THERE_IS_A_STORE, UNSET, wait_for
+from learner.mesh import MEET_S, THERE_IS_A_STORE, UNSET, open_store, wait_for
 
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
@@ -131,9 +131,8 @@ def number(name: str, environment: Mapping[str, str], least: int, most: int | No
 def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
     """Why the other ranks would not find rank 0; empty if its own connection arrives."""
     try:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        with socket.create_server(("", port), family=family, dualstack_ipv6=both) as listener:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, port), family=family) as listener:
             listener.settimeout(limit_s)
             with socket.create_connection((host, port), limit_s) as caller:
                 while True:  # another rank may be trying already
@@ -273,21 +272,6 @@ class Node:
             if self._hosts and code in ENDINGS.values():  # the other nodes' ranks still need the store
                 self._store.wait([f"left/{node}" for node in range(self.nodes)], timedelta(seconds=LAST_S))
         return self._failed if code and self._failed else code
-
-
-def open_store(host: str, port: int) -> TCPStore:
-    """The store in which all ranks meet. Raises ConfigError."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family)
-    except OSError as error:
-        name = "MASTER_PORT" if error.errno == EADDRINUSE else "MASTER_ADDR"
-        remedy = "choose a free one" if name == "MASTER_PORT" else "name an address of this machine, the first node"
-        raise ConfigError([f"{name}: the ranks' store cannot listen on {host}:{port} ({error}); {remedy}"]) from None
-    listener.setblocking(False)
-    port = int(listener.getsockname()[1])
-    descriptor, timeout = listener.detach(), timedelta(seconds=MEET_S)
-    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def find_store(host: str, port: int) -> TCPStore:

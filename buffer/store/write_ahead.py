@@ -19,8 +19,8 @@ from google_crc32c import value as crc32c
 PAGE = 4096
 """Bytes of a page: SQLite's default."""
 HEADER, HEAD = struct.Struct(">IIII8sII"), struct.Struct(">II8sII")
-"""Of the log: byte order, format, page size, count, salt, checksum. Of a frame: page, pages after the commit or 0,
-salt, checksum."""
+"""The log's header has byte order, format, page size, count, salt and checksum; the head of a frame has page number,
+pages after the commit or 0, salt and checksum."""
 FRAME = HEAD.size + PAGE
 ORDERS = {0x377F0682: "<u4", 0x377F0683: ">u4"}
 """Byte order of the words that are summed."""

@@ -2,11 +2,15 @@
 folder."""
 
 import os
+import random
 import signal
+import socket
+import struct
 import subprocess
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -22,6 +26,7 @@ from configs.variables import TORCHRUN
 from learner import mesh, ranks
 from learner.__main__ import check_weights_host
 from learner.record.metrics import read
+from learner.weights.channel import Rendezvous
 from tests.harness.canned import Canned
 from tests.harness.keys import give_keys
 from tests.harness.world import ROOT
@@ -227,9 +232,9 @@ def test_an_address_that_others_cannot_reach_is_refused(master: str) -> None:
 def test_addresses_of_other_machines_are_refused_where_this_one_listens() -> None:
     taken = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(ConfigError, match=rf"MASTER_PORT: .* cannot listen on 127.0.0.1:{taken.port}.*a free one"):
-        ranks.open_store("127.0.0.1", taken.port)
+        mesh.open_store("127.0.0.1", taken.port)
     with pytest.raises(ConfigError, match=r"MASTER_ADDR: .* cannot listen on 192.0.2.1:0.*an address of this machine"):
-        ranks.open_store("192.0.2.1", 0)
+        mesh.open_store("192.0.2.1", 0)
     check_weights_host("127.0.0.1")
     with pytest.raises(ConfigError, match=r"weights.host: 192.0.2.1 is no address of .*, where learner rank 0 runs"):
         check_weights_host("192.0.2.1")
@@ -249,3 +254,42 @@ def test_a_signal_from_two_sides_at_once_counts_once() -> None:
     for side in sides:
         side.join()
     assert got == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("who", ["rank 0", "the weights"])
+def test_a_store_listens_at_its_own_address_only(who: str) -> None:
+    """A machine has all of 127.0.0.0/8; torch alone would listen at each of its addresses."""
+    if who == "rank 0":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        meeting = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        held: object = mesh.meet(meeting)
+    else:
+        held = weights = Rendezvous("127.0.0.1", 5.0)
+        port = weights.port
+    socket.create_connection(("127.0.0.1", port), 5.0).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 5.0)
+    del held
+
+
+def test_a_store_serves_its_ranks_whatever_a_stranger_sends() -> None:
+    """Random bytes, broken requests, sizes that cannot be, half a message, and many silent connections."""
+    store = mesh.open_store("127.0.0.1", 0)
+    hello, draw, open_ones = b"\0" + struct.pack("<I", 0x3C85F7CE), random.Random(0), list[socket.socket]()
+    sent = [draw.randbytes(draw.randrange(1, 3000)) for _ in range(20)]
+    for query in range(20):
+        sent += [hello + bytes([query]) + draw.randbytes(200), hello + bytes([query]) + b"\xff" * 16]
+    sent += [hello + b"\1" + struct.pack("<Q", 3) + b"key" + struct.pack("<Q", 2**40), hello + b"\1"] + 200 * [b""]
+    for data in sent:
+        stranger = socket.create_connection(("127.0.0.1", store.port), 5.0)
+        with suppress(OSError):
+            stranger.sendall(data)
+        open_ones.append(stranger)
+    rank = mesh.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=20), False)
+    rank.set("here", "1")
+    assert store.get("here") == b"1" and store.num_keys() < 10
+    for stranger in open_ones:
+        stranger.close()
+    rank.set("here", "2")
+    assert store.get("here") == b"2"

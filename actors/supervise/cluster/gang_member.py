@@ -3,9 +3,11 @@
 The first member holds the store in which all ranks meet, so no port is lost between two binds.
 """
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 from actors.process import Event, Process, Restarts
@@ -15,6 +17,7 @@ from actors.supervise.keeper import Keeper
 
 ONCE = Restarts(failures=1)
 """Restarts are for the gang to decide."""
+FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 
 
 class GangMember:
@@ -37,12 +40,16 @@ class GangMember:
         return Whereabouts("", self._node, self._address, self._shared), self._unfit
 
     def host(self) -> int:
-        """Returns the store's port."""
+        """Returns the store's port. It listens at this node's address only."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # slow, and needed on one node
 
-        timeout = timedelta(seconds=60)
-        self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        return int(self._store.port)
+        listener = socket.create_server((self._address, 0), family=FAMILIES[ip_address(self._address).version])
+        listener.setblocking(False)
+        port, timeout = int(listener.getsockname()[1]), timedelta(seconds=60)
+        self._store = TCPStore(
+            self._address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return port
 
     def start(self, env: Mapping[str, str], flags: Sequence[str]) -> None:
         given = self._process

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
@@ -249,3 +250,12 @@ async def test_an_unfit_node_is_named(tmp_path: Path) -> None:
     story.members[1].unfit = "10.0.0.2: torch is 2.11.0 here"
     last = await story.until(lambda event: event.kind in FINAL)
     assert (last.kind, last.text) == ("refused", "10.0.0.2: torch is 2.11.0 here")
+
+
+def test_the_store_of_the_ranks_listens_at_its_own_address_only(tmp_path: Path) -> None:
+    """A machine has all of 127.0.0.0/8; torch alone would listen at each of its addresses."""
+    member = GangMember(Process("learner", "learner", ("true",), tmp_path / "log"), None, "node", "127.0.0.1")
+    port = member.host()
+    socket.create_connection(("127.0.0.1", port), 5.0).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 5.0)
