@@ -5,6 +5,7 @@
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -20,6 +21,9 @@ Role = Literal["buffer", "learner", "rollout", "launcher", "observer"]
 ROLES: tuple[Role, ...] = get_args(Role)
 TOKEN = "reward.token"
 NAMES = (*(f"{role}.{half}" for role in ROLES for half in ("public", "secret")), TOKEN)
+Z85, TOKEN_TEXT = re.compile(rb"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]*"), re.compile(rb"[0-9a-zA-Z_-]*")
+"""Characters of a key, and of the token."""
+ANEW = "stop the run, remove {} and start it again"
 OLD_NAMES = ("server.public", "server.secret", "client.public", "client.secret")
 """Files of an older Headrace."""
 ADMITTED: dict[Role, tuple[Role, ...]] = {
@@ -112,19 +116,21 @@ def require_keys(folder: Path) -> None:
         except NoKeys:
             remedy = f"remove {folder} and launch again, which makes new keys"
             raise KeysError(f"{folder / name}: no such file beside the other keys; {remedy}") from None
+    for role in ROLES:
+        _pair(folder, role)
 
 
 def load_server_keys(folder: Path, role: Role = "buffer", passwords: bool = False) -> ServerKeys:
     """`passwords`: for a Unix socket. Raises KeysError."""
     pair, admitted = _pair(folder, role), ADMITTED[role]
-    clients: dict[bytes, Role] = {read_key(folder / f"{one}.public"): one for one in admitted}
+    clients: dict[bytes, Role] = {_public(folder, one): one for one in admitted}
     known: dict[str, str] = {one: read_key(folder / f"{one}.secret").decode() for one in admitted if passwords}
     return ServerKeys(folder, *pair, clients, known)
 
 
 def load_client_keys(folder: Path, role: Role, server: Role = "buffer") -> ClientKeys:
     """Raises KeysError."""
-    return ClientKeys(folder, role, read_key(folder / f"{server}.public"), *_pair(folder, role))
+    return ClientKeys(folder, role, _public(folder, server), *_pair(folder, role))
 
 
 def load_token(folder: Path) -> str:
@@ -133,7 +139,7 @@ def load_token(folder: Path) -> str:
 
 
 def read_key(path: Path) -> bytes:
-    """Raises KeysError, also for a file that others can read."""
+    """Raises KeysError, also for a file that others can read, and for one that holds no key."""
     try:
         mode = path.stat().st_mode & 0o777
         key = path.read_bytes().strip()
@@ -143,7 +149,9 @@ def read_key(path: Path) -> bytes:
     if mode & 0o077:
         raise KeysError(f"{path}: mode {mode:04o} lets others read the key; `chmod 600 {path}`, or make new keys")
     if len(key) != (43 if path.name == TOKEN else 40):
-        raise KeysError(f"{path}: {len(key)} bytes are no key; stop the run, remove {path.parent} and start it again")
+        raise KeysError(f"{path}: {len(key)} bytes are no key; {ANEW.format(path.parent)}")
+    if not (TOKEN_TEXT if path.name == TOKEN else Z85).fullmatch(key):
+        raise KeysError(f"{path}: damaged, it has characters that no key has; {ANEW.format(path.parent)}")
     return key
 
 
@@ -155,7 +163,21 @@ def _remedy(folder: Path) -> str:
 
 
 def _pair(folder: Path, role: Role) -> Pair:
-    return Pair(read_key(folder / f"{role}.public"), read_key(folder / f"{role}.secret"))
+    return Pair(_public(folder, role), read_key(folder / f"{role}.secret"))
+
+
+def _public(folder: Path, role: Role) -> bytes:
+    """The public key of a role. Where its secret is too, the one is compared with the other."""
+    public, secret = folder / f"{role}.public", folder / f"{role}.secret"
+    key, known = read_key(public), b""
+    if secret.exists():
+        hidden = read_key(secret)
+        with suppress(ValueError, zmq.ZMQError):  # five characters may stand for more than four bytes
+            known = zmq.curve_public(hidden)
+        if key != known:
+            problem = f"does not belong to {secret.name}: one of the two is damaged, or was replaced"
+            raise KeysError(f"{public}: {problem}; {ANEW.format(folder)}")
+    return key
 
 
 def _has_keys(folder: Path) -> bool:

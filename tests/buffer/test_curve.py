@@ -4,6 +4,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import random
 import shutil
 import subprocess
 import threading
@@ -28,6 +29,7 @@ from buffer.keys import (
     load_token,
     make_keys,
     read_key,
+    require_keys,
 )
 from buffer.wire.client import Connection
 from buffer.wire.protocol import State, Status
@@ -124,6 +126,29 @@ def test_a_key_that_others_can_read_or_that_is_none_is_refused(tmp_path):
     (folder / TOKEN).write_text("t" * 40)
     with pytest.raises(KeysError, match="40 bytes are no key"):
         load_token(folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flipped_bit_of_a_key_is_refused_by_name_or_changes_nothing(tmp_path, name):
+    folder = make_keys(tmp_path / "keys")
+    whole, draw, refused = (folder / name).read_bytes(), random.Random(name), 0
+    for _ in range(60):
+        bit = draw.randrange(8 * len(whole))
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        (folder / name).write_bytes(data)
+        try:
+            require_keys(folder)
+            for role in ("buffer", "learner"):
+                load_server_keys(folder, role, passwords=True)
+            load_client_keys(folder, "rollout")
+            load_token(folder)
+        except KeysError as error:
+            assert str(folder) in str(error) and name.partition(".")[0] in str(error) and "\n" not in str(error)
+            refused += 1
+        (folder / name).write_bytes(whole)
+    require_keys(folder)
+    assert refused > (10 if name == TOKEN else 50)
 
 
 def test_keys_of_an_older_headrace_name_the_remedy(tmp_path):
