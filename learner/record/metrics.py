@@ -92,9 +92,8 @@ class Metrics:
         self._version = version
         if self.path is None or not self.path.exists():
             return []
-        with self.path.open() as file:  # the others, which may be very many, need no parsing here
-            found = [json.loads(line) for line in file if '"eval/due"' in line and line.endswith("\n")]
-        return [int(record["eval/due"]) for record in found if record["version"] <= version]
+        found = _read_all(self.path, b'"eval/due"')  # the others, which may be very many, need no parsing here
+        return [int(record["eval/due"]) for record in found if record.get("version", 0) <= version]
 
     def _write(self, path: Path, version: int, record: Record) -> None:
         """Append `record`. The first time remove what an earlier process recorded of `version` and later ones."""
@@ -160,8 +159,27 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [record for record in _read_all(path) if "version" in record]
 
 
-def _read_all(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def _read_all(path: Path, with_text: bytes = b"") -> list[dict[str, Any]]:
+    """All records, or those of lines with a text. A line that a disk has damaged does not end the run."""
+    found = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if with_text not in line or not line.endswith(b"\n"):
+                continue
+            if (record := _record(line)) is not None:
+                found.append(record)
+            else:
+                logger.warning("%s: line %d is damaged, and is left out", path, number)
+    return found
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_record = isinstance(record, dict) and type(record.get("version", 0)) is int
+    return record if is_record and isinstance(record.get("eval/due", 0), int | float) else None
 
 
 def peak_memory() -> Record:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 import sys
 import threading
 from contextlib import nullcontext
@@ -247,3 +248,21 @@ def test_trackers_get_the_looks_at_the_version_of_the_day(tmp_path: Path) -> Non
     metrics.log_servers(LOOK)
     assert seen[1] == {"version": 7, "time": 5.0, "servers/heard": 2}
     Metrics(None).log_servers(LOOK)
+
+
+def test_a_line_that_a_disk_has_damaged_does_not_end_a_learner_that_starts_again(tmp_path: Path, caplog) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, draw = Metrics(path), random.Random(0)
+    for version in range(3):
+        first.log(version, {"loss": 0.5})
+        first.log_evaluations(version, [result(version, version)])
+    whole = path.read_bytes()
+    for _ in range(100):
+        data, bit = bytearray(whole), draw.randrange(8 * len(whole))
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        again = Metrics(path)
+        assert len(again.evaluations(3)) >= 2
+        again.log(3, {"loss": 0.5})
+        assert len(read(path)) >= 5
+    assert f"{path}: line " in caplog.text and "is damaged, and is left out" in caplog.text
