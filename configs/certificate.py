@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 
+import google_crc32c
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from configs.variables import open_private
@@ -63,6 +64,8 @@ class Certificate(BaseModel):
     refused: str = ""
     remedy: str = ""
     checks: tuple[Check, ...] = ()
+    crc32c: str = ""
+    """Of all else, in the file of a certificate. Earlier releases wrote none."""
 
     @property
     def faults(self) -> list[str]:
@@ -90,16 +93,23 @@ class Certificate(BaseModel):
 
 
 def read(file: Path) -> Certificate | None:
-    """None without one that this release can read."""
+    """None without one that this release can read, and for a damaged one."""
     try:
-        return Certificate.model_validate_json(file.read_bytes())
+        found = Certificate.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
         return None
+    plain = found.model_copy(update={"crc32c": ""})
+    return plain if found.crc32c in ("", _crc32c(plain)) else None
+
+
+def _crc32c(certificate: Certificate) -> str:
+    return f"{google_crc32c.value(certificate.model_dump_json().encode()):08x}"
 
 
 def write(certificate: Certificate, file: Path) -> None:
     """Write the certificate whole or not at all."""
     draft = file.with_name(f"{file.name}.draft")
     with open(draft, "w", encoding="utf-8", opener=open_private) as made:
-        made.write(certificate.model_dump_json(indent=1) + "\n")
+        checked = certificate.model_copy(update={"crc32c": _crc32c(certificate)})
+        made.write(checked.model_dump_json(indent=1) + "\n")
     draft.replace(file)

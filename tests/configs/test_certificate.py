@@ -1,5 +1,6 @@
 """The certificate as data: what holds, what it says of a fault, and how it is kept."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,20 @@ def test_a_certificate_comes_back_from_its_file(tmp_path: Path) -> None:
     made = certificate(judged("packed", float("nan"), 1.0), judged("alone", 3e-6, 1e-4))
     write(made, tmp_path / "certificate.json")
     assert read(tmp_path / "certificate.json") == made
+
+
+def test_a_flipped_bit_makes_no_other_certificate(tmp_path: Path) -> None:
+    """A run would take a fault for a comparison that holds; without a certificate it makes a new one."""
+    made, file = certificate(judged("packed", 2e-4, 1e-4, fault="its A differs"), refused="a layer"), tmp_path / "made"
+    write(made, file)
+    whole = file.read_bytes()
+    for bit in random.Random(0).sample(range(8 * len(whole)), 600):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(data)
+        assert read(file) in (None, made), f"bit {bit}"
+    file.write_text(made.model_dump_json())
+    assert read(file) == made, "as an earlier release wrote it"
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"model": "m"}', '{"model": "m", "kind": "k", "more": 1}'])
