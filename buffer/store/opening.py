@@ -44,34 +44,32 @@ def require_whole(path: Path, known: witness.Commits | None) -> None:
 
     Reads all of the file, also beside a live buffer.
     """
-    if not path.is_file():
+    if not is_begun(path):
         return witness.require_all(path, known, None)
-    with open(path, "rb") as stream, explained(path):  # outlives the connection: closing it would end SQLite's locks
-        if _is_new(path):
-            return
-        with closing(_connected(path)) as db:
-            require_ledger(db, f"buffer.path {path}: {FOREIGN}")
-            db.execute("BEGIN")
-            (schema,) = db.execute("PRAGMA user_version").fetchone()
-            require_schema(schema, path)
-            witness.require_all(path, known, witness.counted(db))
-            if schema == sql.SCHEMA or pages.file_of(path).exists():
-                pages.require_same(path, stream)
+    # the stream outlives the connection: closing it would end SQLite's locks
+    with explained(path), open(path, "rb") as stream, closing(_connected(path)) as db:
+        require_ledger(db, f"buffer.path {path}: {FOREIGN}")
+        db.execute("BEGIN")
+        (schema,) = db.execute("PRAGMA user_version").fetchone()
+        require_schema(schema, path)
+        witness.require_all(path, known, witness.counted(db))
+        if schema == sql.SCHEMA or pages.file_of(path).exists():
+            pages.require_same(path, stream)
 
 
 def _connected(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
 
 
-def _is_new(path: Path) -> bool:
-    """Whether the ledger has no table yet: SQLite writes the first page before it makes the log."""
-    size = path.stat().st_size
-    return not size or (size <= PAGE and not Log(path).pages)
+def is_begun(path: Path) -> bool:
+    """Whether there is more than an empty file, or the empty first page that SQLite writes before it makes the log."""
+    size = path.stat().st_size if path.is_file() else 0
+    return bool(size) and (size != PAGE or bool(Log(path).pages) or not path.read_bytes().startswith(b"SQLite format"))
 
 
 def opened(path: Path | None, fsync: bool) -> sqlite3.Connection:
     """Open the ledger `path` for writing. Raises StoreError or sqlite3.Error."""
-    if path and path.is_file() and (_is_new(path) or not pages.file_of(path).exists()):
+    if path and path.is_file() and not (is_begun(path) and pages.file_of(path).exists()):
         pages.begin(path)
     db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
     try:

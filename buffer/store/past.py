@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from buffer.store import pages, witness
 from buffer.store.faults import ACCEPT, LostCommits
-from buffer.store.opening import explained, require_whole
+from buffer.store.opening import explained, is_begun, require_whole
 from buffer.store.sqlite import reading
 from configs.checkpoint_files import newest
 from configs.load import ConfigError
@@ -41,7 +41,7 @@ def store_path(config: Config) -> Path | None:
 def past(config: Config) -> Past:
     """Raises ConfigError or StoreError for an unreadable file."""
     file = store_path(config)
-    if file is None or not file.exists():
+    if file is None or not is_begun(file):
         return Past(written(config.run.path))
     with closing(reading(file)) as db, explained(file):
         meta = dict(db.execute("SELECT name, value FROM meta"))
@@ -66,7 +66,7 @@ def losses(config: Config) -> list[str]:
         except LostCommits as error:
             found.append(str(error))
     checkpoints = config.run.path / "checkpoints"
-    if not file.exists() and (version := newest(checkpoints)) > begins_with(config.run.path):
+    if not is_begun(file) and (version := newest(checkpoints)) > begins_with(config.run.path):
         problem = f"{checkpoints} has version {version}, and the ledger is gone: the run would begin again with the"
         remedy = f"bring the file back, or begin so on purpose with {ACCEPT}"
         found.append(f"buffer.path {file}: {problem} first problem under that version; {remedy}")
@@ -83,7 +83,7 @@ def accept_loss(config: Config) -> None:
         pages.begin(file)
     else:
         witness.file_of(file).unlink(missing_ok=True)
-    if not file.exists() and (version := newest(config.run.path / "checkpoints")):
+    if not is_begun(file) and (version := newest(config.run.path / "checkpoints")):
         begin_with(config.run.path, version)
 
 
@@ -102,7 +102,7 @@ def begins_with(run: Path) -> int:
 
 
 def _counted(file: Path) -> witness.Commits | None:
-    if not file.exists():
+    if not is_begun(file):
         return None
     with closing(reading(file)) as db, explained(file):
         return witness.counted(db)

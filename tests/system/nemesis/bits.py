@@ -59,6 +59,11 @@ def log_of_ledger(run: NemesisRun) -> Span:
     return whole(path if path.exists() and path.stat().st_size else run.ledger)
 
 
+def page_sums(run: NemesisRun) -> Span:
+    """The checksums of the ledger's pages; what follows them is room for more pages."""
+    return run.ledger.with_name(f"{run.ledger.name}-sums"), 0, run.ledger.stat().st_size // 1024
+
+
 def segment(run: NemesisRun) -> Span:
     """A sample of the newest batch, which a learner that starts again is served once more; else the latest sample."""
     wanted = "SELECT segment, position, samples.bytes FROM samples JOIN items USING (item) WHERE segment IS NOT NULL"
@@ -97,6 +102,7 @@ def whole(path: Path) -> Span:
 FILES: dict[str, Callable[[NemesisRun], Span]] = {
     "ledger": ledger,
     "wal": log_of_ledger,
+    "sums": page_sums,
     "segment": segment,
     "rows": rows,
     "checkpoint": checkpoint,

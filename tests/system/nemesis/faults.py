@@ -188,6 +188,7 @@ def flip_running(file: str, session: Session, draw: random.Random) -> str:
 READERS = {
     "ledger": ("buffer",),
     "wal": ("buffer",),
+    "sums": ("buffer",),
     "segment": ("buffer", "learner"),
     "rows": ("buffer",),
     "checkpoint": ("learner",),
