@@ -50,6 +50,7 @@ from configs.plain_text import print_visible
 from configs.publishing import choice, copies_over, publishes_rows
 from configs.resume import fingerprint
 from configs.schema import Config
+from configs.start_phases import StartPhases
 from learner import loop, ranks, watchdog
 from learner.algorithms.losses import needs_entropy_gradient, needs_reference
 from learner.algorithms.own import OwnFailure
@@ -100,6 +101,7 @@ def main(argv: Sequence[str]) -> int:
     if other := OTHERS.get(argv[0] if argv else ""):
         return other(argv[1:])
     config = read(argv, PROG, lambda config: check(config, files=FILES))
+    phases = StartPhases("imports")
     try:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
         ranks.check_environment(config.learner, os.environ)
@@ -108,11 +110,12 @@ def main(argv: Sequence[str]) -> int:
             process.require(config)
         else:
             process.checked(config.model, bool(config.learner.share_prompts))
+        phases.end("certificate")
         for line in check_own(config.algorithm, config.sampling.max_tokens, config.rollout.task != "single_turn"):
             log.info("%s", line)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner)
-        finished = train(config, configure_process(config, device), form)
+        finished = train(config, configure_process(config, device), phases, form)
     except (ConfigError, KeysError, RefusedError, OutOfMemory, *OVER) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
         over = isinstance(error, OVER)
@@ -133,7 +136,9 @@ def image_format(config: Config) -> ImageFormat | None:
     return form
 
 
-def train(config: Config, device: torch.device, form: ImageFormat | None = None) -> Finished | None:
+def train(
+    config: Config, device: torch.device, phases: StartPhases, form: ImageFormat | None = None
+) -> Finished | None:
     """Run the loop. Returns how the run ended before its last version."""
     path, versions = config.run.path, config.run.versions
     buffer_keys = client_keys_for(config.buffer.address, path, "learner")
@@ -159,7 +164,8 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
             parts.callback(tracker.close)
         peak = flops.peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         metrics = Metrics(path / "metrics.jsonl" if rank == 0 else None, trackers, peak=peak and peak * world)
-        log.info("waiting for the buffer at %s", config.buffer.address)
+        phases.end("model and optimizer")
+        log.info("started in %s; waiting for the buffer at %s", phases, config.buffer.address)
         serves = weights.address if isinstance(weights, Sender) else None
         name, print_ = f"learner-{rank}", fingerprint(config)
         options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.sharing.whole_groups}

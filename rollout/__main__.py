@@ -37,6 +37,7 @@ from configs.load import read
 from configs.plain_text import print_visible
 from configs.resume import fingerprint
 from configs.schema import Config
+from configs.start_phases import StartPhases
 from configs.variables import around_proxy
 from rollout import evaluate
 from rollout.concurrency import SparePlaces, start
@@ -96,10 +97,10 @@ def run_server(argv: Sequence[str]) -> int:
     refuse()
     sets = load_sets(config) if config.eval.every else []
     setup = RolloutSetup.load(config, flags.name).with_teachers(config)
-    return uvloop.run(serve(config, flags.name, setup, sets))
+    return uvloop.run(serve(config, flags.name, setup, sets, StartPhases("imports")))
 
 
-async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[ProblemSet]) -> int:
+async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[ProblemSet], phases: StartPhases) -> int:
     """Connect, start the engine, work, close everything."""
     from rollout.engine.vllm_engine import Engine
 
@@ -111,10 +112,12 @@ async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[Probl
             async with setup:
                 log.info("%s waits for the buffer at %s", name, config.buffer.address)
                 async with connection:
+                    phases.end("reward workers and buffer")
                     log.info("%s starts vLLM, which may take a minute or two", name)
                     engine = await Engine.start(config, seed(config, name))
+                    phases.end("vLLM")
                     try:
-                        await work(config, setup, connection, engine, drain, sets)
+                        await work(config, setup, connection, engine, drain, sets, phases)
                     finally:
                         await engine.close()
         except asyncio.CancelledError:
@@ -136,6 +139,7 @@ async def work(
     engine: "Engine",
     drain: Drain,
     sets: list[ProblemSet],
+    phases: StartPhases,
 ) -> None:
     """Build the parts around the engine and run the loops."""
     from learner.weights.receiver.follow import Receiver
@@ -172,6 +176,9 @@ async def work(
             first := tasks.create_task(updates.first.wait()),
         ]
         await drain.wait(first)
+        if first.done():
+            phases.end("first policy")
+            log.info("%s has started in %s", connection.name, phases)
         await roll(partial(drain.ask, buffer), buffer, episodes, places)
         if buffer.finished:
             log.info("%s", buffer.finished.why)

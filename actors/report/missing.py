@@ -12,6 +12,7 @@ def reasons(config: Config) -> dict[str, str]:
     found = {
         FRESH: "it is measured on tokens that the trained policy itself had sampled (age 0), and there were none; the "
         "alert takes the k3 of the youngest tokens of the version",
+        "groups/flat": "no group was made between the batch before and this one",
         "weights/pause_s": NO_ROUND,
         "weights/lag_s": NO_ROUND,
         "memory/gpu_gib": "the learner uses no GPU",

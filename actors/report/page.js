@@ -70,10 +70,15 @@ function column(name) {
   return found;
 }
 const byHours = () => $("axis").value === "hours";
+const timed = chart => chart.x === "looks" || byHours();
+const VERSIONS = [1, 2, 5].flatMap(n => [...Array(8).keys()].map(e => n * 10 ** e)).sort((a, b) => a - b);
+const SECONDS = [1, 2, 5, 10, 15, 30, ...[1, 2, 5, 10, 15, 30].map(n => 60 * n), ...[1, 2, 3, 6, 12, 24, 48, 120, 240, 480, 960, 1920].map(n => 3600 * n)];
+const times = seconds => { const top = Math.max(...seconds), [unit, n] = top < 120 ? ["s", 1] : top < 7200 ? ["min", 60] : ["h", 3600]; return seconds.map(s => `${+(s / n).toFixed(2)} ${unit}`); };
 function tableOf(chart) {  // x, and a function that gives a column
-  if (chart.x === "looks") { const t0 = D.looks.length ? D.looks[0].time : 0; return [D.looks.map(l => (l.time - t0) / 3600), k => D.looks.map(l => l[k] ?? null)]; }
-  if (chart.x === "evaluations") { const hours = column("hours"), at = v => byHours() ? hours[D.version.indexOf(v)] ?? 0 : v; return [D.evaluations.map(e => at(e.version)), k => D.evaluations.map(e => e.figures[k] ?? null)]; }
-  return [column(byHours() ? "hours" : "version"), column];
+  const seconds = () => column("hours").map(h => 3600 * h);
+  if (chart.x === "looks") { const t0 = D.looks.length ? D.looks[0].time : 0; return [D.looks.map(l => l.time - t0), k => D.looks.map(l => l[k] ?? null)]; }
+  if (chart.x === "evaluations") { const all = seconds(), at = v => byHours() ? all[D.version.indexOf(v)] ?? 0 : v; return [D.evaluations.map(e => at(e.version)), k => D.evaluations.map(e => e.figures[k] ?? null)]; }
+  return [byHours() ? seconds() : column("version"), column];
 }
 function seriesOf(chart) {
   if (chart.s) return chart.s.filter(([, , o]) => !o || !o.lacks || column(o.lacks).some(v => v == null));
@@ -142,16 +147,18 @@ function draw(chart) {
   const series = chart.series = seriesOf(chart), right = series.some(s => s[2] && s[2].y2);
   const tick = vs => vs.map(v => v == null ? "" : Math.abs(v) >= 1e6 ? v / 1e6 + "M" : Math.abs(v) >= 1e4 ? v / 1e3 + "k" : v && Math.abs(v) < 1e-3 ? v.toExponential(0) : String(+v.toPrecision(3)));
   const axis = { stroke: paint("dim"), grid: { stroke: paint("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 42, values: (u, vs) => tick(vs) };
-  const tens = (u, vs) => vs.map(v => Number.isInteger(+Math.log10(v).toFixed(6)) ? v : null);
+  const first = v => +(v / 10 ** Math.floor(+Math.log10(v).toFixed(6))).toFixed(6);
+  const tens = (u, vs) => { const shown = vs.filter(v => first(v) === 1).length > 1 ? [1] : [1, 2, 5]; return vs.map(v => shown.includes(first(v)) ? v : null); };  // less than a decade has 2 and 5 too
   const powers = { filter: tens, grid: { ...axis.grid, filter: tens }, values: (u, vs) => vs.map(v => v == null ? "" : v.toExponential(0)) };
+  const along = { ...axis, size: 26, space: 60, incrs: () => timed(chart) ? SECONDS : VERSIONS, values: (u, vs) => timed(chart) ? times(vs) : tick(vs) };
   const top = u => { const vs = column(series[0][0]).filter(v => v != null).sort((a, b) => a - b); return [0, (vs[Math.floor(.98 * (vs.length - 1))] || 1) * 1.1]; };
   const padded = (u, low, high) => low === 0 && high === 0 ? [0, 1] : low == null ? [null, null] : uPlot.rangeNum(low, high, .1, true);  // uPlot draws nothing but zeros up to 100
   const few = dataOf(chart, series)[0].length < 3;
   chart.u = new uPlot({
     width: Math.max(200, chart.card.clientWidth - 24), height: height(), legend: { show: false },
     cursor: { sync: { key: chart.x === "looks" ? "looks" : "versions" }, drag: { x: true, y: false }, points: { size: 5 } },
-    scales: { x: { time: false }, y: chart.cut ? { range: top } : chart.range ? { range: chart.range } : chart.log ? { distr: 3 } : { range: padded }, z: {} },
-    axes: [{ ...axis, size: 26 }, chart.log ? { ...axis, ...powers } : axis, ...(right ? [{ ...axis, scale: "z", side: 1, grid: { show: false }, size: 46 }] : [])],
+    scales: { x: { time: false }, y: chart.cut ? { range: top } : chart.range ? { range: chart.range } : chart.log ? { distr: 3 } : { range: padded }, z: { range: padded } },
+    axes: [along, chart.log ? { ...axis, ...powers } : axis, ...(right ? [{ ...axis, scale: "z", side: 1, grid: { show: false }, size: 46 }] : [])],
     series: [{}, ...series.map(([name, c, o = {}]) => ({
       label: name, stroke: paint(tint(c), o.a), width: chart.stack ? 0 : o.w || 1.2, scale: o.y2 ? "z" : "y", spanGaps: false, gaps: gapsOf(chart),
       points: { show: !!chart.dots || few, filter: (u, s, show) => show || chart.stack ? null : alone(chart, u.data[s]), size: chart.dots || few ? 6 : 4, fill: paint(tint(c)) }, fill: chart.stack ? paint(tint(c), tint(c)[0] === "a" ? .95 : .6) : undefined }))],
@@ -170,7 +177,7 @@ function showKeys(chart, index) {
     item.append(box, `${name.replace("~", "mean of ").replace("%", "").replace(/^server\/(.*)\/\w+$/, "$1")} ${figure(v)}`);
     named.push(item);
   }
-  if (index != null) named.push(make("span", chart.x === "looks" ? figure(x[index]) + " h" : "version " + (chart.x ? D.evaluations[index].version : D.version[index])));
+  if (index != null) named.push(make("span", chart.x === "looks" ? times([x[index]])[0] : "version " + (chart.x ? D.evaluations[index].version : D.version[index])));
   chart.keys.replaceChildren(...named);
   chart.note.textContent = missing(chart).join("; ");
 }

@@ -29,6 +29,9 @@ from configs.plain_text import figure, output, print_visible, visible_line
 from configs.schema import Config
 from configs.variables import open_private
 
+HEARTBEATS = 10
+"""A server reports at each heartbeat: in fewer, a run's mean of what servers did says nothing."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -88,18 +91,16 @@ def summary(report: Report) -> Iterator[str | Text]:
     """The report on the terminal."""
     yield f"\n{report.overview.advice}"
     if rewards := report.records.column("reward/mean")[1]:
-        first, last = rewards[:5], rewards[-20:]
-        now, then = figure(fmean(last), ".3f"), figure(fmean(first), ".3f")
-        yield f"\nreward: first {len(first)} versions {then}, last {len(last)} versions {now}"
+        yield f"\nreward: {both_ends(rewards)}"
     if tuned := is_tuned(report.config) and report.records.column("loss")[1]:
-        first, last = tuned[:5], tuned[-20:]
-        now, then = figure(fmean(last), ".3f"), figure(fmean(first), ".3f")
-        yield f"\nloss: first {len(first)} versions {then}, last {len(last)} versions {now}"
+        yield f"\nloss: {both_ends(tuned)}"
     yield from without_effect(report.records)
     if ages := report.records.column("age/max")[1]:
         yield f"largest age {max(ages):.0f} (batch.max_staleness {report.config.batch.max_staleness})"
     running, places = (report.records.column(f"servers/{name}")[1] for name in ("running", "places"))
-    if sum(places):
+    times = report.records.column("time")[1]
+    short = bool(times) and times[-1] - times[0] < HEARTBEATS * report.config.rollout.heartbeat_s
+    if sum(places) and not short:
         share = f"{sum(running) / sum(places):.0%} of their places (rollout.sequences)"
         yield f"the servers ran {fmean(running):,.0f} sequences at a time in the mean, {share}"
     if report.failures:
@@ -127,6 +128,15 @@ def summary(report: Report) -> Iterator[str | Text]:
                 yield f"{head} {example.prompt.strip()}"
                 yield f"  {example.answer.strip()}"
     yield ""
+
+
+def both_ends(values: Sequence[float]) -> str:
+    """Mean of the first and of the last versions; one mean of few versions."""
+    if len(values) < 10:
+        return f"mean of {len(values)} version{'s' * (len(values) > 1)} {figure(fmean(values), '.3f')}"
+    first, last = values[:5], values[5:][-20:]
+    then, now = figure(fmean(first), ".3f"), figure(fmean(last), ".3f")
+    return f"first {len(first)} versions {then}, last {len(last)} versions {now}"
 
 
 def outputs(run: Path) -> Iterator[str]:

@@ -39,6 +39,7 @@ from configs.origins import variables
 from configs.own_packages import command
 from configs.plain_text import print_visible
 from configs.schema import Config
+from configs.start_phases import seconds_alive
 from configs.variables import for_children, run_folder
 
 PROG = "python -m actors launch"
@@ -79,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
         display.say(line)
     if source:
         display.say(f"forked from {source}")
+    display.say(f"checked in {seconds_alive():.0f} s; the processes of the run start now")
     started, wanted = accept.servers(config)
     prepared = partial(prepare, config, source, flags.accept_loss)
     code = keep(processes(config, started), display, prepared, partial(server, config), wanted)
@@ -166,7 +168,7 @@ def keep(
     """Keep `processes` until the run ends; the exit code. `prepare` is called once there is room; `server` makes
     further servers by number."""
     try:
-        with display.shown(), placement(display.config) as machines:
+        with display.shown(), placement(display.config, display.say) as machines:
 
             def fitted(process: Process) -> Process:
                 return process if any(machines.gpus) else replace(process, gpus=0)  # the device `auto` means CPU then
@@ -187,9 +189,11 @@ def keep(
 
 
 @contextmanager
-def placement(config: Config) -> Iterator[Placement]:
+def placement(config: Config, say: Callable[[str], None]) -> Iterator[Placement]:
     """Raises ConfigError."""
-    if cluster_of(config) or starts_ray(config):
+    named = cluster_of(config)
+    if named or starts_ray(config):
+        say(f"connects to Ray at {named}" if named else "starts Ray on this machine, which may take half a minute")
         with ray_cluster(config) as cluster:
             yield cluster
     else:

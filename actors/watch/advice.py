@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from actors.watch import figures
 from actors.watch.metrics_log import Records
-from actors.watch.run_state import failures, servers_lines, silent
+from actors.watch.run_state import failures, servers_lines, silent, working
 from buffer.wire.protocol import State
 from configs.flow.alerts import TAUGHT
 from configs.flow.alerts import alerts as metric_alerts
@@ -36,6 +36,8 @@ MOST_FLAT = 0.8
 STALLED = 10.0
 """A run stalls after so many times the usual length of a version, at least STALLED_S."""
 STALLED_S = 120.0
+START_S = 180.0
+"""vLLM takes a minute or two to start, and is silent meanwhile."""
 
 
 class Alert(NamedTuple):
@@ -71,10 +73,21 @@ class Situation:
     why_failed: str = ""
     waiting: str = ""
     max_staleness: int = 1
+    over: bool = False
+    """The run has ended by itself."""
+    starting: bool = False
+    """It was launched again, and no version has come since."""
 
 
-def situation(config: Config, records: Records, state: State | None, waiting: str = "") -> Situation:
-    """Return the present situation of the run."""
+def situation(
+    config: Config,
+    records: Records,
+    state: State | None,
+    waiting: str = "",
+    over: bool = False,
+    starting: bool = False,
+) -> Situation:
+    """Return the situation of the run, the last one if it is over."""
     recent = figures.recent(records)
 
     def mean(key: str) -> float | None:
@@ -91,7 +104,7 @@ def situation(config: Config, records: Records, state: State | None, waiting: st
         versions=len(records.by_version),
         waits=shares.get("wait", 0.0),
         checkpoints=shares.get("checkpoint", 0.0),
-        parked=figures.parked_share(stats or (_present(state) if state else [])),
+        parked=figures.parked_share([*stats, *(_present(state) if state else [])]),
         servers=_heard(config, records, state),
         wanted=getattr(state, "wanted_servers", None),
         none_solved=0.0 if taught else mean("groups/solved_none") or 0.0,
@@ -103,11 +116,13 @@ def situation(config: Config, records: Records, state: State | None, waiting: st
         why_failed=failures(state) if state else "",
         waiting=waiting,
         max_staleness=config.batch.max_staleness,
+        over=over,
+        starting=starting,
     )
 
 
 def recommend(now: Situation) -> str:
-    """One sentence: what to change first."""
+    """One sentence: what to change first; of a run that is over, for the next one."""
     if now.failed > MOST_FAIL:
         return f"Most attempts fail: {now.why_failed}. Mend that first: {TRACEBACKS}."
     if now.flat > MOST_FLAT:
@@ -116,10 +131,14 @@ def recommend(now: Situation) -> str:
             "leaves them out: take easier problems if all fail, harder ones if all are solved, raise batch.samples, or "
             "look at the reward."
         )
+    waiting = f": {now.waiting}" if now.waiting else ""
+    if now.starting:
+        return f"No version is trained since the last launch{waiting}."
     if not now.versions:
-        return "No version is trained yet" + (f": {now.waiting}." if now.waiting else ".")
+        return "No version was trained." if now.over else f"No version is trained yet{waiting}."
     if now.versions < FEW_VERSIONS:
-        return "Too few versions yet to recommend anything."
+        few = "The run had too few versions" if now.over else "There are too few versions yet"
+        return f"{few} to recommend anything."
     return _learns_nothing(now) or _waits(now) or _idles(now) or _fine(now)
 
 
@@ -132,7 +151,7 @@ def _learns_nothing(now: Situation) -> str:
         elif now.all_solved > 0.5:
             return (
                 f"Nothing is learned any more: {_percent(now.all_solved)} of the groups have only right answers. "
-                "Take harder problems, or end the run."
+                f"Take harder problems{'' if now.over else ', or end the run'}."
             )
         remedy = "Take easier problems, raise batch.samples, or look at the samples and at the reward"
         return f"Nothing is learned: {why}. {remedy}."
@@ -147,16 +166,17 @@ def _learns_nothing(now: Situation) -> str:
 def _waits(now: Situation) -> str:
     if now.waits <= WAITS:
         return ""
-    said, parked = f"The learner waits {_percent(now.waits)} of the time", now.parked or 0.0
+    said, parked = f"The learner {_wait(now)} {_percent(now.waits)} of the time", now.parked or 0.0
     if now.max_staleness == 0:
         return f"{said} because the run is synchronous: batch.max_staleness 1 or more lets both sides work at once."
     if parked > IDLE:
         return (
-            f"{said} and {_percent(parked)} of the servers' places get no work: both wait because of the bound on age. "
+            f"{said} and {_percent(parked)} of the servers' places {_get(now)} no work, because of the bound on age. "
             f"Raise batch.max_staleness (now {now.max_staleness}) or batch.groups; more servers would not help."
         )
     if now.wanted is not None and now.wanted > now.servers:
-        return f"{said}: the run has asked for {now.wanted} servers and {now.servers} are there. Wait for them."
+        there = f"{now.servers} {'is' if now.servers == 1 else 'are'} there"
+        return f"{said}: the run has asked for {now.wanted} servers and {there}. Wait for the others."
     used = now.servers * (1 - parked if parked > CLOSED else 1.0)
     more = math.ceil(used * (1 - now.waits / 2) / max(1 - now.waits, 0.02) - 1e-9) - now.servers
     if more <= 0:
@@ -171,28 +191,28 @@ def _idles(now: Situation) -> str:
     spare = now.servers - max(1, math.ceil(SPARE * now.servers * (1 - parked)))
     if parked <= IDLE or spare <= 0:
         return ""
-    said = f"{_percent(parked)} of the servers' places get no work and the learner waits {_percent(now.waits)}"
+    learner = f"the learner {_wait(now)} {_percent(now.waits)}"
+    said = f"{_percent(parked)} of the servers' places {_get(now)} no work and {learner}"
     return f"{said}: {_count(spare)} server{'s' * (spare > 1)} fewer would do."
 
 
 def _fine(now: Situation) -> str:
-    return f"The learner waits {_percent(now.waits)} of the time: nothing has to change."
+    return f"The learner {_wait(now)} {_percent(now.waits)} of the time: nothing has to change."
+
+
+def _wait(now: Situation) -> str:
+    return "waited" if now.over else "waits"
+
+
+def _get(now: Situation) -> str:
+    return "got" if now.over else "get"
 
 
 def find_alerts(
     config: Config, records: Records, state: State | None, since_s: float | None, live: bool
 ) -> list[Alert]:
     """`since_s`: seconds without a new version, except between launches. `live`: silence and stalls mean something."""
-    found = list[Alert]()
-    if live and state is not None:
-        found += [_silence(config, name, state.servers[name]) for name in silent(state, config)]
-        if state.launcher_gone_s is not None:
-            found.append(Alert("bad", next(iter(servers_lines(state, config)))))
-        if config.buffer.max_gib * 2**30 * 0.95 < state.bytes_stored:
-            remedy = "the learner has to train some, or raise buffer.max_gib"
-            found.append(Alert("warn", f"the buffer is full ({state.bytes_stored / 2**30:.3g} GiB): {remedy}"))
-        if state.errors:
-            found.append(Alert("warn", f"the buffer refused {state.errors} messages: see logs/buffer.log"))
+    found = _lost_and_full(config, records, state) if live and state is not None else []
     pace_s = figures.pace_s(records)
     if live and since_s is not None and pace_s is not None and since_s > max(STALLED * pace_s, STALLED_S):
         remedy = "who waits for whom is below; else see logs/learner.log"
@@ -216,12 +236,31 @@ def find_alerts(
     return sorted(found, key=lambda alert: alert.level)
 
 
-def _silence(config: Config, name: str, server: Mapping[str, Any]) -> Alert:
+def _lost_and_full(config: Config, records: Records, state: State) -> list[Alert]:
+    """Of a live run."""
+    silences = (_silence(name, state.servers[name]) for name in silent(state, config))
+    found = [alert for alert in silences if alert]
+    trained = max(records.by_version, default=0)
+    if state.learner_gone_s is not None and not state.ended and trained < config.run.versions:
+        again = "its launcher starts it again, unless the run is being stopped; see logs/learner.log"
+        found.append(
+            Alert("bad", f"the learner ended {state.learner_gone_s:.0f} s ago, and nothing is trained: {again}")
+        )
+    if state.launcher_gone_s is not None:
+        found.append(Alert("bad", next(iter(servers_lines(state, config)))))
+    if config.buffer.max_gib * 2**30 * 0.95 < state.bytes_stored:
+        remedy = "the learner has to train some, or raise buffer.max_gib"
+        found.append(Alert("warn", f"the buffer is full ({state.bytes_stored / 2**30:.3g} GiB): {remedy}"))
+    if state.errors:
+        found.append(Alert("warn", f"the buffer refused {state.errors} messages: see logs/buffer.log"))
+    return found
+
+
+def _silence(name: str, server: Mapping[str, Any]) -> Alert | None:
     silent_s, ended_s = float(server.get("silent_s") or 0.0), server.get("gone_s")
     if server.get("version") is None and ended_s is None:
-        return Alert(
-            "warn", f"{name} has not asked for work yet, after {silent_s:.0f} s: vLLM starts, or see logs/{name}.log"
-        )
+        started = f"{name} started vLLM {silent_s:.0f} s ago and has not asked for work yet: see logs/{name}.log"
+        return Alert("warn", started) if silent_s > START_S else None
     what = "its leases have ended and its problems are dispatched again"
     how = f"silent for {silent_s:.0f} s" if ended_s is None else f"it ended {ended_s:.0f} s ago"
     return Alert("bad", f"{name} is lost: {how}; {what}. See logs/{name}.log")
@@ -239,7 +278,7 @@ def _preemptions(records: Records) -> list[Alert]:
 
 def _heard(config: Config, records: Records, state: State | None) -> int:
     if state is not None and state.servers:
-        return max(1, len(state.servers) - len(silent(state, config)))
+        return max(1, len(working(state, config)))
     last = records.servers[max(records.servers)] if records.servers else {}
     ordered = records.ordered()
     return max(1, int(last.get("servers/heard") or (ordered[-1].get("weights/servers", 1) if ordered else 1)))

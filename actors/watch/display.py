@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 
 from rich.console import Console, Group
@@ -45,6 +46,8 @@ class Display:
         self._settled: set[str] = set()
         """Processes that have seen a version since their start."""
         self._reported_failures = 0
+        self._began: float | None = None
+        """When the first process started, until the first version has come."""
         self._colours: dict[str, str] = {}
         wants_panel = config.log.display == "rich" or (config.log.display == "auto" and self.console.is_terminal)
         panel = Live(console=self.console, get_renderable=self.panel, auto_refresh=False)
@@ -63,6 +66,7 @@ class Display:
         colour = self._colours.setdefault(name, COLOURS[len(self._colours) % len(COLOURS)])
         text = event.text
         if event.kind != "line":
+            self._began = self._began if self.processes else time.monotonic()
             self.processes[name] = event.kind
             self._settled.discard(name)
             text = f"{event.kind}: {text}"
@@ -94,8 +98,8 @@ class Display:
             if EVALUATED in record:
                 for line in evaluation_lines(record):
                     self.say(f"version {record[EVALUATED]} evaluated on {line}")
-            elif not self._live:
-                self.say("  ".join(f"{name} {value}" for name, value in self.figures(record)))
+            else:
+                self._show_version(record)
         if self._live:
             self._live.refresh()
             return
@@ -103,6 +107,15 @@ class Display:
         if self.state and count and count >= 2 * self._reported_failures:
             self._reported_failures = count
             self.say(failures(self.state))
+
+    def _show_version(self, record: Record) -> None:
+        """The panel shows its figures."""
+        if self._began is not None:
+            seconds = time.monotonic() - self._began
+            self.say(f"the first version of this launch came after {seconds:.0f} s")
+            self._began = None
+        if not self._live:
+            self.say("  ".join(f"{name} {value}" for name, value in self.figures(record)))
 
     def figures(self, record: Record) -> list[tuple[str, str]]:
         versions = self.config.run.versions

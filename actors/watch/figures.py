@@ -91,9 +91,9 @@ def parked_share(looks: Iterable[Mapping[str, Any]]) -> float | None:
     for stats in looks:
         if "slots" in stats:
             slots, parked = slots + stats["slots"], parked + stats.get("parked", 0.0)
-        elif stats.get("places"):
+        elif stats.get("places"):  # a server that has just started has free places, and none is parked
             slots += stats["places"]
-            parked += max(0.0, stats["places"] - stats.get("places_taken", 0.0))
+            parked += stats.get("parked", max(0.0, stats["places"] - stats.get("places_taken", 0.0)))
     return parked / slots if slots else None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from actors.watch import figures, tuning
 from actors.watch.advice import Alert, find_alerts, recommend, situation
 from actors.watch.metrics_log import Record, Records
-from actors.watch.run_state import fullness, silent, waiting_rows
+from actors.watch.run_state import all_absent, fullness, silent, waiting_rows, working
 from buffer.wire.protocol import State
 from configs.plain_text import figure
 from configs.schema import Config
@@ -60,11 +60,14 @@ def look_over(
     launch, 0 if unknown.
     """
     waits = waiting_rows(state, config) if state and answers else []
-    first = f"{waits[0].who} waits for {waits[0].whom}, {waits[0].why}" if waits else ""
+    first = f"{waits[0].who} waits for {waits[0].whom} ({waits[0].why})" if waits else ""
+    if state and answers and not waits:
+        first = all_absent(state, config)
     since_s = figures.seconds_since(records, now)
     live = answers and not ended
+    starting = live and since_s is not None and now - launched < since_s
     status = "ended" if ended else "silent" if not answers else "running" if records.by_version else "waiting"
-    advice = recommend(situation(config, records, state, first))
+    advice = recommend(situation(config, records, state, first, bool(ended), starting))
     stalled_s = figures.seconds_stalled(records, now, launched, config.log.servers_every_s)
     alerts = find_alerts(config, records, state, stalled_s, live)
     if status == "silent" and records.by_version:  # the records are out of date
@@ -72,6 +75,8 @@ def look_over(
         advice = f"No process of the run answers. If the launcher is gone too, go on with: {again}."
         alerts = [Alert("bad", f"{_summary(status, since_s)}; see logs/buffer.log"), *alerts]
     summary = _summary(status, since_s)
+    if starting:
+        summary = f"launched {timedelta(seconds=round(now - launched))} ago; {summary}"
     if tuning.is_tuned(config):
         advice = tuning.go_on(config) if status == "silent" else tuning.advice(records)
         alerts = [alert for alert in alerts if status != "silent" or "buffer" not in alert.text]
@@ -102,17 +107,18 @@ def _headline(config: Config, records: Records, state: State | None, live: bool)
     ages = [float(one["age/mean"]) for one in recent if "age/mean" in one]
     looks = [look for _, look in sorted(records.servers.items())]
     now, before = figures.rewards(records)
+    rewards = len(records.column("reward/mean")[1])
     shares, speed = figures.phase_shares(recent), figures.tokens_per_s(recent)
     shown = {
         "version": f"{max(records.by_version, default=0)} / {versions}",
-        f"reward, last {figures.LAST}": _number(now, ".3f"),
-        f"{figures.LAST} before": _number(before, ".3f"),
+        f"reward, last {min(rewards, figures.LAST)}": _number(now, ".3f"),
+        f"{min(rewards - figures.LAST, figures.LAST)} before": _number(before, ".3f"),
         "loss": _number(last.get("loss"), ".3f") if tuning.is_tuned(config) else UNKNOWN,
         "epoch": _number(last.get("epoch"), ".2f"),
         "learner waits": f"{100 * shares['wait']:.0f} %" if shares and not tuning.is_tuned(config) else UNKNOWN,
         "tokens/s": _number(speed, ",.0f"),
         "age, mean": _number(fmean(ages) if ages else None, ".1f"),
-        "servers": UNKNOWN if tuning.is_tuned(config) else _servers(config, state, looks),
+        "servers": _servers(config, state) if state is not None and not tuning.is_tuned(config) else UNKNOWN,
         "time left": figures.time_left(records, versions) or UNKNOWN,
     }
     if state is None and not (live and tuning.is_tuned(config)):
@@ -120,15 +126,10 @@ def _headline(config: Config, records: Records, state: State | None, live: bool)
     return {name: value for name, value in (shown | _cost(config, records, looks)).items() if value != UNKNOWN}
 
 
-def _servers(config: Config, state: State | None, looks: list[Record]) -> str:
-    if state is not None:
-        heard, wanted = len(state.servers) - len(silent(state, config)), getattr(state, "wanted_servers", None)
-    elif looks:
-        heard, wanted = looks[-1].get("servers/heard", 0), looks[-1].get("servers/wanted")
-    else:
-        return UNKNOWN
-    wanted = wanted if wanted is not None else config.rollout.servers
-    return f"{heard:.0f} / {wanted}" if isinstance(wanted, int) else f"{heard:.0f}"
+def _servers(config: Config, state: State) -> str:
+    able = len(working(state, config))
+    wanted = config.rollout.servers if state.wanted_servers is None else state.wanted_servers
+    return f"{able} / {wanted}" if isinstance(wanted, int) else str(able)
 
 
 def _cost(config: Config, records: Records, looks: list[Record]) -> dict[str, str]:

@@ -41,7 +41,7 @@ LIMITS = {
     "limit_preempted": "the KV cache was full, {preempted:.0f} preemptions",
 }
 """The smallest of these figures bounds a server's places."""
-UNHEARD = {"placing": "is being placed", "started": "has not said Hello yet", "draining": "is being drained"}
+UNHEARD = {"placing": "is being placed", "started": "is not connected to the buffer", "draining": "is being drained"}
 MISSED_HEARTBEATS = 5
 """The buffer then ends a server's leases."""
 
@@ -202,6 +202,8 @@ def fullness(state: State, name: str) -> str:
         why = f"{waiting:.0f} wait inside vLLM, for its max_num_seqs or the KV cache"
     elif moving > stats["places"] / 8:
         why = f"{moving:.0f} are on their way to or from vLLM"
+    elif stats.get("places_taken", stats["places"]) < stats["places"] * 7 / 8:
+        why = "it asks for more work"
     return f"running {stats['running']:.0f} of {stats['places']:.0f}: {why}"
 
 
@@ -226,6 +228,20 @@ def absences(state: State, config: Config) -> dict[str, str]:
         elif name in gone:
             found[name] = f"has been silent for {server['silent_s']:.0f} s"
     return found
+
+
+def working(state: State, config: Config) -> list[str]:
+    """Servers that can work now."""
+    absent = absences(state, config)
+    return [name for name in state.servers if name not in absent]
+
+
+def all_absent(state: State, config: Config) -> str:
+    """Why nobody works though nobody waits, as at a start; empty if a server can work."""
+    if working(state, config):
+        return ""
+    reasons = [f"{name} {why}" for name, why in absences(state, config).items()]
+    return f"{'; '.join(reasons) or 'no rollout server is there'}, and the learner asks for no batch"
 
 
 def servers_lines(state: State, config: Config) -> Iterator[str]:

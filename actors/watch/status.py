@@ -17,6 +17,7 @@ from actors.watch.figures import seconds_since, without_effect
 from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.run_state import (
     LIMITS,
+    all_absent,
     ask,
     ending,
     find_run,
@@ -107,7 +108,9 @@ def main(argv: Sequence[str]) -> int:
     if answer is None:
         show(*_last_log_lines(run))
         return FAILED
-    show(*(f"waits: {line}" for line in waits(answer, config) or ["nobody, all are working"]))
+    absent = all_absent(answer, config)
+    nobody = f"nobody: {absent}" if absent else "nobody, all are working"
+    show(*(f"waits: {line}" for line in waits(answer, config) or [nobody]))
     return DONE
 
 

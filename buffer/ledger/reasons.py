@@ -135,7 +135,7 @@ def _missing(ledger: Ledger) -> str:
     if pool.num_open > pool.num_stored:
         return f"{have}; {pool.num_open - pool.num_stored} are open at {_holders(ledger)}"
     if not ledger.state.servers:
-        return f"{have}; no rollout server has asked for work yet"
+        return f"{have}; no rollout server asks for work"
     newest = max(server.version for server in ledger.state.servers.values())
     return f"{have}; nothing is open: {_closed(ledger, min(newest, ledger.state.ceiling))}"
 

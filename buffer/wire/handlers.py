@@ -236,7 +236,7 @@ class WhereVerb:
 
     def why(self, peer: Peer, where: Where) -> str:
         weights = self._peers.weights
-        return f"no weights wire other than {weights}" if weights else "no learner has said Hello"
+        return f"no learner is connected but the one at {weights}" if weights else "no learner is connected"
 
 
 class ResultsVerb:

@@ -4,6 +4,7 @@ Ranks are forked with everything imported; `python -m learner`, which starts its
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,6 +139,9 @@ def test_two_ranks_drain_and_resume(tmp_path: Path, fork) -> None:
             ended = [rank.ended() for rank in ranks]
         assert [code for code, _ in ended] == [0, 0], ended
         assert [errors.count("finishing this version") for _, errors in ended] == [1, 1]
+        s = r"[\d.]+ s"
+        phases = f"started in {s}: {s} imports, {s} certificate, {s} model and optimizer; waiting for"
+        assert [len(re.findall(phases, errors)) for _, errors in ended] == [1, 1]
         made = [errors.count("certificate: packed documents = alone: ") for _, errors in ended]
         assert made == [1 - start, 0], "rank 0 has one made at the first start alone"
         assert complete(tmp_path / "run" / "checkpoints") == [1, 2][: start + 1]

@@ -5,6 +5,7 @@ The fast lane has the short form of the first one only, in which vLLM starts twi
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,7 @@ def test_killed_while_it_works_the_run_goes_on(versions: int, ranks: int, stalen
         finally:
             launcher.kill()
     assert launcher.returncode == 0, output[-4000:]
+    check_phases(output)
     audit(run, versions, groups=4, staleness=staleness)
     assert {path.stem for path in (run.path / "logs").glob("*.progress")} == {"buffer", "learner", "rollout-0"}
     served = [record for record in run.metrics() if "weights/version" in record]  # none while no server has a policy
@@ -77,6 +79,16 @@ def test_killed_while_it_works_the_run_goes_on(versions: int, ranks: int, stalen
     check_samples(run, versions)
     if versions == 24:
         check_export(run, versions)
+
+
+def check_phases(output: str) -> None:
+    """Launcher, learner and both starts of the server say how long the parts of their starts took."""
+    seconds = r"[\d.]+ s"
+    assert re.search(rf"checked in {seconds}; the processes of the run start now", output)
+    assert re.search(rf"started in {seconds}: {seconds} imports, {seconds} certificate, {seconds} model", output)
+    parts = f"{seconds} imports, {seconds} reward workers and buffer, {seconds} vLLM, {seconds} first policy"
+    assert len(re.findall(f"rollout-0 has started in {seconds}: {parts}", output)) == 2
+    assert len(re.findall(f"the first version of this launch came after {seconds}", output)) == 1
 
 
 def check_export(run: Run, versions: int) -> None:

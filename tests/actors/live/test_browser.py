@@ -206,6 +206,8 @@ def test_the_live_page(
         assert "one more server would" in tab.text(".advice") or "two more servers would" in tab.text(".advice")
         assert "rollout-1 is lost" in tab.text("#says") and "batch 7 has 20 of 32 groups" in tab.text("#waits")
         assert "80 %" in tab.text("#servers") and "KeyError" in tab.text("#failures")
+        box = "document.querySelector('#waits .card')"
+        assert tab.page.evaluate(f"{box}.scrollWidth <= {box}.clientWidth"), "nobody has to scroll for the reason"
         tab.wait("#samples .card")
         assert HOSTILE in tab.text("#samples")
         append(run, *(record(version) for version in range(FIRST + 1, ALL + 1)), evaluation(20, 0.75), look(999.0, ALL))
@@ -312,4 +314,31 @@ def test_lines_break_where_there_are_no_data_and_the_page_says_why(browser: Any,
     assert "Not drawn: evaluation: data.eval names no problems." in seen
     assert "Batch 39, the only one whose samples are stored" in seen
     assert "the samples of batches 0 to 38 were removed with older checkpoints; buffer.keep: all keeps them" in seen
+    tab.page.close()
+
+
+def ticks(tab: Tab, title: str, axis: int = 0) -> list[str]:
+    """The labels of an axis of a chart: 0 below, 1 on the left, 2 on the right."""
+    found: list[str] = tab.page.evaluate(
+        "([title, axis]) => drawn.find(one => one.t === title).u.axes[axis]._values.filter(v => v)", [title, axis]
+    )
+    return found
+
+
+def test_axes_of_a_short_run_have_whole_versions_times_and_no_share_above_one(browser: Any, tmp_path: Path) -> None:
+    """Before, they had version 1.5, hour 0.004, a share cut off of 100, and no label within a decade."""
+    run = make_config(tmp_path).run.path
+    for version in range(1, 5):
+        append(run, record(version, **{"length/truncated": 0.0, "gradient/norm": 0.4 + 0.1 * version}))
+        append(run, look(1e9 + 5.0 * version, version))
+    assert summary.main([str(run)]) == 0
+    tab = Tab(browser, f"file://{run}/report.html", "desk", "light")
+    assert ticks(tab, "reward") == ["1", "2", "3", "4"]
+    assert ticks(tab, "servers")[0] == "0 s" and ticks(tab, "servers")[-1] == "15 s"
+    assert ticks(tab, "answer length, tokens", 2)[-1] == "1"
+    assert len(ticks(tab, "gradient norm before clipping", 1)) >= 2
+    tab.page.select_option("#axis", "hours")
+    tab.page.wait_for_timeout(100)
+    assert ticks(tab, "reward")[-1] == "40 s", "versions of 10 s"
+    assert tab.wrong == []
     tab.page.close()

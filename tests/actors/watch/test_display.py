@@ -104,7 +104,22 @@ def test_what_a_process_says_at_its_start_is_shown_until_a_version_comes(tmp_pat
     shown.show_event(learner, Event(1, "started", "pid 8"))
     shown.show_event(learner, info)
     words = [line.partition(" ")[0] for line in said(shown).splitlines()]
-    assert words == ["[learner]", "[learner]", "version", "[learner]", "[learner]"]
+    assert words == ["[learner]", "[learner]", "the", "version", "[learner]", "[learner]"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_launch_says_once_how_long_its_first_version_took(terminal: bool, tmp_path: Path) -> None:
+    write(tmp_path, FULL)  # of an earlier launch
+    shown, learner = display(tmp_path, terminal), Process("learner", "learner", ("x",), tmp_path / "log")
+    shown.refresh()
+    shown.show_event(learner, Event(1, "started", "pid 7"))
+    shown.refresh()
+    assert "first version" not in said(shown)
+    for version in (13, 14):
+        write(tmp_path, FULL | {"version": version})
+        shown.show_event(learner, Event(1, "started", "pid 8"))
+        shown.refresh()
+    assert said(shown).count("the first version of this launch came after 0 s") == 1
 
 
 def test_how_full_the_servers_are_is_shown(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_a_learner_waits_for_the_server_that_has_ended_and_then_for_its_next_sta
         ({"version": 6, "silent_s": 20.5, "gone_s": 20.4}, "ended 20 s ago"),
         ({"version": None, "silent_s": 9.5}, "is starting"),
         ({"version": None, "silent_s": 4000.4}, "is starting, silent for 4000 s"),
-        ({}, "has not said Hello yet"),
+        ({}, "is not connected to the buffer"),
     ],
 )
 def test_where_no_server_works_the_learner_waits_for_the_one_that_is_missing(
@@ -453,7 +453,7 @@ def test_a_server_that_its_keeper_has_started_does_not_run_before_it_asks_for_wo
     now.servers["rollout-4"] = {"version": None, "leases": 0, "silent_s": 40.0, "stats": {}}
     others = (
         "ended 3 s ago: rollout-0; has been silent for 20 s: rollout-2; "
-        "starting: rollout-3, rollout-4 (silent for 40 s); has not said Hello yet: rollout-5, rollout-6"
+        "starting: rollout-3, rollout-4 (silent for 40 s); not connected to the buffer: rollout-5, rollout-6"
     )
     assert list(servers_lines(now, settings)) == [f"servers: 7 wanted, 1 run; {others}"]
 
