@@ -207,7 +207,7 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Load the tokenizer, and make prompts of rows until ROWS_S are over."""
     if is_skipped(config.model.path):
         why = "is not on this machine, and the hub cannot be reached"
-        trial.found.warnings.append(f"model.path: {config.model.path} {why}: prompts are not judged")
+        trial.found.warnings.append(f"model.path: {config.model.path} {why}: prompts and layers are not judged")
         return
     if not config.model.trust_remote_code:
         sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and it is 5 s of imports
@@ -334,6 +334,8 @@ def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Let the learner compute a small copy of a model whose type the tests do not cover."""
     from buffer.data.images import read_model_file
 
+    if is_skipped(config.model.path):  # `prompts` says so
+        return
     if is_proven(read_model_file(config.model.path, "config.json") or {}):
         return
     from learner.model.exactness import check_in_own_process  # imports torch
