@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,18 @@ from tests.harness.keys import give_keys
 HOSTILE = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'>"
 """An answer that wants to be a program."""
 
+LAUNCHED = 9e8
+"""Unix time."""
+
 
 def make_config(folder: Path, *more: str) -> Config:
-    """A run `toy` of 40 versions in `folder`, written there too."""
+    """A run `toy` of 40 versions in `folder`, written there too, and launched before any of its records."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
     words = [f"run.folder={folder}", "run.name=toy", "run.versions=40", f"model.path={folder}/model"]
     words += [f"data.train={folder}/p.jsonl", "reward.function=countdown", "rollout.servers=2", *more]
     config = load([f"--{word}" for word in words])
     write(config, folder / "toy" / "config.yaml")
+    os.utime(folder / "toy" / "config.yaml", (LAUNCHED, LAUNCHED))
     give_keys(folder / "toy")
     return config
 
