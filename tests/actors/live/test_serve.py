@@ -149,7 +149,8 @@ def test_the_buffers_answer_is_shown(tmp_path: Path, serve: Callable[[State], st
                 pass
             assert overview["waits"] == [["learner-0", "rollout-0", "3.2 s", "batch 7 has 20 of 32 groups"]]
             assert any("rollout-1 is lost" in text for _, text in overview["alerts"])
-            metrics = await (await session.get("/metrics")).text()
+            async with session.get("/metrics") as answered:
+                metrics = await answered.text()
             assert watcher.state is not None and "headrace_buffer_up 1.0" in metrics
 
     test()
