@@ -4,7 +4,8 @@
 the quickstart makes it, trained on rewards alone, and with `examples/countdown/teacher.yaml` laid over. The teacher was
 shown right answers to the training problems (`make_model --right-only`), and is the same for all seeds. With
 `--gpus 0 1 2 3` all runs go side by side: server and teacher of a run share one GPU, its learner has the next, all in
-bfloat16. `--set learner.lr=4e-3` changes a key of the runs with the teacher; `--only rewards`, `teacher` or `nothing`
+bfloat16. `--teacher FOLDER` takes another teacher, such as the export of a run on rewards alone. `--set
+run.versions=24 learner.lr=4e-3` changes keys of the runs with the teacher; `--only rewards`, `teacher` or `nothing`
 leaves other runs out, which count if they were made before: what is in DIR is kept. A run has reached the goal at the
 first version at which the mean reward of the last WINDOW versions is that high, and ends there. Prints one table;
 writes `benchmarks/results/teachers.json`.
@@ -90,6 +91,12 @@ def setting(word: str) -> dict[str, Any]:
     return dict(found)
 
 
+def last_version(args: argparse.Namespace, plan: Plan) -> int:
+    """Where the run ends if it does not reach the goal."""
+    given = [setting(word).get("run", {}).get("versions") for word in args.set] if plan.taught else []
+    return max([int(versions) for versions in given if versions], default=args.versions)
+
+
 def name_of(plan: Plan, given: Sequence[str]) -> str:
     """The name of the run: of the seed, and of what `--set` changes."""
     changed = "".join("-" + word.partition(".")[2].replace("=", "") for word in given) if plan.taught else ""
@@ -111,7 +118,7 @@ def run_of(args: argparse.Namespace, plan: Plan) -> Processes:
     for change in [TAUGHT, *map(setting, args.set)] if plan.taught else [ALONE]:
         laid_over(config, change)
     if plan.taught:
-        laid_over(config, {"teacher": {"model": str(work / "teacher"), "port": free_port()}})
+        laid_over(config, {"teacher": {"model": str(args.teacher or work / "teacher"), "port": free_port()}})
     if on_gpu:
         laid_over(config, ON_GPU | {"rollout": {"device": "cuda", "engine": ENGINE_ON_GPU}})
         laid_over(config, {"teacher": {"engine": {**ENGINE_ON_GPU, "dtype": "bfloat16"}}} if plan.taught else {})
@@ -139,7 +146,7 @@ def play(args: argparse.Namespace, plan: Plan) -> list[dict[str, float]]:
 
     def done() -> bool:
         records = trained(records_in(folder / "metrics.jsonl"))
-        return len(records) >= args.versions or reached([one["reward/mean"] for one in records]) is not None
+        return len(records) >= last_version(args, plan) or reached([one["reward/mean"] for one in records]) is not None
 
     if args.only in (None, "teacher" if plan.taught else "rewards") and not done():
         try:
@@ -183,7 +190,7 @@ def prepare(args: argparse.Namespace, workers: int) -> None:
     make("examples.countdown.make_problems", "--out", args.work / "data")
     given = ["examples.countdown.make_model", "--problems", args.work / "data" / "train.parquet"]
     steps = ["--steps", str(TEACHER_STEPS), "--seed", "7"]
-    models = [[*given, "--out", args.work / "teacher", "--right-only", *steps]]
+    models = [] if args.teacher else [[*given, "--out", args.work / "teacher", "--right-only", *steps]]
     models += [[*given, "--out", args.work / f"model-seed{seed}", "--seed", str(seed)] for seed in args.seeds]
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(lambda words: make(*words), models))
@@ -206,11 +213,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--versions", type=int, default=120, help="of a run, at most")
     parser.add_argument("--gpus", type=int, nargs="+", default=[], help="at least two; none: on the CPU")
     parser.add_argument("--only", choices=("rewards", "teacher", "nothing"), help="make no other runs")
+    parser.add_argument("--teacher", type=Path, help="folder of a model; its own is made if there is none")
     parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="of runs with the teacher")
     parser.add_argument("--budget-s", type=float, default=LONGEST_S, help="of a run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "teachers.json")
     args = parser.parse_args(argv)
-    args.work = args.work.resolve()
+    args.work, args.teacher = args.work.resolve(), args.teacher and args.teacher.resolve()
     if len(args.gpus) == 1:
         parser.error("--gpus: the learner needs another GPU than the server; name two or more")
     wanted = plans(args.seeds, args.gpus)
