@@ -11,7 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from configs.entrypoint import (
     run_and_exit,
     split_flags,
     tie_children,
+    without_collections,
 )
 from configs.load import read
 from configs.plain_text import print_visible
@@ -42,6 +43,7 @@ from rollout.concurrency import SparePlaces, start
 from rollout.drain import FORCED, REPORT_S, Drain
 from rollout.engine import reward_server, teacher_server
 from rollout.engine.arguments import on_cpu
+from rollout.engine.early_process import EarlyProcess
 from rollout.episodes.episode import Failure
 from rollout.episodes.first_shown import FirstShown
 from rollout.episodes.setup import RolloutSetup, check_server
@@ -92,14 +94,18 @@ def run_server(argv: Sequence[str]) -> int:
     flags, rest = split_flags(argv, PROG, name={"default": "rollout-0", "type": process_name})
     config = read(rest, f"{PROG} [--name rollout-0]", check_server)
     os.environ.update(around_proxy(os.environ, own_hosts(config)))
-    sets = load_sets(config) if config.eval.every else []
-    setup = RolloutSetup.load(config, flags.name).with_teachers(config)
-    return uvloop.run(serve(config, flags.name, setup, sets))
+    with EarlyProcess.of(config) or nullcontext() as early:
+        sets = load_sets(config) if config.eval.every else []
+        setup = RolloutSetup.load(config, flags.name).with_teachers(config)
+        return uvloop.run(serve(config, flags.name, setup, sets, early))
 
 
-async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[ProblemSet]) -> int:
+async def serve(
+    config: Config, name: str, setup: RolloutSetup, sets: list[ProblemSet], early: EarlyProcess | None
+) -> int:
     """Connect, start the engine, work, close everything."""
-    from rollout.engine.vllm_engine import Engine
+    with without_collections():
+        from rollout.engine.vllm_engine import Engine
 
     drain = Drain(config.rollout.drain_s)
     with StopSignals(drain.begin, drain.force) as signals:
@@ -110,7 +116,7 @@ async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[Probl
                 log.info("%s waits for the buffer at %s", name, config.buffer.address)
                 async with connection:
                     log.info("%s starts vLLM, which may take a minute or two", name)
-                    engine = await Engine.start(config, seed(config, name))
+                    engine = await Engine.start(config, seed(config, name), early)
                     try:
                         await work(config, setup, connection, engine, drain, sets)
                     finally:
