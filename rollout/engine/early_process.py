@@ -26,7 +26,7 @@ from multiprocessing.context import SpawnProcess, set_spawning_popen
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from configs.entrypoint import PARENT, blocked, tied_line, without_collections
 from configs.schema import Config
@@ -109,7 +109,7 @@ def expects_cpu(device: str, given: Mapping[str, str] = os.environ) -> bool:
 class HandedOver(popen_spawn_posix.Popen):
     """What multiprocessing knows of an early process that has become one of its own."""
 
-    DupFd: Any = popen_forkserver._DupFd
+    DupFd: ClassVar[Any] = popen_forkserver._DupFd
     _fds: list[int]
 
     def __init__(self, process: BaseProcess, early: EarlyProcess) -> None:
