@@ -37,6 +37,7 @@ from rollout.errors import EngineDead
 
 log = logging.getLogger("rollout")
 ENGINE_MODULES = ("rollout.engine.door.vllm_core", "rollout.engine.worker", "rollout.engine.scheduling.scheduler")
+ON_GPU = ("rollout.engine.door.vllm_core_gpu",)
 HEADER_BYTES, MOST_FILES = 8, 250
 THREADS = "OMP_NUM_THREADS"
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -58,7 +59,10 @@ class EarlyProcess:
     @classmethod
     def of(cls, config: Config) -> "EarlyProcess | None":
         """The early process of a server; None if vLLM starts its own in another way."""
-        return None if config.rollout.engine.get("numa_bind") else cls(expects_cpu(config.rollout.device))
+        if config.rollout.engine.get("numa_bind"):
+            return None
+        cpu = expects_cpu(config.rollout.device)
+        return cls(cpu, modules=ENGINE_MODULES if cpu else ENGINE_MODULES + ON_GPU)
 
     @contextmanager
     def given_to_vllm(self, cpu: bool) -> Iterator[None]:
@@ -171,12 +175,12 @@ def wait_for_task(file: int, modules: Sequence[str]) -> NoReturn:
 
 def import_all(modules: Sequence[str]) -> None:
     """What cannot be imported is imported again, and its error reported, where vLLM needs it."""
-    try:
-        with without_collections():
-            for name in modules:
+    with without_collections():
+        for name in modules:
+            try:
                 import_module(name)
-    except Exception:
-        log.warning("vLLM's engine process has to import later:", exc_info=True)
+            except Exception as error:
+                log.warning("%s cannot be imported early: %s: %s", name, type(error).__name__, error)
     gc.freeze()
 
 

@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from buffer.wire.protocol import WorkItem
@@ -224,15 +225,19 @@ def test_what_is_wrong_is_refused_in_one_line_with_exit_code_2(
 
 
 @pytest.mark.long
-def test_a_signal_while_it_waits_for_the_buffer_ends_the_process(model: Path):
+def test_a_signal_while_it_waits_for_the_buffer_ends_all_its_processes(model: Path):
+    """Ctrl-C of a terminal, which vLLM's process gets too while it imports."""
     line = [sys.executable, "-m", "rollout", str(RUN), f"--model.path={model}", "--buffer.address=tcp://127.0.0.1:9"]
-    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as server:
         assert server.stderr is not None
         waits = next((text for text in server.stderr if "rollout-0 waits for the buffer" in text), None)
-        server.send_signal(signal.SIGINT)
+        below = psutil.Process(server.pid).children(recursive=True)
+        assert any("wait_for_task" in " ".join(each.cmdline()) for each in below)
+        os.killpg(server.pid, signal.SIGINT)
         rest = server.stderr.read()
-        assert waits and "SIGINT: draining" in rest
+        assert waits and "SIGINT: draining" in rest and "Traceback" not in rest
         assert server.wait(60) == 0
+        assert not psutil.wait_procs(below, timeout=60)[1]
 
 
 @pytest.mark.parametrize(("final", "code"), [(True, 2), (False, 1)])

@@ -223,6 +223,8 @@ FRONT = (
     ),
     Need("vllm.v1.executor.uniproc_executor.UniProcExecutor", IMPORTED),
     Need("vllm.v1.worker.gpu_worker.Worker", IMPORTED),
+    Need("vllm.compilation.backends.VllmBackend", IMPORTED),
+    Need("vllm.v1.attention.backends.flash_attn.FlashAttentionBackend", IMPORTED),
     Need("vllm.model_executor.model_loader.get_model_loader", IMPORTED),
     Need("vllm.platforms.interface.Platform", "FP8 is refused where it is not computed", calls=("supports_fp8()",)),
     Need("vllm.envs.environment_variables", "wrong environment variables are refused before the start"),
