@@ -10,10 +10,10 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 
@@ -60,6 +60,8 @@ PROG = "python -m rollout"
 COMMANDS = {each.PROG.split()[-1]: (each.PROG, each.main) for each in (evaluate, reward_server, teacher_server)}
 """By word: the command's name in messages, and what runs it."""
 ALIVE_EVERY_S = 5.0
+SIGNALS_S = 0.1
+T = TypeVar("T")
 REVOKED = Failure("the buffer took the lease back")
 
 
@@ -116,7 +118,7 @@ async def serve(
                 log.info("%s waits for the buffer at %s", name, config.buffer.address)
                 async with connection:
                     log.info("%s starts vLLM, which may take a minute or two", name)
-                    engine = await Engine.start(config, seed(config, name), early)
+                    engine = await unless_signalled(Engine.start(config, seed(config, name), early))
                     try:
                         await work(config, setup, connection, engine, drain, sets)
                     finally:
@@ -126,6 +128,16 @@ async def serve(
                 raise
             return FORCED if signals.count > 1 else DONE
     return DONE
+
+
+async def unless_signalled(starting: Awaitable[T]) -> T:
+    """The result of `starting`, which blocks the event loop. If it fails, signals that came meanwhile are handled
+    first: Ctrl-C ends vLLM's process too."""
+    try:
+        return await starting
+    except RuntimeError:
+        await asyncio.sleep(SIGNALS_S)
+        raise
 
 
 def seed(config: Config, name: str) -> int:

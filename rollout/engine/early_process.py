@@ -166,7 +166,7 @@ def wait_for_task(file: int, modules: Sequence[str]) -> NoReturn:
             os._exit(0)  # the server ended
         variables = json.loads(read_exactly(link, int.from_bytes(header)))
         take_environment(variables, before)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of a start that Ctrl-C ends
         resource_tracker._resource_tracker._fd, *inherited = files  # type: ignore[attr-defined]
         popen_forkserver.forkserver._forkserver._inherited_fds = inherited  # type: ignore[attr-defined]
         report_final_failures()

@@ -15,7 +15,7 @@ from buffer.wire.protocol import WorkItem
 from configs.entrypoint import NOTICE, StopSignals
 from examples.countdown.make_model import make_tokenizer
 from learner.weights.receiver.staged import WeightsError
-from rollout.__main__ import COMMANDS, explain_failure, main
+from rollout.__main__ import COMMANDS, explain_failure, main, unless_signalled
 from rollout.concurrency import Places
 from rollout.drain import RETURNED, Drain
 from rollout.episodes.episode import Episodes, Group
@@ -188,6 +188,25 @@ async def test_the_first_signal_cancels_while_there_is_nothing_to_drain():
     trail: list[str] = []
     await asyncio.wait_for(asyncio.create_task(serve(trail, with_groups=False)), 120)
     assert trail == ["cancelled by signal 1", "cancelled by signal 2"]
+
+
+async def test_an_interrupt_while_vllm_starts_is_no_failure_of_vllm() -> None:
+    """The start blocks the event loop, and vLLM's process ends by Ctrl-C before this one handles it."""
+
+    async def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise RuntimeError("Engine core initialization failed")
+
+    async def failed() -> None:
+        raise RuntimeError("Engine core initialization failed")
+
+    drain = Drain(30.0)
+    with StopSignals(drain.begin, drain.force) as signals:
+        with pytest.raises(RuntimeError):
+            await unless_signalled(failed())
+        with pytest.raises(asyncio.CancelledError):
+            await unless_signalled(interrupted())
+        assert signals.count == 1
 
 
 @pytest.fixture(scope="module")
