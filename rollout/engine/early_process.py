@@ -205,4 +205,4 @@ def take_environment(given: Mapping[str, str], before: Mapping[str, str]) -> Non
     if given.get(THREADS, threads) != threads:  # OpenMP has read the variable
         import torch
 
-        torch.set_num_threads(int(given[THREADS]))
+        torch.set_num_threads(int(given[THREADS].split(",")[0]))  # one number for each level of nesting
