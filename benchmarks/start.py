@@ -2,9 +2,9 @@
 
 `python -m benchmarks.start` needs two GPUs, one serves and one learns; the model has the shape of Qwen2.5-1.5B and
 random weights. The run file says nothing about speed. Buffer, server and learner start at the same moment, three times:
-`cold` finds empty compile caches, `warm` those of the run before, `restart` is a server of the warm run that is killed
-and started again while the learner goes on. Each row is a landmark in the log of a process: seconds after its start.
-Prints one table and writes JSON.
+`cold` finds empty compile caches, `warm` those of the run before, or of the command before if it names `warm` alone;
+`restart` is a server of the warm run that is killed and started again while the learner goes on. Each row is a landmark
+in the log of a process: seconds after its start. Prints one table and writes JSON.
 """
 
 import argparse
@@ -105,7 +105,8 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     for name, folder in CACHES.items():
         os.environ[name] = str(args.work.resolve() / "caches" / folder)
-    shutil.rmtree(args.work / "caches", ignore_errors=True)
+    if "cold" in args.cases.split(","):
+        shutil.rmtree(args.work / "caches", ignore_errors=True)
     rows: list[dict[str, Any]] = []
     for case in args.cases.split(","):
         try:

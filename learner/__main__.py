@@ -7,7 +7,11 @@ The first SIGINT or SIGTERM ends the run after the current version and a checkpo
 2: bad input, found before anything was trained. Exit 1: a rank failed; all ranks have ended, and a restart continues
 from the last checkpoint. Exit 3: the data ended before the last version. Exit 4: one of OVER.
 """
+# ruff: noqa: E402
 
+import gc
+
+gc.disable()  # it would walk what is imported again and again, for a quarter of the time
 import logging
 import os
 import socket
@@ -86,6 +90,7 @@ from learner.weights.sender.mailbox import SendingRanks
 from learner.weights.sender.publish import Bystander, Follower, Sender
 from learner.weights.sender.row_rank import RowRank
 
+gc.enable()
 log = logging.getLogger("learner")
 PROG = "python -m learner"
 OVER = (NoDiskSpace, OwnFailure, PictureMismatch, RouteMismatch, StepsSkipped)
@@ -276,5 +281,6 @@ def check_weights_host(host: str) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported stays
     die_with_parent()  # a rank ends with the process that started it
     run_and_exit(main, log, is_rank=True)

@@ -10,10 +10,10 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 
@@ -31,6 +31,7 @@ from configs.entrypoint import (
     run_and_exit,
     split_flags,
     tie_children,
+    without_collections,
 )
 from configs.libraries import refuse
 from configs.load import read
@@ -44,6 +45,7 @@ from rollout.concurrency import SparePlaces, start
 from rollout.drain import FORCED, REPORT_S, Drain
 from rollout.engine import reward_server, teacher_server
 from rollout.engine.arguments import on_cpu
+from rollout.engine.early_process import EarlyProcess
 from rollout.episodes.episode import Failure
 from rollout.episodes.first_shown import FirstShown
 from rollout.episodes.setup import RolloutSetup, check_server
@@ -60,6 +62,8 @@ PROG = "python -m rollout"
 COMMANDS = {each.PROG.split()[-1]: (each.PROG, each.main) for each in (evaluate, reward_server, teacher_server)}
 """By word: the command's name in messages, and what runs it."""
 ALIVE_EVERY_S = 5.0
+SIGNALS_S = 0.1
+T = TypeVar("T")
 REVOKED = Failure("the buffer took the lease back")
 
 
@@ -95,14 +99,23 @@ def run_server(argv: Sequence[str]) -> int:
     config = read(rest, f"{PROG} [--name rollout-0]", check_server)
     os.environ.update(around_proxy(os.environ, own_hosts(config)))
     refuse()
-    sets = load_sets(config) if config.eval.every else []
-    setup = RolloutSetup.load(config, flags.name).with_teachers(config)
-    return uvloop.run(serve(config, flags.name, setup, sets, StartPhases("imports")))
+    with EarlyProcess.of(config) or nullcontext() as early:
+        sets = load_sets(config) if config.eval.every else []
+        setup = RolloutSetup.load(config, flags.name).with_teachers(config)
+        return uvloop.run(serve(config, flags.name, setup, sets, StartPhases("imports"), early))
 
 
-async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[ProblemSet], phases: StartPhases) -> int:
+async def serve(
+    config: Config,
+    name: str,
+    setup: RolloutSetup,
+    sets: list[ProblemSet],
+    phases: StartPhases,
+    early: EarlyProcess | None,
+) -> int:
     """Connect, start the engine, work, close everything."""
-    from rollout.engine.vllm_engine import Engine
+    with without_collections():
+        from rollout.engine.vllm_engine import Engine
 
     drain = Drain(config.rollout.drain_s)
     with StopSignals(drain.begin, drain.force) as signals:
@@ -114,7 +127,7 @@ async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[Probl
                 async with connection:
                     phases.end("reward workers and buffer")
                     log.info("%s starts vLLM, which may take a minute or two", name)
-                    engine = await Engine.start(config, seed(config, name))
+                    engine = await unless_signalled(Engine.start(config, seed(config, name), early))
                     phases.end("vLLM")
                     try:
                         await work(config, setup, connection, engine, drain, sets, phases)
@@ -125,6 +138,16 @@ async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[Probl
                 raise
             return FORCED if signals.count > 1 else DONE
     return DONE
+
+
+async def unless_signalled(starting: Awaitable[T]) -> T:
+    """The result of `starting`, which blocks the event loop. If it fails, signals that came meanwhile are handled
+    first: Ctrl-C ends vLLM's process too."""
+    try:
+        return await starting
+    except RuntimeError:
+        await asyncio.sleep(SIGNALS_S)
+        raise
 
 
 def seed(config: Config, name: str) -> int:

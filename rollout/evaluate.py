@@ -8,13 +8,13 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from configs.entrypoint import DONE, split_flags
+from configs.entrypoint import DONE, split_flags, without_collections
 from configs.flow.sequences import max_sequences
 from configs.load import ConfigError, read
 from configs.model_folder import faults
@@ -23,6 +23,7 @@ from configs.schema import Config
 from configs.variables import open_private, unwritable
 from rollout.concurrency import Places, SparePlaces
 from rollout.engine.arguments import on_cpu
+from rollout.engine.early_process import EarlyProcess
 from rollout.episodes.setup import RolloutSetup, check_scored, check_server
 from rollout.evaluation.players import Played, ProblemSet, load_sets, play
 
@@ -55,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     say(f"starts vLLM for {count} model{'s' * (count > 1)}, which may take a minute or two")
     logging.getLogger("vllm").setLevel(logging.ERROR)
     config = served(config, flags.models)
-    results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), sets, flags.models))
+    with EarlyProcess.of(config) or nullcontext() as early:
+        results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), sets, flags.models, early))
     if flags.out:
         data: Any = {each.name: str(each.given.path) for each in sets}
         report = {
@@ -113,13 +115,18 @@ def served(config: Config, models: Sequence[Path]) -> Config:
 
 
 async def evaluate(
-    config: Config, setup: RolloutSetup, sets: Sequence[ProblemSet], models: Sequence[Path]
+    config: Config,
+    setup: RolloutSetup,
+    sets: Sequence[ProblemSet],
+    models: Sequence[Path],
+    early: EarlyProcess | None = None,
 ) -> list[dict[str, Any]]:
     """Start an engine, evaluate each model, close the engine."""
-    from rollout.engine.vllm_engine import Engine
+    with without_collections():
+        from rollout.engine.vllm_engine import Engine
 
     async with setup:
-        engine = await Engine.start(config, config.run.seed)
+        engine = await Engine.start(config, config.run.seed, early)
         try:
             return await evaluate_models(config, setup, engine, sets, models)
         finally:

@@ -1,8 +1,9 @@
 """A run's processes, started by hand as an operator would, and what can be seen of them from outside.
 
 `Processes` starts buffer, rollout server and learner (or `stand_in.py`) in sessions of their own, each on the GPUs it
-is given, with logs in the run's folder; leaving it kills whatever still runs. `Watch` samples in a thread what the
-server reports to the buffer, the CPU time of the server's front process, and nvidia-smi's utilisation of each GPU.
+is given, with logs in the run's folder; leaving it kills whatever still runs, and waits until its GPUs are free.
+`Watch` samples in a thread what the server reports to the buffer, the CPU time of the server's front process, and
+nvidia-smi's utilisation of each GPU.
 Waits for nothing but what the caller names, and never longer than the caller allows.
 """
 
@@ -42,6 +43,8 @@ PROMPT_TOKENS = 128
 PROBLEMS = 4096
 PHOTOS, TEXT_ONLY = 512, 8
 """Rows for a model that sees; every so many of them have no image."""
+FREED_S, FREED_MIB = 60.0, 512
+"""How long a killed process may hold its GPU. vLLM does not start while another process frees memory there."""
 FIRST_GPU = int(os.environ.get("FIRST_GPU", "0"))
 """Lets several benchmarks run at the same time, each on GPUs of its own."""
 
@@ -174,11 +177,23 @@ class Processes:
         return records_in(self.folder / file)
 
     def __enter__(self) -> "Processes":
+        self._used = self._memory_used()
         return self
 
     def __exit__(self, *error: object) -> None:
         for process in self._running.values():
             kill(process)
+        until = time.monotonic() + FREED_S
+        while any(now > then + FREED_MIB for then, now in zip(self._used, self._memory_used(), strict=False)):
+            if time.monotonic() > until:
+                progress(f"{self.config.run.name}: its GPUs are not free after {FREED_S:.0f} s")
+                break
+            time.sleep(0.2)
+
+    def _memory_used(self) -> list[int]:
+        """MiB in use of each GPU of the run; none without nvidia-smi."""
+        gpus = sorted({FIRST_GPU + gpu for gpu in self.gpus.values() if gpu is not None})
+        return [used for gpu in gpus for used in ask_nvidia_smi("memory.used", gpu)]
 
 
 def records_in(path: Path) -> list[dict[str, Any]]:
@@ -186,6 +201,14 @@ def records_in(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [record for record in records if "version" in record]
+
+
+def ask_nvidia_smi(what: str, gpu: int) -> list[int]:
+    """One number about a GPU; none without nvidia-smi."""
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", f"--id={gpu}"]
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        return [int(subprocess.run(query, capture_output=True, timeout=5.0, check=True).stdout)]
+    return []
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
@@ -239,13 +262,8 @@ class Watch:
 
     def _utilisation(self) -> dict[str, float]:
         gpus = {name: gpu for name, gpu in self._processes.gpus.items() if gpu is not None}
-        query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-        found = {}
-        for name, gpu in gpus.items():
-            with suppress(OSError, ValueError, subprocess.SubprocessError):
-                out = subprocess.run([*query, f"--id={FIRST_GPU + gpu}"], capture_output=True, timeout=5.0, check=True)
-                found[f"gpu {name}"] = int(out.stdout) / 100.0
-        return found
+        seen = {name: ask_nvidia_smi("utilization.gpu", FIRST_GPU + gpu) for name, gpu in gpus.items()}
+        return {f"gpu {name}": percent / 100.0 for name, found in seen.items() for percent in found}
 
     def figures(self) -> dict[str, float]:
         """The mean of each figure."""

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from rollout.engine.door.vllm_client import (
     VLLMValidationError,
     tokens_input,
 )
+from rollout.engine.early_process import EarlyProcess
 from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
 from rollout.engine.joined_requests import JoinedRequests
@@ -65,8 +66,9 @@ class Engine:
         self._last_stats = (time.monotonic(), 0)
 
     @classmethod
-    async def start(cls, config: Config, seed: int) -> "Engine":
-        """Start vLLM with dummy weights, or the base with an empty adapter. Raises ConfigError, EngineDead."""
+    async def start(cls, config: Config, seed: int, early: EarlyProcess | None = None) -> "Engine":
+        """Start vLLM with dummy weights, or the base with an empty adapter; `early` becomes its process. Raises
+        ConfigError, EngineDead."""
         cpu = on_cpu(config)
         if problems := list(unserved_shapes(config, cpu)):
             raise ConfigError(problems)
@@ -74,7 +76,8 @@ class Engine:
         arguments["hf_overrides"] = window_override(config.model.path) | arguments["hf_overrides"]
         for key, value in environment(cpu).items():
             os.environ.setdefault(key, value)
-        engine = await cls.launch(arguments)
+        with early.given_to_vllm(cpu) if early else nullcontext():
+            engine = await cls.launch(arguments)
         engine.tower_frozen = bool(config.model.lora) or {"vision", "projector"} <= set(config.model.freeze)
         return engine
 

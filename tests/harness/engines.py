@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
+from rollout.engine.early_process import EarlyProcess
 
 IDLE_S = 60
 DENSE_VOCABULARY = 320
@@ -36,12 +37,14 @@ class SharedEngine:
     """An engine that has started, and the event loop in which it lives."""
 
     def __init__(self, config: Config, kind: str) -> None:
+        os.environ["VLLM_CPU_CI_ENV"] = "1"  # vLLM warms nothing up
+        self.early = EarlyProcess(cpu=True)
         from rollout.engine.vllm_engine import Engine
 
-        os.environ["VLLM_CPU_CI_ENV"] = "1"  # vLLM warms nothing up
         self.config, self.kind = config, kind
         self._loop = asyncio.Runner()
-        self._engine = self._loop.run(Engine.start(config, seed=1))
+        with self.early:
+            self._engine = self._loop.run(Engine.start(config, seed=1, early=self.early))
 
     def play(self, scene: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run the scene and return its result. Fails if it leaves a sequence running."""

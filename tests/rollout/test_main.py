@@ -8,13 +8,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from buffer.wire.protocol import WorkItem
 from configs.entrypoint import NOTICE, StopSignals
 from examples.countdown.make_model import make_tokenizer
 from learner.weights.receiver.staged import WeightsError
-from rollout.__main__ import COMMANDS, explain_failure, main
+from rollout.__main__ import COMMANDS, explain_failure, main, unless_signalled
 from rollout.concurrency import Places
 from rollout.drain import RETURNED, Drain
 from rollout.episodes.episode import Episodes, Group
@@ -189,6 +190,25 @@ async def test_the_first_signal_cancels_while_there_is_nothing_to_drain():
     assert trail == ["cancelled by signal 1", "cancelled by signal 2"]
 
 
+async def test_an_interrupt_while_vllm_starts_is_no_failure_of_vllm() -> None:
+    """The start blocks the event loop, and vLLM's process ends by Ctrl-C before this one handles it."""
+
+    async def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise RuntimeError("Engine core initialization failed")
+
+    async def failed() -> None:
+        raise RuntimeError("Engine core initialization failed")
+
+    drain = Drain(30.0)
+    with StopSignals(drain.begin, drain.force) as signals:
+        with pytest.raises(RuntimeError):
+            await unless_signalled(failed())
+        with pytest.raises(asyncio.CancelledError):
+            await unless_signalled(interrupted())
+        assert signals.count == 1
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that is enough to get past the refusals."""
@@ -224,15 +244,19 @@ def test_what_is_wrong_is_refused_in_one_line_with_exit_code_2(
 
 
 @pytest.mark.long
-def test_a_signal_while_it_waits_for_the_buffer_ends_the_process(model: Path):
+def test_a_signal_while_it_waits_for_the_buffer_ends_all_its_processes(model: Path):
+    """Ctrl-C of a terminal, which vLLM's process gets too while it imports."""
     line = [sys.executable, "-m", "rollout", str(RUN), f"--model.path={model}", "--buffer.address=tcp://127.0.0.1:9"]
-    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as server:
         assert server.stderr is not None
         waits = next((text for text in server.stderr if "rollout-0 waits for the buffer" in text), None)
-        server.send_signal(signal.SIGINT)
+        below = psutil.Process(server.pid).children(recursive=True)
+        assert any("wait_for_task" in " ".join(each.cmdline()) for each in below)
+        os.killpg(server.pid, signal.SIGINT)
         rest = server.stderr.read()
-        assert waits and "SIGINT: draining" in rest
+        assert waits and "SIGINT: draining" in rest and "Traceback" not in rest
         assert server.wait(60) == 0
+        assert not psutil.wait_procs(below, timeout=60)[1]
 
 
 @pytest.mark.parametrize(("final", "code"), [(True, 2), (False, 1)])

@@ -16,6 +16,9 @@ OLDEST, NEWEST_RUN, NEWEST_READ = "0.26", "0.32", "0.33"
 REMEDY = f"install a vLLM that was run, {OLDEST} to {NEWEST_RUN}"
 API_SERVER = "vllm.entrypoints.openai.api_server"
 LOGGER = "vllm"
+ENGINE_TARGET = "EngineCoreProc.run_engine_core"
+"""What vLLM's engine process runs."""
+IMPORTED = "the engine process imports it before it has work"
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 SCHEDULING = (
@@ -213,6 +216,16 @@ FRONT = (
         "vLLM's configuration",
         has="model_config cache_config scheduler_config lora_config parallel_config quant_config device_config",
     ),
+    Need(
+        "vllm.v1.engine.core.EngineCoreProc",
+        "the engine process is started early and found by what it runs",
+        has="run_engine_core",
+    ),
+    Need("vllm.v1.executor.uniproc_executor.UniProcExecutor", IMPORTED),
+    Need("vllm.v1.worker.gpu_worker.Worker", IMPORTED),
+    Need("vllm.compilation.backends.VllmBackend", IMPORTED),
+    Need("vllm.v1.attention.backends.flash_attn.FlashAttentionBackend", IMPORTED),
+    Need("vllm.model_executor.model_loader.get_model_loader", IMPORTED),
     Need("vllm.platforms.interface.Platform", "FP8 is refused where it is not computed", calls=("supports_fp8()",)),
     Need("vllm.envs.environment_variables", "wrong environment variables are refused before the start"),
     Need(API_SERVER, "reward servers are vLLM's own"),

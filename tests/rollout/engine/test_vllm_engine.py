@@ -192,6 +192,11 @@ def seen(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.xdist_group("vllm-dense")
+def test_vllms_engine_is_the_process_that_was_started_before_the_imports(dense_engine):
+    assert dense_engine.early.child.poll() is None, "it would have been killed as not needed"
+
+
 def test_unfinished_sequences_go_on_to_their_full_length(seen):
     assert seen.unfinished == len(PROMPTS)
     assert [len(c.tokens) for c in seen.in_flight] == [LENGTH] * len(PROMPTS)
