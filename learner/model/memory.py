@@ -26,6 +26,8 @@ from configs.publishing import COPIES_SHARE, held, publishes_rows, remedy
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.mesh import ranks_of_node
 from learner.model import attention
+from learner.model.alive import Line
+from learner.model.block_traces import BlockTrace, ModelTrace, trace_model
 from learner.model.context import planned
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
@@ -37,6 +39,7 @@ from learner.model.idle_parts import idle_modules, sees
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.master_weights import KINDS, PORTION, device_bytes
+from learner.model.recomputing import recompute
 from learner.model.towers import ImageBlocks, tower_parts
 from learner.model.value_head import replace_head
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
@@ -256,15 +259,14 @@ def estimate(
     if sends:  # twice what is trained, once what is frozen
         always["copies to send"] = width * (size.trained + (size.trained if model.lora else size.parameters)) // sends
     images, in_tower = _saved_by_tower(size, learner)
-    at_head, in_block = _passes(size, learner, width, always, images, reference)
-    found = [at_head, in_block]
-    if alone and learner.gather != "batch":
-        found = _while_gradients_come(size, width, at_head, in_block)
+    row = _row_of(model, learner, size)
+    found = _moments(_Rank(size, learner, width, shards, reference, alone), row, always, images)
     if learner.cpu_offload == "optimizer":
         portions = device_bytes(size.trained // shards, PORTION)
         found.append(PeakCandidate(always | {"optimizer's portions": portions}, {}))
     if images:  # when what the text model kept is gone
-        found.append(PeakCandidate(in_block.fixed, images | {"backward pass": in_tower}))
+        fixed = found[-1].fixed
+        found.append(PeakCandidate(fixed, images | {"backward pass": in_tower}))
     return Estimate(found)
 
 
@@ -281,45 +283,99 @@ def _always(size: "ModelSizes", learner: LearnerConfig, width: int, shards: int,
     return always
 
 
-def _passes(
-    size: "ModelSizes",
-    learner: LearnerConfig,
-    width: int,
-    always: dict[str, int],
-    images: dict[str, int],
-    reference: bool,
-) -> tuple[PeakCandidate, PeakCandidate]:
-    once, head = learner.gather == "batch", size.output if size.output_is_trained else 0
-    chunk, root = chunk_tokens(learner) * size.vocabulary, size.parameters - size.blocks - size.idle
-    kept, working = (-(-saved // learner.context_parallel) for saved in _saved(size.text, learner))
-    gathered = width * (root * (1 + reference) + (size.blocks if once else 2 * size.block))
-    # The head's gradient in fp32 and in model.dtype, a chunk's logits, their gradient and a softcap's slope. All
-    # activations are kept then.
-    in_head = (4 + width) * (head + chunk) + (4 * chunk if size.softcap else 0)
-    at_head = PeakCandidate(always | {"gathered weights": gathered, "head": in_head}, {"activations": kept} | images)
-    # The block's gradient in both dtypes, and the output embedding's, which is reduced at the end.
-    rest = {"gathered weights": gathered + (0 if once else width * size.block), "head": width * head}
-    rest["block's gradient"] = (4 + width) * size.changed
-    grown = {"activations": kept, "backward pass": working} | images
-    if learner.matmul == "fp8":
-        rest["casts to FP8"], per_token = size.casts
-        grown["casts to FP8"] = -(-per_token // learner.context_parallel)
-    return at_head, PeakCandidate(always | rest, grown)
+@dataclass(frozen=True)
+class _Rank:
+    """A rank's share of the model, and how it computes."""
+
+    size: "ModelSizes"
+    learner: LearnerConfig
+    width: int
+    """Bytes of a number in `model.dtype`."""
+    shards: int
+    reference: bool
+    alone: bool
+    """A batch is one microbatch."""
+
+    @property
+    def once(self) -> bool:
+        return self.learner.gather == "batch"
+
+    @property
+    def root(self) -> int:
+        """Parameters that are gathered in all passes."""
+        return self.size.parameters - self.size.blocks - self.size.idle
+
+    def gathered(self, block: int) -> int:
+        """Bytes of weights in `model.dtype` while block number `block` computes. With several ranks the one that the
+        backward pass needs next comes meanwhile."""
+        root, sizes = self.root * (1 + self.reference), self.size.of_blocks
+        if self.once:
+            return self.width * (root + self.size.blocks)
+        coming = sizes[block - 1].parameters if self.shards > 1 and block else 0
+        return self.width * (root + sizes[block].parameters + coming)
 
 
-def _while_gradients_come(
-    size: "ModelSizes", width: int, at_head: PeakCandidate, in_block: PeakCandidate
-) -> list[PeakCandidate]:
-    """There is no gradient at first, and few activations are left at last."""
-    none, head = {"gradients": 0}, size.output if size.output_is_trained else 0
-    last = in_block.per_token | {"activations": in_block.per_token["activations"] // size.text.layers}
-    # its reduction may begin while the last block's goes on
-    reduced = {"head": 2 * width * head + 4 * head}
-    return [
-        PeakCandidate(at_head.fixed | none, at_head.per_token),
-        PeakCandidate(in_block.fixed | none, in_block.per_token),
-        PeakCandidate(in_block.fixed | reduced, last),
-    ]
+def _moments(rank: _Rank, row: ModelTrace, always: dict[str, int], images: dict[str, int]) -> list[PeakCandidate]:
+    """The head, and each block's backward pass; all activations are kept for the head."""
+    size, width, sizes = rank.size, rank.width, rank.size.of_blocks
+    head = size.output if size.output_is_trained else 0
+    parallel, held = rank.learner.context_parallel, [block.kept for block in row.blocks]
+    if rank.learner.activation_checkpointing == "offload":  # the others wait in host memory
+        held = [0] * (len(held) - INPUTS_HELD) + held[-INPUTS_HELD:]
+    found = [_at_head(rank, always, head, sum(held) + row.ends, images)]
+    for number, block in enumerate(row.blocks):
+        later = sizes[number + 1 :]
+        fixed = dict(always)
+        if rank.alone and not rank.once:  # those of later blocks are there
+            fixed["gradients"] = 4 * sum(each.trained for each in later) // rank.shards
+        fixed |= {"gathered weights": rank.gathered(number), "head": width * head}
+        grown = {"activations": -(-sum(held[:number]) // parallel)} | images
+        casts, per_token = size.casts if rank.learner.matmul == "fp8" else (0, 0)
+        if casts:
+            fixed, grown = fixed | {"casts to FP8": casts}, grown | {"casts to FP8": -(-per_token // parallel)}
+        # gradients of the block before it in this pass are reduced in fp32 until its own are
+        reduced = 4 * later[0].trained if later else 0
+        for line in block.moments:
+            gradients, working = {"block's gradient": reduced + line.fixed}, -(-line.per_token // parallel)
+            found.append(PeakCandidate(fixed | gradients, grown | {"backward pass": working}))
+        gradients = {"block's gradient": _reduced(rank) * sizes[number].trained}
+        found.append(PeakCandidate(fixed | gradients, grown | {"backward pass": 2 * size.text.width}))
+    trained = size.trained - sum(each.trained for each in size.of_all_blocks)
+    rest = {"gathered weights": rank.gathered(0), "head": _reduced(rank) * trained}
+    return [*found, PeakCandidate(always | rest, dict(images))]
+
+
+def _reduced(rank: _Rank) -> int:
+    """Bytes for each gradient that is reduced: in fp32, beside it in `model.dtype` and then the reduced share."""
+    return 4 + max(rank.width, 4 // rank.shards)
+
+
+def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: dict[str, int]) -> PeakCandidate:
+    """The head's gradient in fp32, a chunk's logits, their gradient and a softcap's slope; then the head's gradient in
+    `model.dtype`. Final hidden states are there three times: with those that are predicted from, and their gradient."""
+    size, learner, width = rank.size, rank.learner, rank.width
+    chunk = chunk_tokens(learner) * size.vocabulary
+    logits = (4 + width) * chunk + (4 * chunk if size.softcap else 0)
+    rest = {"head": 4 * head + max(logits, width * head)}
+    last = size.blocks if rank.once else size.of_blocks[-1].parameters if rank.shards > 1 else 0
+    rest["gathered weights"] = width * (rank.root * (1 + rank.reference) + last)
+    if rank.alone and not rank.once:
+        rest["gradients"] = 0
+    kept = -(-(kept + 3 * size.text.width) // learner.context_parallel)
+    return PeakCandidate(always | rest, {"activations": kept} | images)
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """Parameters of a block."""
+
+    parameters: int
+    trained: int
+
+    @classmethod
+    def of(cls, block: nn.Module) -> "BlockSize":
+        every = list(block.parameters())
+        return cls(sum(p.numel() for p in every), sum(p.numel() for p in every if p.requires_grad))
 
 
 @dataclass(frozen=True)
@@ -333,7 +389,6 @@ class Traced:
     width: int
     """Bytes of a block's input."""
     widest: int
-    alike: bool = True
 
 
 @dataclass(frozen=True)
@@ -344,11 +399,9 @@ class ModelSizes:
     trained: int
     held: int
     """Bytes of all parameters."""
-    blocks: int
-    block: int
-    """Parameters of the largest block."""
-    changed: int
-    """The most trained parameters of a block."""
+    of_blocks: tuple["BlockSize", ...]
+    of_all_blocks: tuple["BlockSize", ...]
+    """With those of a tower."""
     output: int
     output_is_trained: bool
     vocabulary: int
@@ -364,22 +417,23 @@ class ModelSizes:
     critic: int = 0
     casts: tuple[int, int] = (0, 0)
 
+    @property
+    def blocks(self) -> int:
+        """Parameters of all blocks."""
+        return sum(block.parameters for block in self.of_all_blocks)
+
 
 def sizes_of(model: ModelConfig, context_parallel: int = 1) -> ModelSizes:
     """Raises ConfigError if so many ranks cannot share rows."""
-    return _sizes_of(model.model_dump_json(), read_config(model).to_json_string(), context_parallel)
+    return _sizes_of(*_key(model), context_parallel)
 
 
 @lru_cache(maxsize=16)
 def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSizes:
     """`config_json` is a part of the cache's key only."""
     model = ModelConfig.model_validate_json(written)
-    empty = build_on_meta(model, META_ATTENTION)
-    if model.lora:
-        adapt(empty, model.lora, getattr(torch, model.dtype))
-    freeze(empty, model.freeze)
-    Mixture.of(empty)
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in all_blocks(empty)]
+    empty = _trained_on_meta(model)
+    every = {id(block): BlockSize.of(block) for block in all_blocks(empty)}
     output = empty.get_output_embeddings().weight  # type: ignore[no-untyped-call]
     held, costs, active = sum(p.nbytes for p in empty.parameters()), Costs.of(empty), active_parameters(empty)
     text = _text_trace(empty, model, context_parallel)
@@ -388,9 +442,8 @@ def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSiz
         empty.num_parameters(),
         empty.num_parameters(only_trainable=True),
         held,
-        sum(sizes),
-        max(sizes),
-        max(sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in all_blocks(empty)),
+        tuple(every[id(block)] for block in blocks(empty)),
+        tuple(every.values()),
         output.numel(),
         output.requires_grad,
         empty.config.get_text_config().vocab_size,
@@ -414,23 +467,74 @@ def _critic_parameters(empty: PreTrainedModel) -> int:
 
 def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: int) -> Traced:
     width = getattr(torch, model.dtype).itemsize
-    # on meta torch multiplies by experts in bfloat16 only
-    traced_in = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
-    nn.Module.to(empty, traced_in)
-    tokens = torch.zeros(1, META_TOKENS, dtype=torch.int64, device="meta")
-    decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
-    embedded = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
-    given = embedded | {"cu_seq_lens_q": _meta_places(), "max_length_q": META_TOKENS}
+    traced_in = _cast(empty, model)
+    traced = _trace(empty, lambda: _decode(empty, context_parallel, META_TOKENS))
+    everything, matmuls, inputs, widest = (size * width // traced_in.itemsize for size in traced)
+    hidden: int = empty.config.get_text_config().hidden_size
+    return Traced(everything, matmuls, inputs, len(blocks(empty)), width * hidden, widest)
+
+
+def _cast(empty: PreTrainedModel, model: ModelConfig) -> torch.dtype:
+    """Cast a model on meta, where torch multiplies by experts in bfloat16 only."""
+    dtype: torch.dtype = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
+    nn.Module.to(empty, dtype)
+    return dtype
+
+
+def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tensor:
+    """Final hidden states of a row of so many tokens, on meta."""
+    tokens = torch.zeros(1, number, dtype=torch.int64, device="meta")
+    given: dict[str, Any] = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
+    given |= {"cu_seq_lens_q": _meta_places(), "max_length_q": number}
     if context_parallel > 1:
         given["context_group"] = planned(context_parallel)
     if empty.config.model_type in MUTUAL and sees(empty.config):
-        places = torch.zeros(META_TOKENS, dtype=torch.int64, device="meta"), _meta_places(), META_TOKENS
+        places = torch.zeros(number, dtype=torch.int64, device="meta"), _meta_places(), number
         given["image_blocks"] = ImageBlocks(*places, *places)
-    traced = _trace(empty, lambda: decoder(**given))
-    everything, matmuls, inputs, widest = (size * width // traced_in.itemsize for size in traced)
-    hidden: int = empty.config.get_text_config().hidden_size
-    alike = len({sum(p.numel() for p in block.parameters()) for block in blocks(empty)}) == 1
-    return Traced(everything, matmuls, inputs, len(blocks(empty)), width * hidden, widest, alike)
+    hidden: Tensor = empty.get_decoder()(**given).last_hidden_state  # type: ignore[no-untyped-call]
+    return hidden
+
+
+def _row_of(model: ModelConfig, learner: LearnerConfig, size: ModelSizes) -> ModelTrace:
+    """What the blocks keep and work with, per token of a rank's slice."""
+    way, text, width = learner.activation_checkpointing, size.text, size.text.width
+    recomputed = way in ("auto", "block", "offload")
+    if learner.compile is not True:
+        return _traced_row(*_key(model), learner.context_parallel, "block" if recomputed else way)
+    ends = _traced_row(*_key(model), learner.context_parallel, "none").ends
+    # the compiler keeps inputs and outputs of matmuls; the largest gradients are those of an MLP's two factors
+    kept = min(text.matmuls + text.inputs, max(text.everything - ends, 0)) // text.layers
+    working, itemsize = kept + 2 * text.widest + width * (1 + recomputed), getattr(torch, model.dtype).itemsize
+    compiled = [
+        BlockTrace(width if recomputed else kept, (Line(itemsize * block.trained, working),))
+        for block in size.of_blocks
+    ]
+    return ModelTrace(tuple(compiled), ends)
+
+
+def _key(model: ModelConfig) -> tuple[str, str]:
+    """What a trace follows from."""
+    return model.model_dump_json(), read_config(model).to_json_string()
+
+
+@lru_cache(maxsize=16)
+def _traced_row(written: str, config_json: str, context_parallel: int, way: str) -> ModelTrace:
+    """`config_json` is a part of the cache's key only."""
+    model = ModelConfig.model_validate_json(written)
+    empty = _trained_on_meta(model)
+    recompute(empty, way)
+    width, traced_in = getattr(torch, model.dtype).itemsize, _cast(empty, model)
+    return trace_model(empty, partial(_decode, empty, context_parallel)).scaled(width / traced_in.itemsize)
+
+
+def _trained_on_meta(model: ModelConfig) -> PreTrainedModel:
+    """The model as a policy has it, on meta in fp32."""
+    empty = build_on_meta(model, META_ATTENTION)
+    if model.lora:
+        adapt(empty, model.lora, getattr(torch, model.dtype))
+    freeze(empty, model.freeze)
+    Mixture.of(empty)
+    return empty
 
 
 def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | None, bool, int]:
@@ -454,9 +558,9 @@ def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str,
     """The inputs of the tower's blocks stay on the GPU."""
     if size.tower is None:
         return {}, 0
-    if learner.activation_checkpointing == "offload":
-        learner = learner.model_copy(update={"activation_checkpointing": "block"})
-    kept, working = _saved(size.tower, learner) if size.tower_is_trained else (0, 0)
+    way = learner.activation_checkpointing
+    way = "compiled" if learner.compile is True and way in ("none", "selective") else way
+    kept, working = _saved(size.tower, way) if size.tower_is_trained else (0, 0)
     return {"tower": PATCHES_PER_TOKEN * (kept + size.ends_of_tower)}, PATCHES_PER_TOKEN * working
 
 
@@ -464,20 +568,19 @@ def _meta_places() -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device="meta")
 
 
-def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
-    """Bytes per token kept for the backward pass, and bytes that one block's backward pass works with.
+def _saved(traced: Traced, way: str) -> tuple[int, int]:
+    """Bytes per patch that a tower, which is not compiled apart, keeps for the backward pass, and that one block's
+    backward pass works with.
 
     A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are.
     """
     everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)
-    if learner.activation_checkpointing in ("auto", "block", "offload"):
-        inputs = min(layers, INPUTS_HELD) if learner.activation_checkpointing == "offload" else layers
-        working = everything // layers + 2 * traced.widest if traced.alike else working + everything // layers
-        return (inputs + 2) * width, working  # 2: what the last norm keeps
-    if learner.compile is True:  # the compiler keeps inputs and outputs of matmuls
+    if way in ("auto", "block", "offload"):
+        return (layers + 2) * width, everything // layers + 2 * traced.widest  # 2: what the last norm keeps
+    if way == "compiled":
         return min(matmuls + traced.inputs, everything), working
-    if learner.activation_checkpointing == "selective":
+    if way == "selective":
         return min(matmuls + layers * width, everything), working + max(everything - matmuls, 0) // layers
     return everything, working
 
