@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from learner.model import state
 from learner.model.alive import Alive, Line, lines
+from learner.model.compiled_trace import Flow
 from learner.model.loading import blocks
 
 TOKENS = 1024
@@ -57,6 +59,48 @@ def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> Mode
             run = _Run.of(empty, decode, number)
             traced[_kind(block)] = BlockTrace(run.kept - ends.kept, tuple(run.moments))
     return ModelTrace(tuple(traced[_kind(block)] for block in every), ends.kept)
+
+
+def trace_compiled(empty: PreTrainedModel, decode: Callable[[int], Tensor], recomputed: bool) -> ModelTrace:
+    """The same for blocks that are compiled. `recomputed`: the block's input alone is kept."""
+    every, traced = blocks(empty), dict[Any, BlockTrace]()
+    ends = _Run.of(empty, decode, None)
+    for number, block in enumerate(every):
+        if _kind(block) not in traced and state.layers_of(block):  # these are not compiled
+            run = _Run.of(empty, decode, number)
+            traced[_kind(block)] = BlockTrace(run.kept - ends.kept, tuple(run.moments))
+        elif _kind(block) not in traced:
+            kept, working, width = _flow(empty, decode, number)
+            gradients = sum(p.numel() * p.element_size() for p in block.parameters() if p.requires_grad)
+            # besides, the gradient of the output; where the block is recomputed, its own input is not kept before
+            moment = Line(gradients, kept + working + width)
+            traced[_kind(block)] = BlockTrace(width if recomputed else kept, (moment,))
+    return ModelTrace(tuple(traced[_kind(block)] for block in every), ends.kept)
+
+
+def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) -> tuple[int, int, int]:
+    """Per token: what the compiler keeps of a block, what its backward pass adds, and the block's input."""
+    flow, widths = Flow([*empty.parameters(), *empty.buffers()]), list[int]()
+
+    def start(block: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        widths.append(hidden.nbytes // TOKENS)
+        flow.begin(hidden)
+
+    def stop(block: nn.Module, args: Any, output: Any) -> None:
+        flow.end()
+
+    with _alone(empty, number):
+        block, embedding = blocks(empty)[number], empty.get_input_embeddings()
+        hooks = [block.register_forward_pre_hook(start, with_kwargs=True), block.register_forward_hook(stop)]
+        hooks.append(embedding.register_forward_hook(_differentiate))
+        with flow, flow.hooks:
+            loss = _Loss.apply(decode(TOKENS))  # type: ignore[no-untyped-call]
+            loss.backward()
+        for hook in hooks:
+            hook.remove()
+        empty.zero_grad(set_to_none=True)
+    return flow.kept_bytes // TOKENS, flow.working_bytes // TOKENS, widths[0]
 
 
 def _kind(block: nn.Module) -> Any:
@@ -123,7 +167,23 @@ class _Passes:
 
 def _differentiate(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     """A frozen embedding has no gradient, but the outputs of most blocks have one."""
-    return output if output.requires_grad else output.requires_grad_()
+    if output.requires_grad:
+        return output
+    anchor = torch.zeros((), device=output.device, requires_grad=True)
+    grown: Tensor = _Grown.apply(output, anchor)  # type: ignore[no-untyped-call]
+    return grown
+
+
+class _Grown(torch.autograd.Function):
+    """The same numbers with a gradient, which autograd does not keep as it would a leaf's."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class _Loss(torch.autograd.Function):

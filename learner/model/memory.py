@@ -26,8 +26,8 @@ from configs.publishing import COPIES_SHARE, held, publishes_rows, remedy
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.mesh import ranks_of_node
 from learner.model import attention
-from learner.model.alive import Line
-from learner.model.block_traces import BlockTrace, ModelTrace, trace_model
+from learner.model.block_traces import BlockTrace, ModelTrace, trace_compiled, trace_model
+from learner.model.compiled_trace import MATMULS
 from learner.model.context import planned
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
@@ -36,6 +36,7 @@ from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
 from learner.model.host_copies import INPUTS_HELD
 from learner.model.idle_parts import idle_modules, sees
+from learner.model.kernels.operators import ATTEND
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.master_weights import KINDS, PORTION, device_bytes
@@ -53,10 +54,6 @@ GATHERED_SHARE = 0.1
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 META_ATTENTION = attention.registered("varlen")
-MATMULS = (
-    *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default),
-    torch.ops.aten._grouped_mm.default,
-)
 
 
 class OutOfMemory(RuntimeError):
@@ -259,14 +256,11 @@ def estimate(
     if sends:  # twice what is trained, once what is frozen
         always["copies to send"] = width * (size.trained + (size.trained if model.lora else size.parameters)) // sends
     images, in_tower = _saved_by_tower(size, learner)
-    row = _row_of(model, learner, size)
-    found = _moments(_Rank(size, learner, width, shards, reference, alone), row, always, images)
+    row = _row_of(model, learner)
+    found = _moments(_Rank(size, learner, width, shards, reference, alone), row, always, images, in_tower)
     if learner.cpu_offload == "optimizer":
         portions = device_bytes(size.trained // shards, PORTION)
         found.append(PeakCandidate(always | {"optimizer's portions": portions}, {}))
-    if images:  # when what the text model kept is gone
-        fixed = found[-1].fixed
-        found.append(PeakCandidate(fixed, images | {"backward pass": in_tower}))
     return Estimate(found)
 
 
@@ -305,58 +299,90 @@ class _Rank:
         """Parameters that are gathered in all passes."""
         return self.size.parameters - self.size.blocks - self.size.idle
 
-    def gathered(self, block: int) -> int:
-        """Bytes of weights in `model.dtype` while block number `block` computes. With several ranks the one that the
-        backward pass needs next comes meanwhile."""
+    def gathered(self, block: int, last: bool) -> int:
+        """Bytes of weights in `model.dtype` while block number `block` computes gradients. With several ranks the block
+        that the pass needs next comes meanwhile; the `last` pass of a batch gives up those of later blocks."""
         root, sizes = self.root * (1 + self.reference), self.size.of_blocks
         if self.once:
-            return self.width * (root + self.size.blocks)
+            given_up = sum(each.parameters for each in sizes[block + 1 :]) if last else 0
+            return self.width * (root + self.size.blocks - given_up)
         coming = sizes[block - 1].parameters if self.shards > 1 and block else 0
         return self.width * (root + sizes[block].parameters + coming)
 
+    def gradients(self, block: int, always: int, last: bool) -> int:
+        """Bytes of all gradients, before those of block number `block` are reduced."""
+        later = 4 * sum(each.trained for each in self.size.of_blocks[block + 1 :])
+        if self.once:
+            return always - (later - later // self.shards if last else 0)
+        return later // self.shards if self.alone else always
 
-def _moments(rank: _Rank, row: ModelTrace, always: dict[str, int], images: dict[str, int]) -> list[PeakCandidate]:
-    """The head, and each block's backward pass; all activations are kept for the head."""
-    size, width, sizes = rank.size, rank.width, rank.size.of_blocks
-    head = size.output if size.output_is_trained else 0
-    parallel, held = rank.learner.context_parallel, [block.kept for block in row.blocks]
+    @property
+    def reduced(self) -> int:
+        """Bytes for each gradient while it is reduced, beside those that stay. It is copied in fp32: from
+        `model.dtype`, or from what was added up in fp32 and is then given up; the reduced share comes before the copy
+        goes."""
+        return max(self.width, 4) if self.once else 4 + max(self.width, 4 // self.shards)
+
+
+def _moments(
+    rank: _Rank, row: ModelTrace, always: dict[str, int], images: dict[str, int], in_tower: int
+) -> list[PeakCandidate]:
+    """The head, for which all activations are kept; each block's backward pass; a tower's; and the root's gradients."""
+    size, held = rank.size, [block.kept for block in row.blocks]
+    head = rank.width * (size.output if size.output_is_trained else 0)
     if rank.learner.activation_checkpointing == "offload":  # the others wait in host memory
         held = [0] * (len(held) - INPUTS_HELD) + held[-INPUTS_HELD:]
     found = [_at_head(rank, always, head, sum(held) + row.ends, images)]
-    for number, block in enumerate(row.blocks):
-        later = sizes[number + 1 :]
-        fixed = dict(always)
-        if rank.alone and not rank.once:  # those of later blocks are there
-            fixed["gradients"] = 4 * sum(each.trained for each in later) // rank.shards
-        fixed |= {"gathered weights": rank.gathered(number), "head": width * head}
-        grown = {"activations": -(-sum(held[:number]) // parallel)} | images
-        casts, per_token = size.casts if rank.learner.matmul == "fp8" else (0, 0)
-        if casts:
-            fixed, grown = fixed | {"casts to FP8": casts}, grown | {"casts to FP8": -(-per_token // parallel)}
-        # gradients of the block before it in this pass are reduced in fp32 until its own are
-        reduced = 4 * later[0].trained if later else 0
-        for line in block.moments:
-            gradients, working = {"block's gradient": reduced + line.fixed}, -(-line.per_token // parallel)
-            found.append(PeakCandidate(fixed | gradients, grown | {"backward pass": working}))
-        gradients = {"block's gradient": _reduced(rank) * sizes[number].trained}
-        found.append(PeakCandidate(fixed | gradients, grown | {"backward pass": 2 * size.text.width}))
+    for last in (False, True) if rank.once else (True,):
+        for number, block in enumerate(row.blocks):
+            fixed = always | {
+                "gradients": rank.gradients(number, always["gradients"], last),
+                "gathered weights": rank.gathered(number, last),
+                "head": head,
+            }
+            found += _in_block(rank, block, number, fixed, sum(held[:number]), images, last)
+    rest = {"gathered weights": rank.gathered(0, last=True)}
+    if images:  # when what the text model kept is gone
+        towers = (each.trained for each in size.of_all_blocks if each not in size.of_blocks)
+        own = {"head": head, "block's gradient": (4 + rank.width) * max(towers, default=0)}
+        found.append(PeakCandidate(always | rest | own, images | {"backward pass": in_tower}))
     trained = size.trained - sum(each.trained for each in size.of_all_blocks)
-    rest = {"gathered weights": rank.gathered(0), "head": _reduced(rank) * trained}
-    return [*found, PeakCandidate(always | rest, dict(images))]
+    return [*found, PeakCandidate(always | rest | {"head": rank.reduced * trained}, {})]
 
 
-def _reduced(rank: _Rank) -> int:
-    """Bytes for each gradient that is reduced: in fp32, beside it in `model.dtype` and then the reduced share."""
-    return 4 + max(rank.width, 4 // rank.shards)
+def _in_block(
+    rank: _Rank,
+    block: BlockTrace,
+    number: int,
+    fixed: dict[str, int],
+    before: int,
+    images: dict[str, int],
+    last: bool,
+) -> list[PeakCandidate]:
+    """A block's backward pass at its highest, and the reduction of its gradients. `before`: kept by earlier blocks."""
+    sizes, parallel = rank.size.of_blocks, rank.learner.context_parallel
+    grown = {"activations": -(-before // parallel)} | images
+    casts, per_token = rank.size.casts if rank.learner.matmul == "fp8" else (0, 0)
+    if casts:
+        fixed, grown = fixed | {"casts to FP8": casts}, grown | {"casts to FP8": -(-per_token // parallel)}
+    # gradients of the block before it in this pass are held in fp32 until its own are reduced
+    reduced = 4 * sizes[number + 1].trained if last and number + 1 < len(sizes) else 0
+    found = []
+    for line in block.moments:
+        gradients, working = {"block's gradient": reduced + line.fixed}, -(-line.per_token // parallel)
+        found.append(PeakCandidate(fixed | gradients, grown | {"backward pass": working}))
+    gradients, working = {"block's gradient": rank.reduced * sizes[number].trained}, 2 * rank.size.text.width
+    return [*found, PeakCandidate(fixed | gradients, grown | {"backward pass": -(-working // parallel)})]
 
 
 def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: dict[str, int]) -> PeakCandidate:
-    """The head's gradient in fp32, a chunk's logits, their gradient and a softcap's slope; then the head's gradient in
-    `model.dtype`. Final hidden states are there three times: with those that are predicted from, and their gradient."""
+    """The head's gradient in fp32, a chunk's logits, their gradient and a softcap's slope; then the gradient in
+    `model.dtype`, which has `head` bytes. Final hidden states are there three times: with those that are predicted
+    from, and their gradient."""
     size, learner, width = rank.size, rank.learner, rank.width
     chunk = chunk_tokens(learner) * size.vocabulary
     logits = (4 + width) * chunk + (4 * chunk if size.softcap else 0)
-    rest = {"head": 4 * head + max(logits, width * head)}
+    rest = {"head": 4 * head // width + max(logits, head)}
     last = size.blocks if rank.once else size.of_blocks[-1].parameters if rank.shards > 1 else 0
     rest["gathered weights"] = width * (rank.root * (1 + rank.reference) + last)
     if rank.alone and not rank.once:
@@ -495,21 +521,12 @@ def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tenso
     return hidden
 
 
-def _row_of(model: ModelConfig, learner: LearnerConfig, size: ModelSizes) -> ModelTrace:
+def _row_of(model: ModelConfig, learner: LearnerConfig) -> ModelTrace:
     """What the blocks keep and work with, per token of a rank's slice."""
-    way, text, width = learner.activation_checkpointing, size.text, size.text.width
-    recomputed = way in ("auto", "block", "offload")
-    if learner.compile is not True:
-        return _traced_row(*_key(model), learner.context_parallel, "block" if recomputed else way)
-    ends = _traced_row(*_key(model), learner.context_parallel, "none").ends
-    # the compiler keeps inputs and outputs of matmuls; the largest gradients are those of an MLP's two factors
-    kept = min(text.matmuls + text.inputs, max(text.everything - ends, 0)) // text.layers
-    working, itemsize = kept + 2 * text.widest + width * (1 + recomputed), getattr(torch, model.dtype).itemsize
-    compiled = [
-        BlockTrace(width if recomputed else kept, (Line(itemsize * block.trained, working),))
-        for block in size.of_blocks
-    ]
-    return ModelTrace(tuple(compiled), ends)
+    way = learner.activation_checkpointing
+    way = "block" if way in ("auto", "offload") else way
+    way = "none" if way == "selective" and learner.compile is True else way
+    return _traced_row(*_key(model), learner.context_parallel, way, learner.compile is True)
 
 
 def _key(model: ModelConfig) -> tuple[str, str]:
@@ -518,13 +535,18 @@ def _key(model: ModelConfig) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=16)
-def _traced_row(written: str, config_json: str, context_parallel: int, way: str) -> ModelTrace:
+def _traced_row(written: str, config_json: str, context_parallel: int, way: str, compiled: bool) -> ModelTrace:
     """`config_json` is a part of the cache's key only."""
     model = ModelConfig.model_validate_json(written)
     empty = _trained_on_meta(model)
-    recompute(empty, way)
     width, traced_in = getattr(torch, model.dtype).itemsize, _cast(empty, model)
-    return trace_model(empty, partial(_decode, empty, context_parallel)).scaled(width / traced_in.itemsize)
+    decode = partial(_decode, empty, context_parallel)
+    if compiled:
+        found = trace_compiled(empty, decode, way == "block")
+    else:
+        recompute(empty, way)
+        found = trace_model(empty, decode)
+    return found.scaled(width / traced_in.itemsize)
 
 
 def _trained_on_meta(model: ModelConfig) -> PreTrainedModel:
@@ -632,7 +654,7 @@ class _MatmulRecorder(TorchDispatchMode):
             _add(self.inputs, *factors)
             if not any(x.untyped_storage()._cdata in self._added for x in factors):
                 _add(self.outputs, output)
-        elif func is torch.ops.headrace.attend.default:
+        elif func is ATTEND:
             _add(self.outputs, *output)
         elif func is torch.ops.headrace.to_heads.default:  # attention keeps what it sends; copies of heads are more
             more = output.nbytes - args[0].nbytes
