@@ -92,10 +92,11 @@ class Flow(TorchDispatchMode):
         return known[key]
 
     def _size(self, key: int) -> int:
-        return self._tensors[key].untyped_storage().nbytes()
+        size: int = self._tensors[key].untyped_storage().nbytes()
+        return size
 
     def _key(self, tensor: Tensor) -> int:
-        key = tensor.untyped_storage()._cdata
+        key: int = tensor.untyped_storage()._cdata
         self._tensors.setdefault(key, tensor)
         return key
 
