@@ -67,7 +67,7 @@ def train(combination: Combination, explain: bool) -> dict[str, Any]:
     sends = copies_over(config, combination.ranks, mesh.get_rank())
     memory = gpu_memory(device)
     expected, budget = memory_budget(config, device, combination.ranks, with_reference, sends)
-    found = {"budget": budget, "settings": {key: getattr(config.learner, key) for key in SETTINGS}}
+    found: dict[str, Any] = {"budget": budget, "settings": {key: getattr(config.learner, key) for key in SETTINGS}}
     found |= {"memory": memory, "sends": sends, "described": expected.describe(budget)}
     # the copies for servers are not made here, so as much memory is held in their place
     held = torch.empty(expected.candidates[0].fixed.get("copies to send", 0), dtype=torch.uint8, device=device)
@@ -105,7 +105,7 @@ def measured_step(step: Callable[[int, int], dict[str, float]], budget: int, exp
     if gpu:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    found = {
+    found: dict[str, Any] = {
         "peak": torch.cuda.max_memory_allocated() / GIB, "reserved": torch.cuda.max_memory_reserved() / GIB,
         "before": before / GIB, "seconds": seconds, "tokens/s": metrics["tokens_computed"] / seconds,
         "largest": int(metrics["tokens_microbatch_max"]), "microbatches": int(metrics["microbatches"]),

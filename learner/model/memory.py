@@ -580,7 +580,7 @@ def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str,
     """The inputs of the tower's blocks stay on the GPU."""
     if size.tower is None:
         return {}, 0
-    way = learner.activation_checkpointing
+    way: str = learner.activation_checkpointing
     way = "compiled" if learner.compile is True and way in ("none", "selective") else way
     kept, working = _saved(size.tower, way) if size.tower_is_trained else (0, 0)
     return {"tower": PATCHES_PER_TOKEN * (kept + size.ends_of_tower)}, PATCHES_PER_TOKEN * working
