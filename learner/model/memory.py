@@ -192,14 +192,14 @@ def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
     """Pinned host memory of a rank that `activation_checkpointing: offload` fills with microbatches of `tokens`."""
     if learner.activation_checkpointing != "offload":
         return 0
-    text = sizes_of(model, learner.context_parallel).text
-    return text.layers * text.width * -(-tokens // learner.context_parallel)
+    size = sizes_of(model)
+    return len(size.of_blocks) * size.width * -(-tokens // learner.context_parallel)
 
 
 def host_state_bytes(model: ModelConfig, learner: LearnerConfig, shards: int) -> int:
     if not learner.cpu_offload:
         return 0
-    size = sizes_of(model, learner.context_parallel)
+    size = sizes_of(model)
     if learner.cpu_offload == "optimizer":
         return 4 * KINDS * size.trained // shards
     return (size.held + 12 * size.trained) // shards
@@ -249,7 +249,7 @@ def estimate(
     """Estimate the memory of one of `shards` ranks that share a copy of the model. `sends`: over how many ranks the
     servers' copies are spread, of which this GPU holds a share; 0: it holds none. `alone`: a batch is one microbatch,
     so gradients come while activations go. An undecided `auto` takes the least memory."""
-    size, width = sizes_of(model, learner.context_parallel), getattr(torch, model.dtype).itemsize
+    size, width = sizes_of(model), getattr(torch, model.dtype).itemsize
     always = _always(size, learner, width, shards, reference)
     if critic:
         always["critic"] = STATE_BYTES * size.critic // shards
@@ -371,7 +371,7 @@ def _in_block(
     for line in block.moments:
         gradients, working = {"block's gradient": reduced + line.fixed}, -(-line.per_token // parallel)
         found.append(PeakCandidate(fixed | gradients, grown | {"backward pass": working}))
-    gradients, working = {"block's gradient": rank.reduced * sizes[number].trained}, 2 * rank.size.text.width
+    gradients, working = {"block's gradient": rank.reduced * sizes[number].trained}, 2 * rank.size.width
     return [*found, PeakCandidate(fixed | gradients, grown | {"backward pass": -(-working // parallel)})]
 
 
@@ -387,7 +387,7 @@ def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: 
     rest["gathered weights"] = width * (rank.root * (1 + rank.reference) + last)
     if rank.alone and not rank.once:
         rest["gradients"] = 0
-    kept = -(-(kept + 3 * size.text.width) // learner.context_parallel)
+    kept = -(-(kept + 3 * size.width) // learner.context_parallel)
     return PeakCandidate(always | rest, {"activations": kept} | images)
 
 
@@ -431,7 +431,8 @@ class ModelSizes:
     output: int
     output_is_trained: bool
     vocabulary: int
-    text: Traced
+    width: int
+    """Bytes of a token's hidden state in `model.dtype`."""
     costs: Costs
     active: int
     tower: Traced | None = None
@@ -449,20 +450,19 @@ class ModelSizes:
         return sum(block.parameters for block in self.of_all_blocks)
 
 
-def sizes_of(model: ModelConfig, context_parallel: int = 1) -> ModelSizes:
-    """Raises ConfigError if so many ranks cannot share rows."""
-    return _sizes_of(*_key(model), context_parallel)
+def sizes_of(model: ModelConfig) -> ModelSizes:
+    return _sizes_of(*_key(model))
 
 
 @lru_cache(maxsize=16)
-def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSizes:
+def _sizes_of(written: str, config_json: str) -> ModelSizes:
     """`config_json` is a part of the cache's key only."""
     model = ModelConfig.model_validate_json(written)
     empty = _trained_on_meta(model)
     every = {id(block): BlockSize.of(block) for block in all_blocks(empty)}
     output = empty.get_output_embeddings().weight  # type: ignore[no-untyped-call]
     held, costs, active = sum(p.nbytes for p in empty.parameters()), Costs.of(empty), active_parameters(empty)
-    text = _text_trace(empty, model, context_parallel)
+    _cast(empty, model)
     tower, trained, ends = _tower_trace(empty, model)
     return ModelSizes(
         empty.num_parameters(),
@@ -473,7 +473,7 @@ def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSiz
         output.numel(),
         output.requires_grad,
         empty.config.get_text_config().vocab_size,
-        text,
+        empty.config.get_text_config().hidden_size * getattr(torch, model.dtype).itemsize,
         costs,
         active,
         tower,
@@ -489,15 +489,6 @@ def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSiz
 def _critic_parameters(empty: PreTrainedModel) -> int:
     replace_head(empty)
     return int(empty.num_parameters())
-
-
-def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: int) -> Traced:
-    width = getattr(torch, model.dtype).itemsize
-    traced_in = _cast(empty, model)
-    traced = _trace(empty, lambda: _decode(empty, context_parallel, META_TOKENS))
-    everything, matmuls, inputs, widest = (size * width // traced_in.itemsize for size in traced)
-    hidden: int = empty.config.get_text_config().hidden_size
-    return Traced(everything, matmuls, inputs, len(blocks(empty)), width * hidden, widest)
 
 
 def _cast(empty: PreTrainedModel, model: ModelConfig) -> torch.dtype:
@@ -656,9 +647,6 @@ class _MatmulRecorder(TorchDispatchMode):
                 _add(self.outputs, output)
         elif func is ATTEND:
             _add(self.outputs, *output)
-        elif func is torch.ops.headrace.to_heads.default:  # attention keeps what it sends; copies of heads are more
-            more = output.nbytes - args[0].nbytes
-            _add(self.outputs, torch.empty(more, dtype=torch.uint8, device="meta"))
         return output
 
 
