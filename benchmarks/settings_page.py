@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actors.doctor.forecast import Forecast, forecast
-from benchmarks.defaults import MODELS
+from benchmarks.memory.combinations import MODELS
 from configs.flow.cards import CARDS, Card
 from configs.load import ConfigError
 from configs.schema import Config

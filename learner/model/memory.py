@@ -26,6 +26,8 @@ from configs.publishing import COPIES_SHARE, held, publishes_rows, remedy
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.mesh import ranks_of_node
 from learner.model import attention
+from learner.model.block_traces import BlockTrace, ModelTrace, trace_compiled, trace_model
+from learner.model.compiled_trace import MATMULS
 from learner.model.context import planned
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture, has_experts
@@ -34,9 +36,11 @@ from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
 from learner.model.host_copies import INPUTS_HELD
 from learner.model.idle_parts import idle_modules, sees
+from learner.model.kernels.operators import ATTEND
 from learner.model.loading import all_blocks, blocks, build_on_meta, read_config
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.master_weights import KINDS, PORTION, device_bytes
+from learner.model.recomputing import recompute
 from learner.model.towers import ImageBlocks, tower_parts
 from learner.model.value_head import replace_head
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
@@ -50,10 +54,6 @@ GATHERED_SHARE = 0.1
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 META_ATTENTION = attention.registered("varlen")
-MATMULS = (
-    *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default),
-    torch.ops.aten._grouped_mm.default,
-)
 
 
 class OutOfMemory(RuntimeError):
@@ -192,14 +192,14 @@ def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
     """Pinned host memory of a rank that `activation_checkpointing: offload` fills with microbatches of `tokens`."""
     if learner.activation_checkpointing != "offload":
         return 0
-    text = sizes_of(model, learner.context_parallel).text
-    return text.layers * text.width * -(-tokens // learner.context_parallel)
+    size = sizes_of(model)
+    return len(size.of_blocks) * size.width * -(-tokens // learner.context_parallel)
 
 
 def host_state_bytes(model: ModelConfig, learner: LearnerConfig, shards: int) -> int:
     if not learner.cpu_offload:
         return 0
-    size = sizes_of(model, learner.context_parallel)
+    size = sizes_of(model)
     if learner.cpu_offload == "optimizer":
         return 4 * KINDS * size.trained // shards
     return (size.held + 12 * size.trained) // shards
@@ -249,22 +249,18 @@ def estimate(
     """Estimate the memory of one of `shards` ranks that share a copy of the model. `sends`: over how many ranks the
     servers' copies are spread, of which this GPU holds a share; 0: it holds none. `alone`: a batch is one microbatch,
     so gradients come while activations go. An undecided `auto` takes the least memory."""
-    size, width = sizes_of(model, learner.context_parallel), getattr(torch, model.dtype).itemsize
+    size, width = sizes_of(model), getattr(torch, model.dtype).itemsize
     always = _always(size, learner, width, shards, reference)
     if critic:
         always["critic"] = STATE_BYTES * size.critic // shards
     if sends:  # twice what is trained, once what is frozen
         always["copies to send"] = width * (size.trained + (size.trained if model.lora else size.parameters)) // sends
     images, in_tower = _saved_by_tower(size, learner)
-    at_head, in_block = _passes(size, learner, width, always, images, reference)
-    found = [at_head, in_block]
-    if alone and learner.gather != "batch":
-        found = _while_gradients_come(size, width, at_head, in_block)
+    row = _row_of(model, learner)
+    found = _moments(_Rank(size, learner, width, shards, reference, alone), row, always, images, in_tower)
     if learner.cpu_offload == "optimizer":
         portions = device_bytes(size.trained // shards, PORTION)
         found.append(PeakCandidate(always | {"optimizer's portions": portions}, {}))
-    if images:  # when what the text model kept is gone
-        found.append(PeakCandidate(in_block.fixed, images | {"backward pass": in_tower}))
     return Estimate(found)
 
 
@@ -281,45 +277,131 @@ def _always(size: "ModelSizes", learner: LearnerConfig, width: int, shards: int,
     return always
 
 
-def _passes(
-    size: "ModelSizes",
-    learner: LearnerConfig,
-    width: int,
-    always: dict[str, int],
-    images: dict[str, int],
-    reference: bool,
-) -> tuple[PeakCandidate, PeakCandidate]:
-    once, head = learner.gather == "batch", size.output if size.output_is_trained else 0
-    chunk, root = chunk_tokens(learner) * size.vocabulary, size.parameters - size.blocks - size.idle
-    kept, working = (-(-saved // learner.context_parallel) for saved in _saved(size.text, learner))
-    gathered = width * (root * (1 + reference) + (size.blocks if once else 2 * size.block))
-    # The head's gradient in fp32 and in model.dtype, a chunk's logits, their gradient and a softcap's slope. All
-    # activations are kept then.
-    in_head = (4 + width) * (head + chunk) + (4 * chunk if size.softcap else 0)
-    at_head = PeakCandidate(always | {"gathered weights": gathered, "head": in_head}, {"activations": kept} | images)
-    # The block's gradient in both dtypes, and the output embedding's, which is reduced at the end.
-    rest = {"gathered weights": gathered + (0 if once else width * size.block), "head": width * head}
-    rest["block's gradient"] = (4 + width) * size.changed
-    grown = {"activations": kept, "backward pass": working} | images
-    if learner.matmul == "fp8":
-        rest["casts to FP8"], per_token = size.casts
-        grown["casts to FP8"] = -(-per_token // learner.context_parallel)
-    return at_head, PeakCandidate(always | rest, grown)
+@dataclass(frozen=True)
+class _Rank:
+    """A rank's share of the model, and how it computes."""
+
+    size: "ModelSizes"
+    learner: LearnerConfig
+    width: int
+    """Bytes of a number in `model.dtype`."""
+    shards: int
+    reference: bool
+    alone: bool
+    """A batch is one microbatch."""
+
+    @property
+    def once(self) -> bool:
+        return self.learner.gather == "batch"
+
+    @property
+    def root(self) -> int:
+        """Parameters that are gathered in all passes."""
+        return self.size.parameters - self.size.blocks - self.size.idle
+
+    def gathered(self, block: int, last: bool) -> int:
+        """Bytes of weights in `model.dtype` while block number `block` computes gradients. With several ranks the block
+        that the pass needs next comes meanwhile; the `last` pass of a batch gives up those of later blocks."""
+        root, sizes = self.root * (1 + self.reference), self.size.of_blocks
+        if self.once:
+            given_up = sum(each.parameters for each in sizes[block + 1 :]) if last else 0
+            return self.width * (root + self.size.blocks - given_up)
+        coming = sizes[block - 1].parameters if self.shards > 1 and block else 0
+        return self.width * (root + sizes[block].parameters + coming)
+
+    def gradients(self, block: int, always: int, last: bool) -> int:
+        """Bytes of all gradients, before those of block number `block` are reduced."""
+        later = 4 * sum(each.trained for each in self.size.of_blocks[block + 1 :])
+        if self.once:
+            return always - (later - later // self.shards if last else 0)
+        return later // self.shards if self.alone else always
+
+    @property
+    def reduced(self) -> int:
+        """Bytes for each gradient while it is reduced, beside those that stay. It is copied in fp32: from
+        `model.dtype`, or from what was added up in fp32 and is then given up; the reduced share comes before the copy
+        goes."""
+        return max(self.width, 4) if self.once else 4 + max(self.width, 4 // self.shards)
 
 
-def _while_gradients_come(
-    size: "ModelSizes", width: int, at_head: PeakCandidate, in_block: PeakCandidate
+def _moments(
+    rank: _Rank, row: ModelTrace, always: dict[str, int], images: dict[str, int], in_tower: int
 ) -> list[PeakCandidate]:
-    """There is no gradient at first, and few activations are left at last."""
-    none, head = {"gradients": 0}, size.output if size.output_is_trained else 0
-    last = in_block.per_token | {"activations": in_block.per_token["activations"] // size.text.layers}
-    # its reduction may begin while the last block's goes on
-    reduced = {"head": 2 * width * head + 4 * head}
-    return [
-        PeakCandidate(at_head.fixed | none, at_head.per_token),
-        PeakCandidate(in_block.fixed | none, in_block.per_token),
-        PeakCandidate(in_block.fixed | reduced, last),
-    ]
+    """The head, for which all activations are kept; each block's backward pass; a tower's; and the root's gradients."""
+    size, held = rank.size, [block.kept for block in row.blocks]
+    head = rank.width * (size.output if size.output_is_trained else 0)
+    if rank.learner.activation_checkpointing == "offload":  # the others wait in host memory
+        held = [0] * (len(held) - INPUTS_HELD) + held[-INPUTS_HELD:]
+    found = [_at_head(rank, always, head, sum(held) + row.ends, images)]
+    for last in (False, True) if rank.once else (True,):
+        for number, block in enumerate(row.blocks):
+            fixed = always | {
+                "gradients": rank.gradients(number, always["gradients"], last),
+                "gathered weights": rank.gathered(number, last),
+                "head": head,
+            }
+            found += _in_block(rank, block, number, fixed, sum(held[:number]), images, last)
+    rest = {"gathered weights": rank.gathered(0, last=True)}
+    if images:  # when what the text model kept is gone
+        towers = (each.trained for each in size.of_all_blocks if each not in size.of_blocks)
+        own = {"head": head, "block's gradient": (4 + rank.width) * max(towers, default=0)}
+        found.append(PeakCandidate(always | rest | own, images | {"backward pass": in_tower}))
+    trained = size.trained - sum(each.trained for each in size.of_all_blocks)
+    return [*found, PeakCandidate(always | rest | {"head": rank.reduced * trained}, {})]
+
+
+def _in_block(
+    rank: _Rank,
+    block: BlockTrace,
+    number: int,
+    fixed: dict[str, int],
+    before: int,
+    images: dict[str, int],
+    last: bool,
+) -> list[PeakCandidate]:
+    """A block's backward pass at its highest, and the reduction of its gradients. `before`: kept by earlier blocks."""
+    sizes, parallel = rank.size.of_blocks, rank.learner.context_parallel
+    grown = {"activations": -(-before // parallel)} | images
+    casts, per_token = rank.size.casts if rank.learner.matmul == "fp8" else (0, 0)
+    if casts:
+        fixed, grown = fixed | {"casts to FP8": casts}, grown | {"casts to FP8": -(-per_token // parallel)}
+    # gradients of the block before it in this pass are held in fp32 until its own are reduced
+    reduced = 4 * sizes[number + 1].trained if last and number + 1 < len(sizes) else 0
+    found = []
+    for line in block.moments:
+        gradients, working = {"block's gradient": reduced + line.fixed}, -(-line.per_token // parallel)
+        found.append(PeakCandidate(fixed | gradients, grown | {"backward pass": working}))
+    gradients, working = {"block's gradient": rank.reduced * sizes[number].trained}, 2 * rank.size.width
+    return [*found, PeakCandidate(fixed | gradients, grown | {"backward pass": -(-working // parallel)})]
+
+
+def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: dict[str, int]) -> PeakCandidate:
+    """The head's gradient in fp32, a chunk's logits, their gradient and a softcap's slope; then the gradient in
+    `model.dtype`, which has `head` bytes. Final hidden states are there three times: with those that are predicted
+    from, and their gradient."""
+    size, learner, width = rank.size, rank.learner, rank.width
+    chunk = chunk_tokens(learner) * size.vocabulary
+    logits = (4 + width) * chunk + (4 * chunk if size.softcap else 0)
+    rest = {"head": 4 * head // width + max(logits, head)}
+    last = size.blocks if rank.once else size.of_blocks[-1].parameters if rank.shards > 1 else 0
+    rest["gathered weights"] = width * (rank.root * (1 + rank.reference) + last)
+    if rank.alone and not rank.once:
+        rest["gradients"] = 0
+    kept = -(-(kept + 3 * size.width) // learner.context_parallel)
+    return PeakCandidate(always | rest, {"activations": kept} | images)
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """Parameters of a block."""
+
+    parameters: int
+    trained: int
+
+    @classmethod
+    def of(cls, block: nn.Module) -> "BlockSize":
+        every = list(block.parameters())
+        return cls(sum(p.numel() for p in every), sum(p.numel() for p in every if p.requires_grad))
 
 
 @dataclass(frozen=True)
@@ -333,7 +415,6 @@ class Traced:
     width: int
     """Bytes of a block's input."""
     widest: int
-    alike: bool = True
 
 
 @dataclass(frozen=True)
@@ -344,15 +425,14 @@ class ModelSizes:
     trained: int
     held: int
     """Bytes of all parameters."""
-    blocks: int
-    block: int
-    """Parameters of the largest block."""
-    changed: int
-    """The most trained parameters of a block."""
+    of_blocks: tuple["BlockSize", ...]
+    of_all_blocks: tuple["BlockSize", ...]
+    """With those of a tower."""
     output: int
     output_is_trained: bool
     vocabulary: int
-    text: Traced
+    width: int
+    """Bytes of a token's hidden state in `model.dtype`."""
     costs: Costs
     active: int
     tower: Traced | None = None
@@ -364,37 +444,36 @@ class ModelSizes:
     critic: int = 0
     casts: tuple[int, int] = (0, 0)
 
+    @property
+    def blocks(self) -> int:
+        """Parameters of all blocks."""
+        return sum(block.parameters for block in self.of_all_blocks)
 
-def sizes_of(model: ModelConfig, context_parallel: int = 1) -> ModelSizes:
-    """Raises ConfigError if so many ranks cannot share rows."""
-    return _sizes_of(model.model_dump_json(), read_config(model).to_json_string(), context_parallel)
+
+def sizes_of(model: ModelConfig) -> ModelSizes:
+    return _sizes_of(*_key(model))
 
 
 @lru_cache(maxsize=16)
-def _sizes_of(written: str, config_json: str, context_parallel: int) -> ModelSizes:
+def _sizes_of(written: str, config_json: str) -> ModelSizes:
     """`config_json` is a part of the cache's key only."""
     model = ModelConfig.model_validate_json(written)
-    empty = build_on_meta(model, META_ATTENTION)
-    if model.lora:
-        adapt(empty, model.lora, getattr(torch, model.dtype))
-    freeze(empty, model.freeze)
-    Mixture.of(empty)
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in all_blocks(empty)]
+    empty = _trained_on_meta(model)
+    every = {id(block): BlockSize.of(block) for block in all_blocks(empty)}
     output = empty.get_output_embeddings().weight  # type: ignore[no-untyped-call]
     held, costs, active = sum(p.nbytes for p in empty.parameters()), Costs.of(empty), active_parameters(empty)
-    text = _text_trace(empty, model, context_parallel)
+    _cast(empty, model)
     tower, trained, ends = _tower_trace(empty, model)
     return ModelSizes(
         empty.num_parameters(),
         empty.num_parameters(only_trainable=True),
         held,
-        sum(sizes),
-        max(sizes),
-        max(sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in all_blocks(empty)),
+        tuple(every[id(block)] for block in blocks(empty)),
+        tuple(every.values()),
         output.numel(),
         output.requires_grad,
         empty.config.get_text_config().vocab_size,
-        text,
+        empty.config.get_text_config().hidden_size * getattr(torch, model.dtype).itemsize,
         costs,
         active,
         tower,
@@ -412,25 +491,63 @@ def _critic_parameters(empty: PreTrainedModel) -> int:
     return int(empty.num_parameters())
 
 
-def _text_trace(empty: PreTrainedModel, model: ModelConfig, context_parallel: int) -> Traced:
-    width = getattr(torch, model.dtype).itemsize
-    # on meta torch multiplies by experts in bfloat16 only
-    traced_in = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
-    nn.Module.to(empty, traced_in)
-    tokens = torch.zeros(1, META_TOKENS, dtype=torch.int64, device="meta")
-    decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
-    embedded = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
-    given = embedded | {"cu_seq_lens_q": _meta_places(), "max_length_q": META_TOKENS}
+def _cast(empty: PreTrainedModel, model: ModelConfig) -> torch.dtype:
+    """Cast a model on meta, where torch multiplies by experts in bfloat16 only."""
+    dtype: torch.dtype = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
+    nn.Module.to(empty, dtype)
+    return dtype
+
+
+def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tensor:
+    """Final hidden states of a row of so many tokens, on meta."""
+    tokens = torch.zeros(1, number, dtype=torch.int64, device="meta")
+    given: dict[str, Any] = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
+    given |= {"cu_seq_lens_q": _meta_places(), "max_length_q": number}
     if context_parallel > 1:
         given["context_group"] = planned(context_parallel)
     if empty.config.model_type in MUTUAL and sees(empty.config):
-        places = torch.zeros(META_TOKENS, dtype=torch.int64, device="meta"), _meta_places(), META_TOKENS
+        places = torch.zeros(number, dtype=torch.int64, device="meta"), _meta_places(), number
         given["image_blocks"] = ImageBlocks(*places, *places)
-    traced = _trace(empty, lambda: decoder(**given))
-    everything, matmuls, inputs, widest = (size * width // traced_in.itemsize for size in traced)
-    hidden: int = empty.config.get_text_config().hidden_size
-    alike = len({sum(p.numel() for p in block.parameters()) for block in blocks(empty)}) == 1
-    return Traced(everything, matmuls, inputs, len(blocks(empty)), width * hidden, widest, alike)
+    hidden: Tensor = empty.get_decoder()(**given).last_hidden_state  # type: ignore[no-untyped-call]
+    return hidden
+
+
+def _row_of(model: ModelConfig, learner: LearnerConfig) -> ModelTrace:
+    """What the blocks keep and work with, per token of a rank's slice."""
+    way = learner.activation_checkpointing
+    way = "block" if way in ("auto", "offload") else way
+    way = "none" if way == "selective" and learner.compile is True else way
+    return _traced_row(*_key(model), learner.context_parallel, way, learner.compile is True)
+
+
+def _key(model: ModelConfig) -> tuple[str, str]:
+    """What a trace follows from."""
+    return model.model_dump_json(), read_config(model).to_json_string()
+
+
+@lru_cache(maxsize=16)
+def _traced_row(written: str, config_json: str, context_parallel: int, way: str, compiled: bool) -> ModelTrace:
+    """`config_json` is a part of the cache's key only."""
+    model = ModelConfig.model_validate_json(written)
+    empty = _trained_on_meta(model)
+    width, traced_in = getattr(torch, model.dtype).itemsize, _cast(empty, model)
+    decode = partial(_decode, empty, context_parallel)
+    if compiled:
+        found = trace_compiled(empty, decode, way == "block")
+    else:
+        recompute(empty, way)
+        found = trace_model(empty, decode)
+    return found.scaled(width / traced_in.itemsize)
+
+
+def _trained_on_meta(model: ModelConfig) -> PreTrainedModel:
+    """The model as a policy has it, on meta in fp32."""
+    empty = build_on_meta(model, META_ATTENTION)
+    if model.lora:
+        adapt(empty, model.lora, getattr(torch, model.dtype))
+    freeze(empty, model.freeze)
+    Mixture.of(empty)
+    return empty
 
 
 def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | None, bool, int]:
@@ -454,9 +571,9 @@ def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str,
     """The inputs of the tower's blocks stay on the GPU."""
     if size.tower is None:
         return {}, 0
-    if learner.activation_checkpointing == "offload":
-        learner = learner.model_copy(update={"activation_checkpointing": "block"})
-    kept, working = _saved(size.tower, learner) if size.tower_is_trained else (0, 0)
+    way: str = learner.activation_checkpointing
+    way = "compiled" if learner.compile is True and way in ("none", "selective") else way
+    kept, working = _saved(size.tower, way) if size.tower_is_trained else (0, 0)
     return {"tower": PATCHES_PER_TOKEN * (kept + size.ends_of_tower)}, PATCHES_PER_TOKEN * working
 
 
@@ -464,20 +581,19 @@ def _meta_places() -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device="meta")
 
 
-def _saved(traced: Traced, learner: LearnerConfig) -> tuple[int, int]:
-    """Bytes per token kept for the backward pass, and bytes that one block's backward pass works with.
+def _saved(traced: Traced, way: str) -> tuple[int, int]:
+    """Bytes per patch that a tower, which is not compiled apart, keeps for the backward pass, and that one block's
+    backward pass works with.
 
     A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are.
     """
     everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)
-    if learner.activation_checkpointing in ("auto", "block", "offload"):
-        inputs = min(layers, INPUTS_HELD) if learner.activation_checkpointing == "offload" else layers
-        working = everything // layers + 2 * traced.widest if traced.alike else working + everything // layers
-        return (inputs + 2) * width, working  # 2: what the last norm keeps
-    if learner.compile is True:  # the compiler keeps inputs and outputs of matmuls
+    if way in ("auto", "block", "offload"):
+        return (layers + 2) * width, everything // layers + 2 * traced.widest  # 2: what the last norm keeps
+    if way == "compiled":
         return min(matmuls + traced.inputs, everything), working
-    if learner.activation_checkpointing == "selective":
+    if way == "selective":
         return min(matmuls + layers * width, everything), working + max(everything - matmuls, 0) // layers
     return everything, working
 
@@ -529,11 +645,8 @@ class _MatmulRecorder(TorchDispatchMode):
             _add(self.inputs, *factors)
             if not any(x.untyped_storage()._cdata in self._added for x in factors):
                 _add(self.outputs, output)
-        elif func is torch.ops.headrace.attend.default:
+        elif func is ATTEND:
             _add(self.outputs, *output)
-        elif func is torch.ops.headrace.to_heads.default:  # attention keeps what it sends; copies of heads are more
-            more = output.nbytes - args[0].nbytes
-            _add(self.outputs, torch.empty(more, dtype=torch.uint8, device="meta"))
         return output
 
 

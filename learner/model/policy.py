@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from configs.schema import LearnerConfig, ModelConfig
@@ -28,26 +27,18 @@ from learner.model.file_form import FileForm
 from learner.model.flops import Costs, TowerCosts
 from learner.model.gathering import Gathering
 from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
-from learner.model.host_copies import HostCopies
 from learner.model.idle_parts import idle_modules, idle_names, sees
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.master_weights import MasterWeights, keep_wide_gradients, narrow
 from learner.model.microbatch import Microbatch, Targets, one_document
 from learner.model.prefix_sharing import PrefixSharing
+from learner.model.recomputing import recompute
 from learner.model.top_tokens import TopTokens
 from learner.model.unshard import is_sharded, own_rows, unshard
 from learner.model.value_head import replace_head, values
 from learner.weights.plan import Spec
 
 log = logging.getLogger(__name__)
-aten = torch.ops.aten
-SAVED_OPS = [
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default),
-    *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default),
-    *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default),
-    torch.ops.headrace.attend.default,
-]
-"""Recomputing these is expensive."""
 MOST_GRAPHS = 64
 """Beyond torch's own limit, 8, a block would run uncompiled."""
 
@@ -98,7 +89,7 @@ class Policy(nn.Module):
             self.sharing.tell(learner)
         offload = learner.cpu_offload is True and on_gpu
         if not frozen:
-            _checkpoint_activations(self.model, learner)
+            recompute(self.model, learner.activation_checkpointing, learner.compile is True)
         apart = learner.cpu_offload == "optimizer" and not frozen
         if apart:
             narrow(self.model, self.dtype)
@@ -347,22 +338,3 @@ def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) -
     """FSDP's own hook does nothing, before torch 2.13, where a block is recomputed: a tower's rotary embeddings would
     be float32 then, its gradients up to 1 % off."""
     return tree_map_only(Tensor, lambda given: given.to(dtype) if given.is_floating_point() else given, (args, kwargs))
-
-
-def _checkpoint_activations(model: PreTrainedModel, learner: LearnerConfig) -> None:
-    """A compiled block is selective by itself: the compiler recomputes what is cheap."""
-    options: dict[str, Any] = {"use_reentrant": False}
-    if learner.activation_checkpointing == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
-    if learner.activation_checkpointing in ("auto", "block", "offload") or (
-        "context_fn" in options and learner.compile is not True
-    ):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        model.disable_input_require_grads()  # or a frozen tower would be differentiated down to its patches
-    if learner.activation_checkpointing == "offload":
-        copies = HostCopies()
-        for block in loading.blocks(model):
-            block._gradient_checkpointing_func = copies.checkpoint  # type: ignore[assignment]
-    for block in loading.all_blocks(model):
-        if not any(parameter.requires_grad for parameter in block.parameters()):
-            block.gradient_checkpointing = False  # type: ignore[assignment]  # frozen, it keeps nothing

@@ -33,6 +33,9 @@ KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
 """Packages whose kernels transformers takes for such layers, where they are installed."""
 PADDED = 1.25
 """Longest length of the documents that are computed together, relative to their shortest."""
+META_DOCUMENT = 1024
+"""Tokens of a document whose memory is counted. Some state spaces take more for longer ones, but far less than their
+largest products until about 32,768."""
 PROVEN = set[type[nn.Module]]()
 """Classes of layers whose kernels have been compared in this process."""
 Span = tuple[int, int]
@@ -105,29 +108,35 @@ def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...,
             raise ConfigError([f"learner.context_parallel: {problem}; set it to 1"])
         ours = *BOUNDS, "shared_prompts", "context_group"
         given = args, {name: x for name, x in kwargs.items() if name not in ours}
-        if starts.is_meta:  # to count what a row keeps, which is one document there; kernels would read its memory
-            with replaced(layer, in_torch(layer)):
-                return forward(*given[0], **given[1])
         hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if starts.is_meta:  # to count memory; kernels would read it
+            with replaced(layer, in_torch(layer)):
+                return _in_batches(forward, given, hidden.shape[1], _meta_batches(hidden.shape[1]))
         if takes_bounds(layer):
             _prove(layer, forward, hidden)
             with replaced(layer, within(layer, starts)):
                 return forward(*given[0], **given[1])
-        tokens = hidden.shape[1]
-        places, outputs = [], []
-        for index, real in _batches(starts):
-
-            def padded(x: Tensor, index: Tensor = index) -> Tensor:
-                return x[0][index] if x.shape[:2] == (1, tokens) else x
-
-            part_args, part_kwargs = tree_map_only(Tensor, padded, given)
-            output = forward(*part_args, **part_kwargs)
-            outputs.append((output[0] if isinstance(output, tuple) else output)[real])
-            places.append(index[real])
-        whole = torch.cat(outputs)[torch.cat(places).argsort()][None]
-        return (whole, *(None for _ in output[1:])) if isinstance(output, tuple) else whole
+        return _in_batches(forward, given, hidden.shape[1], _batches(starts))
 
     return separated  # type: ignore[no-any-return]
+
+
+def _in_batches(
+    forward: Callable[..., Any], given: tuple[Any, Any], tokens: int, batches: Iterable[tuple[Tensor, Tensor]]
+) -> Any:
+    """Call `forward` with documents as the sequences of batches; returns the row in its order."""
+    places, outputs = [], []
+    for index, real in batches:
+
+        def padded(x: Tensor, index: Tensor = index) -> Tensor:
+            return x[0][index] if x.shape[:2] == (1, tokens) else x
+
+        part_args, part_kwargs = tree_map_only(Tensor, padded, given)
+        output = forward(*part_args, **part_kwargs)
+        outputs.append((output[0] if isinstance(output, tuple) else output).flatten(0, 1)[real])
+        places.append(index.flatten()[real])
+    whole = torch.cat(outputs)[torch.cat(places).argsort()][None]
+    return (whole, *(None for _ in output[1:])) if isinstance(output, tuple) else whole
 
 
 def _prove(layer: nn.Module, forward: Callable[..., Any], hidden: Tensor) -> None:
@@ -139,12 +148,19 @@ def _prove(layer: nn.Module, forward: Callable[..., Any], hidden: Tensor) -> Non
 
 def _batches(starts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for some documents of similar length where their tokens are in the row, [documents, longest] int64, and
-    which of these are no padding."""
+    the numbers of those places that are no padding, [tokens]."""
     for spans in _similar(list(pairwise(starts.tolist()))):
         first, end = torch.tensor(spans, device=starts.device).T
         position = torch.arange(max(b - a for a, b in spans), device=starts.device)
         index = first[:, None] + position
-        yield index.minimum(end[:, None] - 1), index < end[:, None]
+        yield index.minimum(end[:, None] - 1), (index < end[:, None]).flatten().nonzero()[:, 0]
+
+
+def _meta_batches(tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same of a row on meta, which has documents of META_DOCUMENT tokens."""
+    number = tokens // META_DOCUMENT if tokens % META_DOCUMENT == 0 else 1
+    places = torch.empty(tokens, dtype=torch.int64, device="meta")
+    yield places.view(number, -1), places
 
 
 def _similar(spans: Sequence[Span]) -> list[list[Span]]:

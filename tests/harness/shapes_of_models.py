@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from benchmarks.defaults import MODELS
+from benchmarks.memory.combinations import MODELS
 from benchmarks.weights.seeing import ARCHITECTURES, SEEING, config_of, processor_files
 
 LARGER_TEXT = {
@@ -17,7 +17,7 @@ LARGER_TEXT = {
 
 
 def text_folder(folder: Path, name: str, **changes: Any) -> Path:
-    """The folder of a model of `benchmarks.defaults`, such as `7B`."""
+    """The folder of a model of `benchmarks/memory/combinations.py`, such as `7B`."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = MODELS[name] | {"max_position_embeddings": 65536, "dtype": "bfloat16"} | changes
     (folder / "config.json").write_text(json.dumps(sizes))

@@ -79,3 +79,7 @@ def _copies(k: Tensor, v: Tensor, copied: Tensor | None) -> tuple[Tensor, Tensor
 def _added_up(gradients: Tensor, copied: Tensor, like: Tensor) -> Tensor:
     total = like.new_zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
     return total.index_add_(0, copied, gradients.to(total.dtype)).to(like.dtype)
+
+
+ATTEND, ATTEND_BACKWARD = torch.ops.headrace.attend.default, torch.ops.headrace.attend_backward.default
+"""The operators as a dispatch mode sees them."""

@@ -91,7 +91,7 @@ def kept_by_autograd(model: ModelConfig, mesh, saving: str, tokens: int) -> int:
 def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str) -> None:
     model = tiny_model(tmp_path)
     learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
-    ours = estimate(model, learner, 1).candidates[0].per_token["activations"]
+    ours = estimate(model, learner, 1).candidates[0].per_token["activations"] - 3 * sizes_of(model).width
     assert ours == pytest.approx(kept_of(model, mesh, saving), rel=0.25)
 
 
@@ -156,7 +156,8 @@ def test_state_is_sharded_over_ranks(tmp_path: Path) -> None:
     one, four = (estimate(model, LEARNER, world).candidates[0].fixed for world in (1, 4))
     for name in ("weights", "gradients", "optimizer"):
         assert four[name] == one[name] // 4
-    assert four["gathered weights"] == one["gathered weights"]
+    (block, *_) = sizes_of(model).of_blocks
+    assert four["gathered weights"] == one["gathered weights"] + 4 * block.parameters, "the last block's, gathered"
     assert estimate(model, LEARNER, 1, reference=True).candidates[0].fixed["weights"] == 2 * one["weights"]
 
 
@@ -170,10 +171,11 @@ def test_gathering_once_keeps_all_weights_and_whole_gradients(tmp_path: Path, me
             policy(one_document([1, 2, 3]))[0].sum().backward()
             weights = sum(p.nbytes for p in policy.parameters())
             trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        for candidate in estimate(model, ONCE, 4).candidates:
-            assert candidate.fixed["gathered weights"] == weights
-            assert candidate.fixed["gradients"] == 4 * trained
-        (each, _), (once, _) = (estimate(model, learner, 4).candidates for learner in (LEARNER, ONCE))
+        every = estimate(model, ONCE, 4).candidates
+        assert max(candidate.fixed["gathered weights"] for candidate in every) == weights
+        assert max(candidate.fixed["gradients"] for candidate in every) == 4 * trained
+        each, once = (estimate(model, learner, 4).candidates[0] for learner in (LEARNER, ONCE))
+        assert (once.fixed["gathered weights"], once.fixed["gradients"]) == (weights, 4 * trained)
         for name in ("weights", "optimizer", "head"):
             assert each.fixed[name] == once.fixed[name]
         assert each.fixed["gradients"] == trained and each.per_token == once.per_token
@@ -359,7 +361,7 @@ def test_a_recomputed_block_needs_what_it_keeps_and_two_gradients(tmp_path: Path
     model = tiny_model(tmp_path)
     small, large = (peak_of_a_pass(model, tokens) for tokens in (512, 1024))
     learner = LEARNER.model_copy(update={"activation_checkpointing": "block"})
-    each = sum(estimate(model, learner, 1).candidates[1].per_token.values())
+    each = max(sum(candidate.per_token.values()) for candidate in estimate(model, learner, 1).candidates)
     assert (large - small) / 512 <= each <= 1.2 * (large - small) / 512
 
 
@@ -370,8 +372,10 @@ def test_gradients_come_while_activations_go_in_a_batch_of_one_microbatch(tmp_pa
     several, single = (estimate(model, learner, 1, alone=alone) for alone in (False, True))
     gradients = several.candidates[1].fixed["gradients"]
     assert single.total(1 << 20) == several.total(1 << 20) - gradients
-    end, block = single.candidates[2].fixed, several.candidates[1].fixed
-    assert end == block | {"head": end["head"]} and end["head"] > block["head"], "at the end all gradients are there"
+    (_, *later) = sizes_of(model).of_blocks
+    come = 4 * sum(block.trained for block in later)
+    assert max(each.fixed["gradients"] for each in single.candidates[:-1]) == come, "when the first block is computed"
+    assert single.candidates[-1].fixed["gradients"] == gradients, "when those outside of blocks are reduced"
     once = learner.model_copy(update={"gather": "batch"})
     assert estimate(model, once, 1, alone=True).total(1 << 20) == estimate(model, once, 1).total(1 << 20)
 
@@ -379,7 +383,11 @@ def test_gradients_come_while_activations_go_in_a_batch_of_one_microbatch(tmp_pa
 def test_tokens_of_images_that_see_each_other_keep_two_outputs_of_attention(tmp_path: Path) -> None:
     """And their queries once more. A text of the same model keeps one output."""
     seeing = seeing_model(tmp_path, "gemma3")
-    kept, alone = (sizes_of(model).text for model in (seeing, seeing.model_copy(update={"text_alone": True})))
+    learner = LEARNER.model_copy(update={"activation_checkpointing": "none", "compile": False})
+    kept, alone = (
+        estimate(model, learner, 1).candidates[0].per_token["activations"]
+        for model in (seeing, seeing.model_copy(update={"text_alone": True}))
+    )
     config = read_config(seeing).get_text_config()
     output = 4 * config.head_dim * config.num_attention_heads  # float32
-    assert 2 * output <= (kept.everything - alone.everything) / kept.layers <= 4 * output
+    assert 2 * output <= (kept - alone) / len(sizes_of(seeing).of_blocks) <= 4 * output
