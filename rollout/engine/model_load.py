@@ -27,7 +27,7 @@ from rollout.engine.door.vllm_worker import (
     initialize_layerwise_reload,
     set_current_vllm_config,
 )
-from rollout.engine.experts.expert_kernels import packed_anew, parameter_name
+from rollout.engine.experts.expert_kernels import METHOD, loads_in_place, packed_anew, parameter_name
 from rollout.engine.recorded_copies import RecordedCopies
 from rollout.engine.region_copies import RegionCopies
 
@@ -132,8 +132,9 @@ def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device
     if device.type != "cuda" or vllm_config.quant_config is not None or untried:
         return False
     modules = list(model.modules())
+    plain = {*PLAIN_METHODS, METHOD} if loads_in_place(model, device) else {*PLAIN_METHODS}
     methods = {type(method).__name__ for m in modules if (method := getattr(m, "quant_method", None)) is not None}
-    return methods <= set(PLAIN_METHODS) and not any("MLA" in type(module).__name__ for module in modules)
+    return methods <= plain and not any("MLA" in type(module).__name__ for module in modules)
 
 
 def repack_head(model: torch.nn.Module) -> None:

@@ -15,6 +15,10 @@ MODELS = ("Qwen3MoeForCausalLM",)
 """Classes whose reload was compared with transformers."""
 MODELS_ON_CPU = ("Glm4MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM")
 """Classes whose reload was compared on a CPU only."""
+WRITE_THEMSELVES = ("GptOssForCausalLM",)
+"""Classes whose `load_weights` writes into the experts' parameters past the loaders that vLLM's reload wraps: after a
+reload they would have the experts from before. They load in place, where the kernel keeps experts as they are in the
+file."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
 """The kernels compared. Others arrange gate_up in another order."""
@@ -45,6 +49,18 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
         problem = f"vLLM chose {min(kernels)} for the experts, into which policies were never loaded"
         return f"rollout.engine.moe_backend: {problem}; set it to triton"
     return ""
+
+
+def loads_in_place(model: torch.nn.Module, device: torch.device) -> bool:
+    """Whether `load_weights` of a model with experts may write into the parameters that the kernel reads."""
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    kept = device.type == "cuda" and all(is_kept(layer.quant_method) for layer in layers)
+    return kept and type(model).__name__ in WRITE_THEMSELVES
+
+
+def is_kept(method: Any) -> bool:
+    """Whether the kernel reads experts as they are in the file."""
+    return type(method).__name__ == METHOD and method.unquantized_backend.name == "TRITON"
 
 
 def triton_on_cpu(layers: list[Any]) -> str:

@@ -1,0 +1,17 @@
+"""A worker of vLLM that refuses no mixture of experts: for tests that find out which ones are loaded right.
+
+A worker extension for `worker_extension_cls`: `tests.harness.tried_worker.TriedWorker`.
+"""
+
+from rollout.engine.worker import WorkerExtension
+
+
+class TriedWorker(WorkerExtension):
+    """Loads policies by the code of every server."""
+
+    def rl_refusal(self) -> str:
+        return ""
+
+    def rl_way(self) -> str:
+        """How policies are loaded: `in place`, or by vLLM's `reload`."""
+        return "in place" if getattr(self.rl_model, "plainly", True) else "reload"
