@@ -71,6 +71,9 @@ class ModelLoad:
     def load_folder(self, folder: Path) -> None:
         self._load(tensors_in(files_in(folder)), ())
 
+    def load_trial(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._load(weights, ())
+
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load buckets that later ones overwrite. Raises ChannelError for an end that another round can repair."""
         if self.plainly:

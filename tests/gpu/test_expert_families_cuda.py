@@ -51,3 +51,7 @@ def test_each_kind_of_weight_is_loaded(seen: Seen) -> None:
 def test_decoded_tokens_have_the_log_probabilities_of_transformers(seen: Seen) -> None:
     for how, off in seen.decoded.items():
         assert off < 3 * seen.decoded_rounded[how] + 0.02, how
+
+
+def test_a_servers_own_trial_accepts_it(seen: Seen) -> None:
+    assert seen.trial.endswith("kinds hold"), seen.trial

@@ -20,9 +20,11 @@ from unittest.mock import patch
 
 import torch
 
+from configs.load import ConfigError
 from configs.schema import Config
 from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
+from rollout.engine.experts import reload_trial
 from tests.harness.expert_families import Family, FamilyPolicy, kind_of, save
 from tests.harness.keys import client_keys, server_keys
 from tests.harness.one_gpu import device_of, start
@@ -54,6 +56,8 @@ class Seen:
     """Kinds of weights whose change alone changed nothing."""
     kinds: int = 0
     probes: dict[str, float] = field(default_factory=dict)
+    trial: str = ""
+    """What a server's own trial says."""
     repeated: float = 0.0
     """Of two scorings of the same weights."""
     way: str = ""
@@ -67,7 +71,7 @@ class Seen:
         return (
             f"family {name}: loads {self.way}; {figures}, least old {min(self.old.values(), default=0.0):.2g}, "
             f"repeated {self.repeated:.2g}; {self.kinds} kinds{silent}; start {self.start_s:.0f} s; "
-            f"off {rounded(self.off)} old {rounded(self.old)} same {rounded(self.same)}"
+            f"trial: {self.trial}; off {rounded(self.off)} old {rounded(self.old)} same {rounded(self.same)}"
         )
 
     def _groups(self) -> dict[str, dict[str, float]]:
@@ -122,6 +126,7 @@ class Play:
             await self.push("full", (1, 2, 0))
             await self.push("bucket", (2, 1, 0))
             await self.change_kinds()
+            await self.try_reloads()
         finally:
             await self.engine.close()
         return self.seen
@@ -212,6 +217,15 @@ class Play:
                 self.seen.silent.append(kind)
         await self.engine.load_folder(save(ours, self.folder / "again"))
         await self.compare(AGAIN, 0)
+
+    async def try_reloads(self) -> None:
+        """As a server would when it starts."""
+        [kinds] = await self.engine.collective("rl_kinds", timeout_s=60)
+        try:
+            await reload_trial.try_reloads(self.engine, kinds)
+            self.seen.trial = f"all {len(kinds)} kinds hold"
+        except ConfigError as error:
+            self.seen.trial = str(error)
 
 
 def mean(found: list[list[float]], theirs: list[list[float]]) -> float:

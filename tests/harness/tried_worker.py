@@ -1,4 +1,4 @@
-"""A worker of vLLM that refuses no mixture of experts: for tests that find out which ones are loaded right.
+"""A worker of vLLM that refuses and tries no mixture of experts: for tests that find out which ones are loaded right.
 
 A worker extension for `worker_extension_cls`: `tests.harness.tried_worker.TriedWorker`.
 """
@@ -11,6 +11,13 @@ class TriedWorker(WorkerExtension):
 
     def rl_refusal(self) -> str:
         return ""
+
+    def rl_trial_kinds(self) -> list[str]:
+        return []
+
+    def rl_kinds(self) -> list[str]:
+        """Kinds of weights that a trial would change."""
+        return self.rl_trial_weights.kinds()
 
     def rl_way(self) -> str:
         """How policies are loaded: `in place`, or by vLLM's `reload`."""

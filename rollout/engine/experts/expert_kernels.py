@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 
+from configs.expert_models import failing, proven
 from rollout.engine.door.vllm_worker import RoutedExperts
 
-MODELS = ("Qwen3MoeForCausalLM",)
-"""Classes whose reload was compared with transformers."""
-MODELS_ON_CPU = ("Glm4MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM")
-"""Classes whose reload was compared on a CPU only."""
 WRITE_THEMSELVES = ("GptOssForCausalLM",)
 """Classes whose `load_weights` writes into the experts' parameters past the loaders that vLLM's reload wraps: after a
 reload they would have the experts from before. They load in place, where the kernel keeps experts as they are in the
 file."""
 METHOD = "UnquantizedFusedMoEMethod"
+OTHER = "use a model that docs/experts.md lists"
 BACKENDS = ("CPU", "TRITON")
 """The kernels compared. Others arrange gate_up in another order."""
 
@@ -35,10 +33,14 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
     for field in ("enable_expert_parallel", "enable_eplb"):
         if getattr(parallel, field):
             return f"rollout.engine.{field}: no policy can be loaded into experts that are spread over GPUs; remove it"
-    known = (*MODELS, *MODELS_ON_CPU) if vllm_config.device_config.device_type == "cpu" else MODELS
-    name, what = type(model).__name__, f"policies were tried on {', '.join(known)} only"
-    if name not in known or not layers:
-        return f"model.path: vLLM's {name} has experts, and {what}; use a model of those"
+    device, name = vllm_config.device_config.device_type, type(model).__name__
+    if not layers:
+        return f"model.path: vLLM's {name} has experts in layers that are not known here; {OTHER}"
+    images = getattr(vllm_config.model_config, "multimodal_config", None)
+    if images is not None and not images.language_model_only:
+        return f"model.path: vLLM's {name} has experts and sees images, which no load was tried with; {OTHER}"
+    if name in failing(device).values():
+        return f"model.path: vLLM's {name} keeps experts of an earlier policy on this device; {OTHER}"
     methods = {type(layer.quant_method).__name__ for layer in layers} - {METHOD}
     if methods:
         return (
@@ -49,6 +51,13 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
         problem = f"vLLM chose {min(kernels)} for the experts, into which policies were never loaded"
         return f"rollout.engine.moe_backend: {problem}; set it to triton"
     return ""
+
+
+def needs_trial(model: torch.nn.Module, vllm_config: Any) -> bool:
+    """Whether nobody has compared how this vLLM loads policies into the experts of `model` on this device."""
+    known = {each.architecture for each in proven(vllm_config.device_config.device_type)}
+    mixed = any(isinstance(layer, RoutedExperts) for layer in model.modules())
+    return mixed and vllm_config.lora_config is None and type(model).__name__ not in known
 
 
 def loads_in_place(model: torch.nn.Module, device: torch.device) -> bool:

@@ -1,0 +1,62 @@
+"""Mixtures of experts into which servers load policies: which were compared with transformers, and on which device.
+
+Pure data. Two refusals read it: of a model's config.json, before anything starts (`configs/checks.py`), and of vLLM's
+class, when a server starts (`rollout/engine/experts/expert_kernels.py`). A mixture that is in no table is tried when
+its server starts (`rollout/engine/experts/reload_trial.py`).
+"""
+
+from typing import NamedTuple
+
+CPU, GPU = "cpu", "cuda"
+
+
+class ExpertModel(NamedTuple):
+    """One type of models, by the name in config.json (of the text model, where there are several) and vLLM's class."""
+
+    kind: str
+    architecture: str
+    devices: tuple[str, ...]
+    """Where reloads were compared, by tests/rollout/engine and by tests/gpu."""
+
+
+PROVEN = (
+    ExpertModel("qwen3_moe", "Qwen3MoeForCausalLM", (CPU, GPU)),
+    ExpertModel("glm4_moe", "Glm4MoeForCausalLM", (CPU,)),
+    ExpertModel("mixtral", "MixtralForCausalLM", (CPU,)),
+    ExpertModel("olmoe", "OlmoeForCausalLM", (CPU,)),
+    ExpertModel("qwen2_moe", "Qwen2MoeForCausalLM", (CPU,)),
+)
+REPLAYED = ("qwen3_moe",)
+"""Types whose routes the learner replays (`learner/model/experts/mixture.py`)."""
+FAILING = {CPU: {"gpt_oss": "GptOssForCausalLM"}, GPU: dict[str, str]()}
+"""Types and classes that failed the comparison: after a reload they computed with experts of an earlier policy."""
+
+
+def proven(device: str) -> list[ExpertModel]:
+    return [model for model in PROVEN if device in model.devices]
+
+
+def failing(device: str) -> dict[str, str]:
+    return FAILING[CPU if device == CPU else GPU]
+
+
+def is_failing(kind: str | None, device: str) -> bool:
+    """`device` may be `auto`: then it is known where the server starts."""
+    devices = (CPU, GPU) if device not in (CPU, GPU) else (device,)
+    return all(kind in FAILING[each] for each in devices)
+
+
+def is_proven(kind: str | None, device: str) -> bool:
+    devices = (CPU, GPU) if device not in (CPU, GPU) else (device,)
+    return all(kind in {model.kind for model in proven(each)} for each in devices)
+
+
+def described() -> str:
+    """The sentence of docs/experts.md."""
+    both = [model.kind for model in PROVEN if set(model.devices) == {CPU, GPU}]
+    words = [f"on CPUs and GPUs: {', '.join(f'`{kind}`' for kind in both)}"]
+    for device, place in ((GPU, "on GPUs"), (CPU, "on CPUs")):
+        alone = [model.kind for model in PROVEN if model.devices == (device,)]
+        if alone:
+            words.append(f"{place} alone: {', '.join(f'`{kind}`' for kind in alone)}")
+    return "; ".join(words)
