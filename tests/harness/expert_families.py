@@ -50,6 +50,9 @@ class Family:
 
 DELTA_RULE: dict[str, Any] = {**EAGER, "gdn_prefill_backend": "triton"}
 DENSE_FIRST = {"first_k_dense_replace": 1}
+DEEPSEEK_V3 = {**DENSE_FIRST, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""As in the published config.json: vLLM reads keys that transformers does not write by itself."""
+MINIMAX = {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}
 GRAPHS: dict[str, Any] = {"max_cudagraph_capture_size": 16}
 FAMILIES: dict[str, Family] = {
     "glm4_moe": Family("glm4_moe"),
@@ -59,14 +62,14 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family("qwen3_moe", {"norm_topk_prob": True}),
     "gpt_oss": Family("gpt_oss"),
     "deepseek_v2": Family("deepseek_v2", DENSE_FIRST),
-    "deepseek_v3": Family("deepseek_v3", DENSE_FIRST),
+    "deepseek_v3": Family("deepseek_v3", DEEPSEEK_V3),
     "qwen3_next": Family("qwen3_next", engine=DELTA_RULE),
     "qwen3_5_moe": Family("qwen3_5_moe", engine=DELTA_RULE, idle="model.visual."),
     "ernie4_5_moe": Family("ernie4_5_moe"),
-    "minimax_m2": Family("minimax_m2"),
+    "minimax_m2": Family("minimax_m2", MINIMAX),
     "gpt_oss, graphs": Family("gpt_oss", engine=GRAPHS),
     "glm4_moe, graphs": Family("glm4_moe", engine=GRAPHS),
-    "deepseek_v3, graphs": Family("deepseek_v3", DENSE_FIRST, GRAPHS),
+    "deepseek_v3, graphs": Family("deepseek_v3", DEEPSEEK_V3, GRAPHS),
 }
 """By name; with `graphs`, a GPU runs CUDA graphs and compiled blocks."""
 
