@@ -18,7 +18,7 @@ from pathlib import Path
 
 from configs import context_parallel, critic, matmul, offloading, publishing, sft, staging, teachers, variables
 from configs.data.sources import GENERATED, INSTALL, problems_with, source_name
-from configs.expert_models import is_failing, is_proven
+from configs.expert_models import OTHER_MIXTURE, failing, is_proven
 from configs.load import ConfigError
 from configs.model_facts import ModelFacts, facts_of, model_facts
 from configs.model_folder import faults
@@ -380,9 +380,8 @@ def _experts(config: Config) -> Iterator[str]:
 def _untried_experts(config: Config, facts: ModelFacts) -> Iterator[str]:
     """Mixtures that failed, or that no trial of a server can judge."""
     model, device = f"{config.model.path} is of type {facts.kind}", config.rollout.device
-    if is_failing(facts.kind, device):
-        rule = f"servers on a {device} keep experts of an earlier policy in such a model"
-        yield f"model.path: {model}, and {rule}; use servers with GPUs, or another model"
+    if fault := next((one.fault for one in failing(device) if one.kind == facts.kind), ""):
+        yield f"model.path: {model}, of which vLLM on this device ({device}) {fault}; {OTHER_MIXTURE}"
     elif facts.image_token is not None:
         rule = "servers load no policies into a mixture of experts that sees images"
         yield f"model.path: {model}, and {rule}; set model.text_alone: true"

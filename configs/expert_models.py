@@ -28,25 +28,37 @@ PROVEN = (
 )
 REPLAYED = ("qwen3_moe",)
 """Types whose routes the learner replays (`learner/model/experts/mixture.py`)."""
-FAILING = {CPU: {"gpt_oss": "GptOssForCausalLM"}, GPU: dict[str, str]()}
-"""Types and classes that failed the comparison: after a reload they computed with experts of an earlier policy."""
+OTHER_MIXTURE = "use another device, or a model that docs/experts.md lists"
+KEEPS_EXPERTS = "keeps the experts of an earlier policy"
+LATENT = "computes latent attention otherwise than the learner"
+
+
+class FailingModel(NamedTuple):
+    """A type that failed the comparison on `device`: vLLM there does what `fault` says."""
+
+    kind: str
+    architecture: str
+    device: str
+    fault: str
+
+
+FAILING = (
+    FailingModel("gpt_oss", "GptOssForCausalLM", CPU, KEEPS_EXPERTS),
+    FailingModel("deepseek_v2", "DeepseekV2ForCausalLM", CPU, LATENT),
+    FailingModel("deepseek_v3", "DeepseekV3ForCausalLM", CPU, LATENT),
+)
 
 
 def proven(device: str) -> list[ExpertModel]:
     return [model for model in PROVEN if device in model.devices]
 
 
-def failing(device: str) -> dict[str, str]:
-    return FAILING[CPU if device == CPU else GPU]
-
-
-def is_failing(kind: str | None, device: str) -> bool:
-    """`device` may be `auto`: then it is known where the server starts."""
-    devices = (CPU, GPU) if device not in (CPU, GPU) else (device,)
-    return all(kind in FAILING[each] for each in devices)
+def failing(device: str) -> list[FailingModel]:
+    return [model for model in FAILING if model.device == device]
 
 
 def is_proven(kind: str | None, device: str) -> bool:
+    """Whether it is on `device`, or for `auto` on every device."""
     devices = (CPU, GPU) if device not in (CPU, GPU) else (device,)
     return all(kind in {model.kind for model in proven(each)} for each in devices)
 

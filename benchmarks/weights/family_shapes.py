@@ -94,8 +94,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "speck-nemotron": NEMOTRON | SPECK | {"head_dim": 32, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2,
                                           "ssm_state_size": 16},
 }  # fmt: skip
-"""By name. vLLM on a CPU serves no mixture of these (docs/experts.md). `topk_method` and `scoring_func` are read by vLLM
-alone."""
+"""By name. vLLM on a CPU serves no mixture of these types (docs/experts.md). vLLM alone reads `topk_method` and
+`scoring_func`."""
 EOSLESS = {"eos_token_id": None, "bos_token_id": None}
 """No end token: sequences run to their full length."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from configs.expert_models import failing, proven
+from configs.expert_models import OTHER_MIXTURE, failing, proven
 from rollout.engine.door.vllm_worker import RoutedExperts
 
 WRITE_THEMSELVES = ("GptOssForCausalLM",)
@@ -17,13 +17,12 @@ WRITE_THEMSELVES = ("GptOssForCausalLM",)
 reload they would have the experts from before. They load in place, where the kernel keeps experts as they are in the
 file."""
 METHOD = "UnquantizedFusedMoEMethod"
-OTHER = "use a model that docs/experts.md lists"
 BACKENDS = ("CPU", "TRITON")
 """The kernels compared. Others arrange gate_up in another order."""
 
 
 def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
-    """Why no policy may be loaded into the experts, or ""."""
+    """Why no policy may be loaded into the experts, or "". A mixture that is not refused may need a trial."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if vllm_config.lora_config is not None:  # the base is never loaded again
         return triton_on_cpu(layers) if vllm_config.device_config.device_type == "cpu" else ""
@@ -33,14 +32,21 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
     for field in ("enable_expert_parallel", "enable_eplb"):
         if getattr(parallel, field):
             return f"rollout.engine.{field}: no policy can be loaded into experts that are spread over GPUs; remove it"
-    device, name = vllm_config.device_config.device_type, type(model).__name__
+    return _model_refusal(type(model).__name__, layers, vllm_config) or _kernel_refusal(layers)
+
+
+def _model_refusal(name: str, layers: list[Any], vllm_config: Any) -> str:
+    device, images = vllm_config.device_config.device_type, vllm_config.model_config.multimodal_config
     if not layers:
-        return f"model.path: vLLM's {name} has experts in layers that are not known here; {OTHER}"
-    images = getattr(vllm_config.model_config, "multimodal_config", None)
+        return f"model.path: vLLM's {name} has experts in layers that are not known here; {OTHER_MIXTURE}"
     if images is not None and not images.language_model_only:
-        return f"model.path: vLLM's {name} has experts and sees images, which no load was tried with; {OTHER}"
-    if name in failing(device).values():
-        return f"model.path: vLLM's {name} keeps experts of an earlier policy on this device; {OTHER}"
+        return f"model.path: vLLM's {name} has experts and sees images, which no load was tried with; {OTHER_MIXTURE}"
+    if fault := next((one.fault for one in failing(device) if one.architecture == name), ""):
+        return f"model.path: vLLM's {name} on this device ({device}) {fault}; {OTHER_MIXTURE}"
+    return ""
+
+
+def _kernel_refusal(layers: list[Any]) -> str:
     methods = {type(layer.quant_method).__name__ for layer in layers} - {METHOD}
     if methods:
         return (

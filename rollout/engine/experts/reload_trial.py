@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, Protocol
 
+from configs.expert_models import OTHER_MIXTURE
 from configs.load import ConfigError
 from rollout.engine.experts.trial_weights import EVERY_KIND
 
@@ -23,7 +24,6 @@ DECODED = 16
 STALE = 0.25
 """Share of the distance from A to B that decoded tokens may be off; rounding takes a tenth of that."""
 LOAD_S = 600.0
-REMEDY = "take a model that docs/experts.md lists, or another release of vLLM"
 
 
 class TriedEngine(Protocol):
@@ -50,7 +50,7 @@ async def try_reloads(engine: TriedEngine, kinds: Sequence[str]) -> None:
     other = await _loaded(engine, EVERY_KIND, texts)
     distance = _mean(other, first)
     if not await _decoding_is_off(engine, texts[-1]) <= STALE * distance:
-        raise _refused("after a push, tokens are decoded with other weights than prompts are read with")
+        raise _refused("after a push, decoded tokens have other log-probabilities than the same tokens in a prompt")
     again = _largest(await _loaded(engine, "", texts), first)
     if not again <= noise:
         raise _refused(f"the same weights, pushed again after others, give log-probabilities {again:.2g} nat off")
@@ -91,4 +91,4 @@ def _mean(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _refused(what: str) -> ConfigError:
-    return ConfigError([f"model.path: this vLLM does not load policies into its experts: {what}; {REMEDY}"])
+    return ConfigError([f"model.path: this vLLM does not load policies into its experts: {what}; {OTHER_MIXTURE}"])
