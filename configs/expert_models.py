@@ -25,12 +25,15 @@ PROVEN = (
     ExpertModel("mixtral", "MixtralForCausalLM", (CPU,)),
     ExpertModel("olmoe", "OlmoeForCausalLM", (CPU,)),
     ExpertModel("qwen2_moe", "Qwen2MoeForCausalLM", (CPU,)),
+    ExpertModel("qwen3_next", "Qwen3NextForCausalLM", (CPU,)),
+    ExpertModel("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", (CPU,)),
 )
 REPLAYED = ("qwen3_moe",)
 """Types whose routes the learner replays (`learner/model/experts/mixture.py`)."""
 OTHER_MIXTURE = "use another device, or a model that docs/experts.md lists"
 KEEPS_EXPERTS = "keeps the experts of an earlier policy"
 LATENT = "computes latent attention otherwise than the learner"
+NO_ROUTER_BIAS = "cannot compute a router with a bias of its scores and no groups"
 
 
 class FailingModel(NamedTuple):
@@ -46,6 +49,8 @@ FAILING = (
     FailingModel("gpt_oss", "GptOssForCausalLM", CPU, KEEPS_EXPERTS),
     FailingModel("deepseek_v2", "DeepseekV2ForCausalLM", CPU, LATENT),
     FailingModel("deepseek_v3", "DeepseekV3ForCausalLM", CPU, LATENT),
+    FailingModel("minimax_m2", "MiniMaxM2ForCausalLM", CPU, NO_ROUTER_BIAS),
+    FailingModel("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", CPU, NO_ROUTER_BIAS),
 )
 
 

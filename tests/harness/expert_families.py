@@ -38,6 +38,11 @@ class Family:
     engine: Mapping[str, Any] = field(default_factory=lambda: EAGER)
     idle: str = ""
 
+    @property
+    def text_kind(self) -> str:
+        """The type of the text model, by which run files are judged."""
+        return f"{self.kind}_text" if self.idle else self.kind
+
     def model(self, seed: int) -> PreTrainedModel:
         """Return a model whose every weight is drawn by `seed`."""
         config = small(AutoConfig.for_model(self.kind, **DEFAULTS.get(self.kind, {}) | dict(self.changes)))

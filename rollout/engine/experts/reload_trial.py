@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from configs.expert_models import OTHER_MIXTURE
 from configs.load import ConfigError
 from rollout.engine.experts.trial_weights import EVERY_KIND
+from rollout.errors import EngineDead, EngineError
 
 log = logging.getLogger(__name__)
 LENGTHS = (512, 64, 23)
@@ -40,7 +41,14 @@ class TriedEngine(Protocol):
 
 
 async def try_reloads(engine: TriedEngine, kinds: Sequence[str]) -> None:
-    """Raise ConfigError, naming the kind of weight, if a load is not right."""
+    """Raise ConfigError, naming the kind of weight, if a load is not right, or vLLM dies of one."""
+    try:
+        await _try_all(engine, kinds)
+    except (EngineDead, EngineError) as error:
+        raise _refused(f"it fails on random weights ({' '.join(str(error).split())[:300]})") from error
+
+
+async def _try_all(engine: TriedEngine, kinds: Sequence[str]) -> None:
     began, texts = time.monotonic(), drawn_texts(engine.vocabulary, engine.longest)
     first = await _loaded(engine, "", texts)
     noise = _largest(first, await _scores(engine, texts))

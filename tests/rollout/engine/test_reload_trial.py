@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from configs.load import ConfigError
 from rollout.engine.experts.reload_trial import LENGTHS, drawn_texts, try_reloads
 from rollout.engine.experts.trial_weights import EVERY_KIND, TrialWeights, kind_of
+from rollout.errors import EngineDead
 
 KINDS = ["layers.#.gate.weight", "layers.#.experts.#.up.weight", "layers.#.bias"]
 LONGEST = 90
@@ -30,6 +31,8 @@ class LoadedEngine:
         for kind in KINDS:
             if kind != self.fault or self.loads == 1:
                 self.weights[kind] = float(changed in (EVERY_KIND, kind))
+        if self.fault == "dies" and self.loads > 1:
+            raise EngineDead("vLLM's engine process died")
         if self.fault == "drifts":
             self.weights["drift"] = 0.01 * self.loads
 
@@ -57,6 +60,7 @@ def test_loads_that_are_right_pass():
         *((kind, f"a push that changes {kind} changes no log-probability; ") for kind in KINDS),
         ("decodes", "after a push, decoded tokens have other log-probabilities than the same tokens in a prompt; "),
         ("drifts", "the same weights, pushed again after others, give log-probabilities 0.2 nat off; "),
+        ("dies", "it fails on random weights (vLLM's engine process died); "),
         ("not finite", "random weights give log-probabilities that are not finite; "),
     ],
 )
