@@ -21,12 +21,14 @@ class ExpertModel(NamedTuple):
 
 PROVEN = (
     ExpertModel("qwen3_moe", "Qwen3MoeForCausalLM", (CPU, GPU)),
-    ExpertModel("glm4_moe", "Glm4MoeForCausalLM", (CPU,)),
-    ExpertModel("mixtral", "MixtralForCausalLM", (CPU,)),
-    ExpertModel("olmoe", "OlmoeForCausalLM", (CPU,)),
-    ExpertModel("qwen2_moe", "Qwen2MoeForCausalLM", (CPU,)),
-    ExpertModel("qwen3_next", "Qwen3NextForCausalLM", (CPU,)),
-    ExpertModel("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", (CPU,)),
+    ExpertModel("qwen2_moe", "Qwen2MoeForCausalLM", (CPU, GPU)),
+    ExpertModel("qwen3_next", "Qwen3NextForCausalLM", (CPU, GPU)),
+    ExpertModel("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", (CPU, GPU)),
+    ExpertModel("glm4_moe", "Glm4MoeForCausalLM", (CPU, GPU)),
+    ExpertModel("mixtral", "MixtralForCausalLM", (CPU, GPU)),
+    ExpertModel("olmoe", "OlmoeForCausalLM", (CPU, GPU)),
+    ExpertModel("gpt_oss", "GptOssForCausalLM", (GPU,)),
+    ExpertModel("deepseek_v2", "DeepseekV2ForCausalLM", (GPU,)),
 )
 REPLAYED = ("qwen3_moe",)
 """Types whose routes the learner replays (`learner/model/experts/mixture.py`)."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from configs.checks import check, max_group_bytes
+from configs.expert_models import FAILING, PROVEN, described
 from configs.load import ConfigError, load
 from configs.model_facts import expert_layers, model_facts
 from configs.schema import Config
@@ -130,3 +131,9 @@ def test_a_number_that_is_none_is_no_fact(tmp_path: Path, model: dict[str, objec
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "odd", "num_hidden_layers": 2} | model))
     facts = model_facts(str(tmp_path))
     assert (facts.kind, facts.experts, facts.route_bytes) == ("odd", 0, 0)
+
+
+def test_the_page_names_the_mixtures_that_were_compared_and_those_that_failed():
+    page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
+    assert described() in page
+    assert len({(each.kind, each.device) for each in FAILING} & {(m.kind, d) for m in PROVEN for d in m.devices}) == 0
