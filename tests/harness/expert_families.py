@@ -23,7 +23,7 @@ from learner.weights.plan import Spec
 from tests.harness.published import scores
 
 GAIN, MOVED = 1.5, 0.2
-"""Of random matrices, and of vectors around their initial values."""
+"""The scale of random matrices, and that of the noise that is added to vectors."""
 EAGER: dict[str, Any] = {"enforce_eager": True}
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

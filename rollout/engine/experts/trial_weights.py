@@ -12,7 +12,7 @@ from configs.model_facts import TEXT_PARTS, UNREAD
 from configs.model_folder import FolderError, header_of, weight_files
 
 GAIN, MOVED = 1.5, 0.2
-"""Of matrices, and of vectors around 1."""
+"""The scale of matrices, and that of the noise that is added to vectors of ones."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 EVERY_KIND = "*"
