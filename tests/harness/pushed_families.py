@@ -44,14 +44,14 @@ class Seen:
     off: dict[str, float] = field(default_factory=dict)
     """After each load: from transformers in float32."""
     rounded: dict[str, float] = field(default_factory=dict)
-    """Of transformers in the engine's dtype from transformers in float32, with the weights of that load."""
+    """How far transformers in the engine's dtype is from transformers in float32, with the weights of that load."""
     old: dict[str, float] = field(default_factory=dict)
-    """Of the engine from the weights before."""
+    """How far the engine is from transformers with the weights before."""
     same: dict[str, float] = field(default_factory=dict)
     """After each load of the first weights: the largest difference from the first load; 0 is equal in each bit."""
     decoded: dict[str, float] = field(default_factory=dict)
     decoded_rounded: dict[str, float] = field(default_factory=dict)
-    """Of decoded tokens, likewise."""
+    """The same two of decoded tokens."""
     silent: list[str] = field(default_factory=list)
     """Kinds of weights whose change alone changed nothing."""
     kinds: int = 0
@@ -59,7 +59,7 @@ class Seen:
     trial: str = ""
     """What a server's own trial says."""
     repeated: float = 0.0
-    """Of two scorings of the same weights."""
+    """The difference of two scorings of the same weights."""
     way: str = ""
     start_s: float = 0.0
 
