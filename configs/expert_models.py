@@ -29,6 +29,7 @@ PROVEN = (
     ExpertModel("olmoe", "OlmoeForCausalLM", (CPU, GPU)),
     ExpertModel("gpt_oss", "GptOssForCausalLM", (GPU,)),
     ExpertModel("deepseek_v2", "DeepseekV2ForCausalLM", (GPU,)),
+    ExpertModel("deepseek_v3", "DeepseekV3ForCausalLM", (GPU,)),
 )
 REPLAYED = ("qwen3_moe",)
 """Types whose routes the learner replays (`learner/model/experts/mixture.py`)."""

@@ -20,6 +20,9 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
+FAR = 0.3
+"""Mean difference of 24 decoded tokens, in nats, that one flipped choice of experts may reach; stale weights are 1.5
+off."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -50,7 +53,7 @@ def test_each_kind_of_weight_is_loaded(seen: Seen) -> None:
 
 def test_decoded_tokens_have_the_log_probabilities_of_transformers(seen: Seen) -> None:
     for how, off in seen.decoded.items():
-        assert off < 3 * seen.decoded_rounded[how] + 0.02, how
+        assert off < max(3 * seen.decoded_rounded[how], FAR) < min(seen.old.values()) / 2, how
 
 
 def test_a_servers_own_trial_accepts_it(seen: Seen) -> None:

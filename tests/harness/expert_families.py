@@ -72,6 +72,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": Family("qwen3_5_moe", engine=DELTA_RULE, idle="model.visual."),
     "ernie4_5_moe": Family("ernie4_5_moe"),
     "minimax_m2": Family("minimax_m2", MINIMAX),
+    "granitemoe": Family("granitemoe"),
     "gpt_oss, graphs": Family("gpt_oss", engine=GRAPHS),
     "glm4_moe, graphs": Family("glm4_moe", engine=GRAPHS),
     "deepseek_v3, graphs": Family("deepseek_v3", DEEPSEEK_V3, GRAPHS),

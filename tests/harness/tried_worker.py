@@ -22,3 +22,13 @@ class TriedWorker(WorkerExtension):
     def rl_way(self) -> str:
         """How policies are loaded: `in place`, or by vLLM's `reload`."""
         return "in place" if getattr(self.rl_model, "plainly", True) else "reload"
+
+
+class UnlistedWorker(WorkerExtension):
+    """Tries every mixture of experts, whatever was seen of it."""
+
+    def rl_refusal(self) -> str:
+        return ""
+
+    def rl_trial_kinds(self) -> list[str]:
+        return self.rl_trial_weights.kinds()

@@ -1,14 +1,19 @@
 """Mixtures of experts of each family in a real vLLM on a CPU: every load of a policy puts every weight in its place, or
 a server's own trial refuses the family."""
 
+import logging
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from configs.expert_models import CPU, KEEPS_EXPERTS, failing, proven
+from configs.load import ConfigError
 from tests.harness.engines import played
-from tests.harness.expert_families import FAMILIES
+from tests.harness.expert_families import FAMILIES, FamilyPolicy
 from tests.harness.pushed_families import AGAIN, Play, Seen
+from tests.rollout.engine.test_expert_load import make_config
 
 pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(900)]
 IN_BFLOAT16 = ("qwen3_next", "qwen3_5_moe")
@@ -39,3 +44,33 @@ def test_a_family_whose_experts_stay_is_found_by_a_servers_trial(tmp_path):
     seen = play("gpt_oss", tmp_path)
     assert "model.layers.#.mlp.experts.gate_up_proj" in seen.silent
     assert "a push that changes model.layers.#.mlp.experts.down_proj changes no log-probability" in seen.trial
+
+
+def start(name, folder, **arguments):
+    """Start a server's engine, with dummy weights, and end it. `arguments` of vLLM take the place of ours."""
+    from rollout.engine import vllm_engine
+
+    FamilyPolicy(FAMILIES[name].model(seed=0), torch.float32).save(folder)
+    made = vllm_engine.engine_arguments
+
+    async def started():
+        engine = await vllm_engine.Engine.start(make_config(folder), seed=1)
+        await engine.close()
+
+    with patch.object(vllm_engine, "engine_arguments", lambda *given: made(*given) | arguments):
+        played(started())
+
+
+def test_a_server_starts_with_a_mixture_that_nobody_has_compared(tmp_path, caplog):
+    assert "granitemoe" not in PROVEN
+    with caplog.at_level(logging.INFO, "rollout"):
+        start("granitemoe", tmp_path)
+    assert "experts: vLLM loads all 13 kinds of weights again; tried in " in caplog.text
+
+
+def test_a_server_refuses_a_mixture_that_fails_its_trial(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        start("gpt_oss", tmp_path, worker_extension_cls="tests.harness.tried_worker.UnlistedWorker")
+    [problem] = caught.value.problems
+    what = "a push that changes model.layers.#.mlp.experts.down_proj changes no log-probability"
+    assert problem.startswith(f"model.path: this vLLM does not load policies into its experts: {what}; use another")

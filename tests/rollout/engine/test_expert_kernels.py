@@ -1,5 +1,6 @@
 """Which of vLLM's models with experts are given policies, and under which names their parameters are loaded."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -176,3 +177,25 @@ def test_experts_have_one_name_in_every_vllm():
     now = "model.layers.0.mlp.experts.routed_experts.w13_weight"
     assert parameter_name("model.layers.0.mlp.experts.w13_weight") == parameter_name(now) == now
     assert parameter_name("model.layers.0.mlp.gate.weight") == "model.layers.0.mlp.gate.weight"
+
+
+def test_a_loader_without_a_name_is_given_one_before_a_reload():
+    """vLLM's reload would raise AttributeError."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    from rollout.engine.model_load import name_loaders
+
+    model = torch.nn.LayerNorm(4, bias=False)
+    model.weight.weight_loader = partial(load, share=1)
+    record_metadata_for_reloading(model)
+    name_loaders(model)
+    initialize_layerwise_reload(model)
+    assert model.weight.is_meta and model.weight.weight_loader.__name__ == "online_process_loader"
+    assert model.weight.weight_loader.__wrapped__.__name__ == "load"
+
+
+def load(parameter: torch.Tensor, weight: torch.Tensor, share: int) -> None:
+    parameter.data.copy_(weight)
