@@ -34,14 +34,14 @@ class TrialWeights:
         self._text_alone = bool(model_config.is_multimodal_model)
         files = weight_files(Path(model_config.model))
         if not files:
-            raise FolderError(f"{model_config.model} has no file of weights")
+            raise FolderError(f"{model_config.model} has no files of them")
         every = [each for file in files for each in header_of(file).shapes.items()]
         self._shapes = {name: shape for name, shape in every if self._is_read(name)}
 
     def _is_read(self, name: str) -> bool:
-        """vLLM reads no head that is tied, and no layers that predict further tokens."""
+        """vLLM reads no head that is tied, no rotary frequencies, and no layers that predict further tokens."""
         layer = LAYER.search(f".{name}")
-        if name.startswith(UNREAD) or (layer and int(layer[1]) >= self._layers):
+        if name.startswith(UNREAD) or name.endswith(".inv_freq") or (layer and int(layer[1]) >= self._layers):
             return False
         return not (self._tied and name.endswith("lm_head.weight"))
 
@@ -58,3 +58,13 @@ class TrialWeights:
             drawn = torch.randn(shape, generator=source, device=self._device)
             scaled = drawn * GAIN / shape[-1] ** 0.5 if len(shape) > 1 else 1 + MOVED * drawn
             yield name, scaled.to(self._dtype)
+
+
+def cannot_be_tried(model_config: Any) -> str:
+    """Why there are no names of weights to try loads with, or ""."""
+    try:
+        TrialWeights(model_config, torch.device("meta"))
+    except FolderError as error:
+        what = "a server tries mixtures of experts that docs/experts.md does not list with the names of their weights"
+        return f"model.path: {what}, but {error}; name a folder with the model's .safetensors files"
+    return ""

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from configs.load import ConfigError
 from rollout.engine.experts.reload_trial import LENGTHS, drawn_texts, try_reloads
-from rollout.engine.experts.trial_weights import EVERY_KIND, TrialWeights, kind_of
+from rollout.engine.experts.trial_weights import EVERY_KIND, TrialWeights, cannot_be_tried, kind_of
 from rollout.errors import EngineDead
 
 KINDS = ["layers.#.gate.weight", "layers.#.experts.#.up.weight", "layers.#.bias"]
@@ -83,9 +83,9 @@ def model_config(folder, multimodal: bool = False, tied: bool = False) -> Simple
 
 
 def test_weights_of_the_models_files_change_by_kind(tmp_path):
-    """But those that vLLM does not read: a tied head, and layers that predict further tokens."""
+    """But those that vLLM does not read: a tied head, frequencies, and layers that predict further tokens."""
     names = ["model.layers.0.experts.0.up.weight", "model.layers.1.experts.0.up.weight", "model.layers.0.norm.weight"]
-    unread = ["lm_head.weight", "model.layers.2.norm.weight", "mtp.norm.weight"]
+    unread = ["lm_head.weight", "model.layers.2.norm.weight", "mtp.norm.weight", "model.rotary_emb.inv_freq"]
     save_file({name: torch.zeros(4, 8) for name in names + unread}, tmp_path / "model.safetensors")
     weights = TrialWeights(model_config(tmp_path, tied=True), torch.device("cpu"))
     first, again = dict(weights.tensors("")), dict(weights.tensors(""))
@@ -107,3 +107,12 @@ def test_weights_that_no_text_passes_are_loaded_and_not_tried(tmp_path):
     weights = TrialWeights(model_config(tmp_path, multimodal=True), torch.device("cpu"))
     assert weights.kinds() == ["model.language_model.layers.#.norm.weight"]
     assert {name for name, _ in weights.tensors("")} == set(names)
+
+
+def test_a_model_without_files_cannot_be_tried(tmp_path):
+    words = f"but {tmp_path} has no files of them; name a folder with the model's .safetensors files"
+    assert cannot_be_tried(model_config(tmp_path)).endswith(words)
+    save_file({"norm.weight": torch.zeros(4)}, tmp_path / "model.safetensors")
+    assert cannot_be_tried(model_config(tmp_path)) == ""
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    assert "has no header of a safetensors file" in cannot_be_tried(model_config(tmp_path))
