@@ -63,10 +63,11 @@ def _begins(sizes: Sequence[int]) -> list[int]:
     return list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
 
 
-def host_memory(numbers: int, device: torch.device, portion: int = PORTION) -> Tensor:
-    """`[numbers] float32` zeros, locked portion by portion, so that copies do not wait.
+def host_memory(numbers: int, device: torch.device) -> Tensor:
+    """`[numbers] float32` zeros, locked, so that copies do not wait.
 
-    torch's own pinned memory takes powers of two: up to twice as much. Raises RuntimeError if it cannot be locked.
+    Locked by one call: CUDA refuses a copy whose range crosses from one locked piece into the next. torch's own pinned
+    memory takes powers of two: up to twice as much. Raises RuntimeError if it cannot be locked.
     """
     if device.type != "cuda" or not numbers:
         return torch.zeros(numbers)
@@ -74,17 +75,16 @@ def host_memory(numbers: int, device: torch.device, portion: int = PORTION) -> T
     pages = mmap.mmap(-1, 4 * numbers, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.float32).zero_()  # touches the pages
-    for part in memory.split(portion):
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.nbytes, 0))
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if memory.nbytes >= LOGGED:
         log.info("%.1f GiB of host memory locked in %.1f s", memory.nbytes / 2**30, time.monotonic() - began)
     return memory
 
 
-def unlock(memory: Tensor, device: torch.device, portion: int = PORTION) -> None:
+def unlock(memory: Tensor, device: torch.device) -> None:
     """Let go of `host_memory` early: locked addresses cannot be locked again."""
-    for part in memory.split(portion) if device.type == "cuda" and memory.numel() else ():
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(part.data_ptr()))
+    if device.type == "cuda" and memory.numel():
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:
@@ -110,7 +110,7 @@ class MasterWeights:
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def memory(self) -> Tensor:
-        return host_memory(self._begins[-1], self.device, self.portion)
+        return host_memory(self._begins[-1], self.device)
 
     def views(self, memory: Tensor) -> list[Tensor]:
         rows = [rows_of(parameter) for parameter in self.parameters]

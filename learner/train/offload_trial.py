@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 WIDTH, FACTOR, TOKENS = 512, 4, 16
 STEPS, MICROBATCHES = 3, 2
 SMALL = 1 << 14
-"""64 KiB: memory is locked in whole pages, which may be as large."""
+"""64 KiB."""
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 KEY, REMEDY = "learner.cpu_offload: optimizer", "set it to true or false"
 
@@ -79,7 +79,7 @@ def _trained_apart(
     _train(model, adamw, device, width)
     found = [rows.clone() for rows in masters.views(masters.values)]
     for memory in adamw.held:
-        unlock(memory, device, portion)
+        unlock(memory, device)
     return [*found, *(rows_of(parameter) for parameter in model.parameters())]
 
 

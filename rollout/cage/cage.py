@@ -45,7 +45,9 @@ class CallOnServer:
     def on_message(self, verb: str, *rest: Any) -> bool:
         match verb, *rest:
             case "generate", int(request), tokens, dict(options) if self.generate:  # `generate` judges the tokens
-                self.requests[request] = asyncio.create_task(self._generate(request, self.generate, tokens, options))
+                task = asyncio.create_task(self._generate(request, self.generate, tokens, options))
+                task.add_done_callback(lambda _: self.requests.pop(request, None))  # it may never begin
+                self.requests[request] = task
             case "stop", int(request):
                 if request in self.requests:
                     self.requests[request].cancel()
@@ -68,8 +70,6 @@ class CallOnServer:
             reason, permanent = one_line(str(error) or type(error).__name__), getattr(error, "permanent", False)
             code = error.code if isinstance(error, ChatRefused) else ""
             self.worker.send(["refused", request, reason, permanent, code])
-        finally:
-            del self.requests[request]
 
 
 class Cage:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from configs.load import ConfigError
 from configs.schema import Config, ModelConfig
 from learner.checkpoint import Checkpoints
 from learner.model import memory
-from learner.model.master_weights import ALIGNED, SLOTS, MasterWeights, spans_of
+from learner.model.master_weights import ALIGNED, PORTION, SLOTS, MasterWeights, host_memory, spans_of, unlock
 from learner.train.offloaded_adam import OffloadedAdamW
 from tests.harness import world
 from tests.harness.expert_batches import expert_model
@@ -191,3 +192,18 @@ def test_an_adapter_offloads_nothing(tmp_path: Path) -> None:
     config = Config.model_validate(given | {"reward": {"function": "x"}, "learner": {"cpu_offload": "optimizer"}})
     with pytest.raises(ConfigError, match=r"learner\.cpu_offload: optimizer with model\.lora: .*; set it to false"):
         check(config, files=())
+
+
+def test_host_memory_is_locked_as_one_piece_and_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses a copy that crosses from one locked piece into the next, as rows of large parameters did."""
+    locked: dict[int, int] = {}
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda address, size, _: locked.update({address: size}),
+        cudaHostUnregister=lambda address: locked.pop(address) and None,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
+    held = host_memory(PORTION + ALIGNED, torch.device("cuda"))
+    assert locked == {held.data_ptr(): held.nbytes}
+    unlock(held, torch.device("cuda"))
+    assert not locked
