@@ -65,7 +65,7 @@ def test_a_server_starts_with_a_mixture_that_nobody_has_compared(tmp_path, caplo
     assert "granitemoe" not in PROVEN
     with caplog.at_level(logging.INFO, "rollout"):
         start("granitemoe", tmp_path)
-    assert "experts: vLLM loads all 13 kinds of weights again; tried in " in caplog.text
+    assert "experts: vLLM loads all 12 kinds of weights again; tried in " in caplog.text
 
 
 def test_a_server_refuses_a_mixture_that_fails_its_trial(tmp_path):
