@@ -19,8 +19,9 @@ from pathlib import Path
 
 from configs import context_parallel, critic, matmul, offloading, publishing, sft, staging, teachers, variables
 from configs.data.sources import GENERATED, INSTALL, problems_with, source_name
+from configs.expert_models import OTHER_MIXTURE, failing, is_proven
 from configs.load import ConfigError
-from configs.model_facts import model_facts
+from configs.model_facts import ModelFacts, facts_of, model_facts
 from configs.model_folder import faults
 from configs.own_packages import shadows
 from configs.schema import NO_REWARD, Config
@@ -94,10 +95,6 @@ LORA_ENGINE_KEYS = (
 
 REWARD_KEYS = {"model", "runner", "host", "port", "middleware"}
 
-EXPERT_MODELS = ("qwen3_moe",)
-"""The learner is known to train these right, and servers to load them."""
-EXPERTS_ON_CPU = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe")
-"""Servers on a CPU were seen to load these right. On a GPU no reload was compared."""
 EXPERT_KERNELS = ("auto", "triton")
 SPREAD = ("enable_expert_parallel", "enable_eplb")
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
@@ -371,15 +368,11 @@ def _engine(config: Config) -> Iterator[str]:
 
 
 def _experts(config: Config) -> Iterator[str]:
-    facts, given = model_facts(config.model.path), config.rollout.engine
+    facts, given = facts_of(config.model), config.rollout.engine
     if not facts.experts:
         return
+    yield from _untried_experts(config, facts)
     what = f"policies cannot be loaded into the {facts.experts} experts of {config.model.path}"
-    known = EXPERT_MODELS if config.rollout.device == "cuda" else (*EXPERT_MODELS, *EXPERTS_ON_CPU)
-    if facts.kind not in known:
-        aside = f", and on a CPU of {', '.join(EXPERTS_ON_CPU)}"
-        rule = f"servers load policies into the experts of {', '.join(EXPERT_MODELS)}{aside} only; use such a model"
-        yield f"model.path: {config.model.path} is of type {facts.kind}, and {rule}"
     for key in SPREAD:
         if given.get(key):
             yield f"rollout.engine.{key}: {given[key]}, with which {what}; remove the key"
@@ -387,6 +380,19 @@ def _experts(config: Config) -> Iterator[str]:
         yield f"rollout.engine.quantization: {given['quantization']}, with which {what}; remove the key"
     if (kernel := given.get("moe_backend", "auto")) not in EXPERT_KERNELS:
         yield f"rollout.engine.moe_backend: {kernel}, with which {what}; set one of {', '.join(EXPERT_KERNELS)}"
+
+
+def _untried_experts(config: Config, facts: ModelFacts) -> Iterator[str]:
+    """Mixtures that failed, or that no trial of a server can judge."""
+    model, device = f"{config.model.path} is of type {facts.kind}", config.rollout.device
+    if fault := next((one.fault for one in failing(device) if one.kind == facts.kind), ""):
+        yield f"model.path: {model}, of which vLLM on this device ({device}) {fault}; {OTHER_MIXTURE}"
+    elif facts.image_token is not None:
+        rule = "servers load no policies into a mixture of experts that sees images"
+        yield f"model.path: {model}, and {rule}; set model.text_alone: true"
+    elif config.weights.probe_every == 0 and not (config.model.lora or is_proven(facts.kind, device)):
+        problem = f"{model}, whose experts only a probe of the first policy compares with the learner"
+        yield f"weights.probe_every: 0, and {problem}; set it to 1"
 
 
 def _routing_replay(config: Config) -> Iterator[str]:

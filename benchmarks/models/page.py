@@ -27,8 +27,8 @@ share of its norm. Up to {limit:g} nat holds, with vLLM {server_limit:g}, and {g
 means that the learner, or vLLM on a CPU, does not do this for the model, which in the learner costs speed only; "–"
 means not compared. All figures are of {device}: no certificate is made on a GPU, whose kernels `tests/gpu` compares
 with the same arithmetic. Images of Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 are trained ([vision](../vision.md));
-other models of images and text are trained [on text alone](../text-alone.md). Servers load policies into few mixtures
-of experts ([experts](../experts.md)).
+other models of images and text are trained [on text alone](../text-alone.md). Servers try mixtures of
+experts that nobody has compared ([experts](../experts.md)).
 With {versions}, {date}.
 """
 REFUSED = """# Families that are refused

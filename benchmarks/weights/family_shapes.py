@@ -24,7 +24,7 @@ DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "eos_token_id": None,
     "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_shared_experts": 1, "kv_lora_rank": 512, "q_lora_rank": 1536,
     "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5, "tie_word_embeddings": False,
+    "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
 NEMOTRON: dict[str, Any] = {
     "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "eos_token_id": None,
@@ -94,7 +94,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "speck-nemotron": NEMOTRON | SPECK | {"head_dim": 32, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2,
                                           "ssm_state_size": 16},
 }  # fmt: skip
-"""By name. The first two are served; mixtures of experts of these types are refused by servers (docs/experts.md)."""
+"""By name. vLLM on a CPU serves no mixture of these types (docs/experts.md). vLLM alone reads `topk_method` and
+`scoring_func`."""
 EOSLESS = {"eos_token_id": None, "bos_token_id": None}
 """No end token: sequences run to their full length."""
 

@@ -8,6 +8,7 @@ layer of which only a part comes becomes garbage.
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rollout.engine.door.vllm_worker import (
     initialize_layerwise_reload,
     set_current_vllm_config,
 )
-from rollout.engine.experts.expert_kernels import packed_anew, parameter_name
+from rollout.engine.experts.expert_kernels import METHOD, loads_in_place, packed_anew, parameter_name
 from rollout.engine.recorded_copies import RecordedCopies
 from rollout.engine.region_copies import RegionCopies
 
@@ -71,6 +72,9 @@ class ModelLoad:
     def load_folder(self, folder: Path) -> None:
         self._load(tensors_in(files_in(folder)), ())
 
+    def load_trial(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._load(weights, ())
+
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load buckets that later ones overwrite. Raises ChannelError for an end that another round can repair."""
         if self.plainly:
@@ -86,20 +90,21 @@ class ModelLoad:
     def _load(
         self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool = False
     ) -> None:
-        model, model_config, partial = self.model, self.vllm_config.model_config, set[str]()
+        model, model_config, parts = self.model, self.vllm_config.model_config, set[str]()
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self.vllm_config))
             stack.enter_context(torch.device(self.device))
             stack.enter_context(packed_anew(model, self.device))
             if not self.plainly:
+                name_loaders(model)
                 initialize_layerwise_reload(model)
             expected = names(model)
             loaded, held = self._load_kinds(weights, frozen, recorded)
             if not self.plainly:
-                partial = partly_loaded(model)
+                parts = partly_loaded(model)
                 finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
                 repack_head(model)
-        check_complete(expected - held, loaded, partial, model_config)
+        check_complete(expected - held, loaded, parts, model_config)
 
     def _load_kinds(
         self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool
@@ -132,8 +137,17 @@ def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device
     if device.type != "cuda" or vllm_config.quant_config is not None or untried:
         return False
     modules = list(model.modules())
+    plain = {*PLAIN_METHODS, METHOD} if loads_in_place(model, device) else {*PLAIN_METHODS}
     methods = {type(method).__name__ for m in modules if (method := getattr(m, "quant_method", None)) is not None}
-    return methods <= set(PLAIN_METHODS) and not any("MLA" in type(module).__name__ for module in modules)
+    return methods <= plain and not any("MLA" in type(module).__name__ for module in modules)
+
+
+def name_loaders(model: torch.nn.Module) -> None:
+    """vLLM's reload reads the name of each loader. Loaders of MiniMax-M2's norms, which are partials, have none."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def repack_head(model: torch.nn.Module) -> None:
@@ -156,14 +170,14 @@ def partly_loaded(model: torch.nn.Module) -> set[str]:
     return {name for name, layer in layers if get_layerwise_info(layer).load_numel > 0}
 
 
-def check_complete(expected: set[str], loaded: object, partial: set[str], model_config: Any) -> None:
+def check_complete(expected: set[str], loaded: object, parts: set[str], model_config: Any) -> None:
     """Raise ValueError if weights are missing. Models that do not report what they loaded pass, unless a layer was
     loaded in part."""
     missing = expected - set(map(parameter_name, loaded)) if isinstance(loaded, set) else set()
     configs = (model_config.hf_config, model_config.hf_text_config)  # vision-language models say it at the top only
     if any(getattr(config, "tie_word_embeddings", False) for config in configs):
         missing = {name for name in missing if not name.endswith("lm_head.weight")}
-    missing |= partial
+    missing |= parts
     if missing:
         raise ValueError(f"{len(missing)} weights of vLLM's model were not received, {min(missing)} among them")
 

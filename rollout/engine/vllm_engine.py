@@ -33,6 +33,7 @@ from rollout.engine.door.vllm_client import (
     tokens_input,
 )
 from rollout.engine.early_process import EarlyProcess
+from rollout.engine.experts.reload_trial import try_reloads
 from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
 from rollout.engine.joined_requests import JoinedRequests
@@ -107,6 +108,8 @@ class Engine:
         await self.collective("rl_stamp", 0, timeout_s=START_S)
         if self._requests.adapter:  # vLLM would look for a missing adapter on the hub, and die
             await self.collective("rl_register", timeout_s=START_S)
+        if kinds := (await self.collective("rl_trial_kinds", timeout_s=START_S))[0]:
+            await try_reloads(self, kinds)
         if routed:
             self.routes = ReturnedRoutes(self._llm.model_config.hf_text_config.to_dict())
             try:
@@ -189,6 +192,11 @@ class Engine:
             raise EngineDead(f"vLLM's workers did not answer {method} within {timeout_s:g} s") from None
         return answers
 
+    async def load_trial(self, changed: str, timeout_s: float) -> None:
+        """Load random weights, those of the kind `changed` in another way (`experts/trial_weights.py`)."""
+        await self.collective("rl_load_trial", changed, timeout_s=timeout_s)
+        self._loads += 1
+
     async def load_folder(self, path: Path) -> None:
         await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=LOAD_FOLDER_S)
         self._loads += 1
@@ -219,6 +227,11 @@ class Engine:
     def vocabulary(self) -> int:
         """Rows of the model's embedding, more than the tokenizer's words."""
         return int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self._llm.model_config.max_model_len)
 
     @property
     def tokens(self) -> int:

@@ -15,7 +15,8 @@ import torch
 from learner.weights.channel import backend_of
 from learner.weights.receiver.staging import Staging
 from rollout.engine.door.vllm_worker import AsyncModelRunnerOutput, ModelRunnerOutput
-from rollout.engine.experts.expert_kernels import refusal
+from rollout.engine.experts.expert_kernels import needs_trial, refusal
+from rollout.engine.experts.trial_weights import TrialWeights, cannot_be_tried
 from rollout.engine.lora.adapter_load import AdapterLoad
 from rollout.engine.model_load import ModelLoad
 from rollout.engine.start_failure import report_final_failures
@@ -41,7 +42,22 @@ class WorkerExtension:
 
     def rl_refusal(self) -> str:
         """Why this model cannot be given policies, or ""."""
-        return refusal(self.model_runner.get_model(), self.vllm_config)
+        model = self.model_runner.get_model()
+        tried = needs_trial(model, self.vllm_config)
+        return refusal(model, self.vllm_config) or (cannot_be_tried(self.vllm_config.model_config) if tried else "")
+
+    def rl_trial_kinds(self) -> list[str]:
+        """Kinds of weights whose loads are to be tried; none where loads were compared."""
+        needed = needs_trial(self.model_runner.get_model(), self.vllm_config)
+        return self.rl_trial_weights.kinds() if needed else []
+
+    @cached_property
+    def rl_trial_weights(self) -> TrialWeights:
+        return TrialWeights(self.vllm_config.model_config, self.device)
+
+    def rl_load_trial(self, changed: str) -> None:
+        assert isinstance(self.rl_model, ModelLoad)
+        self.rl_model.load_trial(self.rl_trial_weights.tensors(changed))
 
     def rl_describe(self) -> dict[str, str]:
         return {"backend": backend_of(self.device)}

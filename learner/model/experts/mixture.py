@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from configs.checks import EXPERT_MODELS
+from configs.expert_models import REPLAYED
 from configs.load import ConfigError
 from configs.model_facts import num_experts
 from learner.model.experts.router import FIGURES, RoutedLayer, Router, Routing
@@ -40,8 +40,8 @@ def check_experts(config: Any, path: str, replay: bool) -> None:
     if replay and not has_experts(config):
         problem = f"rollout.routing_replay: true, and model.path {path} has no experts"
         raise ConfigError([f"{problem}; set it to false"])
-    if replay and kind not in EXPERT_MODELS:
-        known = f"the learner replays routes of {', '.join(EXPERT_MODELS)} only"
+    if replay and kind not in REPLAYED:
+        known = f"the learner replays routes of {', '.join(REPLAYED)} only"
         raise ConfigError(
             [f"rollout.routing_replay: true, and model.path {path} is of type {kind}; {known}; set it to false"]
         )
@@ -71,7 +71,7 @@ class Mixture:
     def of(cls, model: PreTrainedModel) -> "Mixture | None":
         """Have the blocks of `model`, on meta, route by `Router`. Other types, where that is not known to be right,
         count and replay nothing."""
-        if model.config.get_text_config().model_type not in EXPERT_MODELS:
+        if model.config.get_text_config().model_type not in REPLAYED:
             return None
         layers = [layer for layer in model.get_decoder().layers if experts_of(layer) is not None]  # type: ignore[no-untyped-call]
         if not layers:

@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
+from configs.expert_models import OTHER_MIXTURE, failing, proven
 from rollout.engine.door.vllm_worker import RoutedExperts
 
-MODELS = ("Qwen3MoeForCausalLM",)
-"""Classes whose reload was compared with transformers."""
-MODELS_ON_CPU = ("Glm4MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM")
-"""Classes whose reload was compared on a CPU only."""
+WRITE_THEMSELVES = ("GptOssForCausalLM",)
+"""Classes whose `load_weights` writes into the experts' parameters past the loaders that vLLM's reload wraps: after a
+reload they would have the experts from before. They load in place, where the kernel keeps experts as they are in the
+file."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
 """The kernels compared. Others arrange gate_up in another order."""
 
 
 def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
-    """Why no policy may be loaded into the experts, or ""."""
+    """Why no policy may be loaded into the experts, or "". A mixture that is not refused may need a trial."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if vllm_config.lora_config is not None:  # the base is never loaded again
         return triton_on_cpu(layers) if vllm_config.device_config.device_type == "cpu" else ""
@@ -31,10 +32,21 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
     for field in ("enable_expert_parallel", "enable_eplb"):
         if getattr(parallel, field):
             return f"rollout.engine.{field}: no policy can be loaded into experts that are spread over GPUs; remove it"
-    known = (*MODELS, *MODELS_ON_CPU) if vllm_config.device_config.device_type == "cpu" else MODELS
-    name, what = type(model).__name__, f"policies were tried on {', '.join(known)} only"
-    if name not in known or not layers:
-        return f"model.path: vLLM's {name} has experts, and {what}; use a model of those"
+    return _model_refusal(type(model).__name__, layers, vllm_config) or _kernel_refusal(layers)
+
+
+def _model_refusal(name: str, layers: list[Any], vllm_config: Any) -> str:
+    device, images = vllm_config.device_config.device_type, vllm_config.model_config.multimodal_config
+    if not layers:
+        return f"model.path: vLLM's {name} has experts in layers that are not known here; {OTHER_MIXTURE}"
+    if images is not None and not images.language_model_only:
+        return f"model.path: vLLM's {name} has experts and sees images, which no load was tried with; {OTHER_MIXTURE}"
+    if fault := next((one.fault for one in failing(device) if one.architecture == name), ""):
+        return f"model.path: vLLM's {name} on this device ({device}) {fault}; {OTHER_MIXTURE}"
+    return ""
+
+
+def _kernel_refusal(layers: list[Any]) -> str:
     methods = {type(layer.quant_method).__name__ for layer in layers} - {METHOD}
     if methods:
         return (
@@ -45,6 +57,25 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
         problem = f"vLLM chose {min(kernels)} for the experts, into which policies were never loaded"
         return f"rollout.engine.moe_backend: {problem}; set it to triton"
     return ""
+
+
+def needs_trial(model: torch.nn.Module, vllm_config: Any) -> bool:
+    """Whether nobody has compared how this vLLM loads policies into the experts of `model` on this device."""
+    known = {each.architecture for each in proven(vllm_config.device_config.device_type)}
+    mixed = any(isinstance(layer, RoutedExperts) for layer in model.modules())
+    return mixed and vllm_config.lora_config is None and type(model).__name__ not in known
+
+
+def loads_in_place(model: torch.nn.Module, device: torch.device) -> bool:
+    """Whether `load_weights` of a model with experts may write into the parameters that the kernel reads."""
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    kept = device.type == "cuda" and all(is_kept(layer.quant_method) for layer in layers)
+    return kept and type(model).__name__ in WRITE_THEMSELVES
+
+
+def is_kept(method: Any) -> bool:
+    """Whether the kernel reads experts as they are in the file."""
+    return type(method).__name__ == METHOD and method.unquantized_backend.name == "TRITON"
 
 
 def triton_on_cpu(layers: list[Any]) -> str:

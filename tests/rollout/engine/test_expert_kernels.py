@@ -1,5 +1,6 @@
 """Which of vLLM's models with experts are given policies, and under which names their parameters are loaded."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,16 @@ if TYPE_CHECKING:
 
 def setup_module():
     """vLLM takes seconds to import, and each worker of pytest collects this file."""
-    global RoutedExperts, packed_anew, parameter_name, refusal
+    global RoutedExperts, loads_in_place, needs_trial, packed_anew, parameter_name, refusal
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    from rollout.engine.experts.expert_kernels import packed_anew, parameter_name, refusal
+    from rollout.engine.experts.expert_kernels import (
+        loads_in_place,
+        needs_trial,
+        packed_anew,
+        parameter_name,
+        refusal,
+    )
 
 
 CPU = torch.device("cpu")
@@ -46,15 +53,24 @@ class OlmoeForCausalLM(Qwen3MoeForCausalLM):
     """Stands for vLLM's."""
 
 
-class MiniMaxM2ForCausalLM(Qwen3MoeForCausalLM):
+class GptOssForCausalLM(Qwen3MoeForCausalLM):
     """Stands for vLLM's."""
 
 
-def vllm_config(is_moe: bool = True, lora: object = None, device: str = "cpu", **parallel: bool) -> SimpleNamespace:
+class NewMoeForCausalLM(Qwen3MoeForCausalLM):
+    """Stands for a class that nobody has compared."""
+
+
+IMAGES, TEXT_ALONE = SimpleNamespace(language_model_only=False), SimpleNamespace(language_model_only=True)
+
+
+def vllm_config(
+    is_moe: bool = True, lora: object = None, device: str = "cpu", seen: object = None, **parallel: bool
+) -> SimpleNamespace:
     known = {"enable_expert_parallel": False, "enable_eplb": False} | parallel
     return SimpleNamespace(
         lora_config=lora,
-        model_config=SimpleNamespace(is_moe=is_moe),
+        model_config=SimpleNamespace(is_moe=is_moe, multimodal_config=seen),
         parallel_config=SimpleNamespace(**known),
         device_config=SimpleNamespace(device_type=device),
     )
@@ -64,15 +80,11 @@ def vllm_config(is_moe: bool = True, lora: object = None, device: str = "cpu", *
     ("model", "config", "words"),
     [
         (
-            OlmoeForCausalLM,
-            vllm_config(device="cuda"),
-            "model.path: vLLM's OlmoeForCausalLM has experts, and policies were tried on Qwen3MoeForCausalLM only",
-        ),
-        (
-            MiniMaxM2ForCausalLM,
+            GptOssForCausalLM,
             vllm_config(),
-            "model.path: vLLM's MiniMaxM2ForCausalLM has experts, and policies were tried on Qwen3MoeForCausalLM, G",
+            "model.path: vLLM's GptOssForCausalLM on this device (cpu) keeps the experts of an earlier policy; use ano",
         ),
+        (NewMoeForCausalLM, vllm_config(seen=IMAGES), "model.path: vLLM's NewMoeForCausalLM has experts and sees ima"),
         (lambda: torch.nn.Linear(1, 1), vllm_config(), "model.path: vLLM's Linear has experts"),
         (
             lambda: Qwen3MoeForCausalLM(Fp8MoEMethod()),
@@ -97,7 +109,7 @@ def vllm_config(is_moe: bool = True, lora: object = None, device: str = "cpu", *
         ),
     ],
 )
-def test_what_was_never_tried_is_refused(model, config, words):
+def test_what_fails_or_cannot_be_tried_is_refused(model, config, words):
     assert refusal(model(), config).startswith(words)
 
 
@@ -107,13 +119,45 @@ def test_what_was_never_tried_is_refused(model, config, words):
         (Qwen3MoeForCausalLM, vllm_config()),
         (OlmoeForCausalLM, vllm_config()),
         (lambda: Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config()),
+        (NewMoeForCausalLM, vllm_config()),
+        (NewMoeForCausalLM, vllm_config(seen=TEXT_ALONE)),
         (lambda: torch.nn.Linear(1, 1), vllm_config(is_moe=False)),
         (OlmoeForCausalLM, vllm_config(lora=object())),  # only an adapter is loaded
         (lambda: OlmoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config(lora=object(), device="cuda")),
     ],
 )
-def test_what_was_is_not(model, config):
+def test_all_else_is_not(model, config):
     assert refusal(model(), config) == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "needed"),
+    [
+        (Qwen3MoeForCausalLM, vllm_config(), False),
+        (Qwen3MoeForCausalLM, vllm_config(device="cuda"), False),
+        (NewMoeForCausalLM, vllm_config(), True),
+        (NewMoeForCausalLM, vllm_config(device="cuda"), True),
+        (NewMoeForCausalLM, vllm_config(lora=object()), False),
+        (lambda: torch.nn.Linear(1, 1), vllm_config(is_moe=False), False),
+    ],
+)
+def test_a_mixture_that_nobody_has_compared_needs_a_trial(model, config, needed):
+    assert needs_trial(model(), config) is needed
+
+
+@pytest.mark.parametrize(
+    ("model", "kernel", "device", "in_place"),
+    [
+        (GptOssForCausalLM, "TRITON", "cuda", True),
+        (GptOssForCausalLM, "FLASHINFER_CUTLASS", "cuda", False),
+        (GptOssForCausalLM, "CPU", "cpu", False),
+        (Qwen3MoeForCausalLM, "TRITON", "cuda", False),
+    ],
+)
+def test_a_model_that_writes_past_its_loaders_loads_in_place_where_the_kernel_reads_what_the_file_has(
+    model, kernel, device, in_place
+):
+    assert loads_in_place(model(UnquantizedFusedMoEMethod(kernel)), torch.device(device)) is in_place
 
 
 def test_only_a_cpu_has_its_kernels_made_anew_and_those_that_were_not_loaded_stay():
@@ -133,3 +177,25 @@ def test_experts_have_one_name_in_every_vllm():
     now = "model.layers.0.mlp.experts.routed_experts.w13_weight"
     assert parameter_name("model.layers.0.mlp.experts.w13_weight") == parameter_name(now) == now
     assert parameter_name("model.layers.0.mlp.gate.weight") == "model.layers.0.mlp.gate.weight"
+
+
+def test_a_loader_without_a_name_is_given_one_before_a_reload():
+    """vLLM's reload would raise AttributeError."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    from rollout.engine.model_load import name_loaders
+
+    model = torch.nn.LayerNorm(4, bias=False)
+    model.weight.weight_loader = partial(load, share=1)
+    record_metadata_for_reloading(model)
+    name_loaders(model)
+    initialize_layerwise_reload(model)
+    assert model.weight.is_meta and model.weight.weight_loader.__name__ == "online_process_loader"
+    assert model.weight.weight_loader.__wrapped__.__name__ == "load"
+
+
+def load(parameter: torch.Tensor, weight: torch.Tensor, share: int) -> None:
+    parameter.data.copy_(weight)

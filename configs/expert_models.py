@@ -1,0 +1,82 @@
+"""Mixtures of experts into which servers load policies: which were compared with transformers, and on which device.
+
+Pure data. Two refusals read it: of a model's config.json, before anything starts (`configs/checks.py`), and of vLLM's
+class, when a server starts (`rollout/engine/experts/expert_kernels.py`). A mixture that is in no table is tried when
+its server starts (`rollout/engine/experts/reload_trial.py`).
+"""
+
+from typing import NamedTuple
+
+CPU, GPU = "cpu", "cuda"
+
+
+class ExpertModel(NamedTuple):
+    """One type of models, by the name in config.json (of the text model, where there are several) and vLLM's class."""
+
+    kind: str
+    architecture: str
+    devices: tuple[str, ...]
+    """Where reloads were compared, by tests/rollout/engine and by tests/gpu."""
+
+
+PROVEN = (
+    ExpertModel("qwen3_moe", "Qwen3MoeForCausalLM", (CPU, GPU)),
+    ExpertModel("qwen2_moe", "Qwen2MoeForCausalLM", (CPU, GPU)),
+    ExpertModel("qwen3_next", "Qwen3NextForCausalLM", (CPU, GPU)),
+    ExpertModel("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", (CPU, GPU)),
+    ExpertModel("glm4_moe", "Glm4MoeForCausalLM", (CPU, GPU)),
+    ExpertModel("mixtral", "MixtralForCausalLM", (CPU, GPU)),
+    ExpertModel("olmoe", "OlmoeForCausalLM", (CPU, GPU)),
+    ExpertModel("gpt_oss", "GptOssForCausalLM", (GPU,)),
+    ExpertModel("deepseek_v2", "DeepseekV2ForCausalLM", (GPU,)),
+    ExpertModel("deepseek_v3", "DeepseekV3ForCausalLM", (GPU,)),
+)
+REPLAYED = ("qwen3_moe",)
+"""Types whose routes the learner replays (`learner/model/experts/mixture.py`)."""
+OTHER_MIXTURE = "use another device, or a model that docs/experts.md lists"
+KEEPS_EXPERTS = "keeps the experts of an earlier policy"
+LATENT = "computes latent attention otherwise than the learner"
+NO_ROUTER_BIAS = "cannot compute a router with a bias of its scores and no groups"
+
+
+class FailingModel(NamedTuple):
+    """A type that failed the comparison on `device`: vLLM there does what `fault` says."""
+
+    kind: str
+    architecture: str
+    device: str
+    fault: str
+
+
+FAILING = (
+    FailingModel("gpt_oss", "GptOssForCausalLM", CPU, KEEPS_EXPERTS),
+    FailingModel("deepseek_v2", "DeepseekV2ForCausalLM", CPU, LATENT),
+    FailingModel("deepseek_v3", "DeepseekV3ForCausalLM", CPU, LATENT),
+    FailingModel("minimax_m2", "MiniMaxM2ForCausalLM", CPU, NO_ROUTER_BIAS),
+    FailingModel("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", CPU, NO_ROUTER_BIAS),
+)
+
+
+def proven(device: str) -> list[ExpertModel]:
+    return [model for model in PROVEN if device in model.devices]
+
+
+def failing(device: str) -> list[FailingModel]:
+    return [model for model in FAILING if model.device == device]
+
+
+def is_proven(kind: str | None, device: str) -> bool:
+    """Whether it is on `device`, or for `auto` on every device."""
+    devices = (CPU, GPU) if device not in (CPU, GPU) else (device,)
+    return all(kind in {model.kind for model in proven(each)} for each in devices)
+
+
+def described() -> str:
+    """The sentence of docs/experts.md."""
+    both = [model.kind for model in PROVEN if set(model.devices) == {CPU, GPU}]
+    words = [f"on CPUs and GPUs: {', '.join(f'`{kind}`' for kind in both)}"]
+    for device, place in ((GPU, "on GPUs"), (CPU, "on CPUs")):
+        alone = [model.kind for model in PROVEN if model.devices == (device,)]
+        if alone:
+            words.append(f"{place} alone: {', '.join(f'`{kind}`' for kind in alone)}")
+    return "; ".join(words)
