@@ -62,7 +62,8 @@ def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> Mode
 
 
 def trace_compiled(empty: PreTrainedModel, decode: Callable[[int], Tensor], recomputed: bool) -> ModelTrace:
-    """The same for blocks that are compiled. `recomputed`: the block's input alone is kept."""
+    """The same for blocks that are compiled. `recomputed`: the block's input alone is kept; `empty` recomputes then,
+    because layers that keep a state are not compiled."""
     every, traced = blocks(empty), dict[Any, BlockTrace]()
     ends = _Run.of(empty, decode, None)
     for number, block in enumerate(every):
@@ -92,6 +93,7 @@ def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) 
 
     with _alone(empty, number):
         block, embedding = blocks(empty)[number], empty.get_input_embeddings()
+        recomputed, block.gradient_checkpointing = getattr(block, "gradient_checkpointing", False), False
         hooks = [block.register_forward_pre_hook(start, with_kwargs=True), block.register_forward_hook(stop)]
         hooks.append(embedding.register_forward_hook(_differentiate))
         with flow, flow.hooks:
@@ -99,6 +101,7 @@ def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) 
             loss.backward()
         for hook in hooks:
             hook.remove()
+        block.gradient_checkpointing = recomputed
         empty.zero_grad(set_to_none=True)
     return flow.kept_bytes // TOKENS, flow.working_bytes // TOKENS, widths[0]
 

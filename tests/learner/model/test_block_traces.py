@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3TextConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma3TextConfig, PretrainedConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
 
 from configs.schema import LoraConfig, ModelConfig
 from learner.model import memory
@@ -21,23 +21,24 @@ SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
 }  # fmt: skip
-CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "gemma3": Gemma3TextConfig}
+CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "gemma3": Gemma3TextConfig,
+                                             "qwen3_5": Qwen3_5TextConfig}  # fmt: skip
 LSE = 4 * 4
 """Bytes of attention's log-sum-exps, float32 for each head."""
 
 
-def traced(folder: Path, kind: str, way: str = "none", compiled: bool = False, lora: bool = False) -> ModelTrace:
+def traced(
+    folder: Path, kind: str, way: str = "none", compiled: bool = False, lora: bool = False, **sizes: Any
+) -> ModelTrace:
     """The trace of a small model in bfloat16."""
-    CONFIGS[kind](**SIZES).save_pretrained(folder)
+    CONFIGS[kind](**(SIZES | sizes)).save_pretrained(folder)
     adapter = LoraConfig(rank=4) if lora else None
     model = ModelConfig(path=str(folder), dtype="bfloat16", lora=adapter)
     empty = memory._trained_on_meta(model)
     memory._cast(empty, model)
     decode = partial(memory._decode, empty, 1)
-    if compiled:
-        return trace_compiled(empty, decode, way == "block")
-    recompute(empty, way)
-    return trace_model(empty, decode)
+    recompute(empty, way, compiled)
+    return trace_compiled(empty, decode, way == "block") if compiled else trace_model(empty, decode)
 
 
 def test_a_recomputed_block_keeps_its_input(tmp_path: Path) -> None:
@@ -75,6 +76,14 @@ def test_a_compiled_adapter_has_two_gradients_for_each_factor(tmp_path: Path) ->
         assert block.kept == 2 * WIDTH
         extra[lora] = (block.moments[0].per_token - kept.kept - 2 * WIDTH) // (2 * INNER)
     assert extra == {False: 2, True: 5}
+
+
+def test_a_block_that_keeps_a_state_is_recomputed_beside_compiled_ones(tmp_path: Path) -> None:
+    """It is not compiled, but recomputed as the others."""
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2}
+    given = SIZES | sizes | {"linear_num_value_heads": 2, "layer_types": ["linear_attention"] * 2 + ["full_attention"]}
+    found = traced(tmp_path, "qwen3_5", "block", compiled=True, **given)
+    assert [block.kept for block in found.blocks] == 3 * [2 * WIDTH]
 
 
 def test_a_product_that_is_not_saved_counts(tmp_path: Path) -> None:
