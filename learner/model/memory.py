@@ -1,6 +1,6 @@
 """What a rank's GPU will hold, estimated before a weight is loaded; and the microbatch that fills it.
 
-A forward pass on the meta device, without storage, counts what is kept for the backward pass.
+Forward and backward passes on the meta device, without storage, show what is kept and what is alive in between.
 """
 
 import logging
@@ -26,6 +26,7 @@ from configs.publishing import COPIES_SHARE, held, publishes_rows, remedy
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.mesh import ranks_of_node
 from learner.model import attention
+from learner.model.alive import Line
 from learner.model.block_traces import BlockTrace, ModelTrace, trace_compiled, trace_model
 from learner.model.compiled_trace import MATMULS
 from learner.model.context import planned
@@ -314,7 +315,7 @@ class _Rank:
         later = 4 * sum(each.trained for each in self.size.of_blocks[block + 1 :])
         if self.once:
             return always - (later - later // self.shards if last else 0)
-        return later // self.shards if self.alone else always
+        return min(later // self.shards, always) if self.alone else always  # 0: they go to host memory as they come
 
     @property
     def reduced(self) -> int:
@@ -532,12 +533,31 @@ def _traced_row(written: str, config_json: str, context_parallel: int, way: str,
     empty = _trained_on_meta(model)
     width, traced_in = getattr(torch, model.dtype).itemsize, _cast(empty, model)
     decode = partial(_decode, empty, context_parallel)
-    if compiled:
-        found = trace_compiled(empty, decode, way == "block")
-    else:
-        recompute(empty, way)
-        found = trace_model(empty, decode)
+    try:
+        recompute(empty, way, compiled)
+        found = trace_compiled(empty, decode, way == "block") if compiled else trace_model(empty, decode)
+    except ConfigError:
+        raise
+    except Exception as error:  # the code of any model runs here
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        log.warning("memory: %s has a backward pass that cannot be traced (%s); its estimate is rough", model.path, why)
+        found = _rough_row(model, context_parallel, "compiled" if compiled and way == "none" else way)
     return found.scaled(width / traced_in.itemsize)
+
+
+def _rough_row(model: ModelConfig, context_parallel: int, way: str) -> ModelTrace:
+    """The same by a forward pass alone, as if all blocks were equal."""
+    empty = _trained_on_meta(model)
+    width, every = _cast(empty, model).itemsize * empty.config.get_text_config().hidden_size, blocks(empty)
+    *kept, widest = _trace(empty, partial(_decode, empty, context_parallel, META_TOKENS))
+    held, working = _saved(Traced(*kept, layers=len(every), width=width, widest=widest), way)
+    own = held // len(every)
+
+    def of(block: nn.Module) -> BlockTrace:
+        gradients = sum(p.nbytes for p in block.parameters() if p.requires_grad)
+        return BlockTrace(own, (Line(gradients, own + working),))
+
+    return ModelTrace(tuple(map(of, every)), 0)
 
 
 def _trained_on_meta(model: ModelConfig) -> PreTrainedModel:
@@ -582,8 +602,8 @@ def _meta_places() -> Tensor:
 
 
 def _saved(traced: Traced, way: str) -> tuple[int, int]:
-    """Bytes per patch that a tower, which is not compiled apart, keeps for the backward pass, and that one block's
-    backward pass works with.
+    """Bytes per token or patch that a stack of blocks keeps for the backward pass, and that one block's backward pass
+    works with, by what its forward pass saves: for towers, and for blocks whose backward pass cannot be traced.
 
     A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are.
     """

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers.activations import ACT2FN
 
 from buffer.data.images import Picture, SeenImage
 from configs.load import ConfigError
@@ -188,6 +189,50 @@ def test_whole_gradients_are_on_the_gpu_with_offload_too(tmp_path: Path) -> None
     fixed = estimate(model, ONCE.model_copy(update={"cpu_offload": True}), 1).candidates[0].fixed
     assert fixed["weights"] == fixed["optimizer"] == 0
     assert fixed["gradients"] == estimate(model, ONCE, 1).candidates[0].fixed["gradients"] > 0
+
+
+def test_gradients_that_go_to_host_memory_are_not_on_the_gpu(tmp_path: Path) -> None:
+    """Where a batch is one microbatch, too."""
+    model, offloaded = tiny_model(tmp_path), LEARNER.model_copy(update={"cpu_offload": True})
+    for alone in (False, True):
+        assert {peak.fixed["gradients"] for peak in estimate(model, offloaded, 2, alone=alone).candidates} == {0}
+    kept = [peak.fixed["gradients"] for peak in estimate(model, LEARNER, 2, alone=True).candidates]
+    assert max(kept) > 0
+
+
+class Untraceable(torch.nn.Module):
+    """An activation function whose backward pass needs real tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _Unbacked.apply(x)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Unbacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * ctx.saved_tensors[0].sum().item()
+
+
+@pytest.mark.parametrize(("way", "compiled"), [("none", False), ("block", False), ("none", True), ("block", True)])
+def test_a_backward_pass_that_cannot_be_traced_is_estimated_roughly(
+    tmp_path: Path, monkeypatch, caplog, way: str, compiled: bool
+) -> None:
+    monkeypatch.setitem(ACT2FN, "untraceable", Untraceable)
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    learner, totals = LEARNER.model_copy(update={"activation_checkpointing": way, "compile": compiled}), []
+    for act in ("relu", "untraceable"):
+        config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, hidden_act=act)
+        config.save_pretrained(tmp_path / act)
+        totals.append(estimate(ModelConfig(path=str(tmp_path / act), dtype="bfloat16"), learner, 1).total(65536))
+    assert 0.7 < totals[1] / totals[0] < 1.5
+    [record] = [each for each in caplog.records if "cannot be traced" in each.message]
+    assert "untraceable has a backward pass that cannot be traced (RuntimeError: " in record.message
 
 
 def test_auto_gathers_once_where_it_costs_a_tenth_at_most(tmp_path: Path, caplog) -> None:
