@@ -101,6 +101,8 @@ def _no_adapter(config: PreTrainedConfig, trusted: bool) -> str | None:
         return "is a multimodal model that is trained on text alone, of which no server was seen to take an adapter"
     if config.model_type in PROVEN:
         return None
+    if has_experts(config):
+        return "has experts of a type beside which no server was seen to take an adapter"
     empty = loading.build(copy.deepcopy(config), TRIED, torch.device("meta"), trusted)
     if kept := state.kinds(empty):
         return f"has layers that keep a state ({', '.join(kept)}), of which no server was seen to take an adapter"

@@ -248,6 +248,8 @@ def test_every_type_that_transformers_has_is_exact_or_refused(kind: str, tmp_pat
     [
         ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}, r"keep a state \(Lfm2ShortConv\)"),
         ("gpt_neox", {}, r"files name otherwise \(lm_head.weight\)"),
+        ("gpt_oss", {"num_local_experts": 4, **SLIDING}, "experts of a type beside which no server was seen"),
+        ("granitemoe", {}, "experts of a type beside which no server was seen"),
     ],
 )
 def test_an_adapter_that_no_server_was_seen_to_take_is_refused(
