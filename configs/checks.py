@@ -19,7 +19,7 @@ from pathlib import Path
 
 from configs import context_parallel, critic, matmul, offloading, publishing, sft, staging, teachers, variables
 from configs.data.sources import GENERATED, INSTALL, problems_with, source_name
-from configs.expert_models import OTHER_MIXTURE, failing, is_proven
+from configs.expert_models import OTHER_MIXTURE, REPLAYED, failing, is_proven
 from configs.load import ConfigError
 from configs.model_facts import ModelFacts, facts_of, model_facts
 from configs.model_folder import faults
@@ -385,12 +385,13 @@ def _experts(config: Config) -> Iterator[str]:
 def _untried_experts(config: Config, facts: ModelFacts) -> Iterator[str]:
     """Mixtures that failed, or that no trial of a server can judge."""
     model, device = f"{config.model.path} is of type {facts.kind}", config.rollout.device
+    compared = is_proven(facts.kind, device, config.rollout.tensor_parallel)
     if fault := next((one.fault for one in failing(device) if one.kind == facts.kind), ""):
         yield f"model.path: {model}, of which vLLM on this device ({device}) {fault}; {OTHER_MIXTURE}"
     elif facts.image_token is not None:
         rule = "servers load no policies into a mixture of experts that sees images"
         yield f"model.path: {model}, and {rule}; set model.text_alone: true"
-    elif config.weights.probe_every == 0 and not (config.model.lora or is_proven(facts.kind, device)):
+    elif config.weights.probe_every == 0 and not (config.model.lora or compared):
         problem = f"{model}, whose experts only a probe of the first policy compares with the learner"
         yield f"weights.probe_every: 0, and {problem}; set it to 1"
 
@@ -399,6 +400,9 @@ def _routing_replay(config: Config) -> Iterator[str]:
     facts, given, key = model_facts(config.model.path), config.rollout.engine, "rollout.routing_replay: true"
     if facts.kind and not facts.experts:
         yield f"{key}, but {config.model.path} ({facts.kind}) has no experts; set it to false"
+    elif facts.kind and facts.kind not in REPLAYED:
+        rule = f"the learner replays routes of {', '.join(REPLAYED)} only"
+        yield f"{key}, but {config.model.path} is of type {facts.kind}, and {rule}; set it to false"
     if config.rollout.device == "cpu":
         yield f"{key} needs a GPU, but rollout.device is cpu, where vLLM returns no routes; set it to false"
     if given.get("enable_prefix_caching") is False:

@@ -17,10 +17,12 @@ class ExpertModel(NamedTuple):
     architecture: str
     devices: tuple[str, ...]
     """Where reloads were compared, by tests/rollout/engine and by tests/gpu."""
+    split: bool = False
+    """Whether reloads were compared with tensor parallelism 2 too, on a CPU."""
 
 
 PROVEN = (
-    ExpertModel("qwen3_moe", "Qwen3MoeForCausalLM", (CPU, GPU)),
+    ExpertModel("qwen3_moe", "Qwen3MoeForCausalLM", (CPU, GPU), split=True),
     ExpertModel("qwen2_moe", "Qwen2MoeForCausalLM", (CPU, GPU)),
     ExpertModel("qwen3_next", "Qwen3NextForCausalLM", (CPU, GPU)),
     ExpertModel("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", (CPU, GPU)),
@@ -57,18 +59,19 @@ FAILING = (
 )
 
 
-def proven(device: str) -> list[ExpertModel]:
-    return [model for model in PROVEN if device in model.devices]
+def proven(device: str, parallel: int = 1) -> list[ExpertModel]:
+    """Types that were compared on `device`, with as many workers of a server as `parallel` says."""
+    return [model for model in PROVEN if device in model.devices and (model.split or parallel == 1)]
 
 
 def failing(device: str) -> list[FailingModel]:
     return [model for model in FAILING if model.device == device]
 
 
-def is_proven(kind: str | None, device: str) -> bool:
-    """Whether it is on `device`, or for `auto` on every device."""
+def is_proven(kind: str | None, device: str, parallel: int) -> bool:
+    """Whether the type was compared on `device`, or for `auto` on every device."""
     devices = (CPU, GPU) if device not in (CPU, GPU) else (device,)
-    return all(kind in {model.kind for model in proven(each)} for each in devices)
+    return all(kind in {model.kind for model in proven(each, parallel)} for each in devices)
 
 
 def described() -> str:

@@ -43,6 +43,12 @@ ENGINE, TRUE = "rollout.engine", "rollout.routing_replay: true"
             "weights.probe_every: 0, and MODEL is of type new_moe, whose experts only a probe of the first policy "
             "compares with the learner; set it to 1",
         ),
+        (
+            {**QWEN, "model_type": "gpt_oss"},
+            [CUDA, "weights.probe_every=0", "rollout.tensor_parallel=2"],
+            "weights.probe_every: 0, and MODEL is of type gpt_oss, whose experts only a probe of the first policy "
+            "compares with the learner; set it to 1",
+        ),
         (QWEN, [f"{ENGINE}.quantization=fp8"], f"{ENGINE}.quantization: fp8, {CANNOT} remove the key"),
         (
             QWEN,
@@ -52,6 +58,11 @@ ENGINE, TRUE = "rollout.engine", "rollout.routing_replay: true"
         (QWEN, [f"{ENGINE}.enable_eplb=true"], f"{ENGINE}.enable_eplb: True, {CANNOT} remove the key"),
         (QWEN, [f"{ENGINE}.moe_backend=aiter"], f"{ENGINE}.moe_backend: aiter, {CANNOT} set one of auto, triton"),
         (DENSE, [REPLAY], f"{TRUE}, but MODEL (qwen3) has no experts; set it to false"),
+        (
+            {**QWEN, "model_type": "glm4_moe"},
+            [REPLAY],
+            f"{TRUE}, but MODEL is of type glm4_moe, and the learner replays routes of qwen3_moe only; set it to false",
+        ),
         (
             QWEN,
             [REPLAY, "rollout.device=cpu"],
@@ -90,6 +101,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, model, overrides, line):
         ({**QWEN, "model_type": "gpt_oss"}, [CUDA]),
         ({**QWEN, "model_type": "new_moe"}, []),
         (QWEN, ["weights.probe_every=0"]),
+        (QWEN, ["rollout.tensor_parallel=2", "weights.probe_every=0"]),
+        ({**QWEN, "model_type": "gpt_oss"}, [CUDA, "rollout.tensor_parallel=2"]),
         (DENSE, ["rollout.engine.enable_expert_parallel=true", "rollout.engine.quantization=fp8"]),
         ({}, [REPLAY]),
     ],

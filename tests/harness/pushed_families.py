@@ -90,10 +90,11 @@ def rounded(values: dict[str, float]) -> dict[str, float]:
 
 
 class Play:
-    """One engine, and the models whose weights it gets."""
+    """One engine of some workers, and the models whose weights it gets."""
 
-    def __init__(self, family: Family, folder: Path, where: SimpleNamespace) -> None:
+    def __init__(self, family: Family, folder: Path, where: SimpleNamespace, workers: int = 1) -> None:
         self.folder, self.where, self.seen, self.idle = folder, where, Seen(), family.idle
+        self.workers = workers
         self.dtype: torch.dtype = getattr(torch, where.dtype)
         self.models = [family.model(seed) for seed in range(3)]
         source = torch.Generator().manual_seed(7)
@@ -107,7 +108,8 @@ class Play:
         made = make_config(self.folder / "first", staging, self.where, **engine)
         weights = made.weights.model_copy(update={"probe_tolerance": 10.0})
         model = made.model.model_copy(update={"text_alone": bool(self.idle)})
-        return made.model_copy(update={"weights": weights, "model": model})
+        rollout = made.rollout.model_copy(update={"tensor_parallel": self.workers})
+        return made.model_copy(update={"weights": weights, "model": model, "rollout": rollout})
 
     async def run(self) -> Seen:
         """Play all scenes; returns what was seen."""
@@ -122,7 +124,7 @@ class Play:
             self.first = await self.score()
             self.seen.repeated = largest(await self.score(), self.first)
             await self.compare("disk", 0)
-            [self.seen.way] = await self.engine.collective("rl_way", timeout_s=60)
+            self.seen.way, *_ = await self.engine.collective("rl_way", timeout_s=60)
             await self.push("full", (1, 2, 0))
             await self.push("bucket", (2, 1, 0))
             await self.change_kinds()
@@ -220,7 +222,7 @@ class Play:
 
     async def try_reloads(self) -> None:
         """As a server would when it starts."""
-        [kinds] = await self.engine.collective("rl_kinds", timeout_s=60)
+        kinds, *_ = await self.engine.collective("rl_kinds", timeout_s=60)
         try:
             await reload_trial.try_reloads(self.engine, kinds)
             self.seen.trial = f"all {len(kinds)} kinds hold"

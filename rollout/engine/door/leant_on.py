@@ -327,7 +327,7 @@ WORKER = (
     Need(
         "vllm.config.parallel.ParallelConfig",
         "spread experts are refused",
-        has="enable_expert_parallel enable_eplb",
+        has="enable_expert_parallel enable_eplb tensor_parallel_size",
     ),
     Need("vllm.config.device.DeviceConfig", "adapters beside experts are refused on a CPU", has="device_type"),
     Need(

@@ -49,9 +49,8 @@ def _model_refusal(name: str, layers: list[Any], vllm_config: Any) -> str:
 def _kernel_refusal(layers: list[Any]) -> str:
     methods = {type(layer.quant_method).__name__ for layer in layers} - {METHOD}
     if methods:
-        return (
-            f"rollout.engine.quantization: vLLM's {min(methods)} has experts in another format than policies; remove it"
-        )
+        problem = f"vLLM's {min(methods)} has experts in another format than policies"
+        return f"rollout.engine.quantization: {problem}; remove it, or name a model whose weights are not quantised"
     kernels = {layer.quant_method.unquantized_backend.name for layer in layers} - set(BACKENDS)
     if kernels:
         problem = f"vLLM chose {min(kernels)} for the experts, into which policies were never loaded"
@@ -60,8 +59,10 @@ def _kernel_refusal(layers: list[Any]) -> str:
 
 
 def needs_trial(model: torch.nn.Module, vllm_config: Any) -> bool:
-    """Whether nobody has compared how this vLLM loads policies into the experts of `model` on this device."""
-    known = {each.architecture for each in proven(vllm_config.device_config.device_type)}
+    """Whether nobody has compared how this vLLM loads policies into the experts of `model`: on this device, and with
+    tensor parallelism where each worker loads its part of every expert."""
+    device, parallel = vllm_config.device_config.device_type, vllm_config.parallel_config.tensor_parallel_size
+    known = {each.architecture for each in proven(device, parallel)}
     mixed = any(isinstance(layer, RoutedExperts) for layer in model.modules())
     return mixed and vllm_config.lora_config is None and type(model).__name__ not in known
 

@@ -66,8 +66,9 @@ async def _try_all(engine: TriedEngine, kinds: Sequence[str]) -> None:
 
 
 def drawn_texts(vocabulary: int, longest: int) -> list[list[int]]:
-    """Random texts, for which a sequence of `longest` tokens has room with what is decoded behind the last one."""
-    draw, room = random.Random(0), longest - DECODED
+    """Random texts, for which a sequence of `longest` tokens has room with what is decoded behind the last one, and
+    with one token more, which vLLM samples behind every text that it scores."""
+    draw, room = random.Random(0), longest - DECODED - 1
     return [[draw.randrange(vocabulary) for _ in range(max(2, min(length, room)))] for length in LENGTHS]
 
 

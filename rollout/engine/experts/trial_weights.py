@@ -65,6 +65,6 @@ def cannot_be_tried(model_config: Any) -> str:
     try:
         TrialWeights(model_config, torch.device("meta"))
     except FolderError as error:
-        what = "a server tries mixtures of experts that docs/experts.md does not list with the names of their weights"
+        what = "a server tries this mixture of experts with the names of its weights (docs/experts.md)"
         return f"model.path: {what}, but {error}; name a folder with the model's .safetensors files"
     return ""

@@ -21,16 +21,17 @@ IN_BFLOAT16 = ("qwen3_next", "qwen3_5_moe")
 EXACT = 1e-4
 PROVEN = {each.kind for each in proven(CPU)}
 ON_CPU = [name for name, family in FAMILIES.items() if "graphs" not in name and family.text_kind in PROVEN]
+SPLIT = [name for name in ON_CPU if FAMILIES[name].text_kind in {each.kind for each in proven(CPU, parallel=2)}]
 
 
-def play(name: str, folder) -> Seen:
+def play(name: str, folder, workers: int = 1) -> Seen:
     where = SimpleNamespace(device="cpu", dtype="bfloat16" if name in IN_BFLOAT16 else "float32", engine={})
-    return played(Play(FAMILIES[name], folder, where).run())
+    return played(Play(FAMILIES[name], folder, where, workers).run())
 
 
-@pytest.mark.parametrize("name", ON_CPU)
-def test_each_policy_of_a_proven_family_is_what_transformers_computes(name, tmp_path):
-    seen = play(name, tmp_path)
+@pytest.mark.parametrize(("name", "workers"), [*((name, 1) for name in ON_CPU), *((name, 2) for name in SPLIT)])
+def test_each_policy_of_a_proven_family_is_what_transformers_computes(name, workers, tmp_path):
+    seen = play(name, tmp_path, workers)
     for how, off in seen.off.items():
         assert off < max(EXACT, 3 * seen.rounded[how]), (how, seen.line(name))
     assert min(seen.old.values()) > 1 and not seen.silent and seen.kinds > 5, seen.line(name)

@@ -65,9 +65,9 @@ IMAGES, TEXT_ALONE = SimpleNamespace(language_model_only=False), SimpleNamespace
 
 
 def vllm_config(
-    is_moe: bool = True, lora: object = None, device: str = "cpu", seen: object = None, **parallel: bool
+    is_moe: bool = True, lora: object = None, device: str = "cpu", seen: object = None, **parallel: int
 ) -> SimpleNamespace:
-    known = {"enable_expert_parallel": False, "enable_eplb": False} | parallel
+    known = {"enable_expert_parallel": False, "enable_eplb": False, "tensor_parallel_size": 1} | parallel
     return SimpleNamespace(
         lora_config=lora,
         model_config=SimpleNamespace(is_moe=is_moe, multimodal_config=seen),
@@ -135,6 +135,8 @@ def test_all_else_is_not(model, config):
     [
         (Qwen3MoeForCausalLM, vllm_config(), False),
         (Qwen3MoeForCausalLM, vllm_config(device="cuda"), False),
+        (Qwen3MoeForCausalLM, vllm_config(device="cuda", tensor_parallel_size=2), False),
+        (GptOssForCausalLM, vllm_config(device="cuda", tensor_parallel_size=2), True),
         (NewMoeForCausalLM, vllm_config(), True),
         (NewMoeForCausalLM, vllm_config(device="cuda"), True),
         (NewMoeForCausalLM, vllm_config(lora=object()), False),

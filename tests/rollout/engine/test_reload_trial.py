@@ -43,7 +43,7 @@ class LoadedEngine:
         return [-value] * (len(tokens) - 1)
 
     async def generate(self, prompt: list[int], max_tokens: int, temperature: float) -> Any:
-        assert len(prompt) + max_tokens <= LONGEST
+        assert len(prompt) + max_tokens < LONGEST
         [value] = set(await self.probe([1, 2]))
         return SimpleNamespace(tokens=[1] * max_tokens, logprobs=[value + 3 * (self.fault == "decodes")] * max_tokens)
 
@@ -72,7 +72,7 @@ def test_a_fault_is_refused_by_name(fault, words):
 
 
 def test_texts_have_room_for_what_is_decoded():
-    assert [len(text) for text in drawn_texts(64, LONGEST)] == [74, 64, 23]
+    assert [len(text) for text in drawn_texts(64, LONGEST)] == [73, 64, 23]
     assert [len(text) for text in drawn_texts(64, 4096)] == list(LENGTHS)
     assert all(0 <= token < 64 for text in drawn_texts(64, 4096) for token in text)
 
