@@ -83,7 +83,7 @@ def judge_price(config: Config, named: Card | None) -> Judgement:
 
 def _memory(found: "Forecast") -> Iterator[str]:
     card, learner, settled = found.card, found.settled.learner, found.settled
-    measured = "measured peaks were within 5 %, up to 17 % lower where blocks are recomputed"
+    measured = "estimates were from 2 % below to 5 % above the peaks that were measured"
     near = measured if card.name in MEASURED else "no run was measured on this card"
     yield f"on {card.name}: {card.total / GIB:.1f} GiB, of which {card.free / GIB:.1f} can be used; {ESTIMATED}, {near}"
     taken = ", ".join(f"{key} {str(getattr(learner, key)).lower()}" for key in SETTINGS)
