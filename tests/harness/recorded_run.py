@@ -1,6 +1,6 @@
 """Records what a real run shows of itself while it starts, trains and ends, for tests of its page and advice.
 
-`python -m tests.harness.recorded_run RUN OUT.jsonl` asks a run's buffer once a second until Ctrl-C. OUT has the run's
+`python -m tests.harness.recorded_run RUN FILE` asks a run's buffer once a second until Ctrl-C. The file has the run's
 records as they come, and a line for each look: its time, when the run was launched, and the buffer's State, or, of a
 silent buffer, the State in its file. `keep` makes a small form of it, with the looks of which a test has something to
 say. `replay` gives the run back as it was at each look.
@@ -22,6 +22,7 @@ from actors.watch.run_state import ask, stored
 from buffer.store.faults import StoreError
 from buffer.wire.protocol import State
 from configs.flow.alerts import ALERTS
+from configs.inner_command import inner_words
 from configs.load import ConfigError, load
 
 LOOK = "look"
@@ -101,5 +102,6 @@ def replay(file: Path, metrics: Path) -> Iterator[Look]:
 
 
 if __name__ == "__main__":
+    inner_words("RUN", "FILE")
     with suppress(KeyboardInterrupt):
         asyncio.run(record(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -207,7 +207,7 @@ FRONT = (
     Need(
         "vllm.config.model.ModelConfig",
         "what vLLM knows of the model",
-        has="dtype hf_config hf_text_config model is_multimodal_model enforce_eager is_moe",
+        has="dtype hf_config hf_text_config model is_multimodal_model multimodal_config enforce_eager is_moe",
         calls=("get_vocab_size()",),
     ),
     Need("vllm.config.cache.CacheConfig", "how many sequences the cache holds", has="num_gpu_blocks block_size"),
@@ -300,6 +300,7 @@ WORKER = (
         "layers of which a part is missing are refused",
         has="load_numel",
     ),
+    Need("vllm.model_executor.parameter.BasevLLMParameter", "its loader is given a name", has="weight_loader"),
     Need("vllm.model_executor.layers.linear.LinearBase", "layers that may miss a part", has="quant_method"),
     Need("vllm.model_executor.layers.linear.UnquantizedLinearMethod", "such layers are loaded in place"),
     Need(

@@ -27,7 +27,7 @@ from learner.model.experts.mixture import Experts, Mixture, check_experts, load_
 from learner.model.experts.router import Router, Routing, tallied
 from learner.model.flops import Costs, active_parameters
 from learner.model.loading import build_on_meta
-from learner.model.memory import GIB, META_ATTENTION, estimate
+from learner.model.memory import GIB, META_ATTENTION, estimate, sizes_of
 from learner.model.microbatch import one_document
 from learner.train.batch import Batch
 from tests.harness.expert_batches import SIZES, expert_model, random_routes, routed
@@ -175,7 +175,7 @@ def test_30b_a3b(tmp_path: Path) -> None:
     embedded = 151_936 * 2048  # looked up, not multiplied
     assert Costs.of(empty).per_token == pytest.approx(6 * (active_parameters(empty) - 2 * embedded), rel=1e-3)
     learner = LEARNER.model_copy(update={"activation_checkpointing": "block", "head_chunk_tokens": 1024})
-    for ranks, gib in ((8, 68.9), (4, 125.8)):
+    for ranks, gib in ((8, 67.8), (4, 124.6)):
         assert estimate(model, learner, ranks).total(8192) / GIB == pytest.approx(gib, abs=1.0)
 
 
@@ -198,7 +198,8 @@ def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str, 
     """In float32 the estimate doubles what it is in bfloat16, where norms and routers keep float32 already."""
     model = expert_model(tmp_path, dtype=dtype)
     learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
-    ours = estimate(model, learner, 1).candidates[0].per_token["activations"]
+    hidden = 3 * sizes_of(model).width  # the head's, which no block keeps
+    ours = estimate(model, learner, 1).candidates[0].per_token["activations"] - hidden
     kept = kept_of(model, mesh, saving)
     assert 0.75 * kept < ours < (1 + off) * kept
 
