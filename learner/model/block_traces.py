@@ -93,7 +93,8 @@ def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) 
 
     with _alone(empty, number):
         block, embedding = blocks(empty)[number], empty.get_input_embeddings()
-        recomputed, block.gradient_checkpointing = getattr(block, "gradient_checkpointing", False), False
+        recomputed = getattr(block, "gradient_checkpointing", False)
+        block.gradient_checkpointing = False  # type: ignore[assignment]
         hooks = [block.register_forward_pre_hook(start, with_kwargs=True), block.register_forward_hook(stop)]
         hooks.append(embedding.register_forward_hook(_differentiate))
         with flow, flow.hooks:
@@ -101,7 +102,7 @@ def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) 
             loss.backward()
         for hook in hooks:
             hook.remove()
-        block.gradient_checkpointing = recomputed
+        block.gradient_checkpointing = recomputed  # type: ignore[assignment]
         empty.zero_grad(set_to_none=True)
     return flow.kept_bytes // TOKENS, flow.working_bytes // TOKENS, widths[0]
 

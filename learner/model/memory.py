@@ -549,8 +549,8 @@ def _rough_row(model: ModelConfig, context_parallel: int, way: str) -> ModelTrac
     """The same by a forward pass alone, as if all blocks were equal."""
     empty = _trained_on_meta(model)
     width, every = _cast(empty, model).itemsize * empty.config.get_text_config().hidden_size, blocks(empty)
-    *kept, widest = _trace(empty, partial(_decode, empty, context_parallel, META_TOKENS))
-    held, working = _saved(Traced(*kept, layers=len(every), width=width, widest=widest), way)
+    kept = _trace(empty, partial(_decode, empty, context_parallel, META_TOKENS))
+    held, working = _saved(Traced(*kept[:3], len(every), width, kept[3]), way)
     own = held // len(every)
 
     def of(block: nn.Module) -> BlockTrace:
