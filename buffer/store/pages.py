@@ -129,8 +129,9 @@ def require_same(path: Path, stream: BinaryIO) -> None:
     remedy = f"bring back a copy of both files, or go on with the ledger as it is with {ACCEPT}"
     found = _entries(stream)
     try:
-        other = _differing(found, path) - Log(path).pages.keys()
-        other = other and other & _differing(found, path)
+        # the second look knows a commit whose checksums were noted, or whose pages came into the log, during the first
+        if other := _differing(found, path):
+            other &= _differing(found, path)
     except FileNotFoundError:
         problem = f"{file_of(path).name}, which has the checksums of its pages, is gone"
         raise LostCommits(f"buffer.path {path}: {problem}; {remedy}") from None
@@ -141,10 +142,11 @@ def require_same(path: Path, stream: BinaryIO) -> None:
 
 
 def _differing(found: Entries, path: Path) -> set[int]:
-    """Pages that do not have the checksums in the file."""
+    """Pages that have not the checksums in the file, and are not in the log."""
     known = np.fromfile(file_of(path), "<u4")
     count = max(found.size, known.size)
-    return {*(1 + np.flatnonzero(_padded(found, count) != _padded(known, count))).tolist()}
+    differing = 1 + np.flatnonzero(_padded(found, count) != _padded(known, count))
+    return set(differing.tolist()) - Log(path).pages.keys()
 
 
 def _padded(entries: Entries, count: int) -> Entries:

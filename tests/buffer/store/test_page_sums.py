@@ -208,18 +208,24 @@ def test_whoever_reads_while_a_commit_is_not_noted_yet_sees_no_damage(tmp_path: 
         store._db.execute("PRAGMA wal_autocheckpoint = 1")
         with monkeypatch.context() as patch:
             patch.setattr(store._sums, "note", lambda: None)
-            with store._transaction():
-                store._db.execute("INSERT INTO changes VALUES (0, '', '', '', 0.0)")
+            change(store)
 
-        def log_after_the_next_commit(path: Path) -> Log:
+        def seen_while_the_next_commit_is_written(path: Path) -> Log:
+            patch.setattr(pages, "Log", Log)
             assert store._sums
             store._sums.note()
-            accept(store, ledger, 1)
-            return Log(path)
+            change(store)
+            return Log(path.with_name("no such file"))
 
         with monkeypatch.context() as patch:
-            patch.setattr(pages, "Log", log_after_the_next_commit)
+            patch.setattr(pages, "Log", seen_while_the_next_commit_is_written)
             require_whole(path, None)
+
+
+def change(store: sqlite.Store) -> None:
+    """A commit that writes to a page that no other commit writes to."""
+    with store._transaction():
+        store._db.execute("INSERT INTO changes VALUES (0, '', '', '', 0.0)")
 
 
 def test_a_damaged_witness_hides_no_damaged_page_from_a_launch(tmp_path: Path) -> None:
