@@ -49,7 +49,7 @@ def unusable(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
 
 
 def use_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = os.environ) -> None:
-    """Import the libraries, form a group of one rank. Raises ConfigError if one of their variables is set and that fails."""
+    """Import the libraries, form a group of one rank. Raises ConfigError if a variable of theirs is the cause."""
     if sys.flags.optimize > 1:
         problem = f"PYTHONOPTIMIZE: {sys.flags.optimize} (python -OO) leaves out docstrings, which transformers reads"
         raise ConfigError([f"{problem}; unset it, or set 1"])
