@@ -77,7 +77,9 @@ def is_begun(path: Path) -> bool:
 
 
 def opened_sums(path: Path, fsync: bool) -> pages.PageSums:
-    """The checksums of the ledger `path`, made where it has none. Raises OSError."""
+    """The checksums of the ledger `path`, made where it has none. Raises StoreError, OSError."""
+    if not path.is_file():
+        raise StoreError(f"buffer.path {path}: unable to open database file; {TO_BE_OPENED}")
     if not (is_begun(path) and pages.file_of(path).exists()):
         pages.begin(path)
     return pages.PageSums(path, fsync, LOG_PAGES)
