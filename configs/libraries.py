@@ -1,7 +1,7 @@
-"""Tries torch and transformers in a process of its own, and names environment variables with which they fail.
+"""Tries torch and transformers in a separate process, and names environment variables with which they fail.
 
-Such a process takes seconds, so there is one only if such a variable is set: in the checks before a start, and in a
-learner or rollout server that somebody starts by hand. It runs `python -m configs.libraries`.
+The process takes seconds, so it runs only if a variable that they read is set: in the checks before a start, and in a
+learner or rollout server that somebody starts by hand. It is `python -m configs.libraries`.
 """
 
 import importlib
@@ -27,13 +27,13 @@ TRIAL_S, GROUP_S = 180.0, 30
 
 
 def refuse(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError. A launched process has an environment that the launcher has tried."""
+    """Raise ConfigError if the libraries fail. Does nothing in a launched process, whose launcher has tried them."""
     if ABOVE not in environment and (lines := list(unusable(environment))):
         raise ConfigError(lines)
 
 
 def unusable(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """A line if the libraries fail with their variables in `environment`."""
+    """One line if the libraries fail with the variables in `environment`, else none."""
     if not (given := given_to_libraries(environment)):
         return
     line, env, none = command("configs.libraries"), dict(environment), subprocess.DEVNULL
@@ -49,7 +49,7 @@ def unusable(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
 
 
 def use_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = os.environ) -> None:
-    """Import the libraries and form a group of one rank. Raises ConfigError where variables of them are set."""
+    """Import the libraries, form a group of one rank. Raises ConfigError if a variable of theirs is the cause."""
     if sys.flags.optimize > 1:
         problem = f"PYTHONOPTIMIZE: {sys.flags.optimize} (python -OO) leaves out docstrings, which transformers reads"
         raise ConfigError([f"{problem}; unset it, or set 1"])
@@ -71,7 +71,7 @@ def use_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = o
 
 
 def in_words(names: Sequence[str], problem: str) -> str:
-    """The refusal of variables."""
+    """The line that refuses variables."""
     remedy = "unset it, or correct it" if len(names) == 1 else "unset them, or correct them"
     return f"{', '.join(names)}: {problem}; {remedy}"
 

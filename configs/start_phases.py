@@ -1,11 +1,11 @@
-"""How long the parts of a process's start took, for one line of its log."""
+"""Measures how long the parts of a process's start took, for one line of its log."""
 
 import time
 from pathlib import Path
 
 STAT = Path("/proc/self/stat")
 TICKS_A_SECOND = 100
-"""Of the kernel's clock in /proc, on every platform that Headrace runs on."""
+"""Ticks of the kernel's clock in /proc: the same on all platforms that Headrace runs on."""
 
 
 def seconds_alive() -> float:
@@ -21,12 +21,12 @@ class StartPhases:
     """Phases of a start, in order. As text: `41.3 s: 19.9 s imports, 0.4 s buffer, 21.0 s vLLM`."""
 
     def __init__(self, first: str = "imports") -> None:
-        """`first`: what the process has done since it was started."""
+        """`first`: the phase from the start of the process until now."""
         self._began = time.monotonic() - seconds_alive()
         self._ends = {first: time.monotonic()}
 
     def end(self, phase: str) -> None:
-        """The phase has ended now."""
+        """Note that `phase` has ended now."""
         self._ends[phase] = time.monotonic()
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Imported by `python -m learner` before torch: variables that torch refuses end the process in one line."""
+"""Ends `python -m learner` in one line if torch fails with the environment variables. Imported before torch."""
 
 import logging
 import sys

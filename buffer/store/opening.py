@@ -7,7 +7,7 @@ wrong; RULES compare what SQLite does not. Nothing here reads the samples.
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from buffer.store import pages, sql, witness
@@ -16,6 +16,7 @@ from buffer.store.write_ahead import PAGE, Log
 
 LOG_PAGES = 4096
 """Pages of the write-ahead log after which it is begun anew."""
+TO_BE_OPENED = "it must be a file that this user may read and write, in a folder that it may write to"
 FOREIGN = "an SQLite file of another program; name another file"
 LOADED = "(batch = -1 OR batch >= COALESCE((SELECT value FROM meta WHERE name = 'oldest'), 0))"
 """What a start reads; millions of other items are not needed any more."""
@@ -44,8 +45,16 @@ def require_whole(path: Path, known: witness.Commits | None) -> None:
 
     Reads all of the file, also beside a live buffer.
     """
-    if not is_begun(path):
-        return witness.require_all(path, known, None)
+    try:
+        if is_begun(path):
+            _require_whole(path, known)
+        else:
+            witness.require_all(path, known, None)
+    except OSError as error:
+        raise StoreError(f"buffer.path {path}: {error.filename or path}: {error.strerror}; {TO_BE_OPENED}") from None
+
+
+def _require_whole(path: Path, known: witness.Commits | None) -> None:
     # the stream outlives the connection: closing it would end SQLite's locks
     with explained(path), open(path, "rb") as stream, closing(_connected(path)) as db:
         require_ledger(db, f"buffer.path {path}: {FOREIGN}")
@@ -67,10 +76,20 @@ def is_begun(path: Path) -> bool:
     return bool(size) and (size != PAGE or bool(Log(path).pages) or not path.read_bytes().startswith(b"SQLite format"))
 
 
-def opened(path: Path | None, fsync: bool) -> sqlite3.Connection:
-    """Open the ledger `path` for writing. Raises StoreError or sqlite3.Error."""
-    if path and path.is_file() and not (is_begun(path) and pages.file_of(path).exists()):
+def opened_sums(path: Path, fsync: bool) -> pages.PageSums:
+    """The checksums of the ledger `path`, made where it has none. Raises StoreError, OSError."""
+    if not path.is_file():
+        raise StoreError(f"buffer.path {path}: unable to open database file; {TO_BE_OPENED}")
+    if not (is_begun(path) and pages.file_of(path).exists()):
         pages.begin(path)
+    return pages.PageSums(path, fsync, LOG_PAGES)
+
+
+def opened(path: Path | None, fsync: bool, sums: pages.PageSums | None = None) -> sqlite3.Connection:
+    """Open the ledger `path` for writing; `sums` are its checksums. Raises StoreError or sqlite3.Error.
+
+    The log is not copied into the file until `copy_log_at` is called.
+    """
     db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
     try:
         (schema,) = db.execute("PRAGMA user_version").fetchone()
@@ -85,9 +104,22 @@ def opened(path: Path | None, fsync: bool) -> sqlite3.Connection:
             _make(db, sql.TABLES if new else ";".join(sql.MIGRATIONS[one] for one in range(schema, sql.SCHEMA)))
         db.execute(sql.EVALUATIONS)
     except BaseException:
-        db.close()
+        close(db, sums)
         raise
     return db
+
+
+def copy_log_at(db: sqlite3.Connection, log_pages: int) -> None:
+    """Have SQLite copy its log into the file when it has so many pages; 0: never."""
+    db.execute(f"PRAGMA wal_autocheckpoint = {log_pages}")
+
+
+def close(db: sqlite3.Connection, sums: pages.PageSums | None) -> None:
+    """Close the ledger, which has SQLite copy the log into the file."""
+    with suppress(OSError):
+        if sums:
+            sums.note_log()
+    db.close()
 
 
 def _configure(db: sqlite3.Connection, fsync: bool) -> None:
@@ -95,7 +127,7 @@ def _configure(db: sqlite3.Connection, fsync: bool) -> None:
     db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would overwrite deleted content with zeros
     db.execute("PRAGMA journal_mode = WAL")
     db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
-    db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+    copy_log_at(db, 0)
 
 
 def _make(db: sqlite3.Connection, statements: str) -> None:
@@ -160,7 +192,7 @@ def explained(path: Path | None) -> Iterator[None]:
             raise damaged(path, str(error)) from None
         remedy = "is it the buffer's file, on a sound disk? Move it away to begin the run anew"
         if _code(error) in NOT_OPENED:
-            remedy = "it must be a file that this user may read and write, in a folder that it may write to"
+            remedy = TO_BE_OPENED
         raise StoreError(f"buffer.path {path}: {' '.join(str(error).split())}; {remedy}") from None
 
 

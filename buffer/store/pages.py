@@ -6,7 +6,10 @@ file. So at a start every page of the file must have its checksum, but those tha
 
 The file of checksums has 4 bytes for each page: its CRC32C, exclusive or that of a page of zeros. So a page that was
 never written, and that the ledger's file lacks or has a hole for, has 0. It is written through memory, as the witness
-is, and synced before SQLite can begin the log anew.
+is, and synced before SQLite begins the log anew.
+
+A kill or a power cut may leave pages in the log whose checksums were not noted, or not synced. `PageSums` notes them
+before SQLite may copy the log into the file: before the ledger is opened for writing, and again before it is closed.
 """
 
 import os
@@ -32,21 +35,37 @@ Entries = npt.NDArray[np.uint32]
 
 
 class PageSums:
-    """The open file of checksums, while SQLite writes to the ledger `path` and nobody else does."""
+    """The open file of checksums of the ledger `path`, to which nobody else writes."""
 
     def __init__(self, path: Path, fsync: bool, log_pages: int) -> None:
-        self._fsync, self._log_pages, self._log = fsync, log_pages, Log(path)
+        self._path, self._fsync, self._log_pages = path, fsync, log_pages
         self._descriptor = os.open(file_of(path), os.O_RDWR | os.O_CLOEXEC)
         self._memory: mmap | None = None
+        self._log: Log | None = None
+        self._lags = True
         try:
-            self._log.follow()
-            self.reserve(max(self._log.pages, default=1))
-            for page, crc in self._log.pages.items():
-                self._note(page, crc)
-            self._sync()
+            self.note_log()
         except BaseException:
             self.close()
             raise
+
+    def note_log(self) -> None:
+        """Note and sync all pages of the log. Raises OSError."""
+        found = Log(self._path)
+        self.reserve(max(found.pages, default=1))
+        for page, crc in found.pages.items():
+            self._note(page, crc)
+        self.sync()
+        if self._log:
+            self._log.close()
+        self._log = found
+
+    def follow(self) -> None:
+        """From now on `note` is called after each commit; the log has those before."""
+        self.note_log()
+        assert self._log
+        self._log.follow()
+        self._lags = False
 
     def reserve(self, pages: int) -> None:
         """Make room for so many pages. Raises OSError: a write to memory for which the disk has no room ends the
@@ -62,17 +81,23 @@ class PageSums:
 
     def note(self) -> None:
         """Note the pages of the commit that SQLite has just made."""
-        with suppress(OSError):  # the commit is done
+        try:  # the commit is done, whatever fails here
+            if self._lags:
+                return self.follow()
+            assert self._log
             for page, crc in self._log.next_commit():
                 self._note(page, crc)
-        if self._log.size >= self._log_pages:
-            self._sync()
+            if self._log.is_anew or self._log.size >= self._log_pages:
+                self.sync()
+        except OSError:
+            self._lags = True
 
     def _note(self, page: int, crc: int) -> None:
         assert self._memory
         self._memory[ENTRY * (page - 1) : ENTRY * page] = (crc ^ ZEROS).to_bytes(ENTRY, "little")
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
+        """Raises OSError."""
         if self._fsync and self._memory is not None:
             self._memory.flush()
 
@@ -83,9 +108,10 @@ class PageSums:
 
     def close(self) -> None:
         with suppress(OSError):
-            self._sync()
+            self.sync()
         self._unmap()
-        self._log.close()
+        if self._log:
+            self._log.close()
         os.close(self._descriptor)
 
 
@@ -98,20 +124,29 @@ def require_same(path: Path, stream: BinaryIO) -> None:
     """Raise LostCommits unless the pages of the ledger `path`, open as `stream`, have their checksums.
 
     If a buffer may write to it meanwhile, the caller must be in a read transaction. Then SQLite only writes pages to
-    the file that the log has, so the file is read first, and the log last.
+    the file that the log has, so the file is read before the log. A checksum that was noted meanwhile counts too.
     """
     remedy = f"bring back a copy of both files, or go on with the ledger as it is with {ACCEPT}"
     found = _entries(stream)
     try:
-        known = np.fromfile(file_of(path), "<u4")
+        # the second look knows a commit whose checksums were noted, or whose pages came into the log, during the first
+        if other := _differing(found, path):
+            other &= _differing(found, path)
     except FileNotFoundError:
         problem = f"{file_of(path).name}, which has the checksums of its pages, is gone"
         raise LostCommits(f"buffer.path {path}: {problem}; {remedy}") from None
-    count = max(found.size, known.size)
-    differing = {*(1 + np.flatnonzero(_padded(found, count) != _padded(known, count))).tolist()}
-    if other := differing - Log(path).pages.keys():
+    if other:
         problem = f"page {min(other)} has not the checksum that {file_of(path).name} has"
-        raise LostCommits(f"buffer.path {path}: the file is damaged, or was changed by hand: {problem}; {remedy}")
+        causes = "is damaged, was changed by hand, or another program copied its log after a crash"
+        raise LostCommits(f"buffer.path {path}: the file {causes}: {problem}; {remedy}")
+
+
+def _differing(found: Entries, path: Path) -> set[int]:
+    """Pages that have not the checksums in the file, and are not in the log."""
+    known = np.fromfile(file_of(path), "<u4")
+    count = max(found.size, known.size)
+    differing = 1 + np.flatnonzero(_padded(found, count) != _padded(known, count))
+    return set(differing.tolist()) - Log(path).pages.keys()
 
 
 def _padded(entries: Entries, count: int) -> Entries:

@@ -59,12 +59,13 @@ def losses(config: Config) -> list[str]:
     file = store_path(config)
     if file is None:
         return []
-    found = list[str]()
+    found, known = list[str](), None
     with suppress(ValueError):  # the buffer reports a damaged witness
-        try:
-            require_whole(file, witness.noted(file))
-        except LostCommits as error:
-            found.append(str(error))
+        known = witness.noted(file)
+    try:
+        require_whole(file, known)
+    except LostCommits as error:
+        found.append(str(error))
     checkpoints = config.run.path / "checkpoints"
     if not is_begun(file) and (version := newest(checkpoints)) > begins_with(config.run.path):
         problem = f"{checkpoints} has version {version}, and the ledger is gone: the run would begin again with the"

@@ -1,7 +1,7 @@
 """The tables of the ledger's SQLite file, and the statements that write them.
 
 Readable with any SQLite tool, also while the buffer runs:
-`sqlite3 buffer.sqlite "SELECT state, COUNT(*) FROM items GROUP BY state"`
+`sqlite3 -readonly buffer.sqlite "SELECT state, COUNT(*) FROM items GROUP BY state"`
 
     items     item, row, epoch     number for life, row of the data set, pass over the data set
               state, reason        waiting, leased, stored, batched, trained, dropped, quarantined; why dropped, put

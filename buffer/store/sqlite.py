@@ -22,7 +22,16 @@ from buffer.ledger.types import Changes, EvaluationRow, ItemState, Lengths, Save
 from buffer.store import pages, segments, sql, witness
 from buffer.store.faults import DamagedSample, StoreError
 from buffer.store.lock import InUse, lock_of, locked
-from buffer.store.opening import LOG_PAGES, explained, opened, read_only, require_whole
+from buffer.store.opening import (
+    LOG_PAGES,
+    close,
+    copy_log_at,
+    explained,
+    opened,
+    opened_sums,
+    read_only,
+    require_whole,
+)
 from buffer.store.segments import Groups, InMemory, Place, Segments
 from buffer.store.write_ahead import log_of
 from configs.resume import Change, Settings
@@ -62,13 +71,18 @@ class Store:
                 require_whole(path, known)
             elif path:
                 os.close(open_private(path, os.O_CREAT | os.O_RDWR))  # SQLite gives its other files the same mode
-            self._db = opened(path, fsync)
-            ends.callback(self._db.close)
-            self._require_same_problems(digest)
             if path:
-                self._open_witness(path, known)
-                self._sums = pages.PageSums(path, fsync, LOG_PAGES)
+                self._sums = opened_sums(path, fsync)
                 ends.callback(self._sums.close)
+                if known:
+                    witness.Witness(path, known).close()  # without the CRC32C of the file that an earlier release left
+            self._db = opened(path, fsync, self._sums)
+            ends.callback(close, self._db, self._sums)
+            self._require_same_problems(digest)
+            if path and self._sums:
+                self._open_witness(path, known)
+                self._sums.follow()
+                copy_log_at(self._db, LOG_PAGES)
             self.files = witness.SameFiles([path, log_of(path), pages.file_of(path)] if path else [])
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
@@ -240,7 +254,9 @@ class Store:
 
     def _shorten_log(self) -> None:
         # with a reader, or a full disk, the log stays
-        with suppress(sqlite3.OperationalError):
+        with suppress(sqlite3.OperationalError, OSError):
+            if self._sums:
+                self._sums.sync()
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _new_problems(self, changes: Changes) -> list[tuple[int, str, str | None]]:

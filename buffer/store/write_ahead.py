@@ -8,6 +8,7 @@ the file only if no committed frame has it. See https://sqlite.org/fileformat2.h
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO
@@ -46,10 +47,10 @@ class Log:
         self.pages: dict[int, int] = {}
         self._path, self._salt, self._end = log_of(path), b"", HEADER.size
         self._descriptor: int | None = None
+        self.is_anew = False
+        """SQLite began the log anew with the last commit."""
         waiting = dict[int, int]()
-        if not self._path.exists():
-            return
-        with open(self._path, "rb") as stream:
+        with suppress(FileNotFoundError), open(self._path, "rb") as stream:
             for number, size, page, self._salt, end in _frames(stream):
                 waiting[number] = crc32c(page)
                 if size:
@@ -63,7 +64,8 @@ class Log:
         """Numbers and CRC32C of the pages of the commit that SQLite has just made. Raises OSError."""
         assert self._descriptor is not None, "follow it first"
         salt = os.pread(self._descriptor, HEADER.size, 0)[16:24]
-        if salt != self._salt:  # SQLite has begun the log anew
+        self.is_anew = salt != self._salt
+        if self.is_anew:
             self._salt, self._end = salt, HEADER.size
         position = self._end
         while data := os.pread(self._descriptor, AT_ONCE * FRAME, position):

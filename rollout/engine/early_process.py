@@ -1,12 +1,12 @@
 """Starts vLLM's engine process before vLLM asks for it, so that its imports and the server's own run side by side.
 
     server                                          early process
-    EarlyProcess(cpu)       -- starts ----------->  imports vLLM's engine, then waits
+    EarlyProcess(cpu)       -- starts ----------->  imports vLLM's engine, then waits for its task
     reads rows, imports vLLM, waits for the buffer
     vLLM starts its engine  -- the process's task, environment and files -->  becomes vLLM's engine process
 
-It is a child of the server that is executed, not forked, so it is what multiprocessing's `spawn` would start: it ends
-with the server, and nothing of CUDA is shared.
+The early process is a new program, not a fork, as a process that multiprocessing spawns is. So it shares no CUDA state
+with the server. It ends with the server.
 """
 
 import gc
@@ -44,14 +44,15 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 class EarlyProcess:
-    """Becomes vLLM's first engine process that is started inside `given_to_vllm`; ends with a `with`, if not needed."""
+    """A process that becomes the first engine process that vLLM starts inside `given_to_vllm`. `close` ends an unused
+    one."""
 
     def __init__(self, cpu: bool, target: str = ENGINE_TARGET, modules: Sequence[str] = ENGINE_MODULES) -> None:
-        """`cpu`: whether the server will run on the CPU. `target`: the function that it will run."""
+        """`cpu`: whether the server will run on the CPU. `target`: name of the function that vLLM's process runs."""
         self.cpu, self._target, self._taken = cpu, target, False
         self.socket, theirs = socket.socketpair()
         line = tied_line(f"from {__name__} import wait_for_task; wait_for_task({theirs.fileno()}, {modules!r})")
-        # it blocks SIGTERM for life, as every process of vLLM's does, and SIGINT until it ignores it
+        # it blocks SIGTERM for life, as all processes of vLLM do, and SIGINT until it ignores SIGINT
         with theirs, blocked(signal.SIGTERM, signal.SIGINT):
             given = environment(cpu) | os.environ
             self.child = subprocess.Popen(line, pass_fds=[theirs.fileno()], env=given)
@@ -66,7 +67,10 @@ class EarlyProcess:
 
     @contextmanager
     def given_to_vllm(self, cpu: bool) -> Iterator[None]:
-        """Have vLLM's next engine process be this one. `cpu`: whether the server runs on the CPU."""
+        """Make this process the next engine process of vLLM. End it if vLLM starts none.
+
+        `cpu`: whether the server runs on the CPU.
+        """
         if cpu != self.cpu:
             self.close()
             yield
@@ -78,14 +82,16 @@ class EarlyProcess:
             target = getattr(getattr(process, "_target", None), "__qualname__", "")
             if target != self._target or self._taken:
                 return spawned(process)  # type: ignore[no-any-return]
+            handed = HandedOver(process, self)
             self._taken = True
-            return HandedOver(process, self)
+            return handed
 
         spawning._Popen = staticmethod(started)
         try:
             yield
         finally:
             spawning._Popen = staticmethod(spawned)
+            self.close()
 
     def close(self) -> None:
         """End the process, unless it is vLLM's."""
@@ -111,7 +117,7 @@ def expects_cpu(device: str, given: Mapping[str, str] = os.environ) -> bool:
 
 
 class HandedOver(popen_spawn_posix.Popen):
-    """What multiprocessing knows of an early process that has become one of its own."""
+    """The early process, as multiprocessing's object for a process that it has started."""
 
     DupFd: ClassVar[Any] = popen_forkserver._DupFd
     _fds: list[int]
@@ -121,7 +127,7 @@ class HandedOver(popen_spawn_posix.Popen):
         super().__init__(process)
 
     def duplicate_for_child(self, fd: int) -> int:
-        """The index of a file in `get_inherited_fds` there."""
+        """Send the file too; returns its index in `get_inherited_fds` of the child."""
         self._fds.append(fd)
         return len(self._fds) - 1
 
@@ -148,7 +154,9 @@ class HandedOver(popen_spawn_posix.Popen):
         except (BrokenPipeError, ConnectionResetError) as error:
             code = self._early.child.wait()
             link.close()
-            reason = f"vLLM's engine process ended with {code} while it imported; its last log lines are above"
+            reason = (
+                f"vLLM's engine process ended with exit code {code} before it had work; its last log lines are above"
+            )
             raise EngineDead(reason) from error
         self.pid, self.sentinel = self._early.child.pid, link.detach()
         self.finalizer = Finalize(self, os.close, (self.sentinel,))
@@ -174,7 +182,7 @@ def wait_for_task(file: int, modules: Sequence[str]) -> NoReturn:
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """What cannot be imported is imported again, and its error reported, where vLLM needs it."""
+    """Import `modules`. A failure is only logged: vLLM imports the module again and reports the error."""
     with without_collections():
         for name in modules:
             try:

@@ -136,12 +136,19 @@ def many(store: Store, ledger: Ledger) -> Callable[[], None]:
     return lambda: store.commit(transaction)
 
 
+def anew(store: Store, ledger: Ledger) -> Callable[[], None]:
+    """A group is accepted: its commit begins the log anew, and copies it into the file."""
+    store._db.execute("PRAGMA wal_checkpoint")
+    store._db.execute("PRAGMA wal_autocheckpoint = 1")
+    return putting(store, ledger)
+
+
 def closing(store: Store, ledger: Ledger) -> Callable[[], None]:
     """The log is copied into the file."""
     return store.close
 
 
-TRANSITIONS: dict[str, Transition] = {"put": putting, "many": many, "close": closing}
+TRANSITIONS: dict[str, Transition] = {"put": putting, "many": many, "anew": anew, "close": closing}
 
 
 def fresh(first: Path, path: Path) -> None:

@@ -38,12 +38,11 @@ class SharedEngine:
 
     def __init__(self, config: Config, kind: str) -> None:
         os.environ["VLLM_CPU_CI_ENV"] = "1"  # vLLM warms nothing up
-        self.early = EarlyProcess(cpu=True)
-        from rollout.engine.vllm_engine import Engine
-
         self.config, self.kind = config, kind
         self._loop = asyncio.Runner()
-        with self.early:
+        with EarlyProcess(cpu=True) as self.early:
+            from rollout.engine.vllm_engine import Engine
+
             self._engine = self._loop.run(Engine.start(config, seed=1, early=self.early))
 
     def play(self, scene: Callable[[Any], Awaitable[Any]]) -> Any:

@@ -1,9 +1,9 @@
 """Records what a real run shows of itself while it starts, trains and ends, for tests of its page and advice.
 
-`python -m tests.harness.recorded_run RUN FILE` asks a run's buffer once a second until Ctrl-C. The file has the run's
-records as they come, and a line for each look: its time, when the run was launched, and the buffer's State, or, of a
-silent buffer, the State in its file. `keep` makes a small form of it, with the looks of which a test has something to
-say. `replay` gives the run back as it was at each look.
+`python -m tests.harness.recorded_run RUN FILE` asks a run's buffer once a second until Ctrl-C. FILE has the run's
+records as they come, and a line for each look: its time, when the run was launched, and the buffer's State. If the
+buffer does not answer, the State is read from its file. `keep` makes a small recording with the looks that a test
+needs. `replay` shows the run as it was at each look.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ class Look:
     time: float
     launched: float
     state: State | None
-    """None: neither the buffer nor its file had one."""
+    """None: the buffer did not answer, and its file had no State."""
     answers: bool
     records: Records
 
 
 async def record(run: Path, out: Path) -> None:
-    """Until cancelled."""
+    """Look at the run once a second, until cancelled."""
     position = Position()
     with out.open("w") as file:
         while True:
@@ -72,7 +72,8 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def keep(file: Path, times: list[int]) -> list[dict[str, Any]]:
-    """A recording with the looks at `times` alone, in seconds from the first look, and what pages and advice read."""
+    """A recording with the looks nearest to `times`, in seconds from the first look, and the keys that pages and advice
+    read."""
     lines = lines_of(file)
     looks = [line for line in lines if LOOK in line]
     kept = [min(looks, key=lambda look: abs(look[LOOK] - looks[0][LOOK] - at)) for at in times]

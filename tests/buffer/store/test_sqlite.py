@@ -459,7 +459,7 @@ def test_killed_at_any_system_call_the_store_is_in_the_state_before_or_after(tmp
     run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    for transition in ("put", "many"):
+    for transition in ("put", "many", "anew"):
         assert found[transition]["before"] >= 12 and found[transition]["after"] >= 1
     for transition in ("create", "reopen", "close"):
         assert found[transition]["after"] >= 12

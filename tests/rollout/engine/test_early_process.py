@@ -1,4 +1,4 @@
-"""A process that imports before its task is known: what it gets and how it ends. Small modules stand for vLLM."""
+"""The process that imports before its task is known: what it receives and how it ends. Small modules stand for vLLM."""
 
 import logging
 import multiprocessing
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from pickle import PicklingError
 
 import psutil
 import pytest
@@ -93,6 +94,18 @@ def test_it_ends_if_it_is_not_needed_or_was_started_for_another_device(early: Ea
         assert early.child.returncode == -signal.SIGKILL
 
 
+def test_it_ends_if_vllm_starts_no_process(early: EarlyProcess) -> None:
+    with early.given_to_vllm(True):
+        assert early.child.poll() is None
+    assert early.child.returncode == -signal.SIGKILL
+
+
+def test_it_ends_if_its_task_cannot_be_sent(early: EarlyProcess) -> None:
+    with early.given_to_vllm(True), pytest.raises((AttributeError, PicklingError), match="lambda"):
+        SPAWN.Process(target=tell, args=(lambda: None, 0)).start()
+    assert early.child.returncode == -signal.SIGKILL
+
+
 def test_it_leaves_an_interrupt_to_the_server(early: EarlyProcess) -> None:
     early.child.send_signal(signal.SIGINT)
     ours, theirs = SPAWN.Pipe()
@@ -106,7 +119,7 @@ def test_it_leaves_an_interrupt_to_the_server(early: EarlyProcess) -> None:
 def test_its_death_before_its_task_is_one_line(early: EarlyProcess) -> None:
     early.child.kill()
     early.child.wait()
-    line = r"vLLM's engine process ended with -9 while it imported; its last log lines are above"
+    line = r"vLLM's engine process ended with exit code -9 before it had work; its last log lines are above"
     with early.given_to_vllm(True), pytest.raises(EngineDead, match=line):
         SPAWN.Process(target=tell, args=(1, 0)).start()
 
