@@ -74,8 +74,13 @@ def given_to_libraries(environment: Mapping[str, str]) -> list[str]:
         name
         for name, value in environment.items()
         if any(fnmatch(name, pattern) for pattern in READ_BY_LIBRARIES)
-        and not (has_place(name) or value in SWITCHES or value.startswith("/"))
+        and not (has_place(name) or value in SWITCHES or value.startswith("/") or is_quiet(name, value))
     ]
+
+
+def is_quiet(name: str, value: str) -> bool:
+    """Warnings end an import only where they are made errors."""
+    return name == "PYTHONWARNINGS" and "e" not in {action.strip()[:1] for action in value.split(",")}
 
 
 def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from configs import libraries
 from configs.entrypoint import ABOVE
 from configs.load import ConfigError
+from configs.variables import given_to_libraries
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,6 +77,11 @@ def test_a_process_started_by_hand_says_so_in_one_line(name: str, value: str) ->
     assert done.returncode == 2
     assert said.startswith(f"python -m learner: {name}: ")
     assert "cannot be used (" in said or "which transformers reads" in said
+
+
+def test_warnings_that_end_no_import_are_not_tried() -> None:
+    assert given_to_libraries({"PYTHONWARNINGS": "ignore::FutureWarning,default"}) == []
+    assert given_to_libraries({"PYTHONWARNINGS": "default,error::DeprecationWarning"}) == ["PYTHONWARNINGS"]
 
 
 def test_a_launched_process_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
