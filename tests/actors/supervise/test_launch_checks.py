@@ -266,6 +266,7 @@ def test_reward_servers_that_cannot_start_are_refused(
 ) -> None:
     (tmp_path / "rm").mkdir()
     (tmp_path / "rm" / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    add_weights(tmp_path / "rm")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         given = [f"--reward.model={tmp_path / 'rm'}", f"--reward.port={port}", "--reward.engine.max_model_length=9"]
