@@ -65,7 +65,7 @@ class Certificate(BaseModel):
     remedy: str = ""
     checks: tuple[Check, ...] = ()
     crc32c: str = ""
-    """Of all else, in the file of a certificate. Earlier releases wrote none."""
+    """CRC32C of all other fields, in a certificate's file. Earlier releases wrote none."""
 
     @property
     def faults(self) -> list[str]:

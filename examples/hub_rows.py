@@ -17,7 +17,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 Fetch = Callable[[str, str], str]
-"""Of a data set's name and a file in it: the path of a copy on this machine."""
+"""Takes a data set's name and a file in it, and returns the path of a copy on this machine."""
 SPLITS = ("train", "test")
 SOURCES = {
     "gsm8k_numbers": ("openai/gsm8k", "main/{split}-00000-of-00001.parquet"),

@@ -237,7 +237,7 @@ def find_alerts(
 
 
 def _lost_and_full(config: Config, records: Records, state: State) -> list[Alert]:
-    """Of a live run."""
+    """Alerts of a live run: who is silent or gone, and what is full."""
     silences = (_silence(name, state.servers[name]) for name in silent(state, config))
     found = [alert for alert in silences if alert]
     trained = max(records.by_version, default=0)

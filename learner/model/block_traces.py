@@ -20,7 +20,7 @@ from learner.model.compiled_trace import Flow
 from learner.model.loading import blocks
 
 TOKENS = 1024
-"""Of the shorter of two traced rows; the longer one has twice as many."""
+"""Length of the shorter of two traced rows; the longer one is twice as long."""
 
 
 @dataclass(frozen=True)

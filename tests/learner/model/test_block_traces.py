@@ -68,7 +68,7 @@ def test_a_compiled_block_keeps_what_lies_nearest_to_its_matmuls(tmp_path: Path,
 
 
 def test_a_compiled_adapter_has_two_gradients_for_each_factor(tmp_path: Path) -> None:
-    """Of the base and of the adapter; without one there are the results of one matmul and two factors."""
+    """A factor of the MLP gets one gradient through the base and one through the adapter."""
     extra = {}
     for lora in (False, True):
         (block, *_) = traced(tmp_path / str(lora), "qwen2", "block", compiled=True, lora=lora).blocks
