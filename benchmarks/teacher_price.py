@@ -4,8 +4,8 @@
 `beside` has one on a third GPU, `shared` one on the server's own GPU. Server and teacher have the same shape and random
 weights, and all servers the same share of memory. `--top-k 16` takes the form with the teacher's most probable tokens.
 With four GPUs, `FIRST_GPU=2` lets `none` run at the same time as `shared`. Prints one table, in which each case with a
-teacher stands against `none`, and writes JSON; figures of `none` are read from the file if it was measured by an
-earlier command. `--shape speck` is the small form for CPU.
+teacher stands against `none`, and writes JSON. Figures of an earlier command stay in the file if they are of the same
+day, hardware and versions. `--shape speck` is the small form for CPU.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import yaml
 from benchmarks.runs.ports import free_port
 from benchmarks.runs.processes import FIRST_GPU, Died, Processes
 from benchmarks.runs.trained import figures_of, trained_run, versions_of
-from benchmarks.weights.table import ResultRow, progress, write
+from benchmarks.weights.table import ResultRow, measured_here, progress, write
 
 TEACHER_GPU = {"none": None, "beside": 2, "shared": 0}
 """By case: the number of the teacher's GPU after FIRST_GPU."""
@@ -79,6 +79,12 @@ def measured(args: argparse.Namespace, case: str) -> list[ResultRow]:
     return rows
 
 
+def earlier(file: Path) -> list[dict[str, Any]]:
+    """The rows in `file` that may stand beside those measured now."""
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found["rows"] if measured_here().items() <= found.items() else []
+
+
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, each case's tokens/s with those of `none` beside it."""
     alone = next((row["value"] for row in rows if row["what"] == TOKENS and row["case"] == "none"), None)
@@ -102,7 +108,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "teacher_price.json")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    rows = earlier(args.out)
     failed = False
     for case in args.cases.split(","):
         try:
