@@ -77,9 +77,9 @@ def is_proven(kind: str | None, device: str, parallel: int) -> bool:
 def described() -> str:
     """The sentence of docs/experts.md."""
     both = [model.kind for model in PROVEN if set(model.devices) == {CPU, GPU}]
-    words = [f"on CPUs and GPUs: {', '.join(f'`{kind}`' for kind in both)}"]
+    words = [f"{', '.join(f'`{kind}`' for kind in both)} on CPUs and GPUs"]
     for device, place in ((GPU, "on GPUs"), (CPU, "on CPUs")):
         alone = [model.kind for model in PROVEN if model.devices == (device,)]
         if alone:
-            words.append(f"{place} alone: {', '.join(f'`{kind}`' for kind in alone)}")
+            words.append(f"{', '.join(f'`{kind}`' for kind in alone)} {place} alone")
     return "; ".join(words)
