@@ -20,6 +20,9 @@ PROBE_TOKENS = 64
 TEXT = ", ".join(map(str, range(1, 65)))
 """A text every model predicts well: where a token is nearly certain, rounding to bfloat16 changes its log-probability
 little and wrong weights change it much (SmolLM2-135M: 0.005 nat on this text, 0.07 on sums)."""
+ROUNDING = 2.0**-8
+"""Relative error of bfloat16. A trained policy may find the text very unlikely: at -20 nat, correct weights differ by
+0.08 nat."""
 CAPTION = "The left half of the picture is red, the right half is blue. "
 PICTURE = (4, 6)
 """Height and width in tokens: more than one window of Qwen2.5-VL's tower."""
@@ -52,7 +55,7 @@ class Prober:
             rows = next(spec.shape[0] for spec in specs if len(spec.shape) == 2)
             draw = random.Random(seed)
             probe = [draw.randrange(rows) for _ in range(PROBE_TOKENS)]
-        self._probe, self._every, self._tolerance = probe, config.probe_every, config.tolerance
+        self._probe, self._every, self._config = probe, config.probe_every, config
         self._first = True
 
     def due(self, version: int) -> bool:
@@ -62,12 +65,21 @@ class Prober:
     def ask(self, policy: ProbedPolicy) -> Probe:
         if not isinstance(self._probe, ShownProbe):
             tokens = list(self._probe)
-            return Probe(tokens=tokens, logprobs=policy.logprobs_of(tokens), tolerance=self._tolerance)
+            logprobs = policy.logprobs_of(tokens)
+            return Probe(tokens=tokens, logprobs=logprobs, tolerance=tolerance_of(self._config, logprobs))
         tokens, (start, picture), row = self._probe
         height, width, _ = picture.pixels.shape
         image = ProbeImage(start=start, height=height, width=width, digest=picture.digest)
         behind = policy.logprobs_of(row)[start + picture.num_tokens :]
-        return Probe(tokens=tokens, image=image, logprobs=behind, tolerance=self._tolerance)
+        return Probe(tokens=tokens, image=image, logprobs=behind, tolerance=tolerance_of(self._config, behind))
+
+
+def tolerance_of(config: WeightsConfig, logprobs: Sequence[float]) -> float:
+    """Largest mean absolute difference, in nats: what the run file says, or the default and the rounding of `logprobs`
+    in bfloat16."""
+    if config.probe_tolerance is not None:
+        return config.probe_tolerance
+    return config.tolerance + ROUNDING * sum(map(abs, logprobs)) / len(logprobs)
 
 
 def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:

@@ -76,7 +76,7 @@ async def confirm(
         if not difference <= probe.tolerance:
             reason = (
                 f"version {go.version}: the probe's log-probabilities differ by {difference:.4g} nat on average "
-                f"(weights.probe_tolerance {probe.tolerance:g}): {_few(ours)} here, {_few(theirs)} at the learner"
+                f"(weights.probe_tolerance {probe.tolerance:.3g}): {_few(ours)} here, {_few(theirs)} at the learner"
             )
             if go.version == 0:
                 reason += _advice(ours, theirs)
