@@ -1,4 +1,4 @@
-"""The run file: every key with its type, default, bound and meaning. This package imports no other one of Headrace."""
+"""The run file: every key with its type, default, bound and meaning."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,10 +18,10 @@ Address = Annotated[
     ),
 ]
 BUFFER_PORT = 5600
-"""Port of a buffer whose address a launch chooses."""
+"""Port of the buffer on a cluster."""
 MOST_MESSAGE_MIB = 4096
 NO_REWARD = "none"
-"""`reward.function` of a run without a reward: supervised fine-tuning, or a teacher alone."""
+"""`reward.function` of a run without a reward."""
 PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 1.0
 
 
@@ -35,7 +35,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "run"
     """Name of the run and of its folder below `run.folder`."""
     folder: Path = Path("runs")
-    """Folder for the folders of runs; relative to the working directory."""
+    """Folder for the folders of runs."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of problem order, sampling and the learner."""
     versions: Positive = 100
@@ -47,15 +47,15 @@ class RunConfig(Section):
 
 
 class LoraConfig(Section):
-    """Train an adapter beside linear layers of the text model, in place of the weights themselves."""
+    """An adapter beside linear layers of the text model."""
 
     rank: Annotated[int, Field(ge=1, le=512)] = 32
     """Rank of each layer's change."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """The change is `alpha / rank` times the product of the two matrices; null: `rank`, a factor of 1."""
+    """The change is `alpha / rank` times the product of the two matrices; null: `rank`."""
     targets: Literal["all"] | list[str] = "all"
-    """Linear layers of the text model's blocks that get an adapter, by the last word of their names, such as `[q_proj,
-    v_proj]`, or `all`."""
+    """Linear layers of the text model's blocks, by the last word of their names, such as `[q_proj, v_proj]`, or `all`.
+    """
 
     @field_validator("alpha")
     @classmethod
@@ -69,20 +69,19 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """Folder of the initial model in Hugging Face format (config, tokenizer, safetensors), or its name on the hub."""
+    """Folder of the initial model in Hugging Face format, or its name on the hub."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype of learner and servers, and dtype of weights on the wire. Master weights are always float32."""
+    """Dtype of computation and of weights on the wire. Master weights are always float32."""
     trust_remote_code: bool = False
     """Run the model's own Python code. Set it only if you have read that code."""
     freeze: list[Literal["vision", "projector"]] = []
-    """Parts of a vision-language model that are not trained: `vision`, the tower that reads images, or the `projector`
-    behind it. Frozen parts need no gradients and optimizer state, and are sent to each server once."""
+    """Parts of a vision-language model that are not trained: the tower that reads images (`vision`), or the `projector`
+    behind it. They need no gradients and optimizer state."""
     text_alone: bool = False
-    """Train a model that reads images on text alone: tower and projector are frozen and never computed, and servers
-    build none (docs/text-alone.md)."""
+    """Train a model that reads images on text alone, without its tower and projector (docs/text-alone.md)."""
     lora: LoraConfig | None = None
-    """Train an adapter of low rank: `{}` for all defaults, null trains the weights. Only the adapter has gradients and
-    optimizer state, is sent to servers and is saved; the weights are held in `dtype` (docs/lora.md)."""
+    """Train an adapter of low rank and hold the weights in `dtype` (docs/lora.md): `{}` for all defaults; null trains
+    the weights."""
 
 
 class MixedSource(Section):
@@ -97,7 +96,7 @@ class MixedSource(Section):
 
 
 class EvalSet(Section):
-    """One set of problems to evaluate on; `data.eval` has them by name."""
+    """One set of problems to evaluate on."""
 
     path: Path
     """Problems kept out of training, named as in `data.train`."""
@@ -117,7 +116,7 @@ class EvalSet(Section):
 
 
 class DifficultyConfig(Section):
-    """Draw problems by the share of their samples that were solved so far; docs/difficulty.md says more."""
+    """Draw problems by the share of their samples that were solved so far (docs/difficulty.md)."""
 
     unseen: Weight = 0.3
     """Share of draws for problems without a group yet."""
@@ -126,17 +125,16 @@ class DifficultyConfig(Section):
     between: Weight = 0.5
     """Share of draws for problems with some samples solved, others not."""
     solved: Weight = 0.1
-    """Share of draws for problems with all samples solved. The four shares are weights: their sum need not be 1. A band
-    without a problem to draw leaves its draws to the others."""
+    """Share of draws for problems with all samples solved. The four shares are weights: their sum need not be 1."""
     solved_at: float = 1.0
     """Least reward of a solved sample."""
     groups: Positive = 2
-    """Groups in a row with all samples solved after which a problem is retired. Groups before them no longer count for
-    its band, nor do those before as many groups without a solved sample."""
+    """Groups in a row with all samples solved after which a problem is retired. As many without a solved sample make it
+    unsolved again."""
     rest: Annotated[int, Field(ge=0)] = 4
     """Versions before a problem is drawn again, as long as there are others."""
     return_after: Positive = 50
-    """Further versions before a retired problem may be drawn again, among the solved ones."""
+    """Further versions before a retired problem may be drawn again."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -144,7 +142,7 @@ class DifficultyConfig(Section):
 
 
 class DemonstrationsConfig(Section):
-    """Demonstrations that are trained beside the samples of each batch; docs/sft.md says more."""
+    """Demonstrations that are trained beside the samples of each batch."""
 
     path: Path | Annotated[list[MixedSource], Field(min_length=1)]
     """Rows as for `python -m learner sft`: prompt and answer, or messages."""
@@ -155,7 +153,7 @@ class DemonstrationsConfig(Section):
     turns: Literal["all", "last", "flagged"] = "all"
     """Answers that are trained where a row has `messages`, as in `sft.turns`."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """Rows longer than the longest sample: refuse the run, or leave them out and count them."""
+    """Rows longer than the longest sample: refuse the run, or leave them out."""
 
     def rows(self, samples: int) -> int:
         return max(1, round(self.share / (1.0 - self.share) * samples))
@@ -164,11 +162,11 @@ class DemonstrationsConfig(Section):
 class DataConfig(Section):
     train: Path | Annotated[list[MixedSource], Field(min_length=1)]
     """Problems to train on: a file (parquet, jsonl, json, csv, tsv), a folder or glob of such files, a set of
-    reasoning-gym as `reasoning_gym:leg_counting?size=10000&seed=1`, or a list of these as `{path, weight}`. Rows have
-    TinyZero/verl columns (`prompt`, `reward_model`) or EasyR1 columns (`problem`, `answer`); see docs/data.md."""
+    reasoning-gym as `reasoning_gym:leg_counting?size=10000&seed=1`, or a list of these as `{path, weight}`.
+    docs/data.md says which columns rows have."""
     eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EvalSet] = {}
     """Sets of problems kept out of training, by name, for `python -m rollout evaluate` and `eval.every`. A path alone
-    is one set named `eval`, with one greedy answer to each problem."""
+    is one set named `eval`."""
     chat_template: Literal["none"] | Path | None = None
     """Jinja file, or `none` for a base model (the messages' texts joined by blank lines); null: the tokenizer's own."""
     format_prompt: Path | None = None
@@ -176,29 +174,25 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """System message for every prompt that has none."""
     columns: dict[str, str] = {}
-    """Names of columns, by Headrace's names: with `{problem: question}` the column `question` is the `problem`. For
-    `data.eval` too."""
+    """Names of columns: with `{problem: question}` the column `question` is the `problem`. For `data.eval` too."""
     epochs: Positive | None = None
-    """Passes over the problems; null repeats them until `run.versions`. An epoch of weighted sources has as many
-    problems as their rows together."""
+    """Passes over the problems; null repeats them until `run.versions`."""
     shuffle: bool = True
-    """Shuffle each epoch anew, seeded by `run.seed`; false keeps the files' order."""
+    """Shuffle each epoch anew; false keeps the files' order."""
     difficulty: DifficultyConfig | None = None
-    """Draw problems by how hard they are: those solved by some samples most often, those solved by all seldom. `{}` for
-    all defaults; null draws each once an epoch (docs/difficulty.md)."""
+    """Draw problems by how hard they are (docs/difficulty.md): `{}` for all defaults; null draws each once an epoch."""
     demonstrations: DemonstrationsConfig | None = None
-    """Train on demonstrations beside the samples of each batch (docs/sft.md); null: on samples only."""
+    """Train on demonstrations beside the samples of each batch (docs/sft.md)."""
     max_prompt_tokens: Positive = 1024
-    """Longest prompt in tokens, its images' included; a problem with a longer one is dropped with that reason."""
+    """Longest prompt in tokens, its images' included; a problem with a longer one is dropped."""
     image_dir: Path | None = None
-    """Folder that paths of images are relative to; null: the data file's. The buffer reads each image when its row is
-    dispatched."""
+    """Folder that paths of images are relative to; null: the data file's."""
     min_pixels: Positive | None = None
-    """Fewest pixels of an image as the model sees it: a smaller one is enlarged. null: the image processor's value."""
+    """Fewest pixels of an image: a smaller one is enlarged. null: the image processor's value."""
     max_pixels: Positive | None = 1_048_576
-    """Most pixels of an image as the model sees it: a larger one is made smaller. A token is 28 x 28 pixels with
-    Qwen2.5-VL, 32 x 32 with Qwen3-VL and Qwen3.5. Gemma 3 makes every image a square of 896 x 896 pixels, 256 tokens.
-    null: the image processor's value, often 16,384 tokens."""
+    """Most pixels of an image: a larger one is made smaller. A token is 28 x 28 pixels with Qwen2.5-VL, 32 x 32 with
+    Qwen3-VL and Qwen3.5. Gemma 3 makes every image 896 x 896 pixels, 256 tokens. null: the image processor's value,
+    often 16,384 tokens."""
     max_images: Positive = 8
     """Most images of one sample, later turns included; a row with more is refused."""
 
@@ -238,13 +232,13 @@ class RewardPart(Section):
 class RewardConfig(Section):
     function: str | Annotated[list[RewardPart], Field(min_length=1)]
     """A built-in reward (`countdown`, `math_verify` alias `math`, `exact_match`, `regex`, `length`, `judge`,
-    `reward_model`) or your own, as `path/to/file.py:function`. Several: a list of `{function, weight, kwargs, name}`;
-    the reward is the sum of their results times `weight` (1), and each is a metric by its `name`."""
+    `reward_model`) or your own, as `path/to/file.py:function`. Several: a list of `{function, weight, kwargs, name}`,
+    whose results are summed by weight."""
     kwargs: dict[str, Any] = {}
     """Further keyword arguments for one reward function; several have theirs in their list."""
     timeout_s: Seconds = 10.0
-    """Time limit of one call. Then its worker process is killed (an `async` call is cancelled) and the group fails; it
-    is never scored 0."""
+    """Time limit of one call. Then its worker is killed (an `async` call is cancelled) and the group fails; it is never
+    scored 0."""
     concurrency: Positive = 64
     """Calls of an `async` reward function that one worker runs at a time; of other functions it runs one."""
     workers: Positive = 1
@@ -252,14 +246,13 @@ class RewardConfig(Section):
     model: str | None = None
     """Sequence classification model of the run's own reward servers, by folder or hub name."""
     servers: Annotated[int, Field(ge=0)] = 0
-    """Reward servers that `python -m actors launch` starts for `reward_model`, each with a copy of `reward.model`."""
+    """Reward servers that the launcher starts for `reward_model`, each with a copy of `reward.model`."""
     host: str = "127.0.0.1"
-    """Address of this machine on which reward servers listen and rollout servers reach them."""
+    """Address of this machine on which reward servers listen."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5700
     """Port of the first reward server; further ones follow."""
     engine: dict[str, Any] = {}
-    """Arguments of vLLM for the reward servers, e.g. `{max_model_len: 4096, gpu_memory_utilization: 0.9}`; each takes
-    `tensor_parallel_size` GPUs."""
+    """Arguments of vLLM for the reward servers, e.g. `{max_model_len: 4096, tensor_parallel_size: 2}`."""
     memory_gib: Annotated[float, Field(gt=0)] = 8.0
     """Memory of one worker and all processes it starts; beyond it they are killed and the group fails."""
     max_calls: Positive | None = None
@@ -284,23 +277,22 @@ class TeacherModel(Section):
     """A fixed model whose log-probabilities of the sampled tokens the policy learns from."""
 
     model: str | None = None
-    """The teacher's folder in Hugging Face format, such as an earlier export of the policy, or its name on the hub.
-    With `url`, the name under which that server knows it."""
+    """The teacher's folder in Hugging Face format or its name on the hub; with `url`, the name under which that server
+    knows it."""
     url: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Address of a vLLM server of the teacher, such as `http://127.0.0.1:8000` without `/v1`, or several of the same
     model; null: the run's own servers (`servers`)."""
     tokenizer: str | None = None
-    """Folder or hub name of the teacher's tokenizer, whose vocabulary is compared with the policy's; null: `model`."""
+    """Folder or hub name of the teacher's tokenizer, which must have the policy's vocabulary; null: `model`."""
     servers: Annotated[int, Field(ge=0)] = 0
-    """Teacher servers that `python -m actors launch` starts, each with a copy of `model`."""
+    """Teacher servers that the launcher starts, each with a copy of `model`."""
     weight: Annotated[float, Field(gt=0, le=1e3)] = 1.0
     """A token's advantage gains this times the teacher's log-probability less the policy's; with `top_k`, the loss
     gains this times the divergence."""
     api_key_env: str | None = None
     """Environment variable with the API key of `url`; null: no key is sent."""
     engine: dict[str, Any] = {}
-    """Arguments of vLLM for the teacher's servers, e.g. `{gpu_memory_utilization: 0.9}`; each takes
-    `tensor_parallel_size` GPUs."""
+    """Arguments of vLLM for the teacher's servers, e.g. `{gpu_memory_utilization: 0.9, tensor_parallel_size: 2}`."""
 
     @property
     def gpus(self) -> int:
@@ -326,20 +318,20 @@ class TeacherConfig(TeacherModel):
     the teacher of `teacher.model` or `teacher.url`, if any."""
     top_k: Annotated[int, Field(ge=1, le=64)] | None = None
     """Learn from the teachers' so many most probable tokens in place of the sampled one: the loss gains `weight` times
-    the reverse KL of the policy to the teacher over these and all others as one, and the advantages gain nothing. null:
-    the policy-gradient form, with the sampled tokens alone."""
+    the reverse KL of the policy to the teacher over these and all others as one. null: the policy gradient of the
+    sampled tokens."""
     host: str = "127.0.0.1"
-    """Address of this machine on which teacher servers listen and rollout servers reach them."""
+    """Address of this machine on which teacher servers listen."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5800
     """Port of the first teacher server; further ones follow."""
     timeout_s: Seconds = 300.0
     """Time limit of one request, which scores a whole group."""
     retries: Annotated[int, Field(ge=0)] = 4
-    """How often a request is tried again. Then the attempt at the group has failed; it never counts as 0."""
+    """How often a request is tried again before the attempt at the group has failed; it never counts as 0."""
 
     @property
     def teachers(self) -> dict[str, TeacherModel]:
-        """All teachers by the `data_source` of their rows; "" for all other rows."""
+        """Return all teachers by the `data_source` of their rows; "" for all other rows."""
         found: dict[str, TeacherModel] = {"": self} if self.named else {}
         found.update({each.data_source: each for each in self.by_source})
         return found
@@ -373,20 +365,19 @@ class BatchConfig(Section):
     groups: Positive = 32
     """Groups (problems) per batch, which takes the policy from version v to v + 1."""
     samples: Annotated[int, Field(ge=2)] = 8
-    """Samples per group: answers to one problem, generated on one server."""
+    """Samples per group: answers to one problem."""
     max_staleness: Annotated[int, Field(ge=0)] = 4
-    """Largest age in versions at which a group may be trained; 0 is synchronous. Admission enforces it: no group is
-    dropped for its age."""
+    """Largest age in versions at which a group may be trained; 0 is synchronous. No group is dropped for its age."""
     target_staleness: Annotated[int, Field(ge=0)] | None = None
     """Admit work as if this were the bound, for fresher data; null: the bound."""
     skip_zero_variance: bool = False
     """Leave groups whose rewards are all equal out of training; others take their place. The run is given up after
-    1,000 such groups in a row, or 10 batches of them if that is more. `data.difficulty` makes them fewer."""
+    1,000 such groups in a row, or 10 batches of them if that is more."""
 
 
 class CriticConfig(Section):
-    """The critic of `algorithm.advantage: gae`: a second copy of `model.path` with a linear layer to one number,
-    trained with the keys of `learner` but for these."""
+    """The critic of `algorithm.advantage: gae`: a copy of `model.path` with a linear layer to one number, trained with
+    the keys of `learner` except these."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """Learning rate of the critic's AdamW, constant."""
@@ -395,12 +386,12 @@ class CriticConfig(Section):
     updates: Annotated[int, Field(ge=1, le=16)] = 1
     """Optimizer steps of the critic on each batch; advantages are those before the first one."""
     clip: Annotated[float, Field(gt=0)] | None = None
-    """Largest distance, in units of reward, by which a token's value gains from moving within a batch (PPO's value
-    clipping); needs `updates` above 1. null: off."""
+    """PPO's value clipping: the loss gains nothing from moving a token's value further than this, in units of reward,
+    within a batch; needs `updates` above 1. null: off."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount of what comes after a turn; tokens of one turn are not discounted."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Lambda of GAE, over turns: 1 trusts the rewards that came, 0 the critic's value of the next turn's start."""
+    """Lambda of GAE, over turns: 1 trusts the rewards, 0 the critic's value of the next turn's start."""
     whiten: bool = True
     """Bring advantages to mean 0 and standard deviation 1 over all sampled tokens of the batch."""
 
@@ -412,7 +403,7 @@ class AlgorithmConfig(Section):
     advantage: (
         Literal["group_mean", "group_std", "batch_std", "leave_one_out", "reinforce_baseline", "gae"] | OwnFunction
     ) = "group_mean"
-    """How a group's rewards become advantages, or your own as `path/to/file.py:function`. `gae` trains a critic instead
+    """How a group's rewards become advantages, or your own as `path/to/file.py:function`. `gae` trains a critic
     (docs/critic.md)."""
     critic: CriticConfig = CriticConfig()
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -422,23 +413,22 @@ class AlgorithmConfig(Section):
     """What the loss is averaged over: all tokens; the tokens of a sample, then samples; the tokens of a problem, then
     problems; or a constant length."""
     constant_length: Positive | None = None
-    """Length L in tokens: `aggregation: constant` divides by L times the number of samples; null:
-    `sampling.max_tokens`."""
+    """`aggregation: constant` divides by this many tokens times the number of samples; null: `sampling.max_tokens`."""
     is_cap: Annotated[float, Field(gt=0)] = 5.0
-    """Cap of the importance ratio learner/behaviour in `dppo` and `cispo` (5: a ratio of 5)."""
+    """Cap of the importance ratio learner/behaviour in `dppo` and `cispo`."""
     tv_low: Annotated[float, Field(gt=0)] | None = 0.2
     """`dppo` drops a token of negative advantage whose probability has fallen by more than this; null: never."""
     tv_high: Annotated[float, Field(gt=0)] | None = 0.2
     """`dppo` drops a token of positive advantage whose probability has risen by more than this; null: never."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
-    """Lower clip range of `ppo` and `decoupled` (ratio 1 - clip_low). For `gspo` 3e-4 is usual."""
+    """Lower clip range of `ppo`, `decoupled` and `gspo` (ratio 1 - clip_low). For `gspo` 3e-4 is usual."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """Upper clip range of `ppo` and `decoupled` (ratio 1 + clip_high). For `gspo` 4e-4 is usual."""
+    """Upper clip range of `ppo`, `decoupled` and `gspo` (ratio 1 + clip_high). For `gspo` 4e-4 is usual."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound c of dual-clip PPO for negative advantages, 3 is usual; null: off."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
-    """Proximal policy of `decoupled`: the learner before its step (`recompute`), or an interpolation by version between
-    behaviour and learner (`loglinear`)."""
+    """Proximal policy of `decoupled`: the learner before its step, or an interpolation by version between behaviour and
+    learner."""
     behaviour_mode: Literal["clamp", "mask"] = "mask"
     """What `decoupled` does above `behaviour_cap`: clamp the ratio, or mask the token."""
     behaviour_cap: Annotated[float, Field(gt=0)] | None = 5.0
@@ -456,7 +446,7 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     overlong: Literal["keep", "mask", "soft"] = "keep"
     """Truncated answers: train on them, mask them, or subtract a length penalty that grows over the last
-    `overlong_buffer` tokens (`soft`)."""
+    `overlong_buffer` tokens."""
     overlong_buffer: Positive = 256
     """Tokens before `sampling.max_tokens` over which the soft penalty grows from 0 to `overlong_factor`."""
     overlong_factor: Annotated[float, Field(ge=0)] = 1.0
@@ -471,20 +461,19 @@ class SftConfig(Section):
     learning."""
     turns: Literal["all", "last", "flagged"] = "all"
     """Answers that are trained where a row has `messages`: all, the last one, or those with `train: true` (`flagged`).
-    A row of prompt and answer has its answer trained."""
+    """
     max_tokens: Positive | Literal["auto"] = "auto"
-    """Longest row in tokens; `auto`: as the model's positions, and `learner.tokens_per_microbatch` if a number,
-    allow."""
+    """Longest row in tokens; `auto`: as the model's positions and `learner.tokens_per_microbatch` allow."""
     too_long: Literal["refuse", "drop"] = "refuse"
-    """Longer rows: refuse the run, naming the first, or leave them out and count them."""
+    """Longer rows: refuse the run, or leave them out and count them."""
 
 
 class LearnerConfig(Section):
     ranks: Positive = 1
     """Processes of the learner on all its nodes, one per GPU; the model is sharded over those of a node."""
     nodes: Positive = 1
-    """Machines with an equal number of ranks each. Each replicates the model, and gradients are reduced between them
-    once a version (docs/several-nodes.md)."""
+    """Machines with an equal number of ranks. Each holds a copy of the model; gradients are reduced between them once a
+    version (docs/several-nodes.md)."""
     shard: Positive | None = None
     """Ranks that share one copy of the model: fewer than a node's for small models, those of several nodes for one that
     does not fit a node; null: a node's."""
@@ -496,24 +485,21 @@ class LearnerConfig(Section):
     """Variable-length attention: FlashAttention 4 (`pip install "flash-attn-4[cu13]"`, Hopper and later), flash-attn,
     torch's varlen_attn, or SDPA; `auto` takes the first that works."""
     tokens_per_microbatch: Positive | Literal["auto"] = "auto"
-    """Tokens packed into one forward pass of a rank, without padding; `auto` takes as many as fit the memory, at most
-    the rank's share of a batch."""
+    """Tokens packed into one forward pass of a rank; `auto` takes as many as fit the memory, at most the rank's share
+    of a batch."""
     context_parallel: Positive = 1
-    """Consecutive ranks that share each microbatch, each with an equal slice of its tokens, for documents longer than
-    one GPU holds. Around attention tokens and heads are exchanged (Ulysses), so the number divides the attention heads
-    (docs/long-documents.md)."""
+    """Consecutive ranks that share each microbatch, for documents longer than one GPU holds (docs/long-documents.md).
+    The number divides the attention heads."""
     share_prompts: bool | Literal["prompts"] = True
-    """Compute once what samples of a group in one microbatch have in common: their prompt and, where that saves more
-    tokens, each longer prefix, as of an agent's turns and forks (`prompts`: prompts alone). Results change by rounding
-    only; the learner's log says what a model or a setting does not allow."""
+    """Compute once what samples of a group in one microbatch have in common: prompts, and longer prefixes, as of an
+    agent's turns, where that saves more (`prompts`: prompts alone). Results change by rounding only."""
     gather: Literal["auto", "pass", "batch"] = "auto"
-    """When shards of weights are gathered and gradients reduced: block by block in each forward and backward pass
-    (`pass`, the least memory), or once a batch (`batch`: all weights in `model.dtype` and unsharded fp32 gradients
-    stay). `auto` takes `batch` on CPU, and on a GPU if it takes at most a tenth of its memory more (of the microbatch
-    where that is `auto`) and fits, but `pass` with `cpu_offload: true`."""
+    """Gather weights and reduce gradients block by block in each pass (`pass`, the least memory), or once a batch
+    (`batch`, which keeps all weights in `model.dtype` and unsharded fp32 gradients). `auto` takes `batch` on CPU, and
+    on a GPU if it takes at most a tenth of its memory more, but `pass` with `cpu_offload: true`."""
     head_chunk_tokens: Positive | Literal["auto"] = "auto"
-    """Tokens whose logits the log-probability head holds at a time. `auto` takes 4096 on a GPU, or 1024 where
-    microbatches of 8,192 tokens do not fit otherwise; 1024 on CPU."""
+    """Tokens whose logits the head holds at a time. `auto` takes 4096 on a GPU, or 1024 where microbatches of 8,192
+    tokens do not fit otherwise; 1024 on CPU."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Learning rate of AdamW after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -529,22 +515,18 @@ class LearnerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global norm to which the gradient is clipped."""
     activation_checkpointing: Literal["auto", "none", "selective", "block", "offload"] = "auto"
-    """Recompute each transformer block in the backward pass (`block`; with `offload` its input waits in pinned host
-    memory), all of it but matmuls and attention (`selective`), or keep all activations (`none`). `auto` takes the
-    fastest that fits microbatches of 8,192 tokens, or of `tokens_per_microbatch`, but never `offload`; on CPU `block`.
-    """
+    """Recompute each transformer block in the backward pass (`block`; with `offload` its input waits in host memory),
+    all of it but matmuls and attention (`selective`), or keep all activations (`none`). `auto` takes the fastest that
+    fits, but never `offload`; on CPU `block`."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each transformer block with torch.compile, which takes a minute at the start; steps are then faster and
-    need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, or with
-    `matmul: fp8`, but not with `cpu_offload: true`."""
+    """Compile each transformer block with torch.compile: a minute at the start for faster steps. `auto` compiles on
+    GPUs if the run has 20 versions or more, or with `matmul: fp8`, but not with `cpu_offload: true`."""
     matmul: Literal["bfloat16", "fp8"] = "bfloat16"
-    """Precision in which the blocks' linear layers multiply: forward and both gradients. `fp8` casts each factor to
-    e4m3 with a scale for each row, which rounds more (docs/fp8.md); head, embeddings, norms and attention stay in
-    bfloat16. It needs compute capability 8.9 or later (Ada, Hopper), and is compiled."""
+    """Precision of the blocks' linear layers, forward and backward. `fp8` rounds each row to e4m3 (docs/fp8.md); it
+    needs compute capability 8.9 or later (Ada, Hopper), and is compiled."""
     cpu_offload: bool | Literal["optimizer"] = False
-    """Keep in host memory master weights and optimizer state, which each step brings to the GPU in parts (`optimizer`:
-    12 bytes a trained parameter; weights in `model.dtype` and gradients stay on the GPU), or weights, gradients and
-    optimizer state (`true`, the least GPU memory; each pass fetches the weights, and the processor updates them)."""
+    """Keep in host memory master weights and optimizer state, 12 bytes a trained parameter (`optimizer`), or also
+    gradients, with the processor making the update (`true`, the least GPU memory)."""
     timeout_s: Seconds = 600.0
     """Timeout of every collective between ranks; on expiry all ranks exit and log which one was missing."""
     checkpoint_every: Positive = 20
@@ -558,32 +540,29 @@ class LearnerConfig(Section):
     export_every: Positive | None = None
     """Versions between Hugging Face exports; null: the last version only."""
     checkpoint_on: Literal["shared", "first_node"] = "shared"
-    """Where checkpoints of several `nodes` are: in a `run.folder` that all share, each rank writing its shards
-    (`shared`), or on the first node's disk, whose ranks write a whole copy and lose it with that machine
-    (`first_node`)."""
+    """Where checkpoints of several `nodes` are: in a `run.folder` that all share (`shared`), or on the first node's
+    disk, as a whole copy that is lost with that machine (`first_node`)."""
 
 
 class ChatConfig(Section):
     tool_parser: str | None = None
-    """vLLM's parser of tool calls in an answer, such as `hermes` or `llama3_json`; `auto`: the one that fits chat
-    template and model type; null: they stay text."""
+    """vLLM's parser of tool calls, such as `hermes` or `llama3_json`; `auto`: the one that fits chat template and model
+    type; null: they stay text."""
     reasoning_parser: str | None = None
-    """vLLM's parser of reasoning in an answer, such as `qwen3` or `deepseek_r1`; `auto`: the one that fits; null: it
-    stays text."""
+    """vLLM's parser of reasoning, such as `qwen3` or `deepseek_r1`; `auto`: the one that fits; null: it stays text."""
     thinking: bool | Literal["auto"] = "auto"
-    """Whether the model thinks before it answers, by its chat template's own switch: `off` is `enable_thinking: false`
-    for Qwen 3 and `thinking: false` for DeepSeek-V3.1; `auto`: the template's default. For every task."""
+    """Whether the model thinks before it answers, by its chat template's own switch; `auto`: the template's default.
+    For every task."""
     template_kwargs: dict[str, Any] = {}
-    """Further arguments of the chat template, such as `{reasoning_effort: low}`, for every task, `single_turn`
-    included."""
+    """Further arguments of the chat template, such as `{reasoning_effort: low}`, for every task."""
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""
     max_tokens: Positive | None = None
-    """Tokens of one episode, sampled and given, over all its segments; null: four times the longest sample
-    (`rollout.max_sample_tokens`). One call never sees more."""
+    """Tokens of one episode over all its segments, sampled and given; null: four times the longest sample
+    (`rollout.max_sample_tokens`)."""
     history: Literal["fork", "keep"] = "fork"
     """Where the chat template would write earlier turns anew, such as without their thinking: `fork` begins a new
-    segment, as a server of that model would see it; `keep` goes on with the tokens as they are."""
+    segment; `keep` goes on with the tokens as they are."""
     timeout_s: Seconds | None = None
     """Wall-clock time of one episode; then it ends as truncated. null: none."""
     host: str = "127.0.0.1"
@@ -608,7 +587,7 @@ class EnvironmentConfig(Section):
     id: str | None = None
     """Its name, as it was installed."""
     args: dict[str, Any] = {}
-    """Keyword arguments of its `load_environment`, or, of a task set (`verifiers.v1`), its config, such as `{taskset:
+    """Keyword arguments of its `load_environment`, or the config of a task set (`verifiers.v1`), such as `{taskset:
     {level: 2}, agent: {max_turns: 8}}`."""
     python: Path | None = None
     """The Python that it is installed in, such as `envs/wordle/bin/python`: not Headrace's."""
@@ -625,17 +604,16 @@ class ServerRange(Section):
 
 class RolloutConfig(Section):
     servers: Positive | ServerRange = 1
-    """Rollout servers that `python -m actors launch` starts, one vLLM engine each. With `{min: 1, max: 8}` the run adds
-    some while the learner waits, and gives back those that wait for the learner. `python -m actors scale` changes the
-    number during the run."""
+    """Rollout servers that the launcher starts, one vLLM engine each. With `{min: 1, max: 8}` the run adds some while
+    the learner waits, and gives back those that wait for the learner."""
     tensor_parallel: Positive = 1
     """GPUs per server."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` takes the GPU if torch sees one."""
     sequences: Literal["auto"] | Positive = "auto"
-    """Samples that one server generates at a time, each until its task has ended; it asks for groups while it has a
-    place. `auto` begins with the server's share of a batch and takes more while the learner waits, as far as KV cache
-    and CUDA graphs reach. More are faster, and older when they are trained."""
+    """Samples that one server generates at a time, each until its task has ended. `auto` begins with the server's share
+    of a batch and takes more while the learner waits, as far as KV cache and CUDA graphs reach. More are faster, and
+    older when they are trained."""
     task: str = "single_turn"
     """A built-in task (`single_turn`, `agent`, `environment`) or your own, as `path/to/file.py:function`. Its
     parameters decide what it gets: `(problem, generate)` tokens, `(row, chat)` messages, `(row, base_url, api_key)` a
@@ -644,32 +622,31 @@ class RolloutConfig(Section):
     agent: AgentConfig = AgentConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     sample_attempts: Positive = 2
-    """How often a server tries one sample whose task failed, from the beginning, before the attempt at its group has
+    """How often a server tries one sample whose task fails, from the beginning, before the attempt at its group has
     failed."""
     max_sample_tokens: Positive | None = None
-    """Longest whole sample of your own task in tokens: prompt, all turns, and what the task gave; null:
-    `rollout.engine.max_model_len`, or one prompt and one answer if that is not set either."""
+    """Longest whole sample of your own task in tokens: prompt and all turns; null: `rollout.engine.max_model_len`, or
+    one prompt and one answer."""
     task_timeout_s: Seconds = 60.0
     """Time that your own task may spend on one sample outside of model calls; then the sample has failed."""
     task_memory_gib: Annotated[float, Field(gt=0)] = 8.0
-    """Memory of one task worker and all processes it starts, or of one sample's agent if that has processes of its own;
-    beyond it they are killed, and their samples have failed."""
+    """Memory of one task worker, or of one sample's agent, with all processes it starts; beyond it they are killed, and
+    their samples have failed."""
     task_workers: Positive = 2
     """Processes per rollout server that run your own task, many samples at a time each."""
     attempts: Positive = 3
-    """How often an item is dispatched before it is dropped with the reason of its last failure. A row that made no
-    group and failed so often by its reward, task or prompt is left out of later epochs."""
+    """How often an item is dispatched before it is dropped with the reason of its last failure."""
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """The run is given up, with exit code 1, once 100 attempts, or 3 batches of them if that is more, have failed since
-    a group was made, and they are more than this share of the attempts since then, running ones included. Failures of
-    the infrastructure do not count; 1: never."""
+    a group was made, and they are more than this share of the attempts since then. Failures of the infrastructure do
+    not count; 1: never."""
     heartbeat_s: Seconds = 2.0
     """Interval between heartbeats of a server; its leases end after five missed ones."""
     drain_s: Seconds = 30.0
-    """Time in which a server that is to end may finish its groups; others make those that it gives back."""
+    """Time in which a server that is to end may finish its groups."""
     routing_replay: bool = False
-    """Servers send the experts that they chose for each token, and the learner computes with these; for models with
-    experts, on GPUs. Otherwise the two sometimes choose differently, which is most of their difference."""
+    """The learner computes with the experts that the servers chose for each token; for models with experts, on GPUs.
+    Otherwise the two sometimes choose differently, which is most of their difference."""
     engine: dict[str, Any] = {}
     """Passed to vLLM's AsyncEngineArgs unchanged, e.g. `{max_model_len: 4096, gpu_memory_utilization: 0.9}`."""
 
@@ -684,31 +661,29 @@ class RolloutConfig(Section):
 
 class WeightsConfig(Section):
     host: str = "127.0.0.1"
-    """Interface on which learner rank 0 serves policies, on a free port that servers get from the buffer."""
+    """Interface on which learner rank 0 serves policies, on a free port."""
     transport: Literal["broadcast", "safetensors"] = "broadcast"
-    """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, which all servers
-    must see; for servers that NCCL cannot reach."""
+    """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, for servers that see
+    it and that NCCL cannot reach."""
     publish: Literal["auto", "gather", "rows"] = "auto"
-    """Who sends: rank 0, which gathers and holds two whole copies (`gather`); or each rank its own rows, holding its
-    share of two copies (`rows`), so that larger models fit. `auto` takes `rows` where several ranks share the model,
-    rank 0 saves more memory than a server needs for the connections, and the model is a Llama, Qwen2, Qwen3 or
-    Qwen3-MoE."""
+    """Who sends: rank 0, which gathers and holds two whole copies (`gather`), or each rank its own rows, holding its
+    share of two copies (`rows`). `auto` takes `rows` where several ranks share the model, rank 0 saves more memory than
+    a server needs for the connections, and the model is a Llama, Qwen2, Qwen3 or Qwen3-MoE."""
     staging: Literal["auto", "full", "slices", "bucket"] = "auto"
     """Where a server receives: into a second copy of the weights while the engine generates (`full`), into a copy of
-    what each of its workers loads (`slices`), or bucket by bucket into the weights of the paused engine (`bucket`).
-    `auto` takes the smaller copy that is possible, if there is memory for it."""
+    what each of its workers loads (`slices`), or into the weights of the paused engine (`bucket`). `auto` takes the
+    smaller copy that is possible, if there is memory for it."""
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
-    """Size of the buckets in which weights travel; a larger tensor gets its own. A server without memory for a whole
-    copy allocates two buckets. With `publish: rows` buckets are as many times larger as there are ranks, at most four
-    times, and a server also allocates two of a rank's shares of them."""
+    """Size of the buckets in which weights travel; a larger tensor gets its own. With `publish: rows` buckets are as
+    many times larger as there are ranks, at most four times."""
     timeout_s: Seconds = 60.0
     """Longest wait for a server to prepare for, receive and load a policy; a slower one is left out and may rejoin."""
     probe_every: Annotated[int, Field(ge=0)] = 10
     """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05, or 1 with
-    `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights differ by about 0.01 in bfloat16, by 0.05 in
-    a large random model, by 0.6 to 0.8 if rounded to FP8; wrong ones by 2.6. In float32 set 1e-3."""
+    `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights differ by about 0.01 in bfloat16, by 0.6 to
+    0.8 in FP8; wrong ones by 2.6. In float32 set 1e-3."""
 
     @property
     def tolerance(self) -> float:
@@ -718,8 +693,7 @@ class WeightsConfig(Section):
 
 class BufferConfig(Section):
     address: Address = "ipc://buffer"
-    """Where the buffer listens and others connect: a Unix socket in the run's folder, for processes of one machine, or
-    `tcp://HOST:PORT`, which is encrypted. Both ask for the keys in the run's folder."""
+    """Where the buffer listens: a Unix socket in the run's folder, or `tcp://HOST:PORT`, which is encrypted."""
 
     @property
     def host(self) -> str | None:
@@ -732,7 +706,7 @@ class BufferConfig(Section):
     path: Path | None = Path("buffer.sqlite")
     """SQLite file of the ledger, relative to the run's folder; null: in memory, lost with the process."""
     fsync: bool = True
-    """Wait for the disk at each commit, to survive a power cut as well as a killed process."""
+    """Wait for the disk at each commit, to survive a power cut."""
     keep: Literal["checkpoints", "all"] = "checkpoints"
     """Trained samples: remove those older than the oldest kept checkpoint, or keep all."""
     max_gib: Annotated[float, Field(gt=0)] = 8.0
@@ -743,26 +717,24 @@ class BufferConfig(Section):
 
 class ClusterConfig(Section):
     address: str | None = None
-    """Ray cluster on which `python -m actors launch` places the processes, such as `10.0.0.1:6379`, or `auto` for this
-    machine's; null: that of RAY_ADDRESS, else this machine without Ray. `local`: a Ray started on this machine, for
-    accelerators that only Ray counts."""
+    """Ray cluster on which the launcher places the processes, such as `10.0.0.1:6379`, or `auto` for this machine's;
+    null: that of RAY_ADDRESS, else this machine without Ray. `local`: a Ray started on this machine, for accelerators
+    that only Ray counts."""
     ship: Literal["auto", "always", "never"] = "auto"
     """Whether Ray copies the working directory to the nodes (at most 512 MiB, `.gitignore` is obeyed): `auto` if a node
     does not see it; with `never` nodes must have a folder of the same path."""
     env: list[str] = []
     """Further variables of the launcher's environment for processes on a cluster, by name or as `MY_*`. They always get
-    `HF_* VLLM_* NCCL_* GLOO_* TORCH_* OMP_* WANDB_*`, PYTHONPATH and proxies; the rest is the node's."""
+    `HF_* VLLM_* NCCL_* GLOO_* TORCH_* OMP_* WANDB_*`, PYTHONPATH and proxies."""
     interface: str | None = None
     """Network interface of gloo and NCCL on every node; null: the one with the node's address in Ray."""
 
 
 class EvalConfig(Section):
     every: Positive | None = None
-    """Versions between evaluations on `data.eval` while the run trains, version 0 and the last included; one server
-    holds newer policies back until it has evaluated. null: none."""
+    """Versions between evaluations on `data.eval` while the run trains, version 0 and the last included. null: none."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Share of its places that a server gives to an evaluation while it has groups to make; if no group is admitted,
-    the evaluation takes all free places."""
+    """Share of its places that a server gives to an evaluation while it has groups to make."""
     keep_samples: Annotated[int, Field(ge=0)] = 32
     """Answers of each set that the buffer keeps, of the first and the 20 newest evaluations."""
 
@@ -773,10 +745,9 @@ class LogConfig(Section):
     servers_every_s: Seconds = 15.0
     """Seconds between two lines of metrics.jsonl about servers and buffer."""
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
-    """Price of a GPU hour in any currency, for the run's cost in `python -m actors watch` and the report; null: they
-    show GPU hours only."""
+    """Price of a GPU hour in any currency, for the run's cost in `python -m actors watch` and the report."""
     display: Literal["auto", "rich", "plain"] = "auto"
-    """Display of `python -m actors launch`; `auto` is rich on a terminal, else plain lines."""
+    """Display of the launcher; `auto` is rich on a terminal, else plain lines."""
 
 
 class Config(Section):
@@ -804,7 +775,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _no_reward(cls, given: Any) -> Any:
-        """Supervised fine-tuning and a teacher need no `reward.function`. `load` names every section."""
+        """Supervised fine-tuning and a teacher need no `reward.function`."""
         match given:
             case {"sft": {"rows": int()}, "reward": {**reward}} if "function" not in reward:
                 return {**given, "reward": {**reward, "function": NO_REWARD}}
