@@ -1,7 +1,4 @@
-"""Finds what in a model's config.json prevents exact training, and how many positions the model has.
-
-`learner/model/exactness.py` tries what only the built model shows.
-"""
+"""Finds what in a model's config.json prevents exact training, and how many positions the model has."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,7 +10,7 @@ PROVEN = (
 )
 """The tests compare packed rows of these types with transformers."""
 SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
-"""Images of these types are trained. Other multimodal models are trained on text alone."""
+"""Images of these types are trained."""
 MUTUAL = ("gemma3",)
 """The tokens of an image see each other, later ones too. All images are squares of one size."""
 LAYER_TYPES = (
@@ -21,8 +18,8 @@ LAYER_TYPES = (
     *("linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"),
     *("mlp", "moe"),
 )
-"""The learner keeps documents apart in attention, in layers that keep a state (`learner/model/state.py`), and in layers
-that see one token at a time."""
+"""The learner keeps documents apart in attention, in layers that keep a state, and in layers that see one token at a
+time."""
 QUANTISED = ("quantization_config", "compression_config")
 LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 ROPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
@@ -40,7 +37,7 @@ ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model, which is nested in a vision-language model's config."""
+    """Return the config of the language model, which multimodal models nest."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
@@ -52,7 +49,7 @@ def trains_text_alone(config: Mapping[str, Any], wanted: bool = False) -> bool:
 
 
 def reads_images(config: Mapping[str, Any], text_alone: bool = False) -> bool:
-    """Whether config.json is of a model whose images are trained."""
+    """Whether images of the model are trained."""
     return config.get("model_type") in SEEING and not text_alone
 
 
@@ -86,7 +83,7 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def malformed(text: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each size of a text config that is no number."""
+    """Yield each size that is no number."""
     remedy = "correct it or download the model again"
     for key in SIZES:
         if text.get(key) is not None and type(text[key]) is not int:
@@ -111,7 +108,7 @@ def _not_generative(config: Mapping[str, Any], text: Mapping[str, Any]) -> Itera
 
 
 def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Rotary embeddings: one, or one for each type of layer."""
+    """Yield rotary embeddings: one, or one for each type of layer."""
     for key in ROPE_KEYS:
         given = config.get(key)
         if isinstance(given, Mapping) and given:

@@ -1,4 +1,4 @@
-"""The certificate of a model: what was compared before training (`learner/certify/`)."""
+"""The certificate of a model: what `learner/certify/` compared before training."""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -65,7 +65,7 @@ class Certificate(BaseModel):
     remedy: str = ""
     checks: tuple[Check, ...] = ()
     crc32c: str = ""
-    """CRC32C of all other fields, in a certificate's file. Earlier releases wrote none."""
+    """CRC32C of all other fields; empty from earlier releases."""
 
     @property
     def faults(self) -> list[str]:
@@ -93,7 +93,7 @@ class Certificate(BaseModel):
 
 
 def read(file: Path) -> Certificate | None:
-    """None without one that this release can read, and for a damaged one."""
+    """Return the certificate; None if there is none, or it is damaged or of another release."""
     try:
         found = Certificate.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):

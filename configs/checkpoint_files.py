@@ -23,7 +23,7 @@ REPLACED, DAMAGED = ".old", ".damaged"
 
 
 class Listed(NamedTuple):
-    """The files of a checkpoint by their paths in it."""
+    """Files of a checkpoint, by their paths in it."""
 
     sizes: Mapping[str, int]
     sums: Mapping[str, int]
@@ -31,12 +31,10 @@ class Listed(NamedTuple):
 
 
 def folder_of(folder: Path, version: int) -> Path:
-    """The folder of the checkpoint of `version`."""
     return folder / f"v{version:06d}"
 
 
 def crc32c_of(file: Path) -> int:
-    """CRC32C of a file's bytes."""
     crc = 0
     with open(file, "rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK_BYTES):
@@ -60,7 +58,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def sum_of(manifest: Mapping[str, Any]) -> int:
-    """CRC32C of what a manifest says, `OWN_SUM` apart."""
+    """CRC32C of a manifest without `OWN_SUM`."""
     return int(value(json.dumps(manifest, sort_keys=True).encode()))
 
 
@@ -90,7 +88,7 @@ def fault(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
-    """Which file is damaged by its checksum."""
+    """Name a file that differs from its checksum."""
     for name, crc in listed(checkpoint).sums.items():
         if names is not None and name not in names:
             continue
@@ -118,6 +116,6 @@ def newest(folder: Path) -> int:
 
 
 def _found(folder: Path) -> dict[int, Path]:
-    """A checkpoint that was being replaced when the learner was killed is included."""
+    """Includes a checkpoint that was being replaced when the learner was killed."""
     replaced = {int(path.stem[1:]): path for path in folder.glob(f"v*{REPLACED}") if path.stem[1:].isdigit()}
     return replaced | {int(path.name[1:]): path for path in folder.glob("v*") if path.name[1:].isdigit()}

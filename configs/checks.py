@@ -1,7 +1,7 @@
 """Refuses a run file whose keys contradict each other or the machine, before any process starts.
 
-A rule yields lines: the key and the other key with their values, and the remedy. No package judges the run file a
-second time, except where torch, a GPU, the model or vLLM is needed to know.
+A rule yields lines: the keys with their values, and the remedy. Other packages judge only what needs torch, a GPU, the
+model or vLLM.
 """
 
 import ast
@@ -32,7 +32,7 @@ TOKEN_BYTES = 13
 TEACHER_BYTES = 4
 """float32 log-probability."""
 TOP_BYTES = 8
-"""Per sampled token for each of `teacher.top_k`: int32 token and float32 log-probability."""
+"""int32 token and float32 log-probability."""
 
 WEIGHTS = "model.path: weights"
 """A server does not read the weights if whole policies are pushed to it."""
@@ -106,10 +106,8 @@ QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 def check(
     config: Config, *, problems: int | None = None, files: Collection[str] = FILES, further: Iterable[str] = ()
 ) -> None:
-    """Raise ConfigError with every contradiction.
-
-    `problems`: rows of data.train. `files`: keys whose files must be on this machine.
-    """
+    """Raise ConfigError with every contradiction. `problems`: rows of data.train. `files`: keys whose files must be on
+    this machine."""
     refuse_sft(config)
     refuse_paths(config)
     found = [
@@ -127,7 +125,7 @@ def check(
 
 
 def refuse_sft(config: Config) -> None:
-    """Raise ConfigError for a run file of supervised fine-tuning: whoever calls this is of reinforcement learning."""
+    """Raise ConfigError for a run file of supervised fine-tuning."""
     if config.sft.rows is not None:
         remedy = "run it with python -m learner sft, or remove the section sft"
         raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
@@ -177,7 +175,7 @@ def _unusable(path: Path | str) -> str:
 
 
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
-    """Raise ConfigError with everything that contradicts supervised fine-tuning, one line each."""
+    """Raise ConfigError with everything that contradicts supervised fine-tuning."""
     refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
@@ -213,7 +211,7 @@ def starts_ray(config: Config) -> bool:
 
 
 def named_by(config: Config) -> str:
-    """What names the cluster of `cluster_of`, for people."""
+    """The key or variable of `cluster_of`."""
     return "cluster.address" if config.cluster.address else "RAY_ADDRESS"
 
 
@@ -671,7 +669,6 @@ def _model(key: str, path: str, weights: bool = True) -> Iterator[str]:
 
 
 def _unreadable_text(path: Path) -> str:
-    """Why `path` is not a text in UTF-8, or ""."""
     try:
         path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

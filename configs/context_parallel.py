@@ -1,7 +1,4 @@
-"""What `learner.context_parallel` must satisfy by the run file and config.json.
-
-`learner/model/context.py` asks `why_not` again for every layer.
-"""
+"""What `learner.context_parallel` must satisfy by the run file and config.json."""
 
 from collections.abc import Iterator
 
@@ -18,7 +15,7 @@ def parts_of(learner: LearnerConfig) -> int:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield why ranks cannot share rows as the run file says."""
+    """Yield why ranks cannot share rows."""
     size, shards, facts = config.learner.context_parallel, shards_of(config), facts_of(config.model)
     if size == 1:
         return

@@ -1,4 +1,4 @@
-"""The outermost frame that all processes share: log format, command-line flags, signals, children, exit codes.
+"""The outermost frame of all processes: log format, command-line flags, signals, children, exit codes.
 
 Exit codes: 0 done or drained, 1 failed, 2 input refused before anything was started, 3 the data ended before
 `run.versions`, 4 the learner of a run that was given up, whose last checkpoint could not be written, or whose steps
@@ -35,14 +35,13 @@ ENDINGS = {"versions": DONE, "data": DATA_ENDED, "failed": GIVEN_UP}
 PROCESS_NAME = re.compile(r"[A-Za-z0-9._-]+")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PARENT = "HEADRACE_PARENT"
-"""A child must not survive the process with this id, which started it."""
+"""Id of the process that started this one, which must not survive it."""
 PROGRESS = "HEADRACE_PROGRESS"
 """A kept process makes this file at its first progress."""
 NOTICE = "HEADRACE_NOTICE"
 """In this file its keeper says how many seconds a drain may take."""
 ABOVE = "HEADRACE_ABOVE"
-"""Set if a process above sends the signals, and forces with FORCING: a launcher's front process, a kept process's
-keeper, the learner above a rank."""
+"""Set if a process above (front process, keeper, learner above a rank) sends the signals, and forces with FORCING."""
 FORCING = signal.SIGQUIT
 TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 
@@ -50,7 +49,7 @@ TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_pa
 def configure_logging(tag: str = "") -> None:
     """Log to stderr from INFO on; `tag` is such as `[3]`."""
     handler = logging.StreamHandler()
-    handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
+    handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through
     handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"))
     # huggingface_hub names a logger by its file and writes there where it has saved something
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or "/" not in record.name)
@@ -59,7 +58,7 @@ def configure_logging(tag: str = "") -> None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """No flag may be abbreviated."""
+    """A parser without abbreviated flags."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"allow_abbrev": False} | options)
@@ -80,7 +79,7 @@ def process_name(text: str) -> str:
 
 
 def quiet_hub() -> None:
-    """This command's own line has the last thing that the hub's client logs."""
+    """Silence the hub's client."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when the client is imported
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
@@ -101,8 +100,8 @@ class StopSignals:
     """SIGINT and SIGTERM inside a `with`: the first calls `drain(number)`, each later one `force(number)`.
 
     Handlers run in the event loop if one is running, else between two bytecodes, where they must not print. A process
-    below another one gets a scheduler's SIGTERM twice, directly and forwarded: it counts both as one. `last`: other
-    processes need this one to the end, so it waits until its keeper leaves a notice.
+    below another one gets a scheduler's SIGTERM twice, directly and forwarded: it counts both as one. With `last` the
+    process waits until its keeper leaves a notice, because others need it to the end.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ def blocked(*numbers: int) -> Iterator[None]:
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None once `stop` is set, which cancels `work`."""
+    """Return the result of `work`; None once `stop` is set, which cancels `work`."""
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when="FIRST_COMPLETED")
@@ -170,13 +169,12 @@ async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
 
 
 def end_at_once(number: int) -> NoReturn:
-    """Threads, collectives and engines may never end by themselves."""
+    """End without waiting for threads, collectives and engines, which may never end."""
     os._exit(128 + number)
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGKILL to this process when the thread that started it ends, if its process has set
-    PARENT."""
+    """Have the kernel kill this process when the thread that started it ends, if its process has set PARENT."""
     parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
     if parent is None or sys.platform != "linux":
         return
@@ -206,14 +204,14 @@ def tie_children() -> None:
 
 
 def tied_line(code: str) -> list[str]:
-    """A command line for a process that runs `code` and dies with this one, as those of multiprocessing do."""
+    """Return the command line of a process that runs `code` and dies with this one."""
     flags = _args_from_interpreter_flags()
     return [sys.executable, *flags, "-c", f"{TIE}; {code}", "--multiprocessing-fork"]
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Imports of vLLM take a quarter less time without the garbage collector, which walks what was imported before."""
+    """Import vLLM in a quarter less time, without the garbage collector."""
     gc.disable()
     try:
         yield
@@ -223,7 +221,7 @@ def without_collections() -> Iterator[None]:
 
 @cache
 def made_progress() -> None:
-    """The next failure counts as a first for the keeper."""
+    """Tell the keeper, which counts the next failure as a first one."""
     if file := os.environ.get(PROGRESS):
         with contextlib.suppress(OSError):
             Path(file).touch()

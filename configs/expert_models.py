@@ -1,8 +1,7 @@
 """Mixtures of experts into which servers load policies: which were compared with transformers, and on which device.
 
-Pure data. Two refusals read it: of a model's config.json, before anything starts (`configs/checks.py`), and of vLLM's
-class, when a server starts (`rollout/engine/experts/expert_kernels.py`). A mixture that is in no table is tried when
-its server starts (`rollout/engine/experts/reload_trial.py`).
+`configs/checks.py` refuses a model by these tables, and `rollout/engine/experts/expert_kernels.py` a class of vLLM. A
+mixture in no table is tried when its server starts (`reload_trial.py` beside it).
 """
 
 from typing import NamedTuple
@@ -11,12 +10,12 @@ CPU, GPU = "cpu", "cuda"
 
 
 class ExpertModel(NamedTuple):
-    """One type of models, by the name in config.json (of the text model, where there are several) and vLLM's class."""
+    """One type of models, by the name in config.json (of the text model) and vLLM's class."""
 
     kind: str
     architecture: str
     devices: tuple[str, ...]
-    """Where reloads were compared, by tests/rollout/engine and by tests/gpu."""
+    """Where reloads were compared by tests."""
     split: bool = False
     """Whether reloads were compared with tensor parallelism 2 too, on a CPU."""
 
@@ -34,7 +33,7 @@ PROVEN = (
     ExpertModel("deepseek_v3", "DeepseekV3ForCausalLM", (GPU,)),
 )
 REPLAYED = ("qwen3_moe",)
-"""Types whose routes the learner replays (`learner/model/experts/mixture.py`)."""
+"""Types whose routes the learner replays."""
 OTHER_MIXTURE = "use another device, or a model that docs/experts.md lists"
 KEEPS_EXPERTS = "keeps the experts of an earlier policy"
 LATENT = "computes latent attention otherwise than the learner"
@@ -42,7 +41,7 @@ NO_ROUTER_BIAS = "cannot compute a router with a bias of its scores and no group
 
 
 class FailingModel(NamedTuple):
-    """A type that failed the comparison on `device`: vLLM there does what `fault` says."""
+    """A type with a `fault` of vLLM on `device`."""
 
     kind: str
     architecture: str
@@ -60,7 +59,7 @@ FAILING = (
 
 
 def proven(device: str, parallel: int = 1) -> list[ExpertModel]:
-    """Types that were compared on `device`, with as many workers of a server as `parallel` says."""
+    """Types that were compared on `device`, with `parallel` workers of a server."""
     return [model for model in PROVEN if device in model.devices and (model.split or parallel == 1)]
 
 

@@ -1,7 +1,6 @@
-"""The arithmetic of a run in words.
+"""The arithmetic of a run in words. Lines that begin with `note:` say what makes the run slow or odd.
 
-`explain` never fails and reads only the model's folder. Lines that begin with `note:` say what makes the run slow or
-odd.
+It never fails and reads only the model's folder.
 """
 
 from collections.abc import Iterator

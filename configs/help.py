@@ -101,15 +101,14 @@ class Key(NamedTuple):
 
 
 def _docstring(section: str, field: str) -> str:
-    """Example: `_docstring("BatchConfig", "groups")`. The field may be one of a base class."""
+    """The field may be one of a base class."""
     classes = getattr(sections_of_config, section).__mro__
     return next(texts[field] for each in classes if field in (texts := _docstrings().get(each.__name__, {})))
 
 
 @cache
 def _docstrings() -> dict[str, dict[str, str]]:
-    """Docstrings of fields by class, from the source. Pydantic would extract them in each process that imports the
-    schema, which takes 0.04 s."""
+    """Docstrings of fields by class. Pydantic would extract them in each process that imports the schema, in 0.04 s."""
     classes = (node for node in ast.parse(inspect.getsource(sections_of_config)).body if isinstance(node, ast.ClassDef))
     found: dict[str, dict[str, str]] = {}
     for section in classes:
@@ -122,7 +121,7 @@ def _docstrings() -> dict[str, dict[str, str]]:
 
 @cache
 def keys() -> dict[str, Key]:
-    """All keys by dotted name, in the order of the schema."""
+    """Return all keys by dotted name, in the order of the schema."""
     schema = Config.model_json_schema()
     table: dict[str, Key] = {}
     forms = schema["$defs"]
@@ -156,7 +155,7 @@ def _entries(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def key_of(place: Sequence[int | str]) -> str:
-    """The key that holds `place`: `["data", "eval", "aime", "k", 0]` -> `data.eval.NAME.k`"""
+    """Return the key that holds `place`: `["data", "eval", "aime", "k", 0]` -> `data.eval.NAME.k`"""
     parts = [str(part) for part in place]
     for end in range(len(parts), 1, -1):
         for each in (parts[:end], [*parts[:2], NAME, *parts[3:end]]):
@@ -166,7 +165,6 @@ def key_of(place: Sequence[int | str]) -> str:
 
 
 def sections() -> tuple[str, ...]:
-    """Names of the sections, in the order of the schema."""
     return tuple(Config.model_fields)
 
 
@@ -177,7 +175,7 @@ def show(value: Any) -> str:
 
 
 def suggest(wrong: str) -> str:
-    """The remedy, such as `did you mean learner.lr?`"""
+    """Return the remedy, such as `did you mean learner.lr?`"""
     above, _, leaf = wrong.rpartition(".")
     section = f"{above.rpartition('.')[0]}.{NAME}" if above.count(".") == 2 else above
     names = list(keys())
@@ -199,7 +197,7 @@ def suggest(wrong: str) -> str:
 
 
 def overview(width: int) -> str:
-    """The names of all keys, grouped by section: what `--help` prints."""
+    """Return the names of all keys by section, for `--help`."""
     lines = []
     for section, its_keys in groupby(keys().values(), lambda key: key.name.partition(".")[0]):
         own = ", ".join(_without_groups(key.name.partition(".")[2] for key in its_keys))
@@ -217,7 +215,7 @@ def _without_groups(names: Iterable[str]) -> Iterator[str]:
 
 
 def text(width: int, only: str = "") -> str:
-    """Raises ValueError for a section that is none."""
+    """Return what `--keys` prints. Raises ValueError for a section that is none."""
     if only and only not in sections():
         raise ValueError(f"{only}: no section of the run file; the sections are {', '.join(sections())}")
     lines = []

@@ -39,7 +39,7 @@ def most_connections(most: int) -> int:
 
 
 class LimitedSite(web.BaseSite):
-    """A further connection than `most` is closed at once."""
+    """Closes a further connection than `most` at once."""
 
     def __init__(self, runner: web.BaseRunner, host: str, port: int, most: int) -> None:
         super().__init__(runner)
@@ -78,8 +78,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def only_for(host: str, others: Collection[str] = ()) -> Any:
-    """On loopback, refuse requests under another name than this machine's or `others`: a web site may have made its
-    name mean this machine. Everywhere, refuse requests that another site's page sends."""
+    """Refuse requests that another site's page sends, and on loopback those under another name than this machine's or
+    `others`: a web site may have made its name mean this machine."""
     allowed = {other.lower() for other in others}
 
     @web.middleware
@@ -104,7 +104,6 @@ def name_of(url: str) -> str:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
     name = host.strip("[]")
     try:
         return name == "localhost" or ip_address(name).is_loopback

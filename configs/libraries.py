@@ -1,7 +1,7 @@
-"""Tries torch and transformers in a separate process, and names environment variables with which they fail.
+"""`python -m configs.libraries`: tries torch and transformers, and names environment variables with which they fail.
 
-The process takes seconds, so it runs only if a variable that they read is set: in the checks before a start, and in a
-learner or rollout server that somebody starts by hand. It is `python -m configs.libraries`.
+It takes seconds, so it runs only if a variable that they read is set: before a launch, and in a learner or rollout
+server that somebody starts by hand.
 """
 
 import importlib
@@ -71,7 +71,7 @@ def use_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = o
 
 
 def in_words(names: Sequence[str], problem: str) -> str:
-    """The line that refuses variables."""
+    """Return the line that refuses variables."""
     remedy = "unset it, or correct it" if len(names) == 1 else "unset them, or correct them"
     return f"{', '.join(names)}: {problem}; {remedy}"
 

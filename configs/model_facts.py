@@ -1,4 +1,4 @@
-"""Facts of a model read from its folder without loading it. Nothing is known of a model given by its hub name."""
+"""Facts of a model read from its folder without loading it. Nothing is known of a hub name."""
 
 import json
 import re
@@ -30,12 +30,11 @@ TEXT_PARTS = re.compile(
 )
 """Names of the text model's weights in multimodal models."""
 UNREAD = "mtp."
-"""transformers leaves out these weights of Qwen3.5, which predict further tokens."""
+"""Weights of Qwen3.5 that predict further tokens, which transformers leaves out."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
 """A block's weight and the last word of its layer's name, without routers and experts."""
 BYTES = {"bfloat16": 2, "float32": 4}
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-"""transformers writes Qwen3-MoE's under the third key."""
 SPARE_BYTES = 64 << 20
 
 
@@ -49,7 +48,7 @@ class ModelFacts:
     tower: int | None = None
     """Parameters of the vision tower."""
     linear: Mapping[str, int] = field(default_factory=dict)
-    """Rows and columns of the text blocks' linear layers, by the last word of their names."""
+    """Rows plus columns of the text blocks' linear layers, by the last word of their names."""
     kind: str | None = None
     experts: int = 0
     route_bytes: int = 0
@@ -82,8 +81,8 @@ class ModelFacts:
         return self.adapter_parameters(model) if model.lora else self.parameters
 
     def sent_bytes(self, model: ModelConfig) -> int:
-        """The servers' copies on all ranks together: two of trained weights, one of frozen weights. With an adapter
-        only the adapter is sent."""
+        """The servers' copies on all ranks together: two of trained weights, one of frozen ones; with an adapter, of it
+        alone."""
         frozen = self.idle + ((self.tower or 0) if "vision" in model.freeze else 0)
         saved = self.saved_parameters(model) or 0
         return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
@@ -189,7 +188,6 @@ def expert_layers(config: Mapping[str, Any]) -> list[int]:
 
 
 def checkpoint_bytes(parameters: int, model: ModelConfig, exported: bool) -> int:
-    """Weight and two moments in float32, and the export in `model.dtype`; each checkpoint of an adapter has one, in
-    float32."""
+    """Weight and two moments in float32, and the export; each checkpoint of an adapter has one, in float32."""
     export = 4 if model.lora else exported * BYTES[model.dtype]
     return parameters * (12 + export)

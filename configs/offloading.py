@@ -1,4 +1,4 @@
-"""What `learner.cpu_offload` must satisfy by the run file and config.json."""
+"""What `learner.cpu_offload` must satisfy by the run file."""
 
 from collections.abc import Iterator
 

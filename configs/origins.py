@@ -1,4 +1,4 @@
-"""Which values of a run came from environment variables, and how they and credentials are kept out of what is written.
+"""Keeps values from environment variables, and credentials, out of what a run writes.
 
 Each process resolves `${oc.env:KEY}` at its start, so a rotated key needs no change of the run. A credential in plain
 text is recognised by its key, stands in `config.yaml` only, and is MASK elsewhere.
@@ -27,7 +27,7 @@ CREDENTIAL = re.compile(
 )
 """Names are in small letters with underscores."""
 SHORTEST, SHORTEST_GUESSED = 6, 16
-"""Fewest characters of a replaced value: from a variable, and by its key's name. A shorter value would hide parts of
+"""Fewest characters of a replaced value: from a variable, and by its key's name. A shorter one would hide parts of
 other words."""
 DIGEST = re.compile(r" sha256:([0-9a-f]{16})$")
 LISTED = ("rollout.agent.command",)
@@ -43,7 +43,7 @@ class Origin(NamedTuple):
 
 
 class Resolving:
-    """One value that is being resolved: from which variables, `seen`, and which of them were `missing`."""
+    """One value that is being resolved from variables."""
 
     def __init__(self, environment: Mapping[str, str], lenient: bool) -> None:
         self.environment, self.lenient = environment, lenient
@@ -74,8 +74,7 @@ OmegaConf.register_resolver("oc.env", _variable, replace=True, annotation_valida
 def resolved(
     tree: Mapping[str, Any], environment: Mapping[str, str], lenient: bool = False
 ) -> tuple[Any, dict[Place, Origin]]:
-    """The `tree` with interpolations replaced, and the origins of values. `lenient`: MASK a credential whose variable
-    is missing."""
+    """Replace interpolations, and return origins of values too. `lenient`: MASK a credential whose variable is missing."""
     whole = OmegaConf.create(deepcopy(dict(tree)))
     token = _RESOLVING.set(Resolving(environment, lenient))
     try:
@@ -98,7 +97,7 @@ def resolved(
 
 
 def traced(config: Config, origins: Mapping[Place, Origin], environment: Mapping[str, str]) -> Config:
-    """From now on `visible` shows none of the credentials."""
+    """Keep `origins`, and have `visible` hide the credentials from now on."""
     tree = config.model_dump(mode="json") if origins else {}
     config._origins.update(
         {place: each._replace(value=at(tree, place)) for place, each in origins.items() if has(tree, place)}
@@ -120,13 +119,13 @@ def _named_variables(config: Config) -> Iterator[str]:
 
 
 def variables(config: Config) -> list[str]:
-    """Environment variables that the run file names, which every process needs."""
+    """Return the environment variables that the run file names, which every process needs."""
     named = (name for origin in config._origins.values() for name in origin.variables)
     return list(dict.fromkeys([*named, *_named_variables(config)]))
 
 
 def written(config: Config, literal: Callable[[str], str] = str) -> dict[str, Any]:
-    """All keys for `config.yaml`; `literal` changes texts that are no interpolations."""
+    """Return all keys for `config.yaml`; `literal` changes texts that are no interpolations."""
     tree: dict[str, Any] = mapped(config.model_dump(mode="json"), literal)
     for place, origin in _kept(config):
         put(tree, place, origin.text)
@@ -134,7 +133,7 @@ def written(config: Config, literal: Callable[[str], str] = str) -> dict[str, An
 
 
 def disclosed(config: Config) -> dict[str, Any]:
-    """All keys for page, report and trackers."""
+    """Return all keys for page, report and trackers."""
     tree: dict[str, Any] = masked(config.model_dump(mode="json"))
     for place, origin in _kept(config):
         put(tree, place, origin.text)
@@ -142,7 +141,7 @@ def disclosed(config: Config) -> dict[str, Any]:
 
 
 def shared(config: Config) -> str:
-    """The config as JSON for another machine, which has no credentials to make a run of it."""
+    """Return the config as JSON for another machine, without credentials."""
     tree = masked(config.model_dump(mode="json"))
     for place, _ in _kept(config):
         if may_hold_credentials(place):
@@ -152,8 +151,8 @@ def shared(config: Config) -> str:
 
 
 def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
-    """All keys for ledger and fingerprint. A value from a variable that can be no credential has a digest behind it, so
-    that another value is a change."""
+    """Return all keys for ledger and fingerprint. A value from a variable that is no credential has a digest behind it,
+    so that another value is a change."""
     plain = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
     tree: dict[str, Any] = masked(plain)
     for place, origin in _kept(config):
@@ -195,12 +194,11 @@ def may_hold_credentials(place: Place) -> bool:
 
 
 def is_credential(name: Any) -> bool:
-    """Whether a key or variable of this name holds a credential."""
     return isinstance(name, str) and bool(CREDENTIAL.search(name.strip("-").lower().replace("-", "_")))
 
 
 def credentials(config: Config) -> Iterator[tuple[Place, str]]:
-    """Credentials in plain text, by their names."""
+    """Yield credentials in plain text, by their names."""
     tree, masks = config.model_dump(mode="json"), disclosed(config)
     for place, value in leaves(tree):
         if value != (shown := at(masks, place) if has(masks, place) else value) and MASK in str(shown):
@@ -229,12 +227,12 @@ def masked(tree: Any) -> Any:
 
 
 def digest(value: Any) -> str:
-    """16 hex digits over a JSON value."""
+    """Return 16 hex digits over a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Everything in `tree` that is no map and no list, with its place."""
+    """Yield everything that is no map and no list, with its place."""
     if isinstance(tree, dict | list) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(value, (*place, key))
@@ -243,12 +241,11 @@ def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """The texts in a value."""
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, str))
 
 
 def mapped(tree: Any, change: Callable[[str], str]) -> Any:
-    """The tree with `change` of each text, names apart."""
+    """Return the tree with each text changed, names apart."""
     if isinstance(tree, dict):
         return {key: mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -257,7 +254,6 @@ def mapped(tree: Any, change: Callable[[str], str]) -> Any:
 
 
 def has(tree: Any, place: Sequence[int | str]) -> bool:
-    """Whether there is something at `place`."""
     for part in place:
         inside = part in tree if isinstance(tree, dict) else isinstance(tree, list) and part in range(len(tree))
         if not inside:
@@ -267,7 +263,6 @@ def has(tree: Any, place: Sequence[int | str]) -> bool:
 
 
 def at(tree: Any, place: Sequence[int | str]) -> Any:
-    """The value at `place` in a tree of maps and lists."""
     for part in place:
         tree = tree[part]
     return tree

@@ -1,8 +1,7 @@
 """Keeps a user's `configs` or `buffer` from taking the place of Headrace's own packages.
 
-`python -m actors` searches the current folder first. So the command `headrace` runs Python with `-P`, which leaves that
-folder out, and imports the five packages from the folder of this one (PIN): once imported, they are found whatever
-`sys.path` holds.
+`python -m actors` searches the current folder first. So `headrace` runs Python with `-P`, which leaves that folder out,
+and imports the five packages from here (PIN): once imported, they are found whatever `sys.path` holds.
 """
 
 import os
@@ -48,7 +47,7 @@ def named_as_called(text: str) -> str:
 
 
 def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
-    """Yield packages and modules in `folders` that have the name of one of PACKAGES and are not Headrace's."""
+    """Yield packages and modules in `folders` that are named as one of PACKAGES and are not Headrace's."""
     for folder in dict.fromkeys(os.path.abspath(folder) for folder in folders):
         for name in () if is_headrace(folder) else PACKAGES:
             if place := place_of(folder, name):
@@ -56,7 +55,7 @@ def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def place_of(folder: str | Path, name: str) -> Path | None:
-    """The file `NAME.py`, or the folder NAME with Python files, in `folder`; None if there is neither."""
+    """The file `NAME.py`, or the folder NAME with Python files; None if there is neither."""
     inner, file = Path(folder, name), Path(folder, f"{name}.py")
     if (inner / "__init__.py").is_file():
         return inner

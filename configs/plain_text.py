@@ -1,7 +1,6 @@
 """Makes text of users, policies and peers safe to show in a terminal, a log or a page.
 
-Text may hold any character until it passes through `visible`, just before it leaves the process (a test refuses
-`print`).
+Text may hold any character until it passes through `visible`, just before it leaves the process.
 """
 
 import json
@@ -49,12 +48,12 @@ def conceal(table: Mapping[str, str]) -> None:
 
 
 def concealed() -> dict[str, str]:
-    """What `conceal` was given, without the forms that it made: for another process, or for this one again."""
+    """What `conceal` was given, for another process."""
     return dict(_GIVEN)
 
 
 def without_credentials(text: str) -> str:
-    """Return `text` without the texts that `conceal` was given, and without user and password in URLs."""
+    """Remove the texts that `conceal` was given, and user and password in URLs."""
     for secrets in _SECRETS:
         text = secrets.sub(lambda found: _CONCEALED[found[0]], text)
     return USER_OF_URL.sub("***", text) if "://" in text else text
@@ -75,7 +74,7 @@ def visible_line(text: str, most: int = MOST_CHARS) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """None of several lines may look like another message."""
+    """Indent further lines, so that none looks like another message."""
     first, *others = visible(text).splitlines() or [""]
     return "\n".join([first, *(f"  {line.strip()}" for line in others)])
 
@@ -83,7 +82,7 @@ def visible_lines(text: str) -> str:
 def print_visible(
     text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED, ends: bool = False
 ) -> None:
-    """`ends`: the command ends with its reader; raise BrokenPipeError then."""
+    """Print to `stream`. `ends`: raise BrokenPipeError if its reader has left."""
     stream = sys.stdout if stream is None else stream
     try:
         print(visible(str(text), most), end=end, file=stream)
@@ -135,7 +134,7 @@ def lost_output() -> OSError | None:
 
 
 def colourless(text: str) -> str:
-    """Remove the escape sequences of colours from `text`."""
+    """Remove the escape sequences of colours."""
     return COLOUR.sub("", text)
 
 
@@ -164,7 +163,7 @@ def figure(value: float, form: str) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Further lines of a record are indented, so that none can look like a record of its own."""
+    """Indents further lines of a record, so that none can look like a record of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(FURTHER.sub("\n  ", super().format(record).rstrip("\n")), MOST_LOGGED)

@@ -9,7 +9,7 @@ COPIES_SHARE = 0.9
 """The rest of a GPU is for CUDA and NCCL."""
 
 GROUP_BYTES = 700 << 20
-"""NCCL takes this on a server's worker for each further rank that sends. Others have seen 544 to 688 MB."""
+"""NCCL takes this on a server's worker for each further rank that sends; 544 to 688 MB were measured."""
 
 
 def shards_of(config: Config) -> int:
@@ -20,8 +20,8 @@ def shards_of(config: Config) -> int:
 def publishes_rows(config: Config, shards: int) -> bool:
     """Whether each rank sends its own rows; else rank 0 sends everything.
 
-    `auto` takes rows if rank 0 then saves more bytes than a server's worker needs for the groups of further ranks.
-    Files may hold weights in another form, which cannot be sent by rows.
+    `auto` takes rows if rank 0 then saves more bytes than a server's worker needs for the groups. Files may hold
+    weights in another form, which cannot be sent by rows.
     """
     if not _may_publish_rows(config, shards):
         return False
@@ -44,7 +44,7 @@ def _may_publish_rows(config: Config, shards: int) -> bool:
 
 
 def choice(config: Config, shards: int) -> str:
-    """What `weights.publish: auto` takes, and why, for a learner with servers; empty if it is not `auto`."""
+    """What `weights.publish: auto` takes, and why; empty if it is not `auto`."""
     if config.weights.publish != "auto":
         return ""
     if publishes_rows(config, shards):
@@ -66,7 +66,7 @@ def _rank_0_alone(config: Config, shards: int) -> str:
 
 
 def copies_over(config: Config, shards: int, rank: int) -> int:
-    """Over how many ranks the two copies are spread of which `rank` holds a share; 0: it holds none."""
+    """How many ranks share the two copies of which `rank` holds a part; 0: it holds none."""
     if config.sft.rows is not None:
         return 0
     if publishes_rows(config, shards):
@@ -97,7 +97,6 @@ def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
 
 
 def held(config: Config) -> str:
-    """What a rank holds for the servers."""
     rows = publishes_rows(config, shards_of(config))
     return "two copies of its rows of trained weights" if rows else "two copies of trained weights"
 
@@ -119,7 +118,7 @@ def is_loopback(host: str) -> bool:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """What of `weights.publish` cannot be."""
+    """Yield why `weights.publish` cannot be `rows`."""
     why = _rank_0_alone(config, shards_of(config))
     if config.weights.publish == "rows" and why:
         yield f"weights.publish: rows, but {why}; change that, or leave weights.publish out"

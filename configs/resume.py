@@ -1,7 +1,5 @@
-"""Which keys of the run file may differ when a run is started again.
-
-The other keys make the fingerprint that all processes of a run must share.
-"""
+"""Which keys of the run file may differ when a run is started again. The others make the fingerprint that its processes
+share."""
 
 import hashlib
 import json
@@ -47,7 +45,7 @@ Settings = dict[str, Any]
 
 
 class Change(NamedTuple):
-    """A key whose value differs from that of the launch before, as `run.versions: 100 -> 200`."""
+    """A key whose value has changed, as `run.versions: 100 -> 200`."""
 
     key: str
     old: Any
@@ -58,7 +56,7 @@ class Change(NamedTuple):
 
 
 def fingerprint(config: Config) -> str:
-    """16 hex digits over the fixed keys.
+    """Return 16 hex digits over the fixed keys.
 
     Defaults do not count, so that a release that adds a key goes on with earlier runs.
     """
@@ -68,17 +66,16 @@ def fingerprint(config: Config) -> str:
 
 
 def settings(config: Config) -> Settings:
-    """As the ledger has it: without credentials."""
+    """Return what the ledger holds, without credentials."""
     return dict(_flat(recorded(config)))
 
 
 def is_changeable(key: str) -> bool:
-    """Whether the value may differ from that of the launch before."""
     return any(fnmatch(key, pattern) for pattern in CHANGEABLE)
 
 
 def changes(before: Settings | None, config: Config) -> list[Change]:
-    """Raises ConfigError if a fixed key differs. A key that the release of `before` did not have counts as one with its
+    """Raise ConfigError if a fixed key differs. A key that an earlier release did not have counts as one with its
     default."""
     if before is None:
         return []
@@ -106,7 +103,7 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
 
 
 def written(run: Path) -> Settings | None:
-    """The settings in the `config.yaml` of a run's folder, None without one."""
+    """Return the settings in a run's `config.yaml`; None without one."""
     file = run / "config.yaml"
     return settings(load([str(file)], lenient=True)) if file.exists() else None
 

@@ -13,7 +13,6 @@ from configs.plain_text import print_visible
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code."""
     run = read(argv, "headrace.launch").run
     print_visible(json.dumps({"folder": str(run.folder), "path": str(run.path)}))
     return DONE

@@ -1,4 +1,4 @@
-"""What a run file of supervised fine-tuning must satisfy beyond the shared rules.
+"""What a run file of supervised fine-tuning must satisfy.
 
 Sections that only reinforcement learning reads must be absent: whoever writes a key there expects an effect.
 """
@@ -51,7 +51,7 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
 
 
 def beside(config: Config) -> Iterator[str]:
-    """Yield what is wrong with `data.demonstrations` in a run of reinforcement learning."""
+    """Yield what is wrong with `data.demonstrations` in reinforcement learning."""
     given, facts, path = config.data.demonstrations, facts_of(config.model), config.model.path
     if given is None:
         return

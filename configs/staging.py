@@ -1,7 +1,4 @@
-"""What a worker of a server needs beside vLLM for its next version.
-
-The workers measure the same at a learner's plan (`learner/weights/receiver/staging.py`).
-"""
+"""What a worker of a server needs beside vLLM for its next version."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -42,7 +39,7 @@ def room(config: Config) -> Room | None:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """What of `weights.staging` cannot be."""
+    """Yield why `weights.staging` cannot be `slices`."""
     if config.weights.staging != "slices":
         return
     quantized = config.rollout.engine.get("quantization")
@@ -58,7 +55,7 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def lines(config: Config) -> Iterator[str]:
-    """What a worker of a server needs beside vLLM for the next version, in a line for people."""
+    """Say for people what a worker of a server needs beside vLLM."""
     needs, wanted = room(config), config.weights.staging
     if needs is None or config.rollout.device == "cpu":
         return

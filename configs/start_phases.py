@@ -5,11 +5,11 @@ from pathlib import Path
 
 STAT = Path("/proc/self/stat")
 TICKS_A_SECOND = 100
-"""Ticks of the kernel's clock in /proc: the same on all platforms that Headrace runs on."""
+"""Ticks of the kernel's clock in /proc."""
 
 
 def seconds_alive() -> float:
-    """Seconds since this process was started, to a hundredth; 0 without a Linux kernel."""
+    """Seconds since this process was started; 0 without a Linux kernel."""
     try:
         words = STAT.read_text().rpartition(")")[2].split()  # the name before it may hold spaces
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(words[19]) / TICKS_A_SECOND)
@@ -26,7 +26,6 @@ class StartPhases:
         self._ends = {first: time.monotonic()}
 
     def end(self, phase: str) -> None:
-        """Note that `phase` has ended now."""
         self._ends[phase] = time.monotonic()
 
     def __str__(self) -> str:

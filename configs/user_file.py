@@ -1,7 +1,7 @@
 """Imports a user's file as Python would: `load_function(key, "path/to/file.py:function")`.
 
-Child processes can import the module by its name too. It is the file's own name unless another module has that
-(`json.py`, a second `score.py`). Then it is PREFIX and the quoted path.
+Child processes can import the module by its name too: the file's own, or PREFIX and the quoted path where another
+module has that name (`json.py`, a second `score.py`).
 """
 
 import builtins
@@ -39,7 +39,7 @@ def is_of_kind(function: Any, kind: Callable[[Any], bool]) -> bool:
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
-    """Raises ValueError with one line."""
+    """Import the function. Raises ValueError with one line."""
     path, _, attribute = name.rpartition(":")
     try:
         module = module_of(path)
@@ -52,8 +52,8 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def module_of(file: str) -> ModuleType:
-    """The file's folder comes first in `sys.path`, the current folder last. A file in a package may use relative
-    imports."""
+    """Import the file. Its folder comes first in `sys.path`, the current folder last; it may use relative imports in a
+    package."""
     path = Path(os.path.abspath(file))
     top, inner = package_of(path)
     name = ".".join([top.stem, *inner])
@@ -72,7 +72,7 @@ def module_of(file: str) -> ModuleType:
 
 
 def loaded(spec: ModuleSpec) -> ModuleType:
-    """Run the module of `spec`; it is in `sys.modules` meanwhile, as in Python."""
+    """Run the module of `spec`, which is in `sys.modules` meanwhile."""
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
     assert spec.loader is not None
@@ -108,14 +108,13 @@ def is_folder(found: ModuleSpec) -> bool:
 
 
 def same(known: str, top: Path) -> bool:
-    """Whether the module's file `known` is the file or package `top`."""
     file = top if top.is_file() else top / INIT
     return os.path.realpath(known) == os.path.realpath(file)
 
 
 def make_importable(folder: Path, top: Path, taken: bool) -> None:
     """Make the folder's other modules importable before all others, in child processes too. A taken name keeps its
-    module: `json` stays Python's."""
+    module."""
     if taken and str(folder) not in sys.path:
         sys.path.append(str(folder))
         sys.meta_path.insert(0, Neighbours(str(folder), top.stem))
@@ -177,7 +176,7 @@ class OwnNames:
         self._import, self._import_module = builtins.__import__, importlib.import_module
 
     def add(self, *folders: Path) -> None:
-        """Replaces Python's functions of imports once a folder has such a module."""
+        """Replace Python's functions of imports once a folder has such a module."""
         found = {
             name: place
             for folder in reversed(folders)
@@ -231,12 +230,12 @@ def is_ours(module: Mapping[str, Any]) -> bool:
 
 
 def place_of_inner(package: Path, name: str) -> Path | None:
-    """The module or package `name` in `package`; None if there is none, or if `package` is a file."""
+    """The module or package `name` in `package`, if any."""
     return next((path for path in (package / f"{name}.py", package / name) if path.exists()), None)
 
 
 def _import_ours(package: str) -> None:
-    """Before a user's folder can hide it."""
+    """Import before a user's folder can hide the package."""
     sys.path.insert(0, ROOT)
     try:
         importlib.import_module(package)

@@ -1,7 +1,7 @@
-"""`headrace COMMAND ...`: every command of Headrace, from any folder.
+"""`headrace COMMAND ...`: every command of Headrace, from any folder, also from one with a package `configs` of its
+own.
 
-Also from one with packages `configs`, `actors` or `buffer` of its own: the installed script starts this file again with
-`python -P`. Runs by path, so it imports only the standard library.
+Runs by path, so it imports only the standard library.
 """
 
 import difflib
@@ -45,13 +45,12 @@ COMMANDS = {
 
 
 def main() -> NoReturn:
-    """Python must not search the current folder."""
+    """Start this file again with `python -P`: Python must not search the current folder."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", str(ENTRY), *sys.argv[1:]])
 
 
 def module_of(argv: Sequence[str]) -> tuple[str, list[str]] | None:
-    """None if there is no such command."""
     name = argv[0]
     if name in COMMANDS:
         return COMMANDS[name][0], list(argv)
@@ -60,7 +59,6 @@ def module_of(argv: Sequence[str]) -> tuple[str, list[str]] | None:
 
 
 def usage() -> str:
-    """The page of `headrace --help`."""
     lines = {name: what for name, (_, what) in COMMANDS.items()} | PACKAGES
     return "\n".join(["usage: headrace COMMAND ...", *(f"  {name:<10} {what}" for name, what in lines.items())])
 

@@ -1,7 +1,7 @@
-"""Writes a reward function of a notebook or a script into a file, which the reward workers import.
+"""Writes a reward function of a notebook or a script, with all that it uses, into a file, which the reward workers
+import.
 
-The file holds the source of the function and of all that it uses. Its name holds a digest: another function is another
-value of `reward.function`, which a run that has begun refuses. Imports only the standard library.
+The file's name holds a digest: a run that has begun refuses another function. Imports only the standard library.
 """
 
 import ast
@@ -136,7 +136,6 @@ def _literal(value: Any) -> str | None:
 
 
 def _source(value: Any) -> str:
-    """Raises NoSource."""
     kind, name = ("class" if isinstance(value, type) else "function"), value.__name__
     if name == "<lambda>":
         raise NoSource(
@@ -159,7 +158,7 @@ def _source(value: Any) -> str:
 
 
 def _class_source(value: type) -> str:
-    """A notebook's module has no file, so a function locates the class. Raises OSError."""
+    """A notebook's module has no file, so a function locates the class."""
     for function in vars(value).values():
         if not isinstance(code := getattr(function, "__code__", None), CodeType):
             continue

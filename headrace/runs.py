@@ -1,7 +1,7 @@
 """Runs in a script or a notebook: `launch` starts one, and `Run` reads it and waits for its end.
 
-The program may have packages `configs` or `buffer` of its own, so this module imports none and runs the command
-`headrace`. A guard ends the launcher with all its processes when this program dies.
+The program may have packages `configs` or `buffer` of its own, so this module runs the command `headrace`. A guard ends
+the launcher with all its processes when this program dies.
 """
 
 import atexit
@@ -28,7 +28,7 @@ SHOWN = 20
 DEAD = 1
 """Exit code of `headrace status` without an answer."""
 ENDED_WELL = (0, 3, 128 + signal.SIGINT)
-"""A run reached its last version or the end of its data, or was stopped."""
+"""Last version reached, data ended, stopped."""
 Record = dict[str, Any]
 
 
@@ -77,18 +77,18 @@ class Run:
         self.launcher: Launcher | None = None
 
     def metrics(self) -> list[Record]:
-        """A dict for each trained version, in order."""
+        """Return a dict for each trained version."""
         other = {"kind", "eval/version"}  # looks at the servers, evaluations
         found = {record["version"]: record for record in self._records() if not other & record.keys()}
         return [found[version] for version in sorted(found)]
 
     def evaluations(self) -> list[Record]:
-        """A dict for each evaluation, by version."""
+        """Return a dict for each evaluation, by version."""
         found = {record["eval/version"]: record for record in self._records() if "eval/version" in record}
         return [found[version] for version in sorted(found)]
 
     def samples(self, version: int | None = None) -> list[Record]:
-        """A dict for each stored sample: `item`, `problem`, `answer`, `reward`, `batch`, `tokens`, ...
+        """Return a dict for each stored sample: `item`, `problem`, `answer`, `reward`, `batch`, `tokens`, ...
 
         `version` selects the batch that made `version + 1`. Batches older than the oldest checkpoint are gone. Raises
         HeadraceError if nothing is there yet.
@@ -103,7 +103,7 @@ class Run:
         return samples
 
     def status(self) -> str:
-        """The output of `headrace status`."""
+        """Return the output of `headrace status`."""
         return command("status", str(self.path), well=(0, DEAD))
 
     @property
@@ -177,7 +177,7 @@ class Launcher:
         atexit.register(self._stop_at_exit)
 
     def wait(self, timeout_s: float | None, show: Callable[[str], object]) -> int:
-        """Gives each line to `show` once. Raises TimeoutError."""
+        """Give each line to `show` once. Raises TimeoutError."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -219,7 +219,6 @@ class Launcher:
 
 
 def command(*words: str, well: Sequence[int] = (0,)) -> str:
-    """What `headrace WORDS` prints."""
     done = subprocess.run([sys.executable, "-P", str(ENTRY), *words], capture_output=True, text=True)
     if done.returncode and (done.returncode not in well or not done.stdout):
         raise HeadraceError((done.stderr or done.stdout).strip() or f"headrace {words[0]}: exit code {done.returncode}")

@@ -1,7 +1,4 @@
-"""What `data.train` and `data.eval` name: files, a set of reasoning-gym, or several with weights.
-
-`buffer/problems.py` reads what is in the files.
-"""
+"""What `data.train` and `data.eval` name: files, a set of reasoning-gym, or several with weights."""
 
 import ast
 import glob
@@ -52,7 +49,7 @@ class GeneratedSet(NamedTuple):
 
 
 def parts_of(source: Source) -> list[MixedSource]:
-    """The parts of a source, in order: one without weight for a path or a name."""
+    """The parts of a source: one without weight for a path or a name. Raises SourceError."""
     parts = [MixedSource(path=Path(source))] if isinstance(source, Path | str) else list(source)
     unweighted = [part for part in parts if part.weight is None]
     if unweighted and len(unweighted) < len(parts):
@@ -123,7 +120,7 @@ def _found_elsewhere(path: Path) -> str:
 
 
 def problems_with(source: Source) -> Iterator[str]:
-    """Why nothing can be read from `source`. Files are not opened."""
+    """Yield why nothing can be read. Files are not opened."""
     try:
         parts = parts_of(source)
     except SourceError as error:
@@ -207,7 +204,7 @@ def the_list(value: Any) -> list[Any]:
 
 
 def kind_of(file: Path) -> str:
-    """The suffix by which a data file is read, without .gz; nothing for any other file."""
+    """The suffix by which a data file is read, without .gz; "" for any other file."""
     packed = file.suffix == GZIPPED
     suffix = file.with_suffix("").suffix if packed else file.suffix
     return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""

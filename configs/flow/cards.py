@@ -24,7 +24,7 @@ class Card:
     peak: float | None
     """Dense bfloat16 FLOP/s with float32 sums."""
     bandwidth: float | None
-    """Bytes/s of the GPU's memory."""
+    """Bytes/s."""
     source: str = ""
     """The vendor's page. It gives some peaks with sparsity: half of those are dense."""
 

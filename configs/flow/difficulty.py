@@ -1,4 +1,4 @@
-"""How many draws `data.difficulty` gives each kind of problem, for a data set whose solved shares are known."""
+"""How many draws `data.difficulty` gives each kind of problem, if the solved shares are known."""
 
 from collections.abc import Mapping
 
@@ -30,7 +30,7 @@ def drawn_shares(
 
 
 def split(amount: float, weights: Mapping[str, float], room: Mapping[str, float]) -> dict[str, float]:
-    """Divide `amount` by weights. None gets more than its room; what no room is left for goes by room."""
+    """Divide `amount` by weights, each at most its room; what no room is left for goes by room."""
     taken, left, opened = dict.fromkeys(weights, 0.0), amount, {name for name in weights if room[name] > 0}
     while left > 1e-9 and opened:
         total = sum(weights[name] for name in opened)

@@ -1,4 +1,4 @@
-"""How many sequences a server may work on, and how many groups of a run may be open, by the run file alone."""
+"""How many sequences a server may work on, and how many groups of a run may be open."""
 
 from math import ceil
 
@@ -44,5 +44,5 @@ def admitted_staleness(config: Config) -> int:
 
 
 def open_groups(config: Config) -> int:
-    """How many groups may be leased or stored at once: admission lets (staleness + 1) batches be open."""
+    """Groups leased or stored at once: admission lets (staleness + 1) batches be open."""
     return (admitted_staleness(config) + 1) * config.batch.groups

@@ -43,7 +43,7 @@ class Flow:
 
 
 def most_running(config: Config) -> int:
-    """Sequences that one server can run at a time: its places, or vLLM's `max_num_seqs` if that is fewer."""
+    """Sequences that one server can run at a time: places, or fewer by vLLM's `max_num_seqs`."""
     return min(places(config), max_sequences(config, config.rollout.device == "cpu"))
 
 

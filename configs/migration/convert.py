@@ -20,8 +20,6 @@ from configs.schema import Config
 
 
 class System(NamedTuple):
-    """A system whose settings are known."""
-
     recognises: Callable[[Given], bool]
     convert: Callable[[Given, Draft], None]
 
@@ -41,7 +39,6 @@ REQUIRED = {
 
 
 def main(file: Path, out: Path | None) -> int:
-    """Exit code: 0 once the run file is written."""
     try:
         system, draft = convert(file)
         text = run_file(file, system, draft)
@@ -57,7 +54,7 @@ def main(file: Path, out: Path | None) -> int:
 
 
 def convert(file: Path) -> tuple[str, Draft]:
-    """The system whose settings `file` has, and the draft of a run file."""
+    """Name the system whose settings `file` has, and draft a run file."""
     given, draft = Given(read_settings(file)), Draft()
     name = next((name for name, system in SYSTEMS.items() if system.recognises(given)), None)
     if name is None:
@@ -89,7 +86,6 @@ def run_file(file: Path, system: str, draft: Draft) -> str:
 
 
 def report(system: str, draft: Draft) -> list[str]:
-    """Lines for people."""
     found = [f"settings of {system}:", *(f"  {line}" for line in draft.notes)]
     if draft.missing:
         found += ["without a counterpart, or to be set by you:", *(f"  {line}" for line in draft.missing)]

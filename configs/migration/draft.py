@@ -1,7 +1,4 @@
-"""A run file that is being written from the settings of another system.
-
-Settings that nobody takes from `Given` have no counterpart.
-"""
+"""A run file that is being written from the settings of another system."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +15,7 @@ FILES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".gz")
 
 
 class Given:
-    """The settings of another system."""
+    """The settings of another system. Those that nobody takes have no counterpart."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = dict(settings)
@@ -60,7 +57,7 @@ class Draft:
 
 
 def rename(given: Given, draft: Draft, table: Mapping[str, str]) -> None:
-    """Set the keys of `table` (theirs: ours) that are given, as they are."""
+    """Set the keys of `table` (theirs: ours) that are given."""
     for theirs, ours in table.items():
         draft.set(ours, given.take(theirs))
 
@@ -95,14 +92,13 @@ def data_path(draft: Draft, key: str, value: Any, split: str = "train") -> Any:
 
 
 def run_name(value: Any) -> str | None:
-    """`run.name` for the name of an experiment."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-") or None if value else None
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Another system makes `updates` optimizer steps with `prompts` prompts. A version is one optimizer step: so a
-    batch has the prompts of one update."""
+    """Another system makes `updates` optimizer steps with `prompts` prompts. A batch has the prompts of one of them,
+    which is a version."""
 
     prompts: int
     updates: int
@@ -124,7 +120,7 @@ def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
 
 
 def set_versions(draft: Draft, steps: int | None, epochs: Any, updates: int, rows: int | None, prompts: int) -> None:
-    """Set `run.versions`: by a number of their steps, or by epochs of `rows` problems where those are known."""
+    """Set `run.versions` by their steps, or by epochs of `rows` problems."""
     if steps and steps > 0:
         draft.set("run.versions", int(steps) * updates)
     elif epochs and rows:
@@ -169,7 +165,6 @@ def set_warmup(draft: Draft, key: str, ratio: float) -> None:
 
 
 def set_schedule(draft: Draft, key: str, name: Any) -> None:
-    """Set the schedule of the learning rate, the value of `key`."""
     draft.set("learner.schedule", SCHEDULES.get(name, "constant"))
     if name not in SCHEDULES:
         draft.lacks(key, name, "learner.schedule: constant is taken")
@@ -191,7 +186,6 @@ def split_gpus(draft: Draft, gpus: int, nodes: int, tensor_parallel: int) -> Non
 
 
 def set_trackers(given: Any, draft: Draft) -> None:
-    """`log.trackers` of a list of loggers; `console` needs none."""
     names = [given] if isinstance(given, str) else given or []
     known = [name for name in names if name in ("wandb", "tensorboard", "swanlab")]
     draft.set("log.trackers", known or None)
@@ -201,7 +195,7 @@ def set_trackers(given: Any, draft: Draft) -> None:
 
 
 def set_sampling(given: Given, draft: Draft, prefix: str) -> None:
-    """Temperature, and a line for what changes the distribution that is sampled from."""
+    """Set the temperature, and list what changes the distribution that is sampled from."""
     temperature = given.take(f"{prefix}temperature")
     if temperature is not None and temperature > 0:
         draft.set("sampling.temperature", temperature)

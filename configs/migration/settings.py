@@ -32,7 +32,7 @@ Settings = dict[str, Any]
 
 
 def read_settings(file: Path) -> Settings:
-    """The settings in `file`, by its suffix: `.yaml`, `.yml`, `.json`; `.py`; else a shell script."""
+    """The settings in `file`: `.yaml`, `.yml`, `.json`; `.py`; else a shell script."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -47,7 +47,7 @@ def read_settings(file: Path) -> Settings:
 
 
 def from_yaml(text: str, file: Path) -> Settings:
-    """A tree of sections, flattened to dotted keys."""
+    """Flatten a tree of sections to dotted keys."""
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -149,7 +149,7 @@ def number(value: Any) -> Any:
 
 
 def from_python(text: str, file: Path) -> Settings:
-    """Literal arguments of TRL's calls in a script, which is parsed and never run."""
+    """Take literal arguments of TRL's calls in a script, which is parsed and never run."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:

@@ -1,8 +1,4 @@
-"""What Headrace needs of a library, symbol by symbol, and the judgement of a release by it.
-
-`rewritten` shows functions that Headrace follows or replaces and that differ between releases: somebody has to read
-them.
-"""
+"""What Headrace needs of a library, symbol by symbol, and the judgement of a release by it."""
 
 import ast
 import difflib
@@ -101,7 +97,7 @@ def unequal(
 
 
 def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[str]:
-    """Yield a unified diff of each function that Headrace follows or replaces and that differs between two releases."""
+    """Yield a diff of each function that Headrace follows or replaces and that changed: somebody has to read it."""
     for need in needs:
         for name in dict.fromkeys([*need.follows.split(), *(form.partition("(")[0] for form in need.replaces)]):
             path = need.path if name == need.path.rpartition(".")[2] else f"{need.path}.{name}"
@@ -112,14 +108,13 @@ def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[
 
 
 def body(found: Found | None) -> list[str]:
-    """The lines of a definition without comments and docstrings; none of one that is not there."""
+    """The lines of a definition without comments and docstrings."""
     if found is None:
         return []
     return ast.unparse(without_docstrings(found.node)).splitlines()
 
 
 def without_docstrings(node: Definition) -> Definition:
-    """The definition again, without the texts in it that do nothing."""
     again = ast.parse(ast.unparse(node))
     for each in ast.walk(again):
         lines = getattr(each, "body", None)

@@ -178,12 +178,12 @@ NEEDS = (
 
 
 def installed() -> Source | None:
-    """The source of the installed transformers; None without it."""
+    """The source of the installed transformers, if any."""
     return Source.installed("transformers", "transformers")
 
 
 @cache
 def lacking() -> tuple[str, ...]:
-    """Return a line for each thing that the installed transformers lack; none without them."""
+    """A line for each thing that the installed transformers lack."""
     source = installed()
     return () if source is None else tuple(f"{source.number}: {line}" for line in needs.moved(NEEDS, source))

@@ -1,4 +1,4 @@
-"""Reads the source of a library's release without importing it: from an installed package, a folder or a wheel."""
+"""Reads the source of a library's release without importing it: installed, a folder or a wheel."""
 
 import ast
 import zipfile
@@ -167,7 +167,6 @@ class Source:
 
 
 def has_version(distribution: str) -> bool:
-    """Whether a distribution is installed."""
     try:
         return bool(version(distribution))
     except PackageNotFoundError:
@@ -185,7 +184,6 @@ def statements(tree: ast.AST) -> Iterator[ast.stmt]:
 
 
 def names_of(node: ast.stmt) -> Iterator[str]:
-    """The names that a statement defines."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -206,7 +204,6 @@ def last(tree: ast.AST, name: str) -> Definition | None:
 
 
 def attributes_of(node: ast.AST) -> Iterator[str]:
-    """Names in a class's body, and what its methods set on `self`."""
     for statement in statements(node):
         yield from names_of(statement)
         for each in ast.walk(statement) if isinstance(statement, FUNCTIONS) else ():
@@ -221,7 +218,6 @@ def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 
 def is_abstract(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a subclass has to implement the method."""
     return "abstractmethod" in decorators(node)
 
 
