@@ -30,7 +30,6 @@ PROG = "python -m configs"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 for a run that may start, 2 for one that may not."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
     keys = {"nargs": "?", "const": ""}
     flags, rest = split_flags(argv, PROG, gpu={}, keys=keys, **{"from": {"type": Path}}, out={"type": Path})

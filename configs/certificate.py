@@ -1,4 +1,4 @@
-"""The certificate of a model: what `learner/certify/` compared before training."""
+"""The certificate of a model: what `learner/certify/` compared."""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -48,7 +48,7 @@ def judged(what: str, figure: float, limit: float, unit: str = "nat", fault: str
 
 
 class Certificate(BaseModel):
-    """What was compared of a model, and with which software."""
+    """What was compared, and with which software."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     model: str
@@ -93,7 +93,7 @@ class Certificate(BaseModel):
 
 
 def read(file: Path) -> Certificate | None:
-    """Return the certificate; None if there is none, or it is damaged or of another release."""
+    """Return the certificate; None if it is missing, damaged or of another release."""
     try:
         found = Certificate.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):

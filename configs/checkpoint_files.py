@@ -1,7 +1,7 @@
-"""Which checkpoints a run's folder has, and whether their files are those that were written.
+"""Which checkpoints a run's folder has, and whether their files are whole.
 
-A manifest is written last and makes a folder a checkpoint. It has CRC32C of all files and of itself; manifests of
-earlier releases have sizes alone.
+A manifest is written last and makes a folder a checkpoint. It has CRC32C of all files and of itself; earlier releases
+wrote sizes alone.
 """
 
 import json
@@ -19,11 +19,11 @@ SUMS, OWN_SUM = "crc32c", "manifest_crc32c"
 """CRC32C of each file, and of the manifest without this key."""
 CHUNK_BYTES = 1 << 20
 REPLACED, DAMAGED = ".old", ".damaged"
-"""Endings of folders while another checkpoint takes their place, and once files were found damaged."""
+"""Endings of folders that are being replaced, or whose files are damaged."""
 
 
 class Listed(NamedTuple):
-    """Files of a checkpoint, by their paths in it."""
+    """Files of a checkpoint by their paths."""
 
     sizes: Mapping[str, int]
     sums: Mapping[str, int]
@@ -58,7 +58,6 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def sum_of(manifest: Mapping[str, Any]) -> int:
-    """CRC32C of a manifest without `OWN_SUM`."""
     return int(value(json.dumps(manifest, sort_keys=True).encode()))
 
 
@@ -72,7 +71,7 @@ def listed(checkpoint: Path) -> Listed:
 
 
 def fault(checkpoint: Path) -> str | None:
-    """Name the fault of a checkpoint; None if all files have their sizes."""
+    """Return what is missing or has another size, if any."""
     try:
         files = listed(checkpoint).sizes.items()
     except (OSError, ValueError) as error:
@@ -102,7 +101,7 @@ def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
 
 
 def complete(folder: Path) -> list[int]:
-    """Versions of the complete checkpoints, oldest first."""
+    """Versions, oldest first."""
     return sorted(version for version, path in _found(folder).items() if fault(path) is None)
 
 

@@ -1,7 +1,6 @@
 """Refuses a run file whose keys contradict each other or the machine, before any process starts.
 
-A rule yields lines: the keys with their values, and the remedy. Other packages judge only what needs torch, a GPU, the
-model or vLLM.
+Other packages judge only what needs torch, a GPU, the model or vLLM.
 """
 
 import ast
@@ -30,7 +29,6 @@ OWN_RAY = "local"
 TOKEN_BYTES = 13
 """int32 token, uint8 sampled, float32 log-probability, int32 version."""
 TEACHER_BYTES = 4
-"""float32 log-probability."""
 TOP_BYTES = 8
 """int32 token and float32 log-probability."""
 
@@ -106,8 +104,8 @@ QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 def check(
     config: Config, *, problems: int | None = None, files: Collection[str] = FILES, further: Iterable[str] = ()
 ) -> None:
-    """Raise ConfigError with every contradiction. `problems`: rows of data.train. `files`: keys whose files must be on
-    this machine."""
+    """Raise ConfigError with every contradiction. `problems`: rows of data.train. `files`: keys whose files must be
+    here."""
     refuse_sft(config)
     refuse_paths(config)
     found = [
@@ -125,7 +123,6 @@ def check(
 
 
 def refuse_sft(config: Config) -> None:
-    """Raise ConfigError for a run file of supervised fine-tuning."""
     if config.sft.rows is not None:
         remedy = "run it with python -m learner sft, or remove the section sft"
         raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
@@ -175,7 +172,6 @@ def _unusable(path: Path | str) -> str:
 
 
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
-    """Raise ConfigError with everything that contradicts supervised fine-tuning."""
     refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
@@ -201,12 +197,12 @@ def _shadows(config: Config) -> Iterator[str]:
 
 
 def cluster_of(config: Config) -> str:
-    """The Ray cluster of the run; empty: this machine."""
+    """The Ray cluster of the run; "": this machine."""
     return "" if starts_ray(config) else _address(config)
 
 
 def starts_ray(config: Config) -> bool:
-    """Whether the launcher starts a Ray of its own on this machine."""
+    """Whether the launcher starts a Ray on this machine."""
     return _address(config) == OWN_RAY
 
 
@@ -220,7 +216,7 @@ def _address(config: Config) -> str:
 
 
 def own_hosts(config: Config) -> list[str]:
-    """Hosts of the run's own processes, which are never reached through a proxy."""
+    """Hosts of the run's own processes, never reached through a proxy."""
     given = [config.buffer.host or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
     given += [config.teacher.host] if config.teacher.served else []
@@ -248,12 +244,12 @@ def _stored_tokens(config: Config) -> int:
 
 
 def max_episode_tokens(config: Config) -> int:
-    """Tokens of the longest episode of a task that sends messages, over all its segments."""
+    """Tokens of the longest episode of a task that sends messages."""
     return config.rollout.chat.max_tokens or 4 * max_sample_tokens(config)
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the lowest folder above it that exists."""
+    """The lowest folder at or above `path` that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
@@ -381,7 +377,6 @@ def _experts(config: Config) -> Iterator[str]:
 
 
 def _untried_experts(config: Config, facts: ModelFacts) -> Iterator[str]:
-    """Mixtures that failed, or that no trial of a server can judge."""
     model, device = f"{config.model.path} is of type {facts.kind}", config.rollout.device
     compared = is_proven(facts.kind, device, config.rollout.tensor_parallel)
     if fault := next((one.fault for one in failing(device) if one.kind == facts.kind), ""):
@@ -677,7 +672,7 @@ def _unreadable_text(path: Path) -> str:
 
 
 def _template(path: Path) -> Iterator[str]:
-    """Runs nothing of the template: even to compile one would compute its constants."""
+    """To compile a template would compute its constants, so it is only parsed."""
     from jinja2 import TemplateSyntaxError, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

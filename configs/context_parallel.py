@@ -1,4 +1,4 @@
-"""What `learner.context_parallel` must satisfy by the run file and config.json."""
+"""What `learner.context_parallel` must satisfy."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,6 @@ def parts_of(learner: LearnerConfig) -> int:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield why ranks cannot share rows."""
     size, shards, facts = config.learner.context_parallel, shards_of(config), facts_of(config.model)
     if size == 1:
         return
@@ -32,7 +31,7 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def why_not(queries: int, keys: int, size: int) -> str:
-    """Why `size` ranks cannot share so many heads; empty if they can."""
+    """Why `size` ranks cannot share so many heads; "" if they can."""
     if queries % size:
         return f"{size} does not divide the {queries} attention heads"
     if keys % size and size % keys:

@@ -37,11 +37,11 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 PARENT = "HEADRACE_PARENT"
 """Id of the process that started this one, which must not survive it."""
 PROGRESS = "HEADRACE_PROGRESS"
-"""A kept process makes this file at its first progress."""
+"""File that a kept process makes at its first progress."""
 NOTICE = "HEADRACE_NOTICE"
-"""In this file its keeper says how many seconds a drain may take."""
+"""File in which its keeper says how many seconds a drain may take."""
 ABOVE = "HEADRACE_ABOVE"
-"""Set if a process above (front process, keeper, learner above a rank) sends the signals, and forces with FORCING."""
+"""Set if a process above sends the signals, and forces with FORCING."""
 FORCING = signal.SIGQUIT
 TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 
@@ -72,25 +72,24 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def process_name(text: str) -> str:
-    """`--name` of a process, which stands in names of files."""
+    """Check `--name`, which stands in names of files."""
     if not PROCESS_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not letters, digits, '.', '_' and '-'")
     return text
 
 
 def quiet_hub() -> None:
-    """Silence the hub's client."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when the client is imported
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
-    """Split the command's own `flags` from run files and overrides: `models={"nargs": "+"}` takes `--models A B`."""
+    """Split a command's own `flags` from the rest: `models={"nargs": "+"}` takes `--models A B`."""
     parser = CommandParser(prog, add_help=False)
     own = {f"--{name.replace('_', '-')}": options for name, options in flags.items()}
     for flag, options in own.items():
         parser.add_argument(flag, **options)
-    # argparse takes an unknown --key=value with a space for a value: spaces are NUL meanwhile
+    # argparse takes an unknown --key=value with a space for a value
     foreign = {word: word.replace(" ", "\0") for word in argv if word[:2] == "--" and word.partition("=")[0] not in own}
     values, rest = parser.parse_known_args([foreign.get(word, word) for word in argv])
     return values, [word.replace("\0", " ") for word in rest]
@@ -99,9 +98,9 @@ def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tupl
 class StopSignals:
     """SIGINT and SIGTERM inside a `with`: the first calls `drain(number)`, each later one `force(number)`.
 
-    Handlers run in the event loop if one is running, else between two bytecodes, where they must not print. A process
-    below another one gets a scheduler's SIGTERM twice, directly and forwarded: it counts both as one. With `last` the
-    process waits until its keeper leaves a notice, because others need it to the end.
+    Without an event loop, handlers run between two bytecodes, where they must not print. A process below another one
+    gets a scheduler's SIGTERM twice, directly and forwarded: it counts both as one. With `last` the process waits until
+    its keeper leaves a notice, because others need it to the end.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ def blocked(*numbers: int) -> Iterator[None]:
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """Return the result of `work`; None once `stop` is set, which cancels `work`."""
+    """Return the result of `work`; None once `stop` is set, which cancels it."""
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when="FIRST_COMPLETED")
@@ -169,12 +168,12 @@ async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
 
 
 def end_at_once(number: int) -> NoReturn:
-    """End without waiting for threads, collectives and engines, which may never end."""
+    """Wait for no thread, collective or engine, which may never end."""
     os._exit(128 + number)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, if its process has set PARENT."""
+    """Have the kernel kill this process when the thread that started it ends, if PARENT is set."""
     parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
     if parent is None or sys.platform != "linux":
         return
@@ -186,7 +185,7 @@ def die_with_parent() -> None:
 
 
 def tie_children() -> None:
-    """Have every process that multiprocessing starts below this one, vLLM's too, die with its own parent.
+    """Have each process that multiprocessing starts below this one, vLLM's too, die with its own parent.
 
     A spawned process gets the call in its command line: when it imports Headrace, its parent may be long dead.
     """
@@ -204,7 +203,7 @@ def tie_children() -> None:
 
 
 def tied_line(code: str) -> list[str]:
-    """Return the command line of a process that runs `code` and dies with this one."""
+    """Return a command line that runs `code` and dies with this process."""
     flags = _args_from_interpreter_flags()
     return [sys.executable, *flags, "-c", f"{TIE}; {code}", "--multiprocessing-fork"]
 
@@ -221,7 +220,7 @@ def without_collections() -> Iterator[None]:
 
 @cache
 def made_progress() -> None:
-    """Tell the keeper, which counts the next failure as a first one."""
+    """The keeper then counts the next failure as a first one."""
     if file := os.environ.get(PROGRESS):
         with contextlib.suppress(OSError):
             Path(file).touch()
@@ -239,7 +238,7 @@ def _log_thread(log: logging.Logger, failed: threading.ExceptHookArgs) -> None:
 
 
 def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_rank: bool = False) -> NoReturn:
-    """End the process with the exit code of `main(sys.argv[1:])`, whatever threads still run."""
+    """End with the exit code of `main(sys.argv[1:])`, whatever threads still run."""
     variables.prepare(is_rank)
     threading.excepthook = partial(_log_thread, log)
     try:

@@ -1,7 +1,7 @@
-"""Mixtures of experts into which servers load policies: which were compared with transformers, and on which device.
+"""Mixtures of experts that were compared with transformers, and on which device.
 
-`configs/checks.py` refuses a model by these tables, and `rollout/engine/experts/expert_kernels.py` a class of vLLM. A
-mixture in no table is tried when its server starts (`reload_trial.py` beside it).
+`configs/checks.py` refuses models by these tables, `rollout/engine/experts/` classes of vLLM. A mixture in no table is
+tried when its server starts.
 """
 
 from typing import NamedTuple
@@ -10,14 +10,14 @@ CPU, GPU = "cpu", "cuda"
 
 
 class ExpertModel(NamedTuple):
-    """One type of models, by the name in config.json (of the text model) and vLLM's class."""
+    """By the name in config.json (of the text model) and vLLM's class."""
 
     kind: str
     architecture: str
     devices: tuple[str, ...]
     """Where reloads were compared by tests."""
     split: bool = False
-    """Whether reloads were compared with tensor parallelism 2 too, on a CPU."""
+    """Compared with tensor parallelism 2 too, on a CPU."""
 
 
 PROVEN = (
@@ -41,8 +41,6 @@ NO_ROUTER_BIAS = "cannot compute a router with a bias of its scores and no group
 
 
 class FailingModel(NamedTuple):
-    """A type with a `fault` of vLLM on `device`."""
-
     kind: str
     architecture: str
     device: str
@@ -59,7 +57,7 @@ FAILING = (
 
 
 def proven(device: str, parallel: int = 1) -> list[ExpertModel]:
-    """Types that were compared on `device`, with `parallel` workers of a server."""
+    """Types compared on `device`, with `parallel` workers of a server."""
     return [model for model in PROVEN if device in model.devices and (model.split or parallel == 1)]
 
 
@@ -68,7 +66,7 @@ def failing(device: str) -> list[FailingModel]:
 
 
 def is_proven(kind: str | None, device: str, parallel: int) -> bool:
-    """Whether the type was compared on `device`, or for `auto` on every device."""
+    """Whether the type was compared on `device`; for `auto`, on each."""
     devices = (CPU, GPU) if device not in (CPU, GPU) else (device,)
     return all(kind in {model.kind for model in proven(each, parallel)} for each in devices)
 

@@ -1,7 +1,4 @@
-"""The arithmetic of a run in words. Lines that begin with `note:` say what makes the run slow or odd.
-
-It never fails and reads only the model's folder.
-"""
+"""The arithmetic of a run in words; `note:` lines say what makes it slow or odd."""
 
 from collections.abc import Iterator
 from math import ceil, log10
@@ -22,7 +19,7 @@ from configs.publishing import copies, is_loopback, most_parameters, unpublishab
 from configs.schema import NO_REWARD, Config
 
 NEARLY_FULL = 0.85
-"""Share of places at which a server counts as full."""
+"""Share of places of a full server."""
 MAX_NUM_SEQS = "rollout.engine.max_num_seqs"
 MIXTURES = {
     "a third each is never, sometimes and always solved": {"unsolved": 1 / 3, "between": 1 / 3, "solved": 1 / 3},
@@ -234,13 +231,13 @@ def _kept(config: Config) -> int:
 
 
 def _each(config: Config) -> int:
-    """Each checkpoint has an export at worst, or else only the last."""
+    """At worst, each checkpoint has an export."""
     critic = STATE_BYTES * keeps_critic(config)
     return checkpoint_bytes(1, config.model, bool(config.learner.export_every)) + critic
 
 
 def _last_export(config: Config) -> int:
-    """The last export may be written to a checkpoint that is complete."""
+    """It may be written to a checkpoint that is complete."""
     return checkpoint_bytes(1, config.model, True) - checkpoint_bytes(1, config.model, False)
 
 

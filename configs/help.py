@@ -14,7 +14,6 @@ from configs import schema as sections_of_config
 from configs.schema import Config
 
 NAME = "NAME"
-"""A name that the user chooses."""
 
 EXAMPLES = {
     "model.path": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -33,7 +32,7 @@ RENAMED_KEYS = {"weights.deadline_s": "weights.timeout_s", "rollout.groups_in_fl
 """Old keys, accepted with a warning."""
 
 FACTORS = {"rollout.groups_in_flight": "batch.samples"}
-"""These values are to be multiplied by those of other keys."""
+"""These values are multiplied by those of other keys."""
 
 ELSEWHERE = {
     "eval_files": "data.eval",
@@ -108,7 +107,7 @@ def _docstring(section: str, field: str) -> str:
 
 @cache
 def _docstrings() -> dict[str, dict[str, str]]:
-    """Docstrings of fields by class. Pydantic would extract them in each process that imports the schema, in 0.04 s."""
+    """Pydantic would extract them in each process that imports the schema, in 0.04 s."""
     classes = (node for node in ast.parse(inspect.getsource(sections_of_config)).body if isinstance(node, ast.ClassDef))
     found: dict[str, dict[str, str]] = {}
     for section in classes:
@@ -121,7 +120,6 @@ def _docstrings() -> dict[str, dict[str, str]]:
 
 @cache
 def keys() -> dict[str, Key]:
-    """Return all keys by dotted name, in the order of the schema."""
     schema = Config.model_json_schema()
     table: dict[str, Key] = {}
     forms = schema["$defs"]
@@ -155,7 +153,7 @@ def _entries(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def key_of(place: Sequence[int | str]) -> str:
-    """Return the key that holds `place`: `["data", "eval", "aime", "k", 0]` -> `data.eval.NAME.k`"""
+    """The key that holds `place`: `["data", "eval", "aime", "k", 0]` -> `data.eval.NAME.k`"""
     parts = [str(part) for part in place]
     for end in range(len(parts), 1, -1):
         for each in (parts[:end], [*parts[:2], NAME, *parts[3:end]]):
@@ -175,7 +173,7 @@ def show(value: Any) -> str:
 
 
 def suggest(wrong: str) -> str:
-    """Return the remedy, such as `did you mean learner.lr?`"""
+    """The remedy, such as `did you mean learner.lr?`"""
     above, _, leaf = wrong.rpartition(".")
     section = f"{above.rpartition('.')[0]}.{NAME}" if above.count(".") == 2 else above
     names = list(keys())
@@ -197,7 +195,7 @@ def suggest(wrong: str) -> str:
 
 
 def overview(width: int) -> str:
-    """Return the names of all keys by section, for `--help`."""
+    """Names of keys by section, for `--help`."""
     lines = []
     for section, its_keys in groupby(keys().values(), lambda key: key.name.partition(".")[0]):
         own = ", ".join(_without_groups(key.name.partition(".")[2] for key in its_keys))

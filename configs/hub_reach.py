@@ -1,4 +1,4 @@
-"""Finds out in seconds whether the hub of models answers: its client tries for half a minute."""
+"""Whether the hub of models answers within seconds: its client tries for half a minute."""
 
 import os
 import socket
@@ -15,16 +15,16 @@ HUB = "https://huggingface.co"
 PORTS = {"http": 80, "https": 443}
 REACH_S = 3.0
 OFFLINE = "HF_HUB_OFFLINE"
-"""The hub's client reads it at import, and then takes only what is on this machine."""
+"""The hub's client reads it at import, and then takes only what is here."""
 SKIPPED = "HEADRACE_HUB_SKIPPED"
-"""Set beside OFFLINE here: what a user's own OFFLINE refuses is only a warning then."""
+"""Set beside OFFLINE here; what a user's own OFFLINE refuses is only a warning then."""
 READ = ("config.json", "tokenizer_config.json")
 
 
 def skip_hub_out_of_reach(config: Config, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set OFFLINE if a model has a hub's name and the hub cannot be reached within REACH_S.
+    """Set OFFLINE if a model has a hub's name and the hub is out of reach.
 
-    For commands that only judge: processes that they start inherit it.
+    For commands that only judge, and the processes that they start.
     """
     if OFFLINE in environment or all(Path(name).is_dir() for name in _models(config)):
         return
@@ -33,7 +33,7 @@ def skip_hub_out_of_reach(config: Config, environment: MutableMapping[str, str] 
 
 
 def is_skipped(name: str, environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Whether the model cannot be judged, because it is on the hub alone, out of reach."""
+    """Whether the model is on the hub alone, out of reach."""
     if SKIPPED not in environment or Path(name).is_dir():
         return False
     from huggingface_hub import try_to_load_from_cache  # takes a second
@@ -47,7 +47,7 @@ def _models(config: Config) -> Iterable[str]:
 
 
 def reachable(address: str, within_s: float = REACH_S) -> bool:
-    """Whether the host of `address`, or the proxy on the way to it, accepts a connection."""
+    """Whether the host of `address`, or the proxy before it, accepts a connection."""
     found = threading.Event()
 
     def connect() -> None:

@@ -1,4 +1,4 @@
-"""The command line of a module that other processes of Headrace start: fixed words, no flags."""
+"""The command line of a module that other processes start: fixed words, no flags."""
 
 import sys
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from configs.plain_text import print_visible
 
 
 def inner_words(*names: str, optional: Sequence[str] = (), further: str = "") -> list[str]:
-    """Return the words; `--help` prints the docstring of the module that runs."""
+    """`--help` prints the docstring of the module that runs."""
     main, given = sys.modules["__main__"], sys.argv[1:]
     prog = f"python -m {main.__spec__.name.removesuffix('.__main__')}" if main.__spec__ else f"python {main.__file__}"
     usage = " ".join([prog, *names, *(f"[{name}]" for name in optional), *([f"[{further} ...]"] if further else [])])

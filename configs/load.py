@@ -1,4 +1,4 @@
-"""Reads the run file: YAML files and `--section.key=value` overrides become one validated Config, or a ConfigError.
+"""Reads the run file: YAML files and `--section.key=value` overrides become one Config, or a ConfigError.
 
 OmegaConf reads the files (so `1e-6` is a number) and resolves `${section.key}`, pydantic validates.
 """
@@ -56,7 +56,7 @@ class ConfigError(ValueError):
 
 
 class MergedTree:
-    """Files and overrides merged, and where each leaf is written (`run.yaml:12`, `--batch.groups`)."""
+    """Files and overrides merged, and where each leaf is written (`run.yaml:12`)."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
@@ -99,8 +99,7 @@ def load(
     lenient: bool = False,
     warn: Callable[[str], object] | None = None,
 ) -> Config:
-    """Return the config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", ...]`. Raises ConfigError with every problem
-    found.
+    """Return the config of `["RUN.yaml", "--batch.groups=16", ...]`. Raises ConfigError with every problem found.
 
     `lenient`: variables of credentials may be missing. `warn` gets a line about a file that does not fit its checksum;
     None refuses it.
@@ -123,14 +122,13 @@ def load(
 
 
 def parse(text: str) -> Config:
-    """Return the config that another process gave as `dump`."""
     merged = MergedTree()
     merged.add(_parse(text, "the run file"), lambda key: "")
     return _validate(merged, os.environ, False)
 
 
 def dump(config: Config) -> str:
-    """Return the text of `config.yaml`, with `${oc.env:KEY}` for values from environment variables."""
+    """Return the text of `config.yaml`, with `${oc.env:KEY}` for values from variables."""
     return OmegaConf.to_yaml(OmegaConf.create(written(config, _literal)))
 
 

@@ -1,4 +1,4 @@
-"""What `learner.matmul: fp8` must satisfy by the run file and config.json, and what it costs."""
+"""What `learner.matmul: fp8` must satisfy, and what it costs."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,6 @@ REMEDY = "set learner.matmul: bfloat16"
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield why linear layers cannot multiply in FP8, or what nobody has shown."""
     if config.learner.matmul != "fp8":
         return
     learner, model, facts = config.learner, config.model, facts_of(config.model)
@@ -40,7 +39,6 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def lines(config: Config) -> Iterator[str]:
-    """Yield what `explain` prints; nothing with bfloat16."""
     if config.learner.matmul == "fp8":
         stays = "head, embeddings, norms, attention, and layers with a size that 16 does not divide"
         yield f"matmul: the blocks' linear layers multiply in FP8, forward and both gradients; in bfloat16 stay {stays}"

@@ -1,4 +1,4 @@
-"""Facts of a model read from its folder without loading it. Nothing is known of a hub name."""
+"""Facts of a model read from its folder. Nothing is known of a hub name."""
 
 import json
 import re
@@ -30,7 +30,7 @@ TEXT_PARTS = re.compile(
 )
 """Names of the text model's weights in multimodal models."""
 UNREAD = "mtp."
-"""Weights of Qwen3.5 that predict further tokens, which transformers leaves out."""
+"""Weights of Qwen3.5 that predict further tokens; transformers leaves them out."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
 """A block's weight and the last word of its layer's name, without routers and experts."""
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -46,7 +46,7 @@ class ModelFacts:
     heads: int | None = None
     positions: int | None = None
     tower: int | None = None
-    """Parameters of the vision tower."""
+    """Parameters."""
     linear: Mapping[str, int] = field(default_factory=dict)
     """Rows plus columns of the text blocks' linear layers, by the last word of their names."""
     kind: str | None = None
@@ -57,11 +57,10 @@ class ModelFacts:
     kv_numbers: int | None = None
     """Keys and values of one token in all layers; None if not every layer attends to the whole sequence."""
     unsupported: tuple[str, ...] = ()
-    """Why the learner would not train it exactly."""
     head_size: int | None = None
     vocabulary: int | None = None
     routed: tuple[int, int] | None = None
-    """Layers with experts, and the experts that a token takes in each."""
+    """Layers with experts, and the experts of a token in each."""
     image_token: int | None = None
     """None for a model whose images are not trained."""
     idle: int = 0
@@ -70,7 +69,7 @@ class ModelFacts:
     delta_rule: bool = False
     text_alone: bool = False
     mutual: bool = False
-    """Images are trained whose tokens see each other, later ones too."""
+    """Tokens of an image see each other, later ones too."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         assert model.lora is not None
@@ -81,14 +80,13 @@ class ModelFacts:
         return self.adapter_parameters(model) if model.lora else self.parameters
 
     def sent_bytes(self, model: ModelConfig) -> int:
-        """The servers' copies on all ranks together: two of trained weights, one of frozen ones; with an adapter, of it
-        alone."""
+        """Copies for servers on all ranks: two of trained weights, one of frozen ones; with an adapter, of it alone."""
         frozen = self.idle + ((self.tower or 0) if "vision" in model.freeze else 0)
         saved = self.saved_parameters(model) or 0
         return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
 
     def state_bytes(self, model: ModelConfig) -> int:
-        """Weight, gradient and two moments in float32 of what is trained; the rest is in `model.dtype`, or in float32
+        """Weight, gradient and two moments in float32 of what is trained; the rest in `model.dtype`, or in float32
         without an adapter."""
         frozen = (self.parameters or 0) * BYTES[model.dtype] if model.lora else -12 * self.idle
         return 16 * (self.saved_parameters(model) or 0) + frozen
@@ -181,7 +179,7 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:
-    """Indices of the layers with experts, of a text config in the words of Qwen's."""
+    """Indices of layers with experts, of a text config in the words of Qwen's."""
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config.get("num_hidden_layers") or 0)
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]

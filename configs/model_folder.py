@@ -20,8 +20,6 @@ class FolderError(ValueError):
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of itself."""
-
     shapes: dict[str, list[int]]
     num_bytes: int
 

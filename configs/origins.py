@@ -1,4 +1,4 @@
-"""Keeps values from environment variables, and credentials, out of what a run writes.
+"""Keeps credentials and values from environment variables out of what a run writes.
 
 Each process resolves `${oc.env:KEY}` at its start, so a rotated key needs no change of the run. A credential in plain
 text is recognised by its key, stands in `config.yaml` only, and is MASK elsewhere.
@@ -25,10 +25,9 @@ CREDENTIAL = re.compile(
     r"(^|_)(api_?keys?|(access|secret|private|signing|encryption)_?key|secret|passw(or)?d|passphrase|credentials?|"
     r"authorization|bearer|(hf|hub|auth|access|refresh|bearer|api|github|wandb|session)_?token)$|^token$"
 )
-"""Names are in small letters with underscores."""
 SHORTEST, SHORTEST_GUESSED = 6, 16
-"""Fewest characters of a replaced value: from a variable, and by its key's name. A shorter one would hide parts of
-other words."""
+"""Characters of a replaced value: from a variable, and by its key's name. A shorter one would hide parts of other
+words."""
 DIGEST = re.compile(r" sha256:([0-9a-f]{16})$")
 LISTED = ("rollout.agent.command",)
 _RESOLVING: ContextVar["Resolving | None"] = ContextVar("resolving", default=None)
@@ -43,8 +42,6 @@ class Origin(NamedTuple):
 
 
 class Resolving:
-    """One value that is being resolved from variables."""
-
     def __init__(self, environment: Mapping[str, str], lenient: bool) -> None:
         self.environment, self.lenient = environment, lenient
         self.seen: list[str] = []
@@ -52,7 +49,7 @@ class Resolving:
 
 
 class MissingVariable(Exception):
-    """The arguments are key and variable."""
+    """Arguments: key and variable."""
 
 
 def _variable(name: str, *default: Any) -> Any:
@@ -74,7 +71,7 @@ OmegaConf.register_resolver("oc.env", _variable, replace=True, annotation_valida
 def resolved(
     tree: Mapping[str, Any], environment: Mapping[str, str], lenient: bool = False
 ) -> tuple[Any, dict[Place, Origin]]:
-    """Replace interpolations, and return origins of values too. `lenient`: MASK a credential whose variable is missing."""
+    """Replace interpolations. `lenient`: MASK a credential whose variable is missing."""
     whole = OmegaConf.create(deepcopy(dict(tree)))
     token = _RESOLVING.set(Resolving(environment, lenient))
     try:
@@ -97,7 +94,7 @@ def resolved(
 
 
 def traced(config: Config, origins: Mapping[Place, Origin], environment: Mapping[str, str]) -> Config:
-    """Keep `origins`, and have `visible` hide the credentials from now on."""
+    """Keep `origins`, and have `visible` hide the credentials."""
     tree = config.model_dump(mode="json") if origins else {}
     config._origins.update(
         {place: each._replace(value=at(tree, place)) for place, each in origins.items() if has(tree, place)}
@@ -119,13 +116,13 @@ def _named_variables(config: Config) -> Iterator[str]:
 
 
 def variables(config: Config) -> list[str]:
-    """Return the environment variables that the run file names, which every process needs."""
+    """Environment variables that the run file names, which every process needs."""
     named = (name for origin in config._origins.values() for name in origin.variables)
     return list(dict.fromkeys([*named, *_named_variables(config)]))
 
 
 def written(config: Config, literal: Callable[[str], str] = str) -> dict[str, Any]:
-    """Return all keys for `config.yaml`; `literal` changes texts that are no interpolations."""
+    """All keys for `config.yaml`; `literal` changes texts that are no interpolations."""
     tree: dict[str, Any] = mapped(config.model_dump(mode="json"), literal)
     for place, origin in _kept(config):
         put(tree, place, origin.text)
@@ -133,7 +130,7 @@ def written(config: Config, literal: Callable[[str], str] = str) -> dict[str, An
 
 
 def disclosed(config: Config) -> dict[str, Any]:
-    """Return all keys for page, report and trackers."""
+    """All keys for page, report and trackers."""
     tree: dict[str, Any] = masked(config.model_dump(mode="json"))
     for place, origin in _kept(config):
         put(tree, place, origin.text)
@@ -141,7 +138,7 @@ def disclosed(config: Config) -> dict[str, Any]:
 
 
 def shared(config: Config) -> str:
-    """Return the config as JSON for another machine, without credentials."""
+    """The config as JSON for another machine, without credentials."""
     tree = masked(config.model_dump(mode="json"))
     for place, _ in _kept(config):
         if may_hold_credentials(place):
@@ -151,8 +148,8 @@ def shared(config: Config) -> str:
 
 
 def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
-    """Return all keys for ledger and fingerprint. A value from a variable that is no credential has a digest behind it,
-    so that another value is a change."""
+    """All keys for ledger and fingerprint. A value from a variable that is no credential has a digest, so that another
+    value is a change."""
     plain = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
     tree: dict[str, Any] = masked(plain)
     for place, origin in _kept(config):
@@ -163,8 +160,8 @@ def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
 
 
 def comparable(key: str, known: Any, now: Any, config: Config) -> tuple[Any, Any]:
-    """Make both values equal if no setting has changed: older releases recorded the values themselves, and credentials
-    may be rotated."""
+    """Make both values equal if no setting has changed: earlier releases recorded the values themselves, and
+    credentials may be rotated."""
     known = masked({key.rpartition(".")[2]: known})[key.rpartition(".")[2]]
     below = tuple(key.split("."))
     for place, origin in _kept(config):
@@ -198,7 +195,6 @@ def is_credential(name: Any) -> bool:
 
 
 def credentials(config: Config) -> Iterator[tuple[Place, str]]:
-    """Yield credentials in plain text, by their names."""
     tree, masks = config.model_dump(mode="json"), disclosed(config)
     for place, value in leaves(tree):
         if value != (shown := at(masks, place) if has(masks, place) else value) and MASK in str(shown):
@@ -227,12 +223,10 @@ def masked(tree: Any) -> Any:
 
 
 def digest(value: Any) -> str:
-    """Return 16 hex digits over a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Yield everything that is no map and no list, with its place."""
     if isinstance(tree, dict | list) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(value, (*place, key))
@@ -245,7 +239,6 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def mapped(tree: Any, change: Callable[[str], str]) -> Any:
-    """Return the tree with each text changed, names apart."""
     if isinstance(tree, dict):
         return {key: mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -269,7 +262,7 @@ def at(tree: Any, place: Sequence[int | str]) -> Any:
 
 
 def put(tree: Any, place: Place, value: Any, only: bool = False) -> Any:
-    """Put `value` at `place` of `tree`; `only`: if there is something."""
+    """`only`: if there is something."""
     if not only or has(tree, place):
         at(tree, place[:-1])[place[-1]] = value
     return tree

@@ -1,4 +1,4 @@
-"""prctl(2): has the kernel end a process with its parent, or hand it the orphans below it. Only on Linux.
+"""prctl(2): has the kernel end a process with its parent, or hand it orphans. Only on Linux.
 
 The C library is looked up at import, because a forked process must not wait for the loader's lock.
 """
@@ -13,7 +13,7 @@ LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """The caller compares its parent's id afterwards: a parent that ended before is not noticed."""
+    """The caller compares its parent's id afterwards: the parent may have ended before."""
     _prctl(PR_SET_PDEATHSIG, number)
 
 

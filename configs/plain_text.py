@@ -1,6 +1,6 @@
 """Makes text of users, policies and peers safe to show in a terminal, a log or a page.
 
-Text may hold any character until it passes through `visible`, just before it leaves the process.
+It passes through `visible` just before it leaves the process.
 """
 
 import json
@@ -17,7 +17,7 @@ from configs.own_packages import named_as_called
 
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed; escape sequences begin with one
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of nearby text
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # control characters, except tab and line feed
     "\u2028\u2029\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\U000e0100-\U000e01ef"  # line breaks, invisible marks, tags
     "\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\uffa0"  # nothing to see, no join
     "\ud800-\udfff]"  # lone surrogates, which no encoding can hold
@@ -48,12 +48,12 @@ def conceal(table: Mapping[str, str]) -> None:
 
 
 def concealed() -> dict[str, str]:
-    """What `conceal` was given, for another process."""
+    """The table of `conceal`, for another process."""
     return dict(_GIVEN)
 
 
 def without_credentials(text: str) -> str:
-    """Remove the texts that `conceal` was given, and user and password in URLs."""
+    """Remove what `conceal` was given, and user and password in URLs."""
     for secrets in _SECRETS:
         text = secrets.sub(lambda found: _CONCEALED[found[0]], text)
     return USER_OF_URL.sub("***", text) if "://" in text else text
@@ -82,7 +82,7 @@ def visible_lines(text: str) -> str:
 def print_visible(
     text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED, ends: bool = False
 ) -> None:
-    """Print to `stream`. `ends`: raise BrokenPipeError if its reader has left."""
+    """`ends`: raise BrokenPipeError if the reader has left."""
     stream = sys.stdout if stream is None else stream
     try:
         print(visible(str(text), most), end=end, file=stream)
@@ -97,7 +97,7 @@ def print_visible(
 def output(reported: bool = True) -> IO[str]:
     """Stdout for rich, whose prints raise where the disk is full or the terminal is gone.
 
-    The command goes on, and its end reports the loss if `reported`. A reader that has left raises BrokenPipeError.
+    The command's end reports the loss if `reported`. A reader that has left raises BrokenPipeError.
     """
     return cast(IO[str], _Output(reported))
 
@@ -134,7 +134,6 @@ def lost_output() -> OSError | None:
 
 
 def colourless(text: str) -> str:
-    """Remove the escape sequences of colours."""
     return COLOUR.sub("", text)
 
 
@@ -148,7 +147,7 @@ def folded(text: str, most: int) -> str:
 
 
 def all_visible(data: Any, most: int = MOST_CHARS) -> Any:
-    """Make each text of a JSON value visible, its keys included."""
+    """Make each text of a JSON value visible, keys included."""
     if isinstance(data, str):
         return visible(data, most)
     if isinstance(data, dict):
@@ -163,7 +162,7 @@ def figure(value: float, form: str) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Indents further lines of a record, so that none can look like a record of its own."""
+    """Indents further lines of a record, so that none looks like another record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(FURTHER.sub("\n  ", super().format(record).rstrip("\n")), MOST_LOGGED)

@@ -1,4 +1,4 @@
-"""Which of the learner's ranks publish what, and the memory of their copies for the servers."""
+"""Which ranks publish what, and the memory of their copies for the servers."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ COPIES_SHARE = 0.9
 """The rest of a GPU is for CUDA and NCCL."""
 
 GROUP_BYTES = 700 << 20
-"""NCCL takes this on a server's worker for each further rank that sends; 544 to 688 MB were measured."""
+"""NCCL takes 544 to 688 MB on a server's worker for each further rank that sends."""
 
 
 def shards_of(config: Config) -> int:
@@ -44,7 +44,7 @@ def _may_publish_rows(config: Config, shards: int) -> bool:
 
 
 def choice(config: Config, shards: int) -> str:
-    """What `weights.publish: auto` takes, and why; empty if it is not `auto`."""
+    """What `weights.publish: auto` takes, and why; "" if it is not `auto`."""
     if config.weights.publish != "auto":
         return ""
     if publishes_rows(config, shards):
@@ -56,7 +56,7 @@ def choice(config: Config, shards: int) -> str:
 
 
 def _rank_0_alone(config: Config, shards: int) -> str:
-    """Why no other rank could send; empty if they can."""
+    """Why no other rank could send; "" if they can."""
     weights, learner = config.weights, config.learner
     if weights.transport != "broadcast":
         return f"weights.transport is {weights.transport}, which rank 0 writes"
@@ -66,7 +66,7 @@ def _rank_0_alone(config: Config, shards: int) -> str:
 
 
 def copies_over(config: Config, shards: int, rank: int) -> int:
-    """How many ranks share the two copies of which `rank` holds a part; 0: it holds none."""
+    """How many ranks share the two copies; 0: `rank` holds no part."""
     if config.sft.rows is not None:
         return 0
     if publishes_rows(config, shards):
@@ -102,7 +102,6 @@ def held(config: Config) -> str:
 
 
 def remedy(config: Config, shards: int) -> str:
-    """What makes the copies smaller, or room for them."""
     smaller = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
     if publishes_rows(config, shards):
         return f"raise learner.ranks or learner.shard, {smaller}"
@@ -113,12 +112,10 @@ def remedy(config: Config, shards: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """No name is looked up."""
     return host in ("localhost", "[::1]", "::1") or host.startswith("127.")
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield why `weights.publish` cannot be `rows`."""
     why = _rank_0_alone(config, shards_of(config))
     if config.weights.publish == "rows" and why:
         yield f"weights.publish: rows, but {why}; change that, or leave weights.publish out"

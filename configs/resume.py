@@ -1,5 +1,4 @@
-"""Which keys of the run file may differ when a run is started again. The others make the fingerprint that its processes
-share."""
+"""Which keys may differ when a run is started again. The others make its fingerprint."""
 
 import hashlib
 import json
@@ -37,7 +36,7 @@ CHANGEABLE = (
     *("buffer.address", "buffer.fsync", "buffer.keep", "buffer.max_*"),
     *("weights.*", "eval.*", "log.*", "cluster.*"),
 )
-"""None of these keys decides which problem is dispatched next, or what a stored sample means."""
+"""None of these decides which problem is dispatched next, or what a stored sample means."""
 
 FORK = " and --fork-from"
 
@@ -45,7 +44,7 @@ Settings = dict[str, Any]
 
 
 class Change(NamedTuple):
-    """A key whose value has changed, as `run.versions: 100 -> 200`."""
+    """`run.versions: 100 -> 200`"""
 
     key: str
     old: Any
@@ -66,7 +65,7 @@ def fingerprint(config: Config) -> str:
 
 
 def settings(config: Config) -> Settings:
-    """Return what the ledger holds, without credentials."""
+    """As the ledger has it: without credentials."""
     return dict(_flat(recorded(config)))
 
 
@@ -75,8 +74,7 @@ def is_changeable(key: str) -> bool:
 
 
 def changes(before: Settings | None, config: Config) -> list[Change]:
-    """Raise ConfigError if a fixed key differs. A key that an earlier release did not have counts as one with its
-    default."""
+    """Raise ConfigError if a fixed key differs. A key that an earlier release lacked counts as its default."""
     if before is None:
         return []
     renamed = {
@@ -103,7 +101,7 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
 
 
 def written(run: Path) -> Settings | None:
-    """Return the settings in a run's `config.yaml`; None without one."""
+    """Settings in a run's `config.yaml`, if any."""
     file = run / "config.yaml"
     return settings(load([str(file)], lenient=True)) if file.exists() else None
 

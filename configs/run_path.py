@@ -1,6 +1,6 @@
 """`python -m configs.run_path RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: prints where a run's folder is.
 
-The answer is JSON, `{"folder": "runs", "path": "runs/my"}`, for `headrace`, which imports nothing of this package.
+As JSON, `{"folder": "runs", "path": "runs/my"}`, for `headrace`.
 """
 
 import json

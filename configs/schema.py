@@ -33,7 +33,7 @@ class Section(BaseModel):
 
 class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] = "run"
-    """Name of the run and of its folder below `run.folder`."""
+    """Name of the run's folder below `run.folder`."""
     folder: Path = Path("runs")
     """Folder for the folders of runs."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -54,8 +54,7 @@ class LoraConfig(Section):
     alpha: Annotated[float, Field(gt=0)] | None = None
     """The change is `alpha / rank` times the product of the two matrices; null: `rank`."""
     targets: Literal["all"] | list[str] = "all"
-    """Linear layers of the text model's blocks, by the last word of their names, such as `[q_proj, v_proj]`, or `all`.
-    """
+    """Linear layers of the text model, by the last word of their names, such as `[q_proj, v_proj]`, or `all`."""
 
     @field_validator("alpha")
     @classmethod
@@ -69,19 +68,18 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """Folder of the initial model in Hugging Face format, or its name on the hub."""
+    """Folder of the initial model in Hugging Face format, or its hub name."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of computation and of weights on the wire. Master weights are always float32."""
     trust_remote_code: bool = False
-    """Run the model's own Python code. Set it only if you have read that code."""
+    """Run the model's own Python code, which you have read."""
     freeze: list[Literal["vision", "projector"]] = []
     """Parts of a vision-language model that are not trained: the tower that reads images (`vision`), or the `projector`
-    behind it. They need no gradients and optimizer state."""
+    behind it."""
     text_alone: bool = False
-    """Train a model that reads images on text alone, without its tower and projector (docs/text-alone.md)."""
+    """Train a model that reads images on text alone (docs/text-alone.md)."""
     lora: LoraConfig | None = None
-    """Train an adapter of low rank and hold the weights in `dtype` (docs/lora.md): `{}` for all defaults; null trains
-    the weights."""
+    """Train an adapter of low rank (docs/lora.md): `{}` for all defaults; null trains the weights."""
 
 
 class MixedSource(Section):
@@ -103,13 +101,13 @@ class EvalSet(Section):
     samples: Positive = 1
     """Answers to each problem."""
     k: list[Positive] = []
-    """Attempts k for which pass@k (one of k is solved) and pass^k (all k are) are estimated; at most `samples`."""
+    """Attempts k for pass@k (one of k is solved) and pass^k (all are); at most `samples`."""
     temperature: Annotated[float, Field(ge=0, le=10)] | None = None
     """Sampling temperature, 0 is greedy; null: greedy for one sample, `sampling.temperature` for several."""
     max_tokens: Positive | None = None
     """Longest answer in tokens; null: `sampling.max_tokens`."""
     limit: Positive | None = None
-    """Evaluate on the first so many problems; null: all."""
+    """Evaluate on so many first problems; null: all."""
 
     def temperature_of(self, run: "SamplingConfig") -> float:
         return (run.temperature if self.samples > 1 else 0.0) if self.temperature is None else self.temperature
@@ -125,14 +123,13 @@ class DifficultyConfig(Section):
     between: Weight = 0.5
     """Share of draws for problems with some samples solved, others not."""
     solved: Weight = 0.1
-    """Share of draws for problems with all samples solved. The four shares are weights: their sum need not be 1."""
+    """Share of draws for problems with all samples solved. The sum of the four need not be 1."""
     solved_at: float = 1.0
     """Least reward of a solved sample."""
     groups: Positive = 2
-    """Groups in a row with all samples solved after which a problem is retired. As many without a solved sample make it
-    unsolved again."""
+    """Groups in a row with all samples solved after which a problem is retired."""
     rest: Annotated[int, Field(ge=0)] = 4
-    """Versions before a problem is drawn again, as long as there are others."""
+    """Versions before a problem is drawn again, if there are others."""
     return_after: Positive = 50
     """Further versions before a retired problem may be drawn again."""
 
@@ -145,13 +142,13 @@ class DemonstrationsConfig(Section):
     """Demonstrations that are trained beside the samples of each batch."""
 
     path: Path | Annotated[list[MixedSource], Field(min_length=1)]
-    """Rows as for `python -m learner sft`: prompt and answer, or messages."""
+    """Rows as for `python -m learner sft`."""
     share: Annotated[float, Field(gt=0, le=0.9)] = 0.1
     """Share of a batch that is demonstrations: 28 beside 256 samples are 0.1."""
     weight: Annotated[float, Field(gt=0)] = 0.1
     """Factor of their loss, the mean of -log p over their trained tokens."""
     turns: Literal["all", "last", "flagged"] = "all"
-    """Answers that are trained where a row has `messages`, as in `sft.turns`."""
+    """Trained answers of a row with `messages`, as in `sft.turns`."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """Rows longer than the longest sample: refuse the run, or leave them out."""
 
@@ -162,15 +159,14 @@ class DemonstrationsConfig(Section):
 class DataConfig(Section):
     train: Path | Annotated[list[MixedSource], Field(min_length=1)]
     """Problems to train on: a file (parquet, jsonl, json, csv, tsv), a folder or glob of such files, a set of
-    reasoning-gym as `reasoning_gym:leg_counting?size=10000&seed=1`, or a list of these as `{path, weight}`.
-    docs/data.md says which columns rows have."""
+    reasoning-gym as `reasoning_gym:leg_counting?size=10000&seed=1`, or a list of these as `{path, weight}`
+    (docs/data.md)."""
     eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EvalSet] = {}
-    """Sets of problems kept out of training, by name, for `python -m rollout evaluate` and `eval.every`. A path alone
-    is one set named `eval`."""
+    """Sets of problems kept out of training, by name. A path alone is one set named `eval`."""
     chat_template: Literal["none"] | Path | None = None
-    """Jinja file, or `none` for a base model (the messages' texts joined by blank lines); null: the tokenizer's own."""
+    """Jinja file, or `none` for a base model (messages are joined by blank lines); null: the tokenizer's own."""
     format_prompt: Path | None = None
-    """Jinja template around the problem text, as in EasyR1; `{{ content | trim }}` is the problem."""
+    """Jinja template around the problem text; `{{ content | trim }}` is the problem."""
     system_prompt: str | None = None
     """System message for every prompt that has none."""
     columns: dict[str, str] = {}
@@ -182,19 +178,19 @@ class DataConfig(Section):
     difficulty: DifficultyConfig | None = None
     """Draw problems by how hard they are (docs/difficulty.md): `{}` for all defaults; null draws each once an epoch."""
     demonstrations: DemonstrationsConfig | None = None
-    """Train on demonstrations beside the samples of each batch (docs/sft.md)."""
+    """Train on demonstrations beside the samples (docs/sft.md)."""
     max_prompt_tokens: Positive = 1024
-    """Longest prompt in tokens, its images' included; a problem with a longer one is dropped."""
+    """Longest prompt in tokens, its images' included; longer ones are dropped."""
     image_dir: Path | None = None
     """Folder that paths of images are relative to; null: the data file's."""
     min_pixels: Positive | None = None
-    """Fewest pixels of an image: a smaller one is enlarged. null: the image processor's value."""
+    """Fewest pixels of an image; smaller ones are enlarged. null: the image processor's value."""
     max_pixels: Positive | None = 1_048_576
-    """Most pixels of an image: a larger one is made smaller. A token is 28 x 28 pixels with Qwen2.5-VL, 32 x 32 with
-    Qwen3-VL and Qwen3.5. Gemma 3 makes every image 896 x 896 pixels, 256 tokens. null: the image processor's value,
-    often 16,384 tokens."""
+    """Most pixels of an image; larger ones are made smaller. A token is 28 x 28 pixels with Qwen2.5-VL, 32 x 32 with
+    Qwen3-VL and Qwen3.5. Gemma 3 makes every image 256 tokens. null: the image processor's value, often 16,384 tokens.
+    """
     max_images: Positive = 8
-    """Most images of one sample, later turns included; a row with more is refused."""
+    """Most images of one sample, over all turns; a row with more is refused."""
 
     @field_validator("eval", mode="before")
     @classmethod
@@ -216,7 +212,7 @@ class RewardPart(Section):
     weight: float = 1.0
     """Factor of its result in the sum; 0 makes it a metric only."""
     kwargs: dict[str, Any] = {}
-    """Further keyword arguments for it."""
+    """Its further keyword arguments."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] | None = None
     """Its metric; null: the name of the function."""
 
@@ -232,21 +228,21 @@ class RewardPart(Section):
 class RewardConfig(Section):
     function: str | Annotated[list[RewardPart], Field(min_length=1)]
     """A built-in reward (`countdown`, `math_verify` alias `math`, `exact_match`, `regex`, `length`, `judge`,
-    `reward_model`) or your own, as `path/to/file.py:function`. Several: a list of `{function, weight, kwargs, name}`,
-    whose results are summed by weight."""
+    `reward_model`), your own as `path/to/file.py:function`, or a list of `{function, weight, kwargs, name}` to be
+    summed by weight."""
     kwargs: dict[str, Any] = {}
-    """Further keyword arguments for one reward function; several have theirs in their list."""
+    """Further keyword arguments for one reward function."""
     timeout_s: Seconds = 10.0
     """Time limit of one call. Then its worker is killed (an `async` call is cancelled) and the group fails; it is never
     scored 0."""
     concurrency: Positive = 64
-    """Calls of an `async` reward function that one worker runs at a time; of other functions it runs one."""
+    """Calls of an `async` reward function that one worker runs at a time; of others it runs one."""
     workers: Positive = 1
     """Reward workers (processes) per rollout server and function."""
     model: str | None = None
     """Sequence classification model of the run's own reward servers, by folder or hub name."""
     servers: Annotated[int, Field(ge=0)] = 0
-    """Reward servers that the launcher starts for `reward_model`, each with a copy of `reward.model`."""
+    """Reward servers that the launcher starts, each with a copy of `reward.model`."""
     host: str = "127.0.0.1"
     """Address of this machine on which reward servers listen."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5700
@@ -254,9 +250,9 @@ class RewardConfig(Section):
     engine: dict[str, Any] = {}
     """Arguments of vLLM for the reward servers, e.g. `{max_model_len: 4096, tensor_parallel_size: 2}`."""
     memory_gib: Annotated[float, Field(gt=0)] = 8.0
-    """Memory of one worker and all processes it starts; beyond it they are killed and the group fails."""
+    """Memory of one worker with all processes it starts; beyond it they are killed and the group fails."""
     max_calls: Positive | None = None
-    """Calls after which a new process replaces a worker, for functions that leak; null: never."""
+    """Calls after which a worker is replaced, for functions that leak; null: never."""
 
     @property
     def parts(self) -> list[RewardPart]:
@@ -277,20 +273,19 @@ class TeacherModel(Section):
     """A fixed model whose log-probabilities of the sampled tokens the policy learns from."""
 
     model: str | None = None
-    """The teacher's folder in Hugging Face format or its name on the hub; with `url`, the name under which that server
-    knows it."""
+    """The teacher's folder or hub name; with `url`, the name under which that server knows it."""
     url: str | Annotated[list[str], Field(min_length=1)] | None = None
-    """Address of a vLLM server of the teacher, such as `http://127.0.0.1:8000` without `/v1`, or several of the same
-    model; null: the run's own servers (`servers`)."""
+    """Address of a vLLM server, such as `http://127.0.0.1:8000` without `/v1`, or several of one model; null: the run's
+    own servers."""
     tokenizer: str | None = None
-    """Folder or hub name of the teacher's tokenizer, which must have the policy's vocabulary; null: `model`."""
+    """The teacher's tokenizer, which must have the policy's vocabulary; null: `model`."""
     servers: Annotated[int, Field(ge=0)] = 0
     """Teacher servers that the launcher starts, each with a copy of `model`."""
     weight: Annotated[float, Field(gt=0, le=1e3)] = 1.0
     """A token's advantage gains this times the teacher's log-probability less the policy's; with `top_k`, the loss
     gains this times the divergence."""
     api_key_env: str | None = None
-    """Environment variable with the API key of `url`; null: no key is sent."""
+    """Environment variable with the API key of `url`; null: none."""
     engine: dict[str, Any] = {}
     """Arguments of vLLM for the teacher's servers, e.g. `{gpu_memory_utilization: 0.9, tensor_parallel_size: 2}`."""
 
@@ -314,12 +309,11 @@ class TeacherConfig(TeacherModel):
     """On-policy distillation (docs/teachers.md)."""
 
     by_source: list[SourceTeacher] = []
-    """Teachers of the rows of one `data_source` each, as `{data_source: math, model: ..., servers: 1}`. Other rows have
-    the teacher of `teacher.model` or `teacher.url`, if any."""
+    """Teachers by `data_source`, as `{data_source: math, model: ..., servers: 1}`. Other rows have the teacher of
+    `teacher.model` or `teacher.url`, if any."""
     top_k: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Learn from the teachers' so many most probable tokens in place of the sampled one: the loss gains `weight` times
-    the reverse KL of the policy to the teacher over these and all others as one. null: the policy gradient of the
-    sampled tokens."""
+    """Learn from the teachers' so many most probable tokens: the loss gains the reverse KL of the policy to the teacher
+    over these and all others as one. null: the policy gradient of the sampled tokens."""
     host: str = "127.0.0.1"
     """Address of this machine on which teacher servers listen."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5800
@@ -327,7 +321,7 @@ class TeacherConfig(TeacherModel):
     timeout_s: Seconds = 300.0
     """Time limit of one request, which scores a whole group."""
     retries: Annotated[int, Field(ge=0)] = 4
-    """How often a request is tried again before the attempt at the group has failed; it never counts as 0."""
+    """How often a request is tried again before the group's attempt has failed; it never counts as 0."""
 
     @property
     def teachers(self) -> dict[str, TeacherModel]:
@@ -342,7 +336,7 @@ class TeacherConfig(TeacherModel):
 
     @property
     def served(self) -> list[str]:
-        """The `data_source` of each own teacher server, by number."""
+        """The `data_source` of each own teacher server."""
         return [source for source, each in self.teachers.items() for _ in range(each.servers)]
 
     def urls_of(self, source: str) -> list[str]:
@@ -358,12 +352,12 @@ class SamplingConfig(Section):
     max_tokens: Positive = 1024
     """Longest answer in tokens; a longer one is cut off and marked as truncated."""
     stop: list[str] = []
-    """Strings that end an answer, each a single token; that token is kept and trained on."""
+    """Strings that end an answer, each a single token, which is kept and trained on."""
 
 
 class BatchConfig(Section):
     groups: Positive = 32
-    """Groups (problems) per batch, which takes the policy from version v to v + 1."""
+    """Groups (problems) per batch; one batch is one version."""
     samples: Annotated[int, Field(ge=2)] = 8
     """Samples per group: answers to one problem."""
     max_staleness: Annotated[int, Field(ge=0)] = 4
@@ -371,35 +365,33 @@ class BatchConfig(Section):
     target_staleness: Annotated[int, Field(ge=0)] | None = None
     """Admit work as if this were the bound, for fresher data; null: the bound."""
     skip_zero_variance: bool = False
-    """Leave groups whose rewards are all equal out of training; others take their place. The run is given up after
-    1,000 such groups in a row, or 10 batches of them if that is more."""
+    """Leave groups of equal rewards out of training. The run is given up after 1,000 in a row, or 10 batches of them if
+    that is more."""
 
 
 class CriticConfig(Section):
-    """The critic of `algorithm.advantage: gae`: a copy of `model.path` with a linear layer to one number, trained with
-    the keys of `learner` except these."""
+    """The critic of `algorithm.advantage: gae`, trained with the keys of `learner` except these."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     """Learning rate of the critic's AdamW, constant."""
     warmup_versions: Annotated[int, Field(ge=0)] = 0
     """Versions in which the critic alone is trained, before the policy's learning rate begins to rise."""
     updates: Annotated[int, Field(ge=1, le=16)] = 1
-    """Optimizer steps of the critic on each batch; advantages are those before the first one."""
+    """Optimizer steps on each batch; advantages are those before the first one."""
     clip: Annotated[float, Field(gt=0)] | None = None
-    """PPO's value clipping: the loss gains nothing from moving a token's value further than this, in units of reward,
-    within a batch; needs `updates` above 1. null: off."""
+    """PPO's value clipping, in units of reward: largest useful move of a token's value within a batch; needs `updates`
+    above 1. null: off."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount of what comes after a turn; tokens of one turn are not discounted."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Lambda of GAE, over turns: 1 trusts the rewards, 0 the critic's value of the next turn's start."""
     whiten: bool = True
-    """Bring advantages to mean 0 and standard deviation 1 over all sampled tokens of the batch."""
+    """Bring advantages to mean 0 and standard deviation 1 over the batch's sampled tokens."""
 
 
 class AlgorithmConfig(Section):
     loss: Literal["dppo", "cispo", "ppo", "decoupled", "gspo", "m2po", "topr", "reinforce"] | OwnFunction = "dppo"
-    """Policy loss, or your own as `path/to/file.py:function`; docs/algorithms.md has formula, paper and known
-    staleness."""
+    """Policy loss, or your own as `path/to/file.py:function` (docs/algorithms.md)."""
     advantage: (
         Literal["group_mean", "group_std", "batch_std", "leave_one_out", "reinforce_baseline", "gae"] | OwnFunction
     ) = "group_mean"
@@ -408,47 +400,46 @@ class AlgorithmConfig(Section):
     critic: CriticConfig = CriticConfig()
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
     """Credit a turn with the rewards from it on, those of k turns later times this to the power k, less the group's
-    baseline; needs `advantage: group_mean` or `leave_one_out`. null: every turn gets its sample's advantage."""
+    baseline. null: every turn gets its sample's advantage."""
     aggregation: Literal["token", "sequence", "prompt", "constant"] = "token"
-    """What the loss is averaged over: all tokens; the tokens of a sample, then samples; the tokens of a problem, then
-    problems; or a constant length."""
+    """The loss is averaged over all tokens; over a sample's tokens, then samples; over a problem's tokens, then
+    problems; or over a constant length."""
     constant_length: Positive | None = None
-    """`aggregation: constant` divides by this many tokens times the number of samples; null: `sampling.max_tokens`."""
+    """`aggregation: constant` divides by this many tokens times the samples; null: `sampling.max_tokens`."""
     is_cap: Annotated[float, Field(gt=0)] = 5.0
     """Cap of the importance ratio learner/behaviour in `dppo` and `cispo`."""
     tv_low: Annotated[float, Field(gt=0)] | None = 0.2
-    """`dppo` drops a token of negative advantage whose probability has fallen by more than this; null: never."""
+    """`dppo` drops a token of negative advantage whose probability fell by more than this; null: never."""
     tv_high: Annotated[float, Field(gt=0)] | None = 0.2
-    """`dppo` drops a token of positive advantage whose probability has risen by more than this; null: never."""
+    """`dppo` drops a token of positive advantage whose probability rose by more than this; null: never."""
     clip_low: Annotated[float, Field(ge=0)] = 0.2
-    """Lower clip range of `ppo`, `decoupled` and `gspo` (ratio 1 - clip_low). For `gspo` 3e-4 is usual."""
+    """Lower clip range of `ppo`, `decoupled` and `gspo` (ratio 1 - clip_low; 3e-4 for `gspo`)."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """Upper clip range of `ppo`, `decoupled` and `gspo` (ratio 1 + clip_high). For `gspo` 4e-4 is usual."""
+    """Upper clip range of `ppo`, `decoupled` and `gspo` (ratio 1 + clip_high; 4e-4 for `gspo`)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound c of dual-clip PPO for negative advantages, 3 is usual; null: off."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
-    """Proximal policy of `decoupled`: the learner before its step, or an interpolation by version between behaviour and
-    learner."""
+    """Proximal policy of `decoupled`: the learner before its step, or an interpolation by version."""
     behaviour_mode: Literal["clamp", "mask"] = "mask"
     """What `decoupled` does above `behaviour_cap`: clamp the ratio, or mask the token."""
     behaviour_cap: Annotated[float, Field(gt=0)] | None = 5.0
     """Largest proximal/behaviour ratio in `decoupled`; null: no cap."""
     m2_budget: Annotated[float, Field(gt=0)] = 0.04
-    """Largest mean squared log-ratio (second moment) of the tokens that `m2po` trains on."""
+    """Largest mean squared log-ratio of the tokens that `m2po` trains on."""
     opsm_delta: Annotated[float, Field(gt=0)] | None = None
     """Mask samples of negative advantage whose mean behaviour - learner log-probability exceeds this (OPSM); null: off.
     """
     behaviour_kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared log-ratio to the behaviour policy; 1e-3 is usual at high staleness."""
     reference_kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the initial model, as importance-weighted k2; above 0 a frozen copy of that model is kept."""
+    """Weight of the KL to the initial model, as importance-weighted k2; above 0 a copy of that model is kept."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     overlong: Literal["keep", "mask", "soft"] = "keep"
-    """Truncated answers: train on them, mask them, or subtract a length penalty that grows over the last
-    `overlong_buffer` tokens."""
+    """Train on truncated answers, mask them, or subtract a penalty that grows over the last `overlong_buffer` tokens.
+    """
     overlong_buffer: Positive = 256
-    """Tokens before `sampling.max_tokens` over which the soft penalty grows from 0 to `overlong_factor`."""
+    """Tokens before `sampling.max_tokens` over which the soft penalty grows to `overlong_factor`."""
     overlong_factor: Annotated[float, Field(ge=0)] = 1.0
     """Largest soft penalty, in units of reward."""
 
@@ -457,11 +448,9 @@ class SftConfig(Section):
     """Supervised fine-tuning, by `python -m learner sft`."""
 
     rows: Positive | None = None
-    """Rows of `data.train` in a batch, which takes the policy from version v to v + 1; null: the run is reinforcement
-    learning."""
+    """Rows of `data.train` in a batch, which is one version; null: the run is reinforcement learning."""
     turns: Literal["all", "last", "flagged"] = "all"
-    """Answers that are trained where a row has `messages`: all, the last one, or those with `train: true` (`flagged`).
-    """
+    """Trained answers of a row with `messages`: all, the last, or those with `train: true` (`flagged`)."""
     max_tokens: Positive | Literal["auto"] = "auto"
     """Longest row in tokens; `auto`: as the model's positions and `learner.tokens_per_microbatch` allow."""
     too_long: Literal["refuse", "drop"] = "refuse"
@@ -470,36 +459,34 @@ class SftConfig(Section):
 
 class LearnerConfig(Section):
     ranks: Positive = 1
-    """Processes of the learner on all its nodes, one per GPU; the model is sharded over those of a node."""
+    """Processes of the learner on all its nodes, one per GPU."""
     nodes: Positive = 1
-    """Machines with an equal number of ranks. Each holds a copy of the model; gradients are reduced between them once a
-    version (docs/several-nodes.md)."""
+    """Machines with an equal number of ranks, each with a copy of the model (docs/several-nodes.md)."""
     shard: Positive | None = None
-    """Ranks that share one copy of the model: fewer than a node's for small models, those of several nodes for one that
-    does not fit a node; null: a node's."""
+    """Ranks that share one copy of the model: part of a node for small models, several nodes for one that does not fit
+    a node; null: a node's."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` takes the GPU if torch sees one."""
     threads: Positive | None = None
     """CPU threads per rank; null: as torch chooses."""
     attention: Literal["auto", "flash4", "flash", "varlen", "sdpa"] = "auto"
-    """Variable-length attention: FlashAttention 4 (`pip install "flash-attn-4[cu13]"`, Hopper and later), flash-attn,
-    torch's varlen_attn, or SDPA; `auto` takes the first that works."""
+    """FlashAttention 4 (`pip install "flash-attn-4[cu13]"`, Hopper and later), flash-attn, torch's varlen_attn, or
+    SDPA; `auto` takes the first that works."""
     tokens_per_microbatch: Positive | Literal["auto"] = "auto"
-    """Tokens packed into one forward pass of a rank; `auto` takes as many as fit the memory, at most the rank's share
-    of a batch."""
+    """Tokens of one forward pass of a rank; `auto`: as many as fit the memory, at most the rank's share of a batch."""
     context_parallel: Positive = 1
-    """Consecutive ranks that share each microbatch, for documents longer than one GPU holds (docs/long-documents.md).
-    The number divides the attention heads."""
+    """Ranks that share each microbatch, for documents longer than one GPU holds (docs/long-documents.md). The number
+    divides the attention heads."""
     share_prompts: bool | Literal["prompts"] = True
-    """Compute once what samples of a group in one microbatch have in common: prompts, and longer prefixes, as of an
-    agent's turns, where that saves more (`prompts`: prompts alone). Results change by rounding only."""
+    """Compute once what samples of a group share: prompts, and longer prefixes where that saves more (`prompts`:
+    prompts alone). Results change by rounding only."""
     gather: Literal["auto", "pass", "batch"] = "auto"
     """Gather weights and reduce gradients block by block in each pass (`pass`, the least memory), or once a batch
-    (`batch`, which keeps all weights in `model.dtype` and unsharded fp32 gradients). `auto` takes `batch` on CPU, and
-    on a GPU if it takes at most a tenth of its memory more, but `pass` with `cpu_offload: true`."""
+    (`batch`, which keeps weights in `model.dtype` and fp32 gradients unsharded). `auto` takes `batch` on CPU, and on a
+    GPU if that takes at most a tenth of its memory more."""
     head_chunk_tokens: Positive | Literal["auto"] = "auto"
-    """Tokens whose logits the head holds at a time. `auto` takes 4096 on a GPU, or 1024 where microbatches of 8,192
-    tokens do not fit otherwise; 1024 on CPU."""
+    """Tokens whose logits the head holds at a time. `auto`: 4096 on a GPU, 1024 on a CPU or where microbatches of 8,192
+    tokens do not fit otherwise."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Learning rate of AdamW after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -513,64 +500,64 @@ class LearnerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Global norm to which the gradient is clipped."""
+    """Norm to which the gradient is clipped."""
     activation_checkpointing: Literal["auto", "none", "selective", "block", "offload"] = "auto"
-    """Recompute each transformer block in the backward pass (`block`; with `offload` its input waits in host memory),
-    all of it but matmuls and attention (`selective`), or keep all activations (`none`). `auto` takes the fastest that
-    fits, but never `offload`; on CPU `block`."""
+    """Recompute each block in the backward pass (`block`; with `offload` its input waits in host memory), all but
+    matmuls and attention (`selective`), or keep all activations (`none`). `auto` takes the fastest that fits, never
+    `offload`; on CPU `block`."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each transformer block with torch.compile: a minute at the start for faster steps. `auto` compiles on
-    GPUs if the run has 20 versions or more, or with `matmul: fp8`, but not with `cpu_offload: true`."""
+    """Compile each transformer block, which takes a minute at the start. `auto` compiles on GPUs if the run has 20
+    versions or more, or with `matmul: fp8`, but not with `cpu_offload: true`."""
     matmul: Literal["bfloat16", "fp8"] = "bfloat16"
-    """Precision of the blocks' linear layers, forward and backward. `fp8` rounds each row to e4m3 (docs/fp8.md); it
-    needs compute capability 8.9 or later (Ada, Hopper), and is compiled."""
+    """Precision of the blocks' linear layers. `fp8` rounds each row to e4m3 (docs/fp8.md); it needs compute capability
+    8.9 or later (Ada, Hopper), and is compiled."""
     cpu_offload: bool | Literal["optimizer"] = False
     """Keep in host memory master weights and optimizer state, 12 bytes a trained parameter (`optimizer`), or also
-    gradients, with the processor making the update (`true`, the least GPU memory)."""
+    gradients, with the update on the processor (`true`, the least GPU memory)."""
     timeout_s: Seconds = 600.0
-    """Timeout of every collective between ranks; on expiry all ranks exit and log which one was missing."""
+    """Timeout of every collective between ranks; then all ranks exit and log which one was missing."""
     checkpoint_every: Positive = 20
     """Versions between checkpoints; the last version always gets one."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints to keep, besides those of `keep_every` and `keep_best`."""
     keep_every: Positive | None = None
-    """Keep every checkpoint whose version is a multiple of this; null: none for that reason."""
+    """Keep every checkpoint whose version is a multiple of this."""
     keep_best: Annotated[int, Field(ge=0)] = 0
-    """Checkpoints with the highest mean reward to keep, in addition to the newest."""
+    """Checkpoints with the highest mean reward to keep as well."""
     export_every: Positive | None = None
     """Versions between Hugging Face exports; null: the last version only."""
     checkpoint_on: Literal["shared", "first_node"] = "shared"
-    """Where checkpoints of several `nodes` are: in a `run.folder` that all share (`shared`), or on the first node's
-    disk, as a whole copy that is lost with that machine (`first_node`)."""
+    """Checkpoints of several `nodes` are in a `run.folder` that all share, or on the first node's disk, whole, and lost
+    with that machine (`first_node`)."""
 
 
 class ChatConfig(Section):
     tool_parser: str | None = None
-    """vLLM's parser of tool calls, such as `hermes` or `llama3_json`; `auto`: the one that fits chat template and model
-    type; null: they stay text."""
+    """vLLM's parser of tool calls, such as `hermes` or `llama3_json`; `auto`: the one that fits the model; null: they
+    stay text."""
     reasoning_parser: str | None = None
-    """vLLM's parser of reasoning, such as `qwen3` or `deepseek_r1`; `auto`: the one that fits; null: it stays text."""
+    """vLLM's parser of reasoning, such as `qwen3` or `deepseek_r1`; `auto`: the one that fits the model; null: it stays
+    text."""
     thinking: bool | Literal["auto"] = "auto"
-    """Whether the model thinks before it answers, by its chat template's own switch; `auto`: the template's default.
-    For every task."""
+    """Whether the model thinks before it answers, by its chat template's own switch; `auto`: the template's default."""
     template_kwargs: dict[str, Any] = {}
-    """Further arguments of the chat template, such as `{reasoning_effort: low}`, for every task."""
+    """Further arguments of the chat template, such as `{reasoning_effort: low}`."""
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""
     max_tokens: Positive | None = None
-    """Tokens of one episode over all its segments, sampled and given; null: four times the longest sample
-    (`rollout.max_sample_tokens`)."""
+    """Tokens of one episode over all its segments; null: four times the longest sample (`rollout.max_sample_tokens`).
+    """
     history: Literal["fork", "keep"] = "fork"
-    """Where the chat template would write earlier turns anew, such as without their thinking: `fork` begins a new
-    segment; `keep` goes on with the tokens as they are."""
+    """Where the chat template would write earlier turns anew, as without their thinking: begin a new segment, or `keep`
+    their tokens."""
     timeout_s: Seconds | None = None
     """Wall-clock time of one episode; then it ends as truncated. null: none."""
     host: str = "127.0.0.1"
-    """Interface on which a server takes requests of agents; `0.0.0.0`: all."""
+    """Interface for requests of agents; `0.0.0.0`: all."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port for them; 0: a free one, which several servers on one machine need."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
-    """What agents elsewhere, such as in sandboxes, have before `/e/KEY/v1`; null: `http://host:port`."""
+    """What agents elsewhere have before `/e/KEY/v1`; null: `http://host:port`."""
 
 
 class AgentConfig(Section):
@@ -578,7 +565,7 @@ class AgentConfig(Section):
 
     command: list[str] = []
     """The program with its arguments, for `rollout.task: agent`. It gets the row as JSON on its standard input, and
-    `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment. Its last line is `{"score": ...}` or a number."""
+    `OPENAI_BASE_URL` and `OPENAI_API_KEY`. Its last line is `{"score": ...}` or a number."""
 
 
 class EnvironmentConfig(Section):
@@ -588,9 +575,9 @@ class EnvironmentConfig(Section):
     """Its name, as it was installed."""
     args: dict[str, Any] = {}
     """Keyword arguments of its `load_environment`, or the config of a task set (`verifiers.v1`), such as `{taskset:
-    {level: 2}, agent: {max_turns: 8}}`."""
+    {level: 2}}`."""
     python: Path | None = None
-    """The Python that it is installed in, such as `envs/wordle/bin/python`: not Headrace's."""
+    """The Python in which it is installed, such as `envs/wordle/bin/python`: not Headrace's."""
 
 
 class ServerRange(Section):
@@ -604,16 +591,16 @@ class ServerRange(Section):
 
 class RolloutConfig(Section):
     servers: Positive | ServerRange = 1
-    """Rollout servers that the launcher starts, one vLLM engine each. With `{min: 1, max: 8}` the run adds some while
-    the learner waits, and gives back those that wait for the learner."""
+    """Rollout servers, one vLLM engine each. With `{min: 1, max: 8}` the run adds some while the learner waits, and
+    gives back those that wait for the learner."""
     tensor_parallel: Positive = 1
     """GPUs per server."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` takes the GPU if torch sees one."""
     sequences: Literal["auto"] | Positive = "auto"
-    """Samples that one server generates at a time, each until its task has ended. `auto` begins with the server's share
-    of a batch and takes more while the learner waits, as far as KV cache and CUDA graphs reach. More are faster, and
-    older when they are trained."""
+    """Samples that one server generates at a time. `auto` begins with the server's share of a batch and takes more
+    while the learner waits, as far as KV cache and CUDA graphs reach. More are faster, and older when they are trained.
+    """
     task: str = "single_turn"
     """A built-in task (`single_turn`, `agent`, `environment`) or your own, as `path/to/file.py:function`. Its
     parameters decide what it gets: `(problem, generate)` tokens, `(row, chat)` messages, `(row, base_url, api_key)` a
@@ -622,33 +609,31 @@ class RolloutConfig(Section):
     agent: AgentConfig = AgentConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     sample_attempts: Positive = 2
-    """How often a server tries one sample whose task fails, from the beginning, before the attempt at its group has
-    failed."""
+    """How often a server tries a sample whose task fails before the group's attempt has failed."""
     max_sample_tokens: Positive | None = None
     """Longest whole sample of your own task in tokens: prompt and all turns; null: `rollout.engine.max_model_len`, or
     one prompt and one answer."""
     task_timeout_s: Seconds = 60.0
-    """Time that your own task may spend on one sample outside of model calls; then the sample has failed."""
+    """Time that your own task may spend on one sample outside of model calls."""
     task_memory_gib: Annotated[float, Field(gt=0)] = 8.0
-    """Memory of one task worker, or of one sample's agent, with all processes it starts; beyond it they are killed, and
-    their samples have failed."""
+    """Memory of one task worker, or of one sample's agent, with all processes it starts; beyond it they are killed."""
     task_workers: Positive = 2
     """Processes per rollout server that run your own task, many samples at a time each."""
     attempts: Positive = 3
     """How often an item is dispatched before it is dropped with the reason of its last failure."""
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """The run is given up, with exit code 1, once 100 attempts, or 3 batches of them if that is more, have failed since
-    a group was made, and they are more than this share of the attempts since then. Failures of the infrastructure do
-    not count; 1: never."""
+    a group was made, and they are more than this share of attempts. Failures of the infrastructure do not count; 1:
+    never."""
     heartbeat_s: Seconds = 2.0
     """Interval between heartbeats of a server; its leases end after five missed ones."""
     drain_s: Seconds = 30.0
     """Time in which a server that is to end may finish its groups."""
     routing_replay: bool = False
-    """The learner computes with the experts that the servers chose for each token; for models with experts, on GPUs.
-    Otherwise the two sometimes choose differently, which is most of their difference."""
+    """The learner computes with the experts that servers chose for each token, on GPUs. Otherwise the two sometimes
+    choose differently, which is most of their difference."""
     engine: dict[str, Any] = {}
-    """Passed to vLLM's AsyncEngineArgs unchanged, e.g. `{max_model_len: 4096, gpu_memory_utilization: 0.9}`."""
+    """Further arguments of vLLM, e.g. `{max_model_len: 4096, gpu_memory_utilization: 0.9}`."""
 
     @property
     def least_servers(self) -> int:
@@ -663,27 +648,27 @@ class WeightsConfig(Section):
     host: str = "127.0.0.1"
     """Interface on which learner rank 0 serves policies, on a free port."""
     transport: Literal["broadcast", "safetensors"] = "broadcast"
-    """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, for servers that see
-    it and that NCCL cannot reach."""
+    """`broadcast`: NCCL between GPUs, gloo between CPUs. `safetensors`: files in the run's folder, for servers that
+    NCCL cannot reach."""
     publish: Literal["auto", "gather", "rows"] = "auto"
-    """Who sends: rank 0, which gathers and holds two whole copies (`gather`), or each rank its own rows, holding its
-    share of two copies (`rows`). `auto` takes `rows` where several ranks share the model, rank 0 saves more memory than
-    a server needs for the connections, and the model is a Llama, Qwen2, Qwen3 or Qwen3-MoE."""
+    """Rank 0 gathers, sends, and holds two whole copies (`gather`), or each rank sends its own rows and holds its share
+    (`rows`). `auto` takes `rows` where several ranks share a Llama, Qwen2, Qwen3 or Qwen3-MoE and rank 0 saves more
+    memory than a server needs for the connections."""
     staging: Literal["auto", "full", "slices", "bucket"] = "auto"
-    """Where a server receives: into a second copy of the weights while the engine generates (`full`), into a copy of
-    what each of its workers loads (`slices`), or into the weights of the paused engine (`bucket`). `auto` takes the
-    smaller copy that is possible, if there is memory for it."""
+    """A server receives into a second copy of the weights while the engine generates (`full`), into a copy of what each
+    of its workers loads (`slices`), or into the weights of the paused engine (`bucket`). `auto` takes the smaller
+    possible copy, if there is memory for it."""
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
-    """Size of the buckets in which weights travel; a larger tensor gets its own. With `publish: rows` buckets are as
-    many times larger as there are ranks, at most four times."""
+    """Size of the buckets in which weights travel; with `publish: rows` it is multiplied by the ranks, at most by four.
+    """
     timeout_s: Seconds = 60.0
     """Longest wait for a server to prepare for, receive and load a policy; a slower one is left out and may rejoin."""
     probe_every: Annotated[int, Field(ge=0)] = 10
-    """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only."""
+    """Versions between comparisons of a text's log-probabilities, server to learner; 0: checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05, or 1 with
-    `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights differ by about 0.01 in bfloat16, by 0.6 to
-    0.8 in FP8; wrong ones by 2.6. In float32 set 1e-3."""
+    """Largest mean absolute difference of those, in nats; null: 0.05, or 1 with `rollout.engine.quantization` or
+    `learner.matmul: fp8`. Correct weights differ by about 0.01 in bfloat16, by 0.6 to 0.8 in FP8; wrong ones by 2.6. In
+    float32 set 1e-3."""
 
     @property
     def tolerance(self) -> float:
@@ -717,22 +702,21 @@ class BufferConfig(Section):
 
 class ClusterConfig(Section):
     address: str | None = None
-    """Ray cluster on which the launcher places the processes, such as `10.0.0.1:6379`, or `auto` for this machine's;
-    null: that of RAY_ADDRESS, else this machine without Ray. `local`: a Ray started on this machine, for accelerators
-    that only Ray counts."""
+    """Ray cluster for the processes, such as `10.0.0.1:6379`, or `auto` for this machine's; null: that of RAY_ADDRESS,
+    else this machine without Ray. `local`: a Ray started here, for accelerators that only Ray counts."""
     ship: Literal["auto", "always", "never"] = "auto"
     """Whether Ray copies the working directory to the nodes (at most 512 MiB, `.gitignore` is obeyed): `auto` if a node
-    does not see it; with `never` nodes must have a folder of the same path."""
+    does not see it; with `never` nodes have a folder of the same path."""
     env: list[str] = []
-    """Further variables of the launcher's environment for processes on a cluster, by name or as `MY_*`. They always get
-    `HF_* VLLM_* NCCL_* GLOO_* TORCH_* OMP_* WANDB_*`, PYTHONPATH and proxies."""
+    """Further variables of the launcher for processes on a cluster, by name or as `MY_*`, besides `HF_* VLLM_* NCCL_*
+    GLOO_* TORCH_* OMP_* WANDB_*`, PYTHONPATH and proxies."""
     interface: str | None = None
-    """Network interface of gloo and NCCL on every node; null: the one with the node's address in Ray."""
+    """Network interface of gloo and NCCL on every node; null: the one that Ray uses."""
 
 
 class EvalConfig(Section):
     every: Positive | None = None
-    """Versions between evaluations on `data.eval` while the run trains, version 0 and the last included. null: none."""
+    """Versions between evaluations on `data.eval`, version 0 and the last included. null: none."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.25
     """Share of its places that a server gives to an evaluation while it has groups to make."""
     keep_samples: Annotated[int, Field(ge=0)] = 32
@@ -745,7 +729,7 @@ class LogConfig(Section):
     servers_every_s: Seconds = 15.0
     """Seconds between two lines of metrics.jsonl about servers and buffer."""
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
-    """Price of a GPU hour in any currency, for the run's cost in `python -m actors watch` and the report."""
+    """Price of a GPU hour in any currency, for the run's cost in watch and report."""
     display: Literal["auto", "rich", "plain"] = "auto"
     """Display of the launcher; `auto` is rich on a terminal, else plain lines."""
 

@@ -1,6 +1,6 @@
 """What a run file of supervised fine-tuning must satisfy.
 
-Sections that only reinforcement learning reads must be absent: whoever writes a key there expects an effect.
+Sections of reinforcement learning must be absent: whoever writes a key there expects an effect.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,11 +27,11 @@ UNREAD = (
 )
 UNREAD_OF_SETS = ("samples", "k", "temperature", "max_tokens")
 LONGEST = 32768
-"""For a model whose positions are not known."""
+"""Where the model's positions are not known."""
 
 
 def rules(config: Config, rows: int | None = None) -> Iterator[str]:
-    """Yield what is wrong; `rows` of data.train, where known."""
+    """`rows` of data.train, if known."""
     batch, ranks = config.sft.rows, config.learner.ranks
     if batch is None:
         yield "sft.rows: null; set it to the rows of a batch, e.g. sft.rows: 32, and let data.train name demonstrations"
@@ -51,7 +51,7 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
 
 
 def beside(config: Config) -> Iterator[str]:
-    """Yield what is wrong with `data.demonstrations` in reinforcement learning."""
+    """Yield what is wrong with `data.demonstrations` beside samples."""
     given, facts, path = config.data.demonstrations, facts_of(config.model), config.model.path
     if given is None:
         return

@@ -9,11 +9,11 @@ from configs.schema import Config
 
 LARGER = 4
 """With several ranks that send, buckets are at most so many times larger: each message costs operations of a thread
-that waits for the GIL, each bucket memory of a server."""
+that waits for the GIL, each bucket memory."""
 
 
 class Room(NamedTuple):
-    """Bytes for a copy of all weights, for one of what a worker loads, and for buckets that are loaded one by one."""
+    """Bytes for a copy of all weights, of what a worker loads, and for buckets loaded one by one."""
 
     full: int
     slices: int
@@ -39,7 +39,6 @@ def room(config: Config) -> Room | None:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield why `weights.staging` cannot be `slices`."""
     if config.weights.staging != "slices":
         return
     quantized = config.rollout.engine.get("quantization")
@@ -55,7 +54,6 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def lines(config: Config) -> Iterator[str]:
-    """Say for people what a worker of a server needs beside vLLM."""
     needs, wanted = room(config), config.weights.staging
     if needs is None or config.rollout.device == "cpu":
         return

@@ -13,7 +13,7 @@ SET_REWARD = "set reward.function"
 
 
 def rules(config: Config, longest: int) -> Iterator[str]:
-    """Yield what is wrong; `longest`: tokens of the longest sample."""
+    """`longest`: tokens of the longest sample."""
     if config.reward.function == NO_REWARD:
         yield from _without_reward(config)
     teacher = config.teacher
@@ -30,7 +30,7 @@ def rules(config: Config, longest: int) -> Iterator[str]:
 
 
 def key_of(teacher: TeacherConfig, source: str) -> str:
-    """The key below which the teacher of a `data_source` stands."""
+    """The key below which the teacher of `data_source` stands."""
     for number, each in enumerate(teacher.by_source):
         if each.data_source == source:
             return f"teacher.by_source.{number}"

@@ -20,15 +20,14 @@ PLACE = (
     *(*RANK, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_NAME"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
 )
-"""A process's place in a job of torchrun, PyTorchJob or vLLM, of which ours must not become members."""
+"""Place in a job of torchrun, PyTorchJob or vLLM, of which our processes must not become members."""
 OTHERS_TRAINING = ("ACCELERATE_*", "FSDP_*")
-"""`accelerate launch` sets these. With two of them, transformers makes all weights zero on every rank but LOCAL_RANK 0.
-"""
+"""`accelerate launch` sets these. With two, transformers zeroes all weights except on LOCAL_RANK 0."""
 READ_BY_LIBRARIES = ("TORCH*", "TRITON_*", "HF_HUB_*_TIMEOUT", "TQDM_*", "PYTHONOPTIMIZE", "PYTHONWARNINGS")
 """torch and transformers fail with some values of these."""
 SWITCHES = ("", "0", "1")
 INSPECT = "PYTHONINSPECT"
-"""With it, a process that calls `sys.exit` ends with a traceback and code 1, or waits for its user."""
+"""With it, a process that calls `sys.exit` ends with a traceback, or waits for its user."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """torchrun forwards signals to its ranks and kills ranks that do not end."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -52,7 +51,6 @@ MASK = re.compile("0?[0-7]{3}")
 
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """Return the environment of processes that the launcher starts."""
     left_out = {key for key in environment if has_place(key) or is_others(key)} | {"PYTHONIOENCODING", INSPECT}
     kept = {key: value for key, value in environment.items() if key not in left_out}
     return kept | {"PYTHONUTF8": "1"} | around_proxy(kept, hosts) | user(kept)
@@ -67,7 +65,7 @@ def is_others(name: str) -> bool:
 
 
 def given_to_libraries(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables with which torch or transformers may fail. Any switch and any path is harmless."""
+    """Return the variables with which torch or transformers may fail."""
     return [
         name
         for name, value in environment.items()
@@ -83,8 +81,7 @@ def is_quiet(name: str, value: str) -> bool:
 
 def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
     """Let output work in any locale and with closed streams, reach this machine without a proxy, keep exit codes of
-    children even if a shell ignores SIGCHLD, and drop variables of another program's training. `is_rank`: keep PLACE.
-    """
+    children even if a shell ignores SIGCHLD, and drop variables of another training. `is_rank`: keep PLACE."""
     open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -95,7 +92,7 @@ def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.en
 
 
 def open_streams() -> None:
-    """Open closed standard streams, whose numbers the next opened files would get."""
+    """Else the next opened files would get the numbers of closed streams."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -112,7 +109,7 @@ def open_streams() -> None:
 
 
 def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """Return `no_proxy` and `NO_PROXY`: libraries differ in which they read first."""
+    """Libraries differ in which of the two they read first."""
     if not any(environment.get(name) for name in PROXIES):
         return {}
     given = [word.strip() for name in NO_PROXY for word in environment.get(name, "").split(",")]
@@ -144,7 +141,7 @@ def is_loopback(host: str) -> bool:
 
 
 def gloo_here(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo, which has no authentication, listen on loopback. Left alone, it may listen on the machine's network."""
+    """Have gloo, which has no authentication, listen on loopback, not on the network."""
     if LOOPBACK_INTERFACE in (name for _, name in socket.if_nameindex()):
         environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
 
@@ -160,7 +157,7 @@ def _is_named(host: str, port: int | None, word: str) -> bool:
 
 
 def user(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return USER and HOME, which torch and vLLM need and a user id in containers may lack."""
+    """USER and HOME, which torch and vLLM need and a user id in containers may lack."""
     found = {}
     try:
         pwd.getpwuid(os.getuid())
@@ -173,7 +170,7 @@ def user(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a writable folder for Unix sockets, of at most `longest` bytes; None if there is none."""
+    """Return a writable folder for Unix sockets, of at most `longest` bytes, if any."""
     for folder in (temporary(), environment.get("XDG_RUNTIME_DIR"), *SHORT):
         if folder and len(os.fsencode(folder)) <= longest and can_write(folder):
             return folder
@@ -181,7 +178,7 @@ def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def temporary() -> str | None:
-    """Return Python's folder for temporary files; None if no folder is writable."""
+    """Return Python's folder for temporary files, if one is writable."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -193,7 +190,7 @@ def can_write(folder: str | Path) -> bool:
 
 
 def unwritable(file: Path) -> str:
-    """Why a command cannot write `file`; empty if it can. It may replace a file, never a folder or a device."""
+    """Why a command cannot write `file`; "" if it can."""
     folder = file.absolute().parent
     if file.exists() and not file.is_file():
         return "a folder; name a file in it" if file.is_dir() else "no regular file; name another"
@@ -203,7 +200,7 @@ def unwritable(file: Path) -> str:
 
 
 def apply_umask(folder: Path) -> None:
-    """Give the files the modes of the umask: safetensors creates them with 0600."""
+    """safetensors creates files with 0600."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")  # `os.umask` would change it for all threads
     umask = next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
     for path in folder.iterdir():
@@ -223,12 +220,11 @@ def open_private(path: str | Path, flags: int) -> int:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder for a run's own files."""
     _make_folder(path, 0o777 & ~run_umask())
 
 
 def run_folder(path: Path) -> None:
-    """Make a folder through which users whom the umask admits may pass; they cannot list it."""
+    """Users whom the umask admits may pass through the folder, not list it."""
     _make_folder(path, 0o711 | 0o777 & ~run_umask())
 
 
@@ -251,7 +247,7 @@ def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = Tru
 
 
 def warnings(environment: Mapping[str, str], model: str) -> list[str]:
-    """Return lines about caches that cannot be written and variables that are no longer read."""
+    """Report caches that cannot be written and variables that are no longer read."""
     home = environment.get("HOME") or os.path.expanduser("~")
     caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     named = {

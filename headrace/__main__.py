@@ -1,7 +1,7 @@
 """`headrace COMMAND ...`: every command of Headrace, from any folder, also from one with a package `configs` of its
 own.
 
-Runs by path, so it imports only the standard library.
+Imports only the standard library, because it runs by path.
 """
 
 import difflib
@@ -45,7 +45,7 @@ COMMANDS = {
 
 
 def main() -> NoReturn:
-    """Start this file again with `python -P`: Python must not search the current folder."""
+    """Python must not search the current folder."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", str(ENTRY), *sys.argv[1:]])
 
@@ -64,7 +64,7 @@ def usage() -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command line; the exit code, unless the command ends the process itself."""
+    """Return the exit code, unless the command ends the process itself."""
     if not argv or argv[0] in ("-h", "--help"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `headrace --help | head` ends quietly
         print(usage(), file=sys.stdout if argv else sys.stderr)

@@ -1,7 +1,6 @@
-"""Writes a reward function of a notebook or a script, with all that it uses, into a file, which the reward workers
-import.
+"""Writes a reward function of a notebook or a script, with all that it uses, into a file for the reward workers.
 
-The file's name holds a digest: a run that has begun refuses another function. Imports only the standard library.
+The file's name holds a digest: a run that has begun refuses another function.
 """
 
 import ast
@@ -29,7 +28,7 @@ class NoSource(ValueError):
 
 
 def reward_file(function: Callable[..., Any], folder: Path) -> str:
-    """Return `path/to/file.py:function`, a file in `folder` unless an imported module has the function.
+    """Return `path/to/file.py:function`.
 
     Raises NoSource for a lambda, a closure, a method, or an object without source.
     """
@@ -50,7 +49,7 @@ def reward_file(function: Callable[..., Any], folder: Path) -> str:
 
 
 class Source:
-    """The text of a module with one function and all that it uses."""
+    """A module's text: one function and all that it uses."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function
@@ -172,7 +171,7 @@ def _class_source(value: type) -> str:
 
 
 def _used(code: CodeType) -> Iterator[str]:
-    """Global names that the code reads before it binds them."""
+    """Global names that are read before they are bound."""
     own = set[str]()
     for step in dis.get_instructions(code):
         if step.opname in LOADS and not (step.opname == "LOAD_NAME" and step.argval in own):

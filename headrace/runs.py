@@ -1,4 +1,4 @@
-"""Runs in a script or a notebook: `launch` starts one, and `Run` reads it and waits for its end.
+"""Runs in a script or a notebook.
 
 The program may have packages `configs` or `buffer` of its own, so this module runs the command `headrace`. A guard ends
 the launcher with all its processes when this program dies.
@@ -33,7 +33,7 @@ Record = dict[str, Any]
 
 
 class HeadraceError(RuntimeError):
-    """A command of Headrace refused or failed; the text is its output."""
+    """A command refused or failed; the text is its output."""
 
 
 def launch(
@@ -42,11 +42,10 @@ def launch(
     *,
     reward: Callable[..., Any] | None = None,
 ) -> "Run":
-    """Launch a run, or go on with it; returns once the run is accepted.
+    """Launch a run, or go on with it; returns once it is accepted.
 
     `config` is a run file or a dict of its sections, `overrides` are further keys, `reward` replaces `reward.function`.
-    Raises HeadraceError with every problem of the run file, and NoSource for a function that cannot be sent to the
-    reward workers.
+    Raises HeadraceError with every problem of the run file, and NoSource for a function that reward workers cannot get.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
         if isinstance(config, Mapping):
@@ -90,8 +89,8 @@ class Run:
     def samples(self, version: int | None = None) -> list[Record]:
         """Return a dict for each stored sample: `item`, `problem`, `answer`, `reward`, `batch`, `tokens`, ...
 
-        `version` selects the batch that made `version + 1`. Batches older than the oldest checkpoint are gone. Raises
-        HeadraceError if nothing is there yet.
+        `version` selects the batch that made `version + 1`; batches before the oldest checkpoint are gone. Raises
+        HeadraceError if there is none.
         """
         import pyarrow.parquet  # slow
 
@@ -103,18 +102,16 @@ class Run:
         return samples
 
     def status(self) -> str:
-        """Return the output of `headrace status`."""
         return command("status", str(self.path), well=(0, DEAD))
 
     @property
     def output(self) -> list[str]:
-        """The last lines of the launcher."""
         return list(self.launcher.lines) if self.launcher else []
 
     def wait(self, timeout_s: float | None = None, show: bool = True) -> int:
         """Wait for the end of the run and return its exit code; print the launcher's lines if `show`.
 
-        Ctrl-C stops the run, then raises KeyboardInterrupt. Raises HeadraceError if the run failed, and TimeoutError.
+        Ctrl-C stops the run. Raises HeadraceError if the run failed, and TimeoutError.
         """
         launcher = self._own()
         try:
@@ -127,7 +124,7 @@ class Run:
         return code
 
     def stop(self, show: bool = True) -> int:
-        """Let every process finish and save its work, and return the exit code. Ctrl-C kills the run."""
+        """Let every process save its work, and return the exit code. Ctrl-C kills the run."""
         launcher = self._own()
         launcher.guarded.signal(signal.SIGINT)
         try:

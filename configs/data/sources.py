@@ -1,4 +1,4 @@
-"""What `data.train` and `data.eval` name: files, a set of reasoning-gym, or several with weights."""
+"""What `data.train` and `data.eval` name: files, sets of reasoning-gym, or several with weights."""
 
 import ast
 import glob
@@ -23,7 +23,7 @@ SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 GZIPPED = ".gz"
 TRUTHLESS = ("none", "task", "judge", "reward_model", "reasoning_gym", "regex", "length")
 READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
-"""By these a user's reward function gets the ground truth."""
+"""Arguments by which a reward function gets the ground truth."""
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -35,7 +35,7 @@ class SourceError(ValueError):
 
 
 class GeneratedSet(NamedTuple):
-    """A set of reasoning-gym: its name and its config, `size` and `seed` among it."""
+    """A set of reasoning-gym, `size` and `seed` in its config."""
 
     name: str
     config: dict[str, Any]
@@ -49,7 +49,7 @@ class GeneratedSet(NamedTuple):
 
 
 def parts_of(source: Source) -> list[MixedSource]:
-    """The parts of a source: one without weight for a path or a name. Raises SourceError."""
+    """Return one part for a path or a name. Raises SourceError."""
     parts = [MixedSource(path=Path(source))] if isinstance(source, Path | str) else list(source)
     unweighted = [part for part in parts if part.weight is None]
     if unweighted and len(unweighted) < len(parts):
@@ -58,13 +58,12 @@ def parts_of(source: Source) -> list[MixedSource]:
 
 
 def source_name(source: Source) -> str:
-    """A source in a few words."""
     parts = [source] if isinstance(source, Path | str) else [part.path for part in source]
     return f"{parts[0]}{f' and {len(parts) - 1} more' if len(parts) > 1 else ''}"
 
 
 def generated(source: Path | str) -> GeneratedSet | None:
-    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names; None for a path. Raises SourceError."""
+    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names; None for a path."""
     text = str(source)
     if not text.startswith(GENERATED):
         return None
@@ -120,7 +119,7 @@ def _found_elsewhere(path: Path) -> str:
 
 
 def problems_with(source: Source) -> Iterator[str]:
-    """Yield why nothing can be read. Files are not opened."""
+    """Yield why nothing can be read. No file is opened."""
     try:
         parts = parts_of(source)
     except SourceError as error:
@@ -137,7 +136,7 @@ def problems_with(source: Source) -> Iterator[str]:
 
 
 def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
-    """A line for each set of reasoning-gym that has entries in both."""
+    """Yield a line for each set of reasoning-gym that has entries in both."""
     known = [found for part in parts_of(train) if (found := generated(part.path))]
     for part in parts_of(held_out):
         theirs = generated(part.path)
@@ -153,14 +152,14 @@ def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
 
 
 def needs_truth(config: Config) -> bool:
-    """Whether rows must have a ground truth, as far as the file of a user's function shows."""
+    """Whether rows must have a ground truth, as far as a user's file shows."""
     function: Any = config.reward.function
     names = [function] if isinstance(function, str) else [each.function for each in function]
     return not all(name in TRUTHLESS or _is_blind(name) for name in names)
 
 
 def count_rows(source: Source) -> int | None:
-    """Rows of a source; None if they cannot be counted quickly."""
+    """Rows; None if they cannot be counted quickly."""
     try:
         total = 0
         for part in parts_of(source):
@@ -204,7 +203,7 @@ def the_list(value: Any) -> list[Any]:
 
 
 def kind_of(file: Path) -> str:
-    """The suffix by which a data file is read, without .gz; "" for any other file."""
+    """The suffix without .gz; "" for a file that is no data."""
     packed = file.suffix == GZIPPED
     suffix = file.with_suffix("").suffix if packed else file.suffix
     return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""

@@ -35,7 +35,7 @@ REQUIRED = {
     "data.train": "data/train.parquet",
     "reward.function": "math",
 }
-"""Stand in for keys that the settings do not say."""
+"""Stand in for keys that the settings lack."""
 
 
 def main(file: Path, out: Path | None) -> int:
@@ -54,7 +54,6 @@ def main(file: Path, out: Path | None) -> int:
 
 
 def convert(file: Path) -> tuple[str, Draft]:
-    """Name the system whose settings `file` has, and draft a run file."""
     given, draft = Given(read_settings(file)), Draft()
     name = next((name for name, system in SYSTEMS.items() if system.recognises(given)), None)
     if name is None:
@@ -78,7 +77,6 @@ def convert(file: Path) -> tuple[str, Draft]:
 
 
 def run_file(file: Path, system: str, draft: Draft) -> str:
-    """The text of the run file, its sections in the order of the schema."""
     ordered = {name: draft.tree[name] for name in Config.model_fields if draft.tree.get(name)}
     head = [f"From {file.name}, settings of {system}. docs/from-other-systems.md explains.", *draft.notes]
     comment = "\n".join(f"# {' '.join(line.split())}" for line in head)

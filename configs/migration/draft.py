@@ -15,7 +15,7 @@ FILES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".gz")
 
 
 class Given:
-    """The settings of another system. Those that nobody takes have no counterpart."""
+    """The other system's settings. Those that nobody takes have no counterpart."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = dict(settings)
@@ -32,7 +32,7 @@ class Given:
 
 @dataclass
 class Draft:
-    """The run file, as a tree of sections, and lines for people."""
+    """The run file, and lines for people."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -63,8 +63,7 @@ def rename(given: Given, draft: Draft, table: Mapping[str, str]) -> None:
 
 
 def list_the_rest(given: Given, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """`reasons` are by key, or by the beginning of keys (`critic.`). A text that begins with `=` is for settings that
-    need no counterpart."""
+    """`reasons` are by key, or by the beginning of keys (`critic.`). With `=`, no counterpart is needed."""
     for key in given.left():
         reason = next((reasons[start] for start in _beginnings(key) if start in reasons), UNKNOWN)
         if reason.startswith("="):
@@ -97,8 +96,7 @@ def run_name(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Steps:
-    """Another system makes `updates` optimizer steps with `prompts` prompts. A batch has the prompts of one of them,
-    which is a version."""
+    """Another system makes `updates` optimizer steps with `prompts` prompts. One of them is a version."""
 
     prompts: int
     updates: int
@@ -120,7 +118,7 @@ def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
 
 
 def set_versions(draft: Draft, steps: int | None, epochs: Any, updates: int, rows: int | None, prompts: int) -> None:
-    """Set `run.versions` by their steps, or by epochs of `rows` problems."""
+    """By their steps, or by epochs of `rows` problems."""
     if steps and steps > 0:
         draft.set("run.versions", int(steps) * updates)
     elif epochs and rows:
@@ -146,7 +144,7 @@ def rows_of(draft: Draft) -> int | None:
 
 
 def set_every(given: Given, draft: Draft, updates: int, checkpoint: str, evaluation: str) -> None:
-    """Set how often checkpoints and evaluations come, by two of their keys, which count steps."""
+    """The two keys count steps."""
     for theirs, ours in ((checkpoint, "learner.checkpoint_every"), (evaluation, "eval.every")):
         every = given.take(theirs, default=-1)
         draft.set(ours, every * updates if every > 0 else None)
@@ -155,7 +153,7 @@ def set_every(given: Given, draft: Draft, updates: int, checkpoint: str, evaluat
 
 
 def set_warmup(draft: Draft, key: str, ratio: float) -> None:
-    """Set the warm-up by its share of all versions, the value of `key`."""
+    """Set the warm-up by its share of all versions."""
     if versions := draft.tree.get("run", {}).get("versions"):
         draft.set("learner.warmup_versions", round(ratio * versions))
     elif ratio:
@@ -195,7 +193,7 @@ def set_trackers(given: Any, draft: Draft) -> None:
 
 
 def set_sampling(given: Given, draft: Draft, prefix: str) -> None:
-    """Set the temperature, and list what changes the distribution that is sampled from."""
+    """Set the temperature, and list what changes the sampled distribution."""
     temperature = given.take(f"{prefix}temperature")
     if temperature is not None and temperature > 0:
         draft.set("sampling.temperature", temperature)

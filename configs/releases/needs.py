@@ -18,11 +18,11 @@ class Need:
     has: str = ""
     """Attributes: `a|b` means either, `a?` means only where it exists."""
     calls: tuple[str, ...] = ()
-    """Calls of a method, or of the symbol: parameters in order, then `name=...` for those by name."""
+    """Parameters in order, then `name=...` for those by name."""
     replaces: tuple[str, ...] = ()
-    """Methods that Headrace overrides, with all parameters; a last `...` stands for any others."""
+    """Methods that Headrace overrides, with all parameters; `...` stands for any others."""
     implements: str = ""
-    """Methods that a base class of Headrace's own leaves abstract; `a?` means only where it exists."""
+    """Abstract methods of a base class; `a?` means only where it exists."""
     follows: str = ""
     """Methods whose body Headrace's own code follows."""
     since: str = ""
@@ -32,7 +32,6 @@ class Need:
 
 
 def moved(needs: Iterable[Need], source: Source) -> Iterator[str]:
-    """Yield a line for each need that the release does not meet."""
     for need in needs:
         found = source.find(need.path)
         if not need.concerns(source):
@@ -49,7 +48,6 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def problems(need: Need, found: Found, source: Source) -> Iterator[str]:
-    """Yield what a symbol lacks, as clauses."""
     names = source.attributes(found) if isinstance(found.node, ast.ClassDef) else set[str]()
     for wanted in need.has.split():
         either = wanted.split("|")
@@ -66,7 +64,7 @@ def problems(need: Need, found: Found, source: Source) -> Iterator[str]:
 
 
 def differences(form: str, need: Need, found: Found, source: Source, exact: bool) -> Iterator[str]:
-    """Yield how a function differs from the form in which Headrace calls it, or, if `exact`, replaces it."""
+    """`exact`: Headrace replaces the function in this form; else it calls it so."""
     call = ast.parse(form, mode="eval").body
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     name, itself = call.func.id, call.func.id == need.path.rpartition(".")[2]
@@ -108,7 +106,7 @@ def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[
 
 
 def body(found: Found | None) -> list[str]:
-    """The lines of a definition without comments and docstrings."""
+    """Lines without comments and docstrings."""
     if found is None:
         return []
     return ast.unparse(without_docstrings(found.node)).splitlines()

@@ -178,12 +178,11 @@ NEEDS = (
 
 
 def installed() -> Source | None:
-    """The source of the installed transformers, if any."""
     return Source.installed("transformers", "transformers")
 
 
 @cache
 def lacking() -> tuple[str, ...]:
-    """A line for each thing that the installed transformers lack."""
+    """Yield what the installed transformers lack."""
     source = installed()
     return () if source is None else tuple(f"{source.number}: {line}" for line in needs.moved(NEEDS, source))

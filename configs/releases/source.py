@@ -1,4 +1,4 @@
-"""Reads the source of a library's release without importing it: installed, a folder or a wheel."""
+"""Reads the source of a library's release without importing it."""
 
 import ast
 import zipfile
@@ -213,7 +213,7 @@ def attributes_of(node: ast.AST) -> Iterator[str]:
 
 
 def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """The last names of a function's decorators."""
+    """Last names of the decorators."""
     return {getattr(each, "attr", getattr(each, "id", "")) for each in node.decorator_list}
 
 
@@ -222,7 +222,7 @@ def is_abstract(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
-    """The parameters of a function, without `self` or `cls`."""
+    """Without `self` or `cls`."""
     given = node.args
     by_place = [each.arg for each in (*given.posonlyargs, *given.args)]
     needed = by_place[: len(by_place) - len(given.defaults)]
